@@ -1,1 +1,1 @@
-"""Floor 3: what stays in memory between forward and backward."""
+"""Memory between forward and backward: activation checkpointing, offloading, the tensor heap, traces of a step."""

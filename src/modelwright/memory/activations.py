@@ -23,7 +23,7 @@ class Segment:
 
     recompute false: they save all that backward needs. True: they save the input of the first block and the outputs of
     the operators in `keep`, and recompute the rest, all blocks at once. `keep` needs segments of one block. offload:
-    saved tensors wait elsewhere.
+    saved tensors are moved to host memory or disk.
     """
 
     num_layers: int
@@ -42,8 +42,8 @@ class BlockShape:
 
     stream_dim: width of the residual stream that this rank holds per token of the microbatch: D, or its share of D
     where ranks divide the tokens between the products (sequence parallelism). fused: norms and activations are single
-    kernels (`ops.cpu_kernels`), which keep what they read and nothing else. post_norms: two further norms, of what is
-    added to the stream. has_gated_kernel: whether there is such a kernel for the activation.
+    kernels (`ops.cpu_kernels`), which keep only their inputs. post_norms: two further norms, of the outputs that are
+    added to the stream. has_gated_kernel: true if such a kernel exists for the activation.
     """
 
     model_dim: int
@@ -66,18 +66,13 @@ class BlockShape:
         return FP32_BYTES if self.compute == "fp32" else 2
 
     @property
-    def input_bytes(self) -> int:
-        """The block's input: the residual stream is FP32 in either case."""
-        return FP32_BYTES * self.stream_dim
-
-    @property
     def whole_bytes(self) -> int:
-        """All that backward needs if nothing is recomputed.
+        """Bytes that backward needs if nothing is recomputed.
 
         Two norms: normalized input in FP32 and one divisor; their outputs. Q/K-norm: the same for each head. Attention:
         rotated q and k, v, output, log of the softmax's denominator. Feed-forward: gate, up, silu(gate), their product.
-        Where fused, norms keep their input instead, which the stream has in FP32 and the products of queries and keys
-        give in their own format, and silu(gate) is not kept. Norms of outputs keep the same of what the products give.
+        Where fused, norms keep their input instead, in FP32 for the stream and in the products' own format for queries
+        and keys, and silu(gate) is not kept. Norms of outputs keep the same for the outputs of the products.
         """
         normed = self.query_dim + self.kv_dim if self.qk_norm else 0
         divisors = 2 + (self.num_heads + self.num_kv_heads if self.qk_norm else 0)
@@ -113,10 +108,11 @@ class BlockShape:
         return sum(map(self.flops, OPERATORS)) + 2.0 * self.ffn_dim * self.model_dim
 
     def saved_bytes(self, segment: Segment) -> int:
-        """Saved from forward to backward by all blocks of the segment, wherever it waits."""
+        """Bytes that all blocks of the segment save from forward to backward, on the device or elsewhere."""
         if not segment.recompute:
             return segment.num_layers * self.whole_bytes
-        return self.input_bytes + sum(map(self.output_bytes, segment.keep))
+        # The input of the first block, which is the residual stream, is FP32 in either case.
+        return FP32_BYTES * self.stream_dim + sum(map(self.output_bytes, segment.keep))
 
     def kept_bytes(self, segment: Segment) -> int:
         """The part of `saved_bytes` that stays in device memory."""
@@ -127,17 +123,17 @@ class BlockShape:
         return 2 * self.saved_bytes(segment) if segment.offload else 0
 
     def moment_bytes(self, segment: Segment) -> int:
-        """Extra memory while the segment runs backward: what was recomputed or fetched, and one block's workspace."""
+        """Extra bytes while the segment runs backward: its recomputed or fetched tensors, and one block's workspace."""
         again = segment.num_layers * self.whole_bytes - sum(map(self.output_bytes, segment.keep))
         back = self.saved_bytes(segment) if segment.offload else 0
         return self.workspace_bytes + (max(0, again) if segment.recompute else 0) + back
 
     def recomputed_flops(self, segment: Segment) -> float:
-        """FLOPs recomputed. The last product of a segment is not, because its output is not needed (for PyTorch's own
-        products and those of `ops.linear_gemms`).
-        """
+        """FLOPs that the segment recomputes."""
         if not segment.recompute:
             return 0.0
+        # The last product of a segment is not recomputed, because nothing in backward needs its output (for PyTorch's
+        # own products and those of `ops.linear_gemms`).
         spared = sum(map(self.flops, segment.keep)) + 2.0 * self.ffn_dim * self.model_dim
         return segment.num_layers * self.forward_flops - spared
 
@@ -184,6 +180,7 @@ def total_moved_bytes(shape: BlockShape, segments: Iterable[Segment]) -> int:
 
 def peak_bytes(shape: BlockShape, segments: Sequence[Segment]) -> int:
     """The most bytes per token that the blocks of one microbatch hold while they run backward, last to first."""
+    # While a segment runs backward, everything that the segments before it have saved is still held.
     kept = peak = 0
     for segment in segments:
         kept += shape.kept_bytes(segment)
@@ -197,8 +194,7 @@ def total_recomputed_flops(shape: BlockShape, segments: Iterable[Segment]) -> fl
 
 
 def head_workspace_bytes(model: ModelConfig, *, num_tokens: int, chunk_tokens: int, tensor: int = 1) -> int:
-    """A chunk of logits, which becomes its softmax and its gradient and coexists once with its cast to 16 bits, and the
-    gradient of the head's weight, on one rank.
-    """
+    """Bytes of a chunk of logits and of the gradient of the head's weight, on one rank."""
+    # The logits become their softmax and their gradient in place, and coexist once with their cast to 16 bits.
     chunk = min(chunk_tokens, num_tokens)
     return FP32_BYTES * (model.vocab_size // tensor) * (3 * chunk // 2 + model.model_dim)

@@ -18,16 +18,16 @@ from modelwright.memory.activations import BlockShape, Segment
 from modelwright.memory.config import OPERATORS
 
 _QUANTA = 2**13
-"""Steps into which the budget is divided; what is kept is rounded up to whole steps, so the budget always holds."""
+"""Steps into which the budget is divided; saved bytes are rounded up to whole steps, so the budget always holds."""
 _MAX_UNIT_LAYERS = 16
+"""Longest segment that is tried: longer ones save few inputs more, for much more memory while they are recomputed."""
 _CAPS = 24
+"""Caps on the saved bytes that are tried where several microbatches are in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentChoice:
-    """One way to treat the blocks of `segment`: bytes saved until backward, extra bytes while it runs backward,
-    cost.
-    """
+    """A treatment of a segment's blocks: bytes saved until backward, extra bytes during it, and cost in FLOPs."""
 
     segment: Segment
     kept_bytes: int
@@ -40,7 +40,7 @@ class Budget:
     """Limit of the activations of one rank.
 
     in_flight: microbatches whose activations are held at once (a pipeline's stages hold several); end_bytes: needed
-    when all blocks are done and nothing has run backward (the head's chunk of logits).
+    between the last block's forward and its backward (the head's chunk of logits).
     """
 
     num_bytes: int
@@ -52,8 +52,8 @@ def block_choices(
     shape: BlockShape, num_tokens: int, num_layers: int, *, flops_per_byte: float = 0.0
 ) -> list[SegmentChoice]:
     """The choices for homogeneous blocks: save everything; save the outputs that cost most per byte; segments of
-    blocks. flops_per_byte: saved tensors may also be offloaded, at the cost of so many FLOPs for each byte that leaves
-    or returns; 0 disables offloading.
+    blocks. flops_per_byte: cost in FLOPs of each byte that leaves or returns if saved tensors may also be offloaded;
+    0 disables offloading.
     """
     by_cost = sorted(OPERATORS, key=lambda name: shape.flops(name) / shape.output_bytes(name), reverse=True)
     segments = [Segment(num_layers=1, recompute=False)]
@@ -104,6 +104,7 @@ def total_cost(way: Sequence[SegmentChoice]) -> float:
 
 def least_budget(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> int:
     """The smallest budget that has a solution, to about a percent."""
+    # Doubled until it suffices, then bisected: solutions do not get worse with more bytes.
     low, high = 1, max(1, budget.num_bytes)
     while _best(choices, num_layers, replace(budget, num_bytes=high)) is None:
         high *= 2
@@ -118,6 +119,7 @@ def _best(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> 
     others = budget.in_flight - 1
     if not others:
         return _solve_capped(choices, num_layers, budget, budget.num_bytes)
+    # The other microbatches hold `others` times the saved total, which is unknown before a solution: caps are tried.
     caps = [budget.num_bytes * step // (_CAPS * budget.in_flight) for step in range(1, _CAPS + 1)]
     ways = [
         _solve_capped(choices, num_layers, replace(budget, num_bytes=budget.num_bytes - others * c), c) for c in caps
@@ -128,9 +130,10 @@ def _best(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> 
 def _solve_capped(
     choices: Sequence[SegmentChoice], num_layers: int, budget: Budget, cap: int
 ) -> list[SegmentChoice] | None:
-    """One microbatch in flight; at most `cap` bytes saved in total."""
+    """The cheapest sequence for one microbatch in flight that saves at most `cap` bytes in total."""
     quantum = max(1, budget.num_bytes // _QUANTA)
     steps = budget.num_bytes // quantum
+    # costs[n, b]: least cost of the first n layers with b quanta saved; taken[n, b]: the choice that ends there.
     costs = np.full((num_layers + 1, steps + 1), np.inf)
     taken = np.full((num_layers + 1, steps + 1), -1, dtype=np.int16)
     costs[0, 0] = 0.0
@@ -138,6 +141,7 @@ def _solve_capped(
     for layer in range(num_layers):
         for index, choice in enumerate(choices):
             end = layer + choice.segment.num_layers
+            # Above what is saved before and by the segment, its backward needs room for the moment's bytes.
             highest = steps - sizes[index] - -(-choice.moment_bytes // quantum)
             if end > num_layers or highest < 0:
                 continue
@@ -149,13 +153,8 @@ def _solve_capped(
     last = min(cap, budget.num_bytes - budget.end_bytes) // quantum
     if last < 0 or not np.isfinite(costs[num_layers, : last + 1]).any():
         return None
-    return _trace(choices, sizes, taken, num_layers, int(np.argmin(costs[num_layers, : last + 1])))
-
-
-def _trace(
-    choices: Sequence[SegmentChoice], sizes: Sequence[int], taken: np.ndarray, layer: int, kept: int
-) -> list[SegmentChoice]:
-    way = []
+    way: list[SegmentChoice] = []
+    layer, kept = num_layers, int(np.argmin(costs[num_layers, : last + 1]))
     while layer:
         index = int(taken[layer, kept])
         way.append(choices[index])

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is not saved is recomputed in the backward pass.
+"""Activation checkpointing: activations that are not saved are recomputed in the backward pass.
 
 A model pass, `model -> model`, that changes the model in place and leaves parameter names alone. Gradients are the
 same to the last bit on one device (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et
@@ -7,11 +7,10 @@ al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
 A segment of one block is wrapped in the block's own `forward`, inside FSDP's hooks and inside what compile sees. A
 segment of several blocks calls the blocks, hooks and compiled code included, from one checkpointed function.
 
-Selective activation checkpointing: outputs of chosen operators are saved, everything else is recomputed.
-
-PyTorch's selective checkpointing decides operator by operator; here an operator is named by its place in the block
-(`config.OPERATORS`), so that each matrix product can be chosen separately. Relies on the order in which a block runs
-its products and on the known attention operators.
+In selective checkpointing outputs of chosen operators are saved and everything else is recomputed. PyTorch decides
+operator by operator; here an operator is named by its place in the block (`config.OPERATORS`), so that each matrix
+product can be chosen separately. That relies on the order in which a block runs its products and on the known attention
+operators.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,14 +39,34 @@ _ATTENTION = {
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
 }
-"""By name, because an operator of ours exists only once its module is imported."""
+"""Attention operators, by name, because an operator of ours exists only once its module is imported."""
 
 
 def contexts_keeping(keep: Sequence[Operator], block: Block) -> Callable[[], Contexts]:
     """A `context_fn` for `torch.utils.checkpoint.checkpoint` of `block` that saves the outputs of `keep`."""
 
     def make() -> Contexts:
-        names = _products_of(block)
+        # The matrix products of the block in the order in which they run; "" for those that are never saved: of the
+        # router of heads, of the gate on attention's output, of adapters, which are narrow, and the last one.
+        attention, ffn = block.attention, block.ffn
+        projections: list[tuple[str, Linear | None]] = [
+            ("q_proj", attention.q_proj),
+            ("k_proj", attention.k_proj),
+            ("v_proj", attention.v_proj),
+            ("", attention.head_router),
+            ("", attention.output_gate),
+            ("o_proj", attention.o_proj),
+            ("gate_proj", ffn.gate_proj),
+            ("up_proj", ffn.up_proj),
+            ("", ffn.down_proj),
+        ]
+        names: list[str] = []
+        for name, projection in projections:
+            if projection is not None:
+                num_row_blocks = 1 if projection.frozen is None else projection.frozen.num_row_blocks
+                names += [name] * num_row_blocks
+                if isinstance(projection.adapter, LowRank):
+                    names += [""] * projection.adapter.num_products(num_row_blocks)
         passes = {False: iter(names), True: iter(names)}  # PyTorch 2.11 asks again when it recomputes
 
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -61,32 +80,6 @@ def contexts_keeping(keep: Sequence[Operator], block: Block) -> Callable[[], Con
     return make
 
 
-def _products_of(block: Block) -> list[str]:
-    """The operator of each matrix product of a block, in the order in which they run; "" for those that are never
-    saved: of the router of heads, of the gate on attention's output, of adapters, which are narrow, and the last one.
-    """
-    attention, ffn = block.attention, block.ffn
-    projections: list[tuple[str, Linear | None]] = [
-        ("q_proj", attention.q_proj),
-        ("k_proj", attention.k_proj),
-        ("v_proj", attention.v_proj),
-        ("", attention.head_router),
-        ("", attention.output_gate),
-        ("o_proj", attention.o_proj),
-        ("gate_proj", ffn.gate_proj),
-        ("up_proj", ffn.up_proj),
-        ("", ffn.down_proj),
-    ]
-    products: list[str] = []
-    for name, projection in projections:
-        if projection is not None:
-            num_row_blocks = 1 if projection.frozen is None else projection.frozen.num_row_blocks
-            products += [name] * num_row_blocks
-            if isinstance(projection.adapter, LowRank):
-                products += [""] * projection.adapter.num_products(num_row_blocks)
-    return products
-
-
 def segments_for(
     config: ActivationCheckpointingConfig,
     num_layers: int,
@@ -96,7 +89,7 @@ def segments_for(
     in_flight: int = 1,
     end_bytes: int = 0,
 ) -> list[Segment]:
-    """How `num_layers` consecutive blocks are treated; the last segment may be shorter than the others. shape,
+    """Divides `num_layers` consecutive blocks into segments; the last one may be shorter than the others. shape,
     num_tokens (of one microbatch), in_flight and end_bytes (see `Budget`) are used by mode budget only, which raises
     `ConfigError` if the budget is too small.
     """
@@ -116,9 +109,7 @@ def segments_for(
 
 
 def checkpoint_segments(model: Decoder, segments: Sequence[Segment], *, store: Store | None = None) -> Decoder:
-    """Treat the model's blocks, in order, as the segments specify. Returns the same model. store: where offloaded
-    tensors wait.
-    """
+    """Wrap the model's blocks, in order, as the segments specify; returns the model. store: of offloaded tensors."""
     assert store is not None or not any(segment.offload for segment in segments)
     assert sum(segment.num_layers for segment in segments) == len(model.blocks)
     blocks = iter(model.blocks.values())
@@ -127,8 +118,16 @@ def checkpoint_segments(model: Decoder, segments: Sequence[Segment], *, store: S
         for block in group:
             assert isinstance(block, Block)
             block.is_recomputed = segment.recompute
-        if segment.num_layers == 1:
-            _wrap_block(group[0], segment, store)
+        if segment.num_layers > 1 or not (segment.recompute or segment.offload):
+            continue
+        block, forward = group[0], group[0].forward
+        if segment.recompute:
+            assert isinstance(block, Block)
+            contexts = contexts_keeping(segment.keep, block) if segment.keep else noop_context_fn
+            forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+        if segment.offload:  # outside the checkpoint, so that its input, which it saves, is offloaded
+            forward = partial(_offloaded, [block], forward, store)
+        block.forward = forward
     if any(segment.num_layers > 1 for segment in segments):
         model.run_blocks = partial(_run_units, model, groups, store)
     return model
@@ -141,18 +140,6 @@ def remove_checkpoints(model: Decoder) -> None:
         assert isinstance(block, Block)
         block.is_recomputed = False
         block.__dict__.pop("forward", None)
-
-
-def _wrap_block(block: nn.Module, segment: Segment, store: Store | None) -> None:
-    forward = block.forward
-    if segment.recompute:
-        assert isinstance(block, Block)
-        contexts = contexts_keeping(segment.keep, block) if segment.keep else noop_context_fn
-        forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
-    if segment.offload:
-        forward = partial(_offloaded, [block], forward, store)
-    if segment.recompute or segment.offload:
-        block.forward = forward
 
 
 def _run_units(
@@ -176,7 +163,7 @@ def _run_units(
 
 
 def _run_in_turn(blocks: Sequence[nn.Module], hidden_BTD: Tensor, *tables_and_attend: Any) -> Tensor:
-    """Tables come one by one, because checkpoints look for tensors among their arguments only."""
+    # Tables come one by one, because checkpoints look for tensors among their arguments only.
     *tables, attend = tables_and_attend
     rotary = RotaryTables(*tables)
     for block in blocks:

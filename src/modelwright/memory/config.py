@@ -1,4 +1,4 @@
-"""Settings of activations: what forward saves for backward, where, and what is recomputed."""
+"""Settings of activations: saving, recomputation and offloading between forward and backward."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -8,7 +8,7 @@ from modelwright.core.errors import ConfigError
 
 Mode = Literal["none", "full", "selective", "budget"]
 Tier = Literal["none", "host", "disk"]
-"""Where what is kept may wait besides the device's own memory."""
+"""Target of offloading: where saved activations are kept instead of the device's memory."""
 Operator = Literal["q_proj", "k_proj", "v_proj", "attend", "o_proj", "gate_proj", "up_proj"]
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
 """The expensive operators of a block in the order in which they run; their outputs may be kept.
@@ -19,7 +19,7 @@ OPERATORS: tuple[Operator, ...] = get_args(Operator)
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointingConfig:
-    """What the forward pass saves for backward, where it waits, and what is recomputed."""
+    """Settings of saving, recomputing and offloading activations."""
 
     mode: Mode = "none"
     """`none` saves everything; `full` saves the input of every `layers_per_segment` blocks and recomputes the rest;

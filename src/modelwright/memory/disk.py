@@ -1,8 +1,8 @@
-"""Offloads tensors to a file: written behind the computation, read ahead of it.
+"""Offloads tensors to a file, concurrently with the computation, and reads them ahead of their use.
 
 One thread writes in the order of arrival, one reads. Backward asks in roughly the reverse order, so fetching a tensor
-prefetches the ones before it. A tensor that is requested before it was written stays in memory. The file has no name,
-so nothing is left of it if the process is killed; its space is reused from step to step.
+prefetches the ones before it. A tensor that is requested before it was written stays in memory. The file is unlinked
+at once, so nothing is left of it if the process is killed; its space is reused from step to step.
 """
 
 import os
@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,8 +21,9 @@ from torch import Tensor
 from modelwright.core.errors import ModelwrightError
 
 MOST_QUEUED_BYTES = 8 * 2**20
-"""Still to be written, besides the newest tensor; whoever brings more waits."""
+"""Bytes still to be written, without the newest tensor, above which `put` waits."""
 READ_AHEAD = 2
+"""Tensors that are read before they are asked for."""
 _PAGE = 4096
 T = TypeVar("T")
 
@@ -32,8 +34,13 @@ class DiskStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.written_bytes = self.read_bytes = 0
-        self._file = file = _unnamed_file(folder)
-        weakref.finalize(self, os.close, file)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file, name = tempfile.mkstemp(prefix="offload-", dir=folder)
+            os.unlink(name)
+        except OSError as error:
+            raise _failed(folder, error) from error
+        weakref.finalize(self, os.close, self._file)
         self._writer = ThreadPoolExecutor(1, "offload-writer")
         self._reader = ThreadPoolExecutor(1, "offload-reader")
         self._queued: deque[_Waiting] = deque()
@@ -43,27 +50,35 @@ class DiskStore:
         self._waiting: weakref.WeakValueDictionary[int, _Waiting] = weakref.WeakValueDictionary()
 
     def put(self, piece: Tensor) -> Callable[[], Tensor]:
-        """See `offload.Store`. Returns once at most `MOST_QUEUED_BYTES`, or this tensor alone, are waiting to be
-        written.
-        """
+        """See `offload.Store`. Waits while more than `MOST_QUEUED_BYTES`, besides this tensor, are to be written."""
+        # Only strides that a dense tensor has can be restored from bytes in storage order.
         dense = piece if torch.empty_like(piece, device="meta").stride() == piece.stride() else piece.contiguous()
-        waiting = _Waiting(self, dense, self._place(dense.nbytes), self._number)
+        # A free slot of the same size, else the end of the file: sizes recur in every step.
+        pages = max(1, -(-dense.nbytes // _PAGE))
+        if self._free.get(pages):
+            place = self._free[pages].pop()
+        else:
+            place = self._end
+            self._end += pages * _PAGE
+        waiting = _Waiting(self, dense, place, pages, self._number)
         self._waiting[self._number] = waiting
         self._number += 1
-        waiting.written = self._writer.submit(self._write, dense, waiting.place)
-        waiting.written.add_done_callback(_letting_go(waiting))
-        self._queued.append(waiting)
-        while len(self._queued) > 1 and sum(o.num_bytes for o in self._queued if not o.is_written) > MOST_QUEUED_BYTES:
-            self._result(self._queued[0].written)
-            self._queued.popleft()
-        while self._queued and self._queued[0].is_written:
-            self._result(self._queued.popleft().written)
-        return waiting.fetch
+        waiting.written = self._writer.submit(self._write, dense, place)
+        waiting.written.add_done_callback(partial(_let_go, weakref.ref(waiting)))
+        queued = self._queued
+        queued.append(waiting)
+        while len(queued) > 1 and sum(o.num_bytes for o in queued if not o.written.done()) > MOST_QUEUED_BYTES:
+            self._result(queued[0].written)
+            queued.popleft()
+        while queued and queued[0].written.done():
+            self._result(queued.popleft().written)
+        return partial(self.fetch, waiting)
 
     def fetch(self, waiting: "_Waiting") -> Tensor:
         """Fetch the tensor; starts reading those put shortly before it."""
         held = waiting.held
         reading = self._reading(waiting) if held is None else None
+        # After its own reading has begun: the one thread reads in the order of submission.
         for number in range(waiting.number - 1, waiting.number - 1 - READ_AHEAD, -1):
             before = self._waiting.get(number)
             if before is not None and before.held is None:
@@ -74,22 +89,14 @@ class DiskStore:
         waiting.reading = None
         return self._result(reading)
 
-    def release(self, place: int, num_bytes: int) -> None:
+    def release(self, place: int, pages: int) -> None:
         """Free the space of a tensor that is no longer needed."""
-        self._free.setdefault(_pages(num_bytes), []).append(place)
+        self._free.setdefault(pages, []).append(place)
 
     def _reading(self, waiting: "_Waiting") -> "Future[Tensor]":
         if waiting.reading is None:
             waiting.reading = self._reader.submit(self._read, waiting.like, waiting.device, waiting.place)
         return waiting.reading
-
-    def _place(self, num_bytes: int) -> int:
-        """An offset in the file: a free slot of the same size, else the end. Sizes recur in every step."""
-        pages = _pages(num_bytes)
-        if self._free.get(pages):
-            return self._free[pages].pop()
-        self._end += pages * _PAGE
-        return self._end - pages * _PAGE
 
     def _write(self, piece: Tensor, place: int) -> None:
         rest = _bytes(piece.cpu()).numpy().data
@@ -119,36 +126,19 @@ class DiskStore:
 class _Waiting:
     """A tensor in the file, or on its way there. held: the tensor until it is written."""
 
-    def __init__(self, store: DiskStore, dense: Tensor, place: int, number: int) -> None:
+    def __init__(self, store: DiskStore, dense: Tensor, place: int, pages: int, number: int) -> None:
         self.held: Tensor | None = dense
         self.like = torch.empty_like(dense, device="meta")
         self.device = dense.device
         self.num_bytes = dense.nbytes
-        self.place = place
+        self.place, self.pages = place, pages
         self.number = number
         self.written: Future[None] = Future()
         self.reading: Future[Tensor] | None = None
         self._store = store
 
-    @property
-    def is_written(self) -> bool:
-        return self.written.done()
-
-    def fetch(self) -> Tensor:
-        return self._store.fetch(self)
-
     def __del__(self) -> None:
-        self._store.release(self.place, self.num_bytes)
-
-
-def _unnamed_file(folder: Path) -> int:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file, name = tempfile.mkstemp(prefix="offload-", dir=folder)
-        os.unlink(name)
-    except OSError as error:
-        raise _failed(folder, error) from error
-    return file
+        self._store.release(self.place, self.pages)
 
 
 def _failed(folder: Path, error: OSError) -> ModelwrightError:
@@ -158,20 +148,11 @@ def _failed(folder: Path, error: OSError) -> ModelwrightError:
     )
 
 
-def _letting_go(waiting: _Waiting) -> Callable[[Future[None]], None]:
+def _let_go(waiting: "weakref.ref[_Waiting]", written: Future[None]) -> None:
     """Release the tensor once it is written; if writing failed it stays available."""
-    known = weakref.ref(waiting)
-
-    def let_go(written: Future[None]) -> None:
-        one = known()
-        if one is not None and written.exception() is None:
-            one.held = None
-
-    return let_go
-
-
-def _pages(num_bytes: int) -> int:
-    return max(1, -(-num_bytes // _PAGE))
+    one = waiting()
+    if one is not None and written.exception() is None:
+        one.held = None
 
 
 def _bytes(tensor: Tensor) -> Tensor:

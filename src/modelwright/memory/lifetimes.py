@@ -16,8 +16,9 @@ Phase = Literal["forward", "backward", "update"]
 
 @dataclass(frozen=True, kw_only=True)
 class Lifetime:
-    """One block of memory, however many tensors view it. birth: the operator that allocated it; death: the operator
-    before which it was freed, or the end of the step; operator and place: what allocated it, and where in the model.
+    """Lifetime of a block of memory, which any number of tensors may view. birth: number of the operator that allocated
+    it; death: that of the operator before which it was freed, or the end of the step; operator and place: name of the
+    allocating operator, and its place in the model.
     """
 
     num_bytes: int
@@ -34,7 +35,7 @@ class Lifetime:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTimeline:
-    """The lifetimes of one step, from operator 0 up to `length`; phases: where each of them begins, in order."""
+    """The lifetimes of one step, from operator 0 up to `length`; phases: (first operator, phase), in order."""
 
     lifetimes: tuple[Lifetime, ...]
     length: int
@@ -42,6 +43,7 @@ class MemoryTimeline:
 
     def live_bytes(self, kind: Kind | None = None) -> list[int]:
         """Bytes alive at each operator, of one kind or of all."""
+        # Differences at births and deaths, whose running sum is the bytes alive: linear in blocks and operators.
         changes = [0] * (self.length + 1)
         for one in self.lifetimes:
             if kind is None or one.kind == kind:
@@ -51,7 +53,7 @@ class MemoryTimeline:
 
     @property
     def peak_time(self) -> int:
-        """The first operator at which most is alive."""
+        """The first operator at which the most bytes are alive."""
         live = self.live_bytes()
         return max(range(len(live)), key=lambda time: live[time]) if live else 0
 
@@ -65,7 +67,7 @@ class MemoryTimeline:
         return sorted(result, key=lambda one: (-one.num_bytes, one.birth))
 
     def by_kind(self, time: int) -> Mapping[Kind, int]:
-        """Bytes alive of every kind."""
+        """Returns the bytes alive of every kind."""
         alive = self.alive(time)
         return {kind: sum(one.num_bytes for one in alive if one.kind == kind) for kind in KINDS}
 

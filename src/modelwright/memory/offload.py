@@ -1,16 +1,16 @@
 """Offloads tensors saved for backward to host memory or to a file.
 
-`torch.autograd.graph.save_on_cpu` would also move weights and their casts, which FSDP frees and gathers by itself, and
-would move a tensor once for each operator that saves it. Here only activations move, each of them once, and what all
-blocks share stays. Copies to the host run in the order of the device's stream through pinned memory; a file is written
-and read by its own threads (`disk.py`).
+`torch.autograd.graph.save_on_cpu` would also move weights and their casts, which FSDP frees and gathers anyway, and
+would move a tensor once for each operator that saves it. Here only activations move, each of them once, and tensors
+that all blocks share stay. Copies to the host run in the order of the device's stream through pinned memory; a file is
+written and read by its own threads (`disk.py`).
 """
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,14 +28,14 @@ MIN_BYTES = 2**16
 """Smaller tensors stay: moving them costs more than their memory is worth."""
 
 Fetch = Callable[[], Tensor]
-"""Gives the tensor again, on the device that it came from; may be asked more than once."""
+"""Returns the tensor, on its original device; may be called more than once."""
 
 
 class Store(Protocol):
-    """Where offloaded tensors wait."""
+    """Storage of offloaded tensors."""
 
     def put(self, piece: Tensor) -> Fetch:
-        """The tensor may be freed as soon as this returns; the tensor fetched later must not be modified."""
+        """Take a tensor, which may be freed as soon as this returns; the tensor fetched later must not be modified."""
         ...
 
 
@@ -49,17 +49,19 @@ class HostStore:
         return lambda: host.to(device, non_blocking=True)
 
 
+@dataclass(eq=False, kw_only=True)
 class Nowhere:
-    """Keeps only shapes and returns zeros: for tracing a step without real storage. queued_bytes, read_ahead: of a file
-    (`disk.py`), whose queue is assumed to be as full as allowed; it empties in backward.
+    """Keeps only shapes and returns zeros, for tracing a step without real storage. queued_bytes, read_ahead: imitate a
+    file (`disk.py`), whose queue is assumed to be as full as allowed; it empties in backward.
     """
 
-    def __init__(self, *, queued_bytes: int = 0, read_ahead: int = 0) -> None:
-        self.queued_bytes = queued_bytes
-        self.read_ahead = read_ahead
-        self._queued: deque[_Shape] = deque()
-        self._number = 0
-        self._known: weakref.WeakValueDictionary[int, _Shape] = weakref.WeakValueDictionary()
+    queued_bytes: int = 0
+    read_ahead: int = 0
+    _queued: "deque[_Shape]" = field(default_factory=lambda: deque[_Shape]())
+    _number: int = 0
+    _known: "weakref.WeakValueDictionary[int, _Shape]" = field(
+        default_factory=lambda: weakref.WeakValueDictionary[int, _Shape]()
+    )
 
     def put(self, piece: Tensor) -> Fetch:
         shape, number = _Shape(piece), self._number
@@ -99,7 +101,7 @@ class _Shape:
 
 
 def check_tier(config: ActivationCheckpointingConfig, *, on_cpu: bool) -> None:
-    """Raises `ConfigError` for host memory if the model is already there."""
+    """Raise `ConfigError` for offloading to host memory if the model is already there."""
     if config.offload == "host" and on_cpu:
         raise ConfigError(
             "offload: host moves activations to the host's memory, where they already are on a CPU run; "
@@ -108,8 +110,8 @@ def check_tier(config: ActivationCheckpointingConfig, *, on_cpu: bool) -> None:
 
 
 def open_store(config: ActivationCheckpointingConfig, *, device: torch.device, folder: Path) -> Store | None:
-    """The store for what blocks save, if configured; a file in `folder` unless the configuration names another. Raises
-    `ConfigError` like `check_tier`.
+    """Returns the store for the tensors that blocks save, None if offloading is off. A file is in `folder`, unless the
+    configuration names another one. Raises `ConfigError` like `check_tier`.
     """
     check_tier(config, on_cpu=device.type == "cpu")
     if config.offload == "disk":
@@ -119,7 +121,7 @@ def open_store(config: ActivationCheckpointingConfig, *, device: torch.device, f
 
 @dataclass
 class _Away:
-    """An offloaded tensor. uses: how often it is still needed; here: the tensor from its fetch until the last use."""
+    """An offloaded tensor. uses: number of uses to come; here: the tensor, from its fetch until the last use."""
 
     fetch: Fetch
     uses: int = 0
@@ -133,42 +135,38 @@ class _Away:
 
 
 def offloading(modules: Sequence[nn.Module], shared: Iterable[Tensor], store: Store) -> AbstractContextManager[Any]:
-    """Within the block, what autograd saves goes to the store, except weights and the tensors in `shared`. A weight is
-    recognized by its shape, because gathered weights have their own storage.
-    """
+    """Within the block, tensors that autograd saves go to the store, except weights and those in `shared`."""
     staying = {_storage(tensor) for tensor in shared}
     gone: dict[tuple[Any, ...], tuple[_Away, weakref.ref[Any]]] = {}
 
     def pack(tensor: Tensor) -> Any:
+        # A weight is recognized by its shape, because gathered weights have their own storage.
         shapes = {shape for module in modules for p in module.parameters() for shape in (p.shape, p.shape[::-1])}
         piece = local(tensor).detach()
         if tensor.shape in shapes or _storage(tensor) in staying or piece.nbytes < MIN_BYTES:
             return tensor
+        # The version tells values apart that an operator has changed in place between two savings.
         key = (_storage(tensor), piece.storage_offset(), piece.shape, piece.stride(), tensor._version)
         if key not in gone:
-            # once its memory is free another tensor may lie there
+            # Once its memory is free another tensor may get the same address.
             watch = weakref.ref(piece.untyped_storage(), lambda _: gone.pop(key, None))
             gone[key] = _Away(store.put(piece)), watch
         away = gone[key][0]
         away.uses += 1
-        return away, _layout(tensor)
+        is_laid_out = isinstance(tensor, DTensor)
+        return away, (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()) if is_laid_out else ()
 
     def unpack(packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else _laid_out(packed[0].take(), packed[1])
+        if isinstance(packed, Tensor):
+            return packed
+        away, layout = packed
+        piece = away.take()
+        if not layout:
+            return piece
+        mesh, placements, shape, stride = layout
+        return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     return saved_tensors_hooks(pack, unpack)
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """Mesh and placements of a DTensor; empty for plain tensors."""
-    return (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()) if isinstance(tensor, DTensor) else ()
-
-
-def _laid_out(piece: Tensor, layout: tuple[Any, ...]) -> Tensor:
-    if not layout:
-        return piece
-    mesh, placements, shape, stride = layout
-    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _storage(tensor: Tensor) -> int:

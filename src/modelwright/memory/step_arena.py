@@ -1,4 +1,4 @@
-"""One arena for all tensors of a step: an offset for each, such that no two tensors alive at the same time overlap.
+"""Plans an arena for all tensors of a step: an offset for each, such that no two tensors alive together overlap.
 
 Offsets by size: the largest tensor first, each into the smallest gap between those that live when it does (Pisarchyk
 and Lee 2020, "Efficient Memory Management for Deep Neural Net Inference", section 4.3: greedy by size, best fit), and
@@ -14,7 +14,7 @@ import numpy as np
 from modelwright.memory.lifetimes import Lifetime
 
 ALIGNMENT = 64
-"""Bytes: where PyTorch's allocator on the CPU lets tensors begin."""
+"""Alignment of tensors in bytes, that of PyTorch's allocator on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,14 @@ def plan_arena(lifetimes: Sequence[Lifetime], *, alignment: int = ALIGNMENT) -> 
     orders = (np.lexsort((births, -sizes)), np.lexsort((-sizes, births)))
     result = [_place(sizes, births, deaths, order) for order in orders]
     offsets = min(result, key=lambda offsets: int((offsets + sizes).max(initial=0)))
+    changes = np.zeros(int(deaths.max(initial=0)) + 1, dtype=np.int64)
+    np.add.at(changes, births, sizes)
+    np.subtract.at(changes, deaths, sizes)
     return Arena(
         lifetimes=tuple(lifetimes),
         offsets=tuple(offsets.tolist()),
         num_bytes=int((offsets + sizes).max(initial=0)),
-        live_bytes=_most_alive(sizes, births, deaths),
+        live_bytes=int(changes.cumsum().max(initial=0)),
     )
 
 
@@ -59,27 +62,18 @@ def _place(sizes: np.ndarray, births: np.ndarray, deaths: np.ndarray, order: np.
     """Place each block into the smallest gap that it fits into among those placed before it, else on top."""
     offsets, placed = np.zeros_like(sizes), np.zeros(len(sizes), dtype=bool)
     for number in order:
-        if sizes[number]:
-            near = placed & (births < deaths[number]) & (births[number] < deaths)
-            offsets[number] = _best_gap(offsets[near], offsets[near] + sizes[near], int(sizes[number]))
-            placed[number] = True
+        if not sizes[number]:
+            continue
+        near = placed & (births < deaths[number]) & (births[number] < deaths)
+        placed[number] = True
+        if not near.any():
+            continue
+        by_start = np.argsort(offsets[near], kind="stable")
+        starts, ends = offsets[near][by_start], (offsets[near] + sizes[near])[by_start]
+        # Blocks that live with this one may overlap each other, so a gap begins where all before it have ended.
+        reached = np.maximum.accumulate(ends)
+        before = np.concatenate(([0], reached[:-1]))
+        gaps = starts - before
+        fitting = np.flatnonzero(gaps >= sizes[number])
+        offsets[number] = before[fitting[np.argmin(gaps[fitting])]] if len(fitting) else reached[-1]
     return offsets
-
-
-def _best_gap(starts: np.ndarray, ends: np.ndarray, size: int) -> int:
-    """Offset of the smallest gap of at least `size`; the end if there is none."""
-    if not len(starts):
-        return 0
-    order = np.argsort(starts, kind="stable")
-    starts, reached = starts[order], np.maximum.accumulate(ends[order])
-    before = np.concatenate(([0], reached[:-1]))
-    gaps = starts - before
-    fitting = np.flatnonzero(gaps >= size)
-    return int(before[fitting[np.argmin(gaps[fitting])]]) if len(fitting) else int(reached[-1])
-
-
-def _most_alive(sizes: np.ndarray, births: np.ndarray, deaths: np.ndarray) -> int:
-    changes = np.zeros(int(deaths.max(initial=0)) + 1, dtype=np.int64)
-    np.add.at(changes, births, sizes)
-    np.subtract.at(changes, deaths, sizes)
-    return int(changes.cumsum().max(initial=0))

@@ -1,9 +1,9 @@
-"""A heap of its own for PyTorch's larger tensors on the CPU (`tensor_heap.cpp`), built on first use.
+"""A separate heap for PyTorch's larger tensors on the CPU (`tensor_heap.cpp`), built on first use.
 
-In glibc's heap the resident memory of a training grows to two or three times what is alive: small objects pin down the
-pages between large blocks that are gone. Results are the same to the bit with either. There is one shared library for
-each version of PyTorch, of the source and of the compiler; the build needs a C++ compiler (`CXX`, else `g++`) and the
-headers that PyTorch ships. Without it glibc maps each larger block by itself and returns it at once, which needs as
+In glibc's heap the resident memory of a training grows to two or three times the living tensors: small objects pin the
+pages between large blocks that have been freed. Results are the same to the bit with either. Each version of PyTorch,
+of the source and of the compiler has its own shared library; the build needs a C++ compiler (`CXX`, else `g++`) and the
+headers that PyTorch ships. Without it glibc maps each larger block separately and returns it at once, which needs as
 little memory but takes page faults.
 """
 
@@ -27,18 +27,19 @@ SOURCE = Path(__file__).with_name("tensor_heap.cpp")
 SWITCH = "MODELWRIGHT_TENSOR_HEAP"
 """Environment variable: `1`, the heap wherever it can be built (the default); `0`, glibc's instead."""
 LEAST_BYTES = 2**16
-"""Smaller tensors stay in glibc's heap: they are most of the number and next to nothing of the bytes."""
+"""Size below which tensors stay in glibc's heap: they are most of the number and next to nothing of the bytes."""
 _MMAP_THRESHOLD = -3
 """Option number of mallopt(3), from glibc's malloc.h."""
 MAPPED_BYTES = 4 * 2**20
-"""Without the heap, what glibc maps by itself. BF16 pretraining of the quickstart held 791 MiB, 740 with the heap and
-1,582 with neither, and took 8% longer."""
+"""Without the heap, size from which glibc maps blocks separately. BF16 pretraining of the quickstart then held 791 MiB
+(740 with the heap, 1,582 with neither) and took 8% longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeapFigures:
-    """living_bytes: of tensors in the heap now; peak_bytes: at most, since the last reset; mapped_bytes: addresses that
-    the heap has, which bound its resident memory."""
+    """Sizes of the heap. living_bytes: of tensors now; peak_bytes: their maximum since the last reset; mapped_bytes: of
+    the heap's address range, which bound its resident memory.
+    """
 
     living_bytes: int
     peak_bytes: int
@@ -46,17 +47,15 @@ class HeapFigures:
 
 
 def use_tensor_heap() -> bool:
-    """From now on larger tensors of this process are in the heap; returns whether. Where that is impossible, a line in
-    the log says why. Raises `ConfigError` for a value of `SWITCH` that means nothing.
+    """Allocate larger tensors of this process in the heap from now on; returns false where that is impossible, for the
+    reason in the log. Raises `ConfigError` for an unknown value of `SWITCH`.
     """
     return _library() is not None
 
 
 def give_back_memory() -> None:
-    """Return memory that nothing uses to the system, between pieces of work: the pages come back, zeroed, when touched.
-    What only reference cycles hold is freed first.
-    """
-    gc.collect()
+    """Return unused memory to the system, between pieces of work."""
+    gc.collect()  # first, because reference cycles may hold tensors
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     if _library.cache_info().currsize and (heap := _library()) and (error := heap.heap_give_back()):
@@ -66,7 +65,7 @@ def give_back_memory() -> None:
 
 
 def heap_figures(*, reset_peak: bool = False) -> HeapFigures | None:
-    """What the heap holds; None without a heap."""
+    """Returns the present sizes of the heap; None without a heap."""
     heap = _library()
     if heap is None:
         return None
@@ -97,16 +96,15 @@ def _library() -> ctypes.PyDLL | None:
         raise ConfigError(f"{SWITCH}: must be 0 or 1, got {switch!r}; leave it out for 1")
     if switch == "1" and sys.platform == "linux":
         try:
-            return _installed(ctypes.PyDLL(str(built(cache_folder()))))
+            library = ctypes.PyDLL(str(built(cache_folder())))
+            library.heap_install.argtypes = [ctypes.c_int64]
+            if library.heap_install(LEAST_BYTES):
+                text = f"is off, because another library has replaced PyTorch's allocator; set {SWITCH}=0"
+                raise ModelwrightError(text)
+            return library
         except (ModelwrightError, OSError) as error:
             log.warning("the heap for tensors %s. glibc's heap serves them, with more page faults.", error)
+    # A threshold that the user has set in the environment is respected.
     if platform.libc_ver()[0] == "glibc" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, MAPPED_BYTES)
     return None
-
-
-def _installed(library: ctypes.PyDLL) -> ctypes.PyDLL:
-    library.heap_install.argtypes = [ctypes.c_int64]
-    if library.heap_install(LEAST_BYTES):
-        raise ModelwrightError(f"is off, because another library has replaced PyTorch's allocator; set {SWITCH}=0")
-    return library

@@ -53,7 +53,8 @@ class StepTrace(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model = model
-        self._fake = _fake_mode(model)
+        parameter = next(iter(model.parameters()), None)
+        self._fake = parameter.fake_mode if isinstance(parameter, FakeTensor) else None
         self._time = 0
         self._place = ""
         self._blocks: list[_Block] = []
@@ -74,16 +75,43 @@ class StepTrace(TorchDispatchMode):
     def timeline(self) -> MemoryTimeline:
         """The timeline since `begin`."""
         length = self._time + 1
-        phases = self._phases()
+        # Backward is the time in autograd's engine; the update comes after its last operator.
+        last = max((time for time, inside in enumerate(self._backward, 1) if inside), default=len(self._backward))
+        phases: list[tuple[int, Phase]] = [(0, "forward")]
+        for time, inside in enumerate(self._backward, 1):
+            phase: Phase = "backward" if inside else "update" if time > last else "forward"
+            if phase != phases[-1][1]:
+                phases.append((time, phase))
         starts = [time for time, phase in phases if phase == "backward"]
-        result = [self._lifetime(block, starts, length) for block in self._blocks]
-        return MemoryTimeline(lifetimes=tuple(one for one in result if one.num_bytes), length=length, phases=phases)
+        lifetimes: list[Lifetime] = []
+        for block in self._blocks:
+            if not block.num_bytes:
+                continue
+            death = block.death if block.death >= 0 else length
+            kind: Kind = "temporary"
+            if id(block) in self._weights:
+                kind = "weights"
+            elif block.birth == 0 or block.death < 0:
+                kind = "optimizer"  # outlives a step, as the weights do; states may be made anew by each update
+            elif block.is_gradient:
+                kind = "gradients"
+            elif not self._backward[block.birth - 1] and any(block.birth < start < death for start in starts):
+                kind = "activations"
+            lifetimes.append(
+                Lifetime(
+                    num_bytes=block.num_bytes,
+                    birth=block.birth,
+                    death=max(death, block.birth + 1),
+                    kind=kind,
+                    operator=block.operator,
+                    place=block.place,
+                )
+            )
+        return MemoryTimeline(lifetimes=tuple(lifetimes), length=length, phases=tuple(phases))
 
     @contextmanager
     def places(self) -> Iterator[None]:
-        """Within the block, modules report where the step is: those running forward, and in backward those that ran
-        last.
-        """
+        """Within the block, modules report the step's place: the one running, and in backward the one that ran last."""
         hooks = []
         for name, module in self._model.named_modules():
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
@@ -97,12 +125,12 @@ class StepTrace(TorchDispatchMode):
                 hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """An operator whose result is in memory that existed before the trace (a batch) allocates nothing."""
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # A result in the memory of an argument is a view, and allocates nothing.
         given = {_key(tensor) for tensor in tensors}
         self._time += 1
-        self._backward.append(torch._C._current_graph_task_id() != -1)
+        self._backward.append(torch._C._current_graph_task_id() != -1)  # -1 outside of autograd's engine
         result = self._run(func, args, kwargs, tensors)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and _key(leaf) not in given:
@@ -146,44 +174,6 @@ class StepTrace(TorchDispatchMode):
             if known is not None:
                 known[0].is_gradient = True
 
-    def _phases(self) -> tuple[tuple[int, Phase], ...]:
-        """Backward is the time in autograd's engine; the update comes after its last operator."""
-        last = max((time for time, inside in enumerate(self._backward, 1) if inside), default=len(self._backward))
-        result: list[tuple[int, Phase]] = [(0, "forward")]
-        for time, inside in enumerate(self._backward, 1):
-            phase: Phase = "backward" if inside else "update" if time > last else "forward"
-            if phase != result[-1][1]:
-                result.append((time, phase))
-        return tuple(result)
-
-    def _lifetime(self, block: _Block, starts: list[int], length: int) -> Lifetime:
-        death = block.death if block.death >= 0 else length
-        return Lifetime(
-            num_bytes=block.num_bytes,
-            birth=block.birth,
-            death=max(death, block.birth + 1),
-            kind=self._kind(block, death, starts, length),
-            operator=block.operator,
-            place=block.place,
-        )
-
-    def _kind(self, block: _Block, death: int, starts: list[int], length: int) -> Kind:
-        if id(block) in self._weights:
-            return "weights"
-        if block.birth == 0 or block.death < 0:
-            return "optimizer"  # what outlives a step besides the weights; states may be made anew by each update
-        if block.is_gradient:
-            return "gradients"
-        in_backward = self._backward[block.birth - 1]
-        crosses = any(block.birth < start < death for start in starts)
-        return "activations" if crosses and not in_backward else "temporary"
-
 
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _fake_mode(model: nn.Module) -> FakeTensorMode | None:
-    for parameter in model.parameters():
-        return parameter.fake_mode if isinstance(parameter, FakeTensor) else None
-    return None

@@ -1,4 +1,4 @@
-"""The rows of an objective's batches, step by step, with what it measures of them before the step.
+"""The rows of an objective's batches, step by step, with the extras that it measures before the step.
 
 `LaidOutForward`: sums over rows that an objective evaluates with the model in training, before a step or in an
 evaluation.
@@ -20,7 +20,7 @@ from modelwright.train.runtime import Runtime
 @dataclass(frozen=True)
 class LaidOutForward:
     """A `ForwardSums` by an executor. num_parts: microbatches of the rows. own_replica: sum over the rows of this
-    rank's replica alone. evaluating: entered meanwhile, to set number formats.
+    rank's replica alone. evaluating: context of the evaluation, which sets number formats.
     """
 
     executor: Executor
@@ -33,6 +33,7 @@ class LaidOutForward:
     def __call__(self, rows: Batch, sums_of: Callable[[Tensor, Batch], Tensor], *, size: int) -> Tensor:
         """See `ForwardSums`. All ranks call it together."""
         mesh, model = self.mesh, self.executor.model
+        # A row of sums for each replica, so that one all-reduce serves both kinds of sums.
         sums_RN = torch.zeros(mesh.data.size, size, dtype=torch.float64, device=mesh.world.device)
 
         def add(output: Tensor, part: Batch) -> Tensor:
@@ -52,9 +53,7 @@ class LaidOutForward:
 
 @dataclass
 class BatchStream:
-    """This rank's rows of the global batches. One iterator of the objective serves consecutive steps; another step
-    starts a new one.
-    """
+    """This rank's rows of the global batches. Consecutive steps share an iterator of the objective."""
 
     objective: Objective
     run: Runtime
@@ -62,7 +61,7 @@ class BatchStream:
     batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
 
     def __call__(self, step: int) -> Batch:
-        if step != self.next_step:
+        if step != self.next_step:  # the first one, or the first after a resume
             data = self.run.mesh.data
             self.batches = self.objective.batches(self.run.model, first=step, rank=data.rank, world_size=data.size)
         self.next_step = step + 1

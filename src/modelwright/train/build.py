@@ -1,4 +1,4 @@
-"""From a `TrainJob` to its result: `train`, and the builders of a step. `technique_builders` is the list of techniques.
+"""Trains a `TrainJob`: `train`, and the builders of a step. `technique_builders` is the list of techniques.
 
 Runs are repeatable: batch number n is a function of n, random streams are reseeded at every step from (seed, step,
 rank), and everything else that outlives a step is in the checkpoint. A run that is killed at any moment and restarted
@@ -27,7 +27,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.deferred import is_deferred
 from modelwright.parallel.full_state import move_out, restore_weights, whole_weights
 from modelwright.parallel.mesh import Mesh, World, build_mesh, single
-from modelwright.parallel.strategy import Replica, Strategy
+from modelwright.parallel.strategy import Replica
 from modelwright.precision.apply import ModelPrecision, fp32_products
 from modelwright.precision.layer_scales import LossScales, loss_scales_for
 from modelwright.train.batch_stream import BatchStream
@@ -73,24 +73,25 @@ from modelwright.train.whole_model import ModelLayout
 
 
 def attach_modules(model: Decoder, objective: Objective, seed: int) -> None:
-    """Make the objective's modules `model.heads`, in place, initialized from the seed, so that every rank and every
-    layout starts equal. A head that is there already is kept: an earlier stage has trained it. The decoder is frozen if
-    the objective does not train it.
+    """Add the objective's modules to `model.heads`, in place, initialized from the seed, so that all ranks and layouts
+    start with equal values. An existing head is kept: an earlier stage has trained it. The decoder is frozen if the
+    objective does not train it.
     """
     if not objective.trains_decoder:
         model.requires_grad_(False)
         model.heads.requires_grad_(True)
+    # Forked, so that the caller's random stream does not depend on the objective.
     with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
         torch.manual_seed(derive_seed(seed, "heads"))  # pyright: ignore[reportUnknownMemberType]
         modules = objective.own_modules(model.config)
-    added = {name: module for name, module in modules.items() if name not in model.heads}
-    deferred = is_deferred(model)
     values: dict[str, Tensor] = {}
-    for name, module in added.items():
+    for name, module in modules.items():
+        if name in model.heads:
+            continue
         module.to(model.head_weight.dtype)
         values |= {f"heads.{name}.{key}": value.detach() for key, value in module.named_parameters()}
         model.heads[name] = module
-    if deferred and model.stored is not None:
+    if is_deferred(model) and model.stored is not None:
         model.stored = _WithHeads(stored=model.stored, values={name: value.clone() for name, value in values.items()})
         model.heads.to("meta")
 
@@ -107,7 +108,7 @@ class _WithHeads(StoredParameters):
 
 
 ALONE, SILENT = single(), SilentProgress()
-"""One process on the CPU, without a display."""
+"""The defaults of `train`: one process on the CPU, and no display."""
 
 
 def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
@@ -116,16 +117,16 @@ def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
     """
     config, faults = job.config, job.config.fault_tolerance
     sparse = partial(
-        layer_sparsity,
-        betas=config.betas,
-        eps=config.adam_eps,
-        num_microbatches=config.gradient_accumulation_steps,
+        layer_sparsity, betas=config.betas, eps=config.adam_eps, num_microbatches=config.gradient_accumulation_steps
     )
+    # In backward the strategy clips by the last step's norm itself (`config.strategy`).
     clip_norm = 0.0 if config.optimizer_in_backward else config.max_grad_norm
     every = config.checkpoint_every_steps
+    # The order is part of the results: the finite check measures the norm that later entries read, the loss scale must
+    # see an overflow before other reasons to skip, and spikes are judged before clipping changes the gradients.
     return [
         partial(sparse, config.sparse_updates, config.batch_selection),  # on_batch: choose; on_gradients: count
-        partial(ewc, config.ewc, rows=job.old_rows),  # on_batch: what weights matter; on_gradients: add the pull
+        partial(ewc, config.ewc, rows=job.old_rows),  # on_batch: which weights matter; on_gradients: add the pull
         partial(finite_check, config.max_skipped_steps, measures=job.measure_grad_norm),  # on_gradients: norm, skip
         amax_history,  # on_batch, on_gradients: maxima of FP8 factors
         loss_scaling,  # on_gradients: follow overflows
@@ -156,9 +157,9 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
     """Train the job's model in place until all updates are done, resuming from the newest intact checkpoint of its
     stage.
 
-    Every rank of `world` comes with the same whole model and leaves with it, trained; in between, and after an error, a
-    model that is laid out over several ranks has no values of its own. Writes `stage.checkpoints`, `stage.metrics` and,
-    in `stage.path`, what sinks keep and the logs of techniques and monitors, mostly on the first rank only.
+    Every rank of `world` passes the same whole model and gets it back trained; in between, and after an error, a model
+    that is laid out over several ranks is empty. Writes `stage.checkpoints`, `stage.metrics` and, in `stage.path`, the
+    files of sinks and the logs of techniques and monitors, mostly on the first rank only.
 
     Raises `Stopped` after a SIGTERM or Ctrl-C (the state is saved), `StorageError` when a checkpoint or a metric
     cannot be written, `ArtifactError` for checkpoints of another run, `ModelwrightError` when training has diverged or
@@ -167,9 +168,12 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
     check_layout(job.config, job.parallel, num_processes=world.size, further=features_of(job, ()))
     progress = progress if world.is_first else SilentProgress()
     progress.begin(job.name, job.num_steps, "steps")
-    _note_unused(job, world, progress)
+    on_accelerator = world.device.type != "cpu"
+    unused = without_effect(job.config, job.parallel, num_processes=world.size, on_accelerator=on_accelerator)
+    if unused:
+        progress.note(f"without effect in this run: {'; '.join(unused)}")
     attach_modules(job.model, job.objective, job.seed)
-    if not is_deferred(job.model):
+    if not is_deferred(job.model):  # each rank reads its own shards of deferred weights when it lays the model out
         job.model.to(world.device)
     try:
         with open_session(job, world, progress) as session:
@@ -178,6 +182,7 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
                     case TrainResult() as result:
                         return result
                     case Relayout(layers_per_stage=layers):
+                        # The trainer has saved a checkpoint, from which the next layout resumes.
                         job = replace(job, parallel=replace(job.parallel, layers_per_stage=layers))
     finally:
         progress.end()
@@ -185,9 +190,10 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
 
 @contextmanager
 def open_session(job: TrainJob, world: World, progress: Progress) -> Generator[Session]:
-    """What lives while the job is trained, whatever the layout."""
+    """Opens what outlives a layout: signals, watchdog, event log and the store of offloaded activations."""
     config, folder, on_cpu = job.config, job.stage.path, world.device.type == "cpu"
     matmul = config.precision.fp32_matmul
+    # The watchdog ends a process whose collective a lost rank never enters; one process alone has no such collectives.
     hang_after_s = config.fault_tolerance.watchdog_timeout_s if world.size > 1 else 0.0
     use_tensor_heap()
     with (
@@ -210,13 +216,6 @@ def open_session(job: TrainJob, world: World, progress: Progress) -> Generator[S
         )
 
 
-def _note_unused(job: TrainJob, world: World, progress: Progress) -> None:
-    on_accelerator = world.device.type != "cpu"
-    unused = without_effect(job.config, job.parallel, num_processes=world.size, on_accelerator=on_accelerator)
-    if unused:
-        progress.note(f"without effect in this run: {'; '.join(unused)}")
-
-
 def fit_layout(job: TrainJob, mesh: Mesh, session: Session) -> TrainResult | Relayout:
     """Train under one layout; on return the model holds the trained weights."""
     with ExitStack() as on_exit:
@@ -224,6 +223,7 @@ def fit_layout(job: TrainJob, mesh: Mesh, session: Session) -> TrainResult | Rel
         trainer = Trainer(job=job, session=session, parts=parts)
         on_exit.callback(trainer.close)
         ended = trainer.fit()
+        # Collective, and before the passes are removed on exit: sharded weights need their layout to be gathered.
         if not parts.run.mesh.is_only_data_parallel:
             restore_weights(job.model, whole_weights(parts.run.model, parts.run.mesh))
     return ended
@@ -233,22 +233,31 @@ def build_step(job: TrainJob, global_mesh: Mesh, session: Session, on_exit: Exit
     """Lay the model out over the mesh, in place, and build its step; also used by the memory planner. on_exit: closed
     by the caller when the run under this layout ends.
     """
-    config, world = job.config, global_mesh.world
+    config, world, shape = job.config, global_mesh.world, job.model.config
+    # In mode hogwild each process updates the shared weights alone, so its own mesh has one rank.
     is_hogwild = config.async_updates.mode == "hogwild"
     mesh = build_mesh(single(world.device), ParallelConfig()) if is_hogwild else global_mesh
-    scales = build_loss_scales(job, mesh)
-    executor, replica = build_replica(job, mesh, scales, session.store)
-    on_exit.callback(remove_passes, job.model)
+    microbatches = config.gradient_accumulation_steps
+    microbatch_tokens = config.batch_tokens // (mesh.data.size * mesh.context.size * microbatches)
+    scales = loss_scales_for(
+        config.precision.loss_scale,
+        uses_fp16=config.precision.uses_fp16,
+        count=lambda: shape.num_parameters,
+        num_layers=shape.num_layers,
+        device=mesh.world.device,
+    )
+    executor, replica = build_replica(job, mesh, scales, session.store, microbatch_tokens=microbatch_tokens)
+    on_exit.callback(remove_passes, job.model)  # first, so last on exit: techniques undo their changes before
     own_modules = job.objective.own_modules
     job.objective.begin(ModelLayout(mesh=mesh, precision=config.precision, own_modules=own_modules))
     run = Runtime(
         replica=replica,
         executor=executor,
-        runner=build_runner(job, executor, mesh),
+        runner=MicrobatchRunner(executor=executor, microbatches=microbatches, device=mesh.world.device),
         formats=ModelPrecision(executor.model, config.precision),
         scales=scales,
         global_mesh=global_mesh,
-        microbatch_tokens=microbatch_tokens(job, mesh),
+        microbatch_tokens=microbatch_tokens,
         num_steps=job.num_steps,
         seed=job.seed,
         folder=job.stage.path,
@@ -257,10 +266,12 @@ def build_step(job: TrainJob, global_mesh: Mesh, session: Session, on_exit: Exit
         alive=session.watchdog.alive,
         on_exit=on_exit,
     )
-    techniques = build_techniques(job, run)
+    techniques = [technique for build in technique_builders(job) if (technique := build(run)) is not None]
     features = features_of(job, techniques)
     check_layout(config, job.parallel, num_processes=world.size, further=features)
-    run.chosen.append(build_strategy_of(job, replica, world, techniques))
+    # The strategy comes last, because it follows from what objective and techniques need.
+    settings = config.strategy(shares_memory=job.parallel.shared_memory, further=features)
+    run.chosen.append(job.strategy(settings, replica, world))
     on_exit.callback(run.strategy.close)
     if job.strategy is not configured_strategy:
         strategy = run.strategy
@@ -276,25 +287,9 @@ def build_step(job: TrainJob, global_mesh: Mesh, session: Session, on_exit: Exit
     return StepParts(one_step=one_step, run=run, techniques=techniques)
 
 
-def microbatch_tokens(job: TrainJob, mesh: Mesh) -> int:
-    """Tokens of one microbatch on one rank."""
-    num_parts = mesh.data.size * mesh.context.size * job.config.gradient_accumulation_steps
-    return job.config.batch_tokens // num_parts
-
-
-def build_loss_scales(job: TrainJob, mesh: Mesh) -> LossScales:
-    """The scales of losses; blocks that have one of their own are changed when the model is laid out."""
-    precision, shape = job.config.precision, job.model.config
-    return loss_scales_for(
-        precision.loss_scale,
-        uses_fp16=precision.uses_fp16,
-        count=lambda: shape.num_parameters,
-        num_layers=shape.num_layers,
-        device=mesh.world.device,
-    )
-
-
-def build_replica(job: TrainJob, mesh: Mesh, scales: LossScales, store: Store | None) -> tuple[Executor, Replica]:
+def build_replica(
+    job: TrainJob, mesh: Mesh, scales: LossScales, store: Store | None, *, microbatch_tokens: int
+) -> tuple[Executor, Replica]:
     """Lay the model out, in place, with all passes that the configuration asks for, and build its optimizer."""
     config = job.config
     attach_adapters(job.model, config.lora, job.seed)
@@ -305,7 +300,7 @@ def build_replica(job: TrainJob, mesh: Mesh, scales: LossScales, store: Store | 
         activations=activation_pass(
             config.activation_checkpointing,
             precision=config.precision,
-            tokens_per_microbatch=microbatch_tokens(job, mesh),
+            tokens_per_microbatch=microbatch_tokens,
             num_microbatches=config.gradient_accumulation_steps,
             parallel=job.parallel,
             store=store,
@@ -334,25 +329,7 @@ def build_replica(job: TrainJob, mesh: Mesh, scales: LossScales, store: Store | 
     )
 
 
-def build_runner(job: TrainJob, executor: Executor, mesh: Mesh) -> MicrobatchRunner:
-    """Runs each batch in the configured number of microbatches."""
-    return MicrobatchRunner(
-        executor=executor, microbatches=job.config.gradient_accumulation_steps, device=mesh.world.device
-    )
-
-
-def build_techniques(job: TrainJob, run: Runtime) -> list[Technique]:
-    """The techniques that have something to do under this layout, in the order in which they act."""
-    return [technique for build in technique_builders(job) if (technique := build(run)) is not None]
-
-
 def features_of(job: TrainJob, techniques: Sequence[Technique]) -> list[Feature]:
-    """What objective and techniques need of the run, and break."""
+    """Properties of the run that objective and techniques need, and those that techniques break."""
     learned = feature(type(job.objective).__name__, needs=job.objective.needs)
     return [learned, *(feature(one.name, needs=one.needs, breaks=one.breaks) for one in techniques)]
-
-
-def build_strategy_of(job: TrainJob, replica: Replica, world: World, techniques: Sequence[Technique]) -> Strategy:
-    """The strategy that goes with the configuration, and with what objective and techniques need."""
-    config = job.config.strategy(shares_memory=job.parallel.shared_memory, further=features_of(job, techniques))
-    return job.strategy(config, replica, world)

@@ -52,23 +52,17 @@ from modelwright.train.techniques.ewc import EwcConfig
 from modelwright.train.techniques.loss_spikes import LossSpikeConfig
 
 LENGTHS = ("num_steps", "num_tokens", "num_epochs")
-"""The fields of which at most one says how long a training is; without one it is one pass over the data."""
+"""The fields that give the length of a training, at most one of them; without one it is one pass over the data."""
 
 SHARED_MEMORY = feature(
     "parallel.shared_memory",
     needs=[
-        ADAMW_STATES,
-        RESIDENT_STATES,
-        EXACT_SUMS,
-        EQUAL_REPLICAS,
-        PROMPT_GRADIENTS,
-        SYNCHRONOUS_UPDATES,
-        SAME_MATMULS,
-        SAME_UNITS,
+        *(ADAMW_STATES, RESIDENT_STATES, EXACT_SUMS, EQUAL_REPLICAS),
+        *(PROMPT_GRADIENTS, SYNCHRONOUS_UPDATES, SAME_MATMULS, SAME_UNITS),
     ],
     breaks=SharedMemory.breaks,
 )
-"""One copy of weights and states for the processes of a host; where it conflicts, they keep copies."""
+"""The sharing of weights and states among the processes of a host; where it conflicts, each keeps its own copy."""
 
 _WITHOUT_EFFECT_ON_WEIGHTS = (
     "gradient_accumulation_steps",
@@ -87,21 +81,20 @@ _WITHOUT_EFFECT_ON_WEIGHTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SharedTrainConfig:
-    """What all training stages of a run share, unless a stage sets its own value."""
+    """Settings that all training stages of a run share, unless a stage sets its own value."""
 
     compile: bool = False
     """Compile the blocks with `torch.compile`."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     optimizer_cpu_offload: bool = False
-    """Keep optimizer states in host memory and update there, for models on an accelerator (ZeRO-Offload, Ren et al.
-    2021)."""
+    """Keep optimizer states in host memory and update there, for an accelerator (ZeRO-Offload, Ren et al. 2021)."""
     optimizer_in_backward: bool = False
     """Update each parameter as soon as its gradient is complete, which frees the gradient (not with a pipeline). The
     norm comes too late to clip by: where `max_grad_norm` is above 0, gradients are clipped by the last step's norm."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How the peak rate follows from the batch: `linear` (Goyal et al. 2017, for SGD), `sqrt` (Malladi et al. 2022, for
-    Adam), `none`: it is `learning_rate`."""
+    """Rule by which the peak rate follows the batch size: `linear` (Goyal et al. 2017, for SGD), `sqrt` (Malladi et al.
+    2022, for Adam) or `none`, which takes `learning_rate` itself."""
     lr_reference_batch_tokens: int = field(default=524_288, metadata=only_for("lr_scaling", "linear", "sqrt"))
     """Tokens of the batch that `learning_rate` belongs to, for `lr_scaling`."""
     adaptive_clip: AdaptiveClipConfig = field(default_factory=AdaptiveClipConfig)
@@ -119,9 +112,9 @@ class SharedTrainConfig:
     """Strength of the noise on the embeddings of training batches (NEFTune, Jain et al. 2023); the paper takes 5 to 15,
     and 0 adds none."""
     l2_sp: float = 0.0
-    """Decoupled pull of every weight towards where training began (L2-SP, Li et al. 2018), in the unit of
-    `weight_decay`: alone it would take back a share of 1 - exp(-`l2_sp` x the sum of all learning rates), a fifth at 20
-    after 1,000 updates at 1e-5. 0 leaves it out. It takes the memory of another copy of the weights."""
+    """Decoupled pull of every weight toward its value at the start of training (L2-SP, Li et al. 2018), in the unit of
+    `weight_decay`: alone it would undo a share of 1 - exp(-`l2_sp` x the sum of all learning rates), a fifth at 20
+    after 1,000 updates at 1e-5. 0 disables it. It needs the memory of another copy of the weights."""
     max_skipped_steps: int = constant(20)
     """Updates in a row that may be skipped for values that are not finite before the run fails."""
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
@@ -144,14 +137,14 @@ class SharedTrainConfig:
         for name in ("checkpoint_every_steps", "checkpoint_every_minutes", "neftune_noise_alpha", "l2_sp"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
-        # With all their settings: what a run was made with does not change with the defaults of another package.
+        # Completed with defaults, so that a later version of the other package cannot change the settings of this run.
         object.__setattr__(self, "techniques", named_settings(self.techniques))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(SharedTrainConfig):
-    """One training stage. At most one of `num_steps`, `num_tokens` and `num_epochs` is above 0; if none is, training
-    takes one pass over the data.
+    """Settings of one training stage. At most one of `num_steps`, `num_tokens` and `num_epochs` is above 0; if none is,
+    training takes one pass over the data.
     """
 
     num_steps: int = 0
@@ -219,6 +212,7 @@ class TrainConfig(SharedTrainConfig):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas: must be in [0, 1), got {self.betas}; (0.9, 0.95) is usual")
         check_compatible(self.features())
+        # Local SGD: only synchronized weights are evaluated and saved.
         every = self.gradient_sync.local_sgd.sync_every_steps
         for name in ("eval_every_steps", "checkpoint_every_steps"):
             if every and getattr(self, name) % every:
@@ -234,14 +228,13 @@ class TrainConfig(SharedTrainConfig):
         return self.learning_rate * (self.batch_tokens / self.lr_reference_batch_tokens) ** exponent
 
     def features(self) -> list[Feature]:
-        """Everything that is enabled, with what it needs of the run and breaks."""
+        """Returns all enabled features, with the properties of the run that they need and break."""
         result: list[Feature] = []
         if self.compile:
             result.append(feature("compile", breaks=[EAGER_BLOCKS]))
         if self.optimizer != "adamw":
-            whole = [WHOLE_GRADIENTS] if self.optimizer == "muon" else []
-            matrices = [WHOLE_MATRICES] if self.optimizer == "muon" else []
-            result.append(feature("optimizer", self.optimizer, needs=[*whole, *matrices], breaks=[ADAMW_STATES]))
+            needs = [WHOLE_GRADIENTS, WHOLE_MATRICES] if self.optimizer == "muon" else []
+            result.append(feature("optimizer", self.optimizer, needs=needs, breaks=[ADAMW_STATES]))
         if self.optimizer_cpu_offload:
             needs = [ADAMW_STATES, WHOLE_GRADIENTS]
             result.append(
@@ -251,19 +244,14 @@ class TrainConfig(SharedTrainConfig):
             result.append(feature("optimizer_in_backward", breaks=[WHOLE_GRADIENTS, UNDIVIDED_GRADIENTS]))
         if self.neftune_noise_alpha:  # its strength follows from the lengths of documents
             result.append(feature("neftune_noise_alpha", self.neftune_noise_alpha, needs=[WHOLE_ROWS]))
-        if self.l2_sp:  # each rank pulls what it has once, and a second layout would take other weights for the start
+        if self.l2_sp:
+            # Weights that processes share would be pulled once by each of them, and a second layout of the run would
+            # take its present weights for the starting ones.
             needs = [TRAINED_WEIGHTS, SYNCHRONOUS_UPDATES, OWN_WEIGHTS, LASTING_LAYOUT]
             result.append(feature("l2_sp", self.l2_sp, needs=needs))
         for name in (
-            "adaptive_clip",
-            "weight_decay_schedule",
-            "precision",
-            "gradient_sync",
-            "async_updates",
-            "load_balance",
-            "loss_spikes",
-            "lora",
-            "ewc",
+            *("adaptive_clip", "weight_decay_schedule", "precision", "gradient_sync", "async_updates"),
+            *("load_balance", "loss_spikes", "lora", "ewc"),
         ):
             result += [replace(one, key=f"{name}.{one.key}") for one in getattr(self, name).features()]
         if self.batching.mixture.is_measured:
@@ -275,9 +263,10 @@ class TrainConfig(SharedTrainConfig):
         return result + sparsity_features(self.sparse_updates, self.batch_selection)
 
     def strategy(self, *, shares_memory: bool, further: Sequence[Feature] = ()) -> StrategyConfig:
-        """How ranks share gradients and updates. shares_memory: whether processes of a host may keep one copy, which
-        they do unless a setting, the objective or a technique (`further`) needs something else.
+        """Returns the strategy by which ranks share gradients and updates. shares_memory: allows the processes of a
+        host to keep one copy, which they do unless a setting, the objective or a technique (`further`) conflicts.
         """
+        # Shared memory gives way silently: it only saves memory, and every feature works without it.
         active = [*self.features(), *further, SHARED_MEMORY]
         scaling = self.precision.loss_scale
         scales_losses = scaling.enabled == "always" or (scaling.enabled == "auto" and self.precision.uses_fp16)
@@ -308,9 +297,8 @@ class TrainConfig(SharedTrainConfig):
         return self.batch_tokens // seq_len
 
     def num_copies(self, axes: Mapping[str, int]) -> int:
-        """Replicas of the model that share the rows of each batch; axes: of the mesh. In mode hogwild every process
-        takes whole batches.
-        """
+        """Number of replicas of the model that share the rows of each batch; axes: of the mesh."""
+        # In mode hogwild every process takes whole batches.
         return 1 if self.async_updates.mode == "hogwild" else axes["replicate"] * axes["shard"]
 
     def resolve_num_steps(self, num_batches_per_epoch: int) -> int:
@@ -327,9 +315,9 @@ class TrainConfig(SharedTrainConfig):
         """
         without = set(_WITHOUT_EFFECT_ON_WEIGHTS)
         if self.loss_spikes.rollback_after:
-            without.discard("checkpoint_every_steps")  # where the run may go back to
+            without.discard("checkpoint_every_steps")  # it decides the steps that the run may roll back to
         if self.batch_selection.signal != "none":
-            without.discard("gradient_accumulation_steps")  # which must share the chosen rows equally
+            without.discard("gradient_accumulation_steps")  # microbatches must share the selected rows equally
         result = {name: value for name, value in dump(self, constants=True).items() if name not in without}
         result["gradient_sync"] = {
             name: value
@@ -337,31 +325,25 @@ class TrainConfig(SharedTrainConfig):
             if name not in ("overlap", "topology") and (value or name != "strategy")
         }
         result["techniques"] = list(result["techniques"].items())  # a digest sorts mappings, and the order matters
-        if not self.techniques:
-            del result["techniques"]  # as before there was such a setting
-        if not self.objective:
-            del result["objective"]  # as before there was such a setting
-        if not (self.optimizer_in_backward and self.max_grad_norm):
-            del result["optimizer_in_backward"]  # the same weights, to the last bit
-        if not self.neftune_noise_alpha:
-            del result["neftune_noise_alpha"]  # as before there was such a setting
-        if not self.l2_sp:
-            del result["l2_sp"]  # as before there was such a setting
-        if self.batching == BatchingConfig():
-            del result["batching"]  # as before there were any of its settings
-        if self.lora == AdapterConfig():
-            del result["lora"]
-        if not self.ewc.strength:
-            del result["ewc"]
+        # Settings that are off are left out, so that the digests of older runs stay valid. Updates in backward give the
+        # same weights to the last bit, unless they clip, by the norm of the step before.
+        for name, is_on in (
+            ("techniques", self.techniques),
+            ("objective", self.objective),
+            ("optimizer_in_backward", self.optimizer_in_backward and self.max_grad_norm),
+            ("neftune_noise_alpha", self.neftune_noise_alpha),
+            ("l2_sp", self.l2_sp),
+            ("batching", self.batching != BatchingConfig()),
+            ("lora", self.lora != AdapterConfig()),
+            ("ewc", self.ewc.strength),
+        ):
+            if not is_on:
+                del result[name]
         return result
 
 
 def check_layout(
-    config: TrainConfig,
-    parallel: ParallelConfig,
-    *,
-    num_processes: int = 1,
-    further: Sequence[Feature] = (),
+    config: TrainConfig, parallel: ParallelConfig, *, num_processes: int = 1, further: Sequence[Feature] = ()
 ) -> None:
     """Raise `ConfigError` if a training, its layout over this many processes and further features conflict."""
     layout = [replace(one, key=f"parallel.{one.key}") for one in parallel.features(num_processes)]
@@ -373,7 +355,7 @@ def check_layout(
 def without_effect(
     config: TrainConfig, parallel: ParallelConfig, *, num_processes: int, on_accelerator: bool
 ) -> list[str]:
-    """The settings that change nothing in this run, each with what it would need."""
+    """The settings that change nothing in this run, each with the missing condition."""
     offered = set(parallel.offers(num_processes))
     if on_accelerator:
         offered.add(ACCELERATOR)

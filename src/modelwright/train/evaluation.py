@@ -12,21 +12,18 @@ import torch
 from torch import Tensor
 
 from modelwright.data.rows.loader import PackedRows
-from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import Mesh
 from modelwright.train.batch_stream import LaidOutForward
 from modelwright.train.objective import Batch, Objective, TermSums
 from modelwright.train.runner import Executor
 
 
+@dataclass(eq=False)
 class HeldoutBatches(Sequence[Batch]):
-    """Every held-out row once, `batch_rows` rows or groups at a time, in the order on disk; the last batch may have
-    fewer.
-    """
+    """Every held-out row once, in the order on disk, in batches of at most `batch_rows` rows or groups."""
 
-    def __init__(self, rows: PackedRows, *, batch_rows: int) -> None:
-        self.rows = rows
-        self.batch_rows = batch_rows
+    rows: PackedRows
+    batch_rows: int
 
     def __len__(self) -> int:
         return -(-self.rows.num_groups // self.batch_rows)
@@ -48,7 +45,7 @@ class HeldoutBatches(Sequence[Batch]):
 
 @dataclass(frozen=True)
 class HeldoutResult:
-    """What an objective makes of a held-out set."""
+    """The losses and metrics of a held-out set."""
 
     losses: Mapping[str, float]
     """Each loss term over all batches, divided by its weight over all batches; 0 if nothing counts."""
@@ -56,7 +53,7 @@ class HeldoutResult:
     """The objective's figures over all batches."""
 
     def as_record(self) -> dict[str, float]:
-        """Loss terms as `heldout_loss/<name>` if there are several, metrics as `heldout/<name>`."""
+        """Returns loss terms as `heldout_loss/<name>` if there are several, and metrics as `heldout/<name>`."""
         losses = self.losses if len(self.losses) > 1 else {}
         terms = {f"heldout_loss/{name}": value for name, value in losses.items()}
         return terms | {f"heldout/{name}": value for name, value in self.metrics.items()}
@@ -76,53 +73,34 @@ def evaluate_heldout(
     Replica r takes batches r, r + replicas, ...; every rank gets the result. The model is left in training mode. alive:
     called before each batch.
     """
-    copies, model = mesh.data, executor.model
-    totals = _Totals(objective, model, mesh)
+    copies, model, device = mesh.data, executor.model, mesh.world.device
+    sums, weight_sums = TermSums({}, (), device), torch.zeros(0, dtype=torch.float64, device=device)
+    is_own = True
+
+    # A term is weighed where it is computed, by the same part of the rows: one that does not depend on the token, such
+    # as a reward, comes once from every rank of the context axis, and so does its weight.
+    def add(output: Tensor, part: Batch) -> Tensor:
+        counts, weights = is_own and mesh.tensor.is_first, objective.weights(part)
+        weight_sums.add_(torch.stack([weights[name] for name in sums.factors]), alpha=float(counts))
+        return sums.add(objective.losses(output, part, model), counts=counts).sum()
+
     model.eval()
     for first in range(0, len(batches), copies.size):
         alive()
-        counts = first + copies.rank < len(batches)  # all copies take part in every round: layers may be gathered
-        batch = objective.prepare(batches[first + copies.rank if counts else first].to(mesh.world.device), model)
+        # All copies take part in every round, because layers may be gathered; past the end they repeat a batch that
+        # another copy counts.
+        is_own = first + copies.rank < len(batches)
+        batch = objective.prepare(batches[first + copies.rank if is_own else first].to(device), model)
         batch = objective.measure(batch, model, LaidOutForward(executor, mesh, own_replica=True))
-        totals.begin(batch, counts=counts)
-        executor.evaluate([batch], totals.add)
+        if not sums.factors:  # known from any batch, on ranks that compute no loss, too: all of them add up
+            names = objective.weights(batch)
+            sums = TermSums(dict.fromkeys(names, 1.0), objective.metric_names, device)
+            weight_sums = weight_sums.new_zeros(len(names))
+        executor.evaluate([batch], add)
     model.train()
-    return totals.result()
-
-
-class _Totals:
-    """Adds up losses, metrics and weights over batches, and then over the ranks."""
-
-    def __init__(self, objective: Objective, model: Decoder, mesh: Mesh) -> None:
-        self.objective = objective
-        self.model = model
-        self.mesh = mesh
-        self.sums = TermSums({}, (), mesh.world.device)
-        self.weights = torch.zeros(0, dtype=torch.float64, device=mesh.world.device)
-        self.counts = True
-
-    def begin(self, batch: Batch, *, counts: bool) -> None:
-        """Called before the losses of each batch. counts: false for a batch that another rank counts."""
-        self.counts = counts
-        if not self.sums.factors:  # ranks that compute no loss have to know its terms, too
-            names = self.objective.weights(batch)
-            self.sums = TermSums(dict.fromkeys(names, 1.0), self.objective.metric_names, self.mesh.world.device)
-            self.weights = self.weights.new_zeros(len(names))
-
-    def add(self, output: Tensor, part: Batch) -> Tensor:
-        """A `LossFn`. A term is weighed where it is computed, by the same part of the rows: one that does not depend on
-        the token, such as a reward, comes once from every rank of the context axis, and so does its weight.
-        """
-        counts, weights = self.counts and self.mesh.tensor.is_first, self.objective.weights(part)
-        self.weights.add_(torch.stack([weights[name] for name in self.sums.factors]), alpha=float(counts))
-        return self.sums.add(self.objective.losses(output, part, self.model), counts=counts).sum()
-
-    def result(self) -> HeldoutResult:
-        """Over all ranks, which call this together."""
-        message = torch.cat([self.sums.vector, self.weights])
-        totals = self.mesh.world.all_reduce_sum(message).tolist()
-        losses, metrics = self.sums.read(totals[: len(self.sums.vector)])
-        weights = dict(zip(losses, totals[len(self.sums.vector) :], strict=True))
-        return HeldoutResult(
-            {name: loss / weights[name] if weights[name] > 0 else 0.0 for name, loss in losses.items()}, metrics
-        )
+    totals = mesh.world.all_reduce_sum(torch.cat([sums.vector, weight_sums])).tolist()
+    losses, metrics = sums.read(totals[: len(sums.vector)])
+    weights = dict(zip(losses, totals[len(sums.vector) :], strict=True))
+    return HeldoutResult(
+        {name: loss / weights[name] if weights[name] > 0 else 0.0 for name, loss in losses.items()}, metrics
+    )

@@ -29,11 +29,12 @@ def head_flops(shape: ModelConfig, batch: TokenBatch) -> int:
 
 
 def adapter_step_flops(shape: ModelConfig, adapters: AdapterConfig, *, num_tokens: float, num_targets: float) -> float:
-    """What adapters change in the FLOPs of forward and backward: their own products come in addition, and the gradients
-    of the frozen weights are not computed. num_targets: tokens that reach the head.
+    """Change that adapters make to the FLOPs of forward and backward: their own products come in addition, and the
+    gradients of the frozen weights are not computed. num_targets: tokens that reach the head.
     """
     if not adapters.r:
         return 0.0
+    # Per parameter of a frozen weight, backward leaves out one product of 2 FLOPs: the weight's gradient.
     frozen = sum(2 * outputs * inputs for outputs, inputs in projection_sizes(shape).values())
     per_token = 3 * adapter_flops(shape, adapters) - frozen
     return num_tokens * per_token - num_targets * 2 * shape.vocab_size * shape.model_dim
@@ -41,6 +42,7 @@ def adapter_step_flops(shape: ModelConfig, adapters: AdapterConfig, *, num_token
 
 def dense_flops(shape: ModelConfig, batch: TokenBatch) -> int:
     """FLOPs of a dense forward and backward pass, padding included, because it is computed too."""
+    # Queries and outputs have all heads, keys and values the shared ones; the feed-forward has three matrices.
     attention = shape.model_dim * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
     products = 2 * batch.num_tokens * (attention + 3 * shape.model_dim * shape.ffn_dim)
     return 3 * (shape.num_layers * products + all_attention_flops(shape, batch) + head_flops(shape, batch))

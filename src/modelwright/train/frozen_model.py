@@ -5,6 +5,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class FrozenModel:
         self, model: Decoder, world: World, *, sharded: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         parallel = ParallelConfig(zero_stage=3 if sharded else 0)
-        model = copy.deepcopy(model)
+        model = copy.deepcopy(model)  # the reference is often the model that is going to be trained
         if not is_deferred(model):
             model.to(world.device)
         model.to(dtype).requires_grad_(False).eval()
@@ -59,27 +60,22 @@ class FrozenModel:
         """log p(label) of every token, [B, T] in FP32 at least; 0 where the label is ignored. Logits exist for at most
         `chunk_tokens` tokens at a time.
         """
-
-        def log_probs(hidden_BTD: Tensor, part: Batch) -> Tensor:
-            return self.executor.model.token_log_probs(hidden_BTD, part.labels_BT, chunk_tokens=chunk_tokens)
-
-        return self.outputs(batch, num_parts, log_probs)
+        score = partial(self.executor.model.token_log_probs, chunk_tokens=chunk_tokens)
+        return self.outputs(batch, num_parts, lambda hidden_BTD, part: score(hidden_BTD, part.labels_BT))
 
     def head_output(self, name: str, batch: Batch, *, num_parts: int = 1) -> Tensor:
-        """What one of the model's `heads` makes of every token, [B, T, ...]."""
-        return self.outputs(
-            batch, num_parts, lambda hidden_BTD, part: self.executor.model.head_output(name, hidden_BTD)
-        )
+        """Output of one of the model's `heads` for every token, [B, T, ...]."""
+        head = partial(self.executor.model.head_output, name)
+        return self.outputs(batch, num_parts, lambda hidden_BTD, part: head(hidden_BTD))
 
     @torch.no_grad()
     def outputs(self, batch: Batch, num_parts: int, output_of: Callable[[Tensor, Batch], Tensor]) -> Tensor:
-        """What a function makes of the hidden states of each chunk of rows, [rows, ...], for all rows of the batch."""
+        """Applies `output_of` to the hidden states of chunks of rows; returns the results of all rows, [rows, ...]."""
         result: list[Tensor] = []
 
         def keep(hidden_BTD: Tensor, part: Batch) -> Tensor:
             result.append(output_of(hidden_BTD, part))
             return result[-1]
 
-        padded = batch.padded(num_parts).to(self.device)
-        self.executor.evaluate(padded.split(num_parts), keep)
+        self.executor.evaluate(batch.padded(num_parts).to(self.device).split(num_parts), keep)
         return torch.cat(result)[: batch.num_rows]

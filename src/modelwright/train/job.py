@@ -1,4 +1,4 @@
-"""`TrainJob`: what is trained. `Session`: what lives while it is trained, whatever the layout."""
+"""`TrainJob`: a training to be run. `Session`: the objects of a running one that outlive its layouts."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from modelwright.train.step import TrainStep
 from modelwright.train.technique import StepInfo, Technique
 
 StrategyFactory = Callable[[StrategyConfig, Replica, World], Strategy]
-"""Builds the strategy of one rank from what the configuration describes; called on all ranks of the world alike."""
+"""Builds the strategy of one rank from its configuration; called on all ranks of the world alike."""
 
 
 def configured_strategy(config: StrategyConfig, replica: Replica, world: World) -> Strategy:
@@ -39,18 +39,18 @@ def configured_strategy(config: StrategyConfig, replica: Replica, world: World) 
         world,
         compensate=partial(compensate, strength=strength) if strength else None,
         encode=StepInfo.as_json,
-        decode=StepInfo.from_json,
+        decode=lambda values: StepInfo(**values),
     )
 
 
 def all_reduce_by(sync: GradientSync) -> StrategyFactory:
-    """Strategies that sum gradients by this sync, whatever the configuration describes: for probes of gradients."""
+    """Returns a factory of strategies that sum gradients by this sync, whatever is configured: for gradient probes."""
     return lambda config, replica, world: AllReduce(replica, sync, unscale_first=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob:
-    """What is trained, on which data, by which settings, and where its files go."""
+    """A training: its model, data, settings and folder."""
 
     model: Decoder
     """The whole model, with the weights to start from; trained in place."""
@@ -67,12 +67,11 @@ class TrainJob:
     name: str = "training"
     """The name in the progress display."""
     input_digest: str = ""
-    """The digest of whatever decides the result (config, data, initial weights). A checkpoint with another one is
-    refused."""
+    """Digest of all that determines the result (config, data, initial weights); other checkpoints are refused."""
     heldout: Sequence[Batch] = ()
     """Batches for evaluation, shared among the ranks."""
     old_rows: Sequence[Batch] = ()
-    """Rows of what the model could do before the training, for techniques that keep it."""
+    """Rows of older tasks, for techniques that keep the model from forgetting them."""
     peak_flops: float = 0.0
     """Matrix-product rate of one rank in FLOP/s; 0: unknown."""
     techniques: Sequence[TechniqueBuilder] = ()
@@ -80,19 +79,18 @@ class TrainJob:
     restart: bool = False
     """Start over at step 0 when all checkpoints are damaged, which is an error otherwise."""
     is_resumable: bool = True
-    """Whether checkpoints are written. Without them whoever trains starts over after a kill."""
+    """True to write checkpoints. A training without them starts over after a kill."""
     measure_grad_norm: bool = True
-    """Whether the gradient norm is measured; without, it counts as 1, as in a trace on fake tensors, which have none.
-    """
+    """False to take 1 for the gradient norm: in a trace on fake tensors, which have no values."""
     tracking: Tracking = field(default_factory=Tracking)
-    """Which experiment trackers get the numbers of the training, and what they are told of it."""
+    """Experiment trackers that get the numbers of the training, and its description for them."""
     strategy: StrategyFactory = configured_strategy
-    """How ranks share gradients and updates; replaced by probes that look at gradients."""
+    """Factory of the strategy, by which ranks share gradients and updates; gradient probes replace it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What lives while a job is trained, whatever the layout."""
+    """The objects of a running training that outlive its layouts."""
 
     world: World
     progress: Progress
@@ -101,7 +99,7 @@ class Session:
     anomalies: AnomalyLog | None
     """The list of events that a person should look at; on the first rank only."""
     store: Store | None
-    """Where offloaded activations wait, if they are offloaded."""
+    """Storage of offloaded activations; None if they are not offloaded."""
     note: Callable[[str], None]
     """Shows a line to the user; each text once, although a run may be laid out several times."""
 
@@ -121,7 +119,7 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """A training step under one layout, and what else the trainer needs."""
+    """A training step under one layout, with its runtime and techniques."""
 
     one_step: TrainStep
     run: Runtime

@@ -1,4 +1,4 @@
-"""`Objective`: what is learned; `Batch` and `BatchSource`: what it is learned from.
+"""`Objective`: the loss of a training; `Batch` and `BatchSource`: its data.
 
 An objective returns sums and the weights that normalize them; the training step divides. It never divides itself, so
 that any number of microbatches and ranks gives the gradient of the whole batch.
@@ -20,26 +20,25 @@ from modelwright.model.vision.image_prefix import inserted_images
 from modelwright.train.whole_model import ModelLayout
 
 Batch = TokenBatch
-"""What the loop splits, moves and runs the model on: rows, named extra tensors, and groups that nothing cuts."""
-
+"""Rows with named extra tensors, which the loop splits (never within a group of rows), moves and runs the model on."""
 
 Metric = tuple[Tensor, Tensor]
-"""A sum and the count that it is divided by, scalars without gradient on the device of the batch."""
+"""A sum and its count, which divides it; scalars without gradient on the device of the batch."""
 
 
 class ForwardSums(Protocol):
-    """Evaluates rows with the model in training, in whatever layout it is."""
+    """Evaluates rows with the model in training, under any layout."""
 
     def __call__(self, rows: Batch, sums_of: Callable[[Tensor, Batch], Tensor], *, size: int) -> Tensor:
-        """The sum over all rows of what `sums_of` returns, [size] in FP64, for the hidden states [B, T, D] of some of
-        them; on all ranks. In training the rows are those of all replicas.
+        """Returns the sum of `sums_of` over all rows, [size] in FP64, on all ranks. `sums_of` gets the hidden states
+        [B, T, D] of some of the rows at a time. In training the rows are those of all replicas.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What an objective makes of one microbatch."""
+    """The loss terms and metrics of one microbatch."""
 
     losses: Mapping[str, Tensor]
     """Un-normalized sums, scalars, under the keys of `Objective.weights`."""
@@ -51,14 +50,15 @@ class Terms:
 class TermSums:
     """Adds up the terms of microbatches, and afterwards of ranks: loss terms, then the sum and count of each metric.
 
-    factors: what each loss term is multiplied by. names: of the metrics.
+    factors: multipliers of the loss terms. names: of the metrics.
     """
 
     def __init__(self, factors: Mapping[str, float], names: Sequence[str], device: torch.device) -> None:
         self.factors = factors
         self.names = names
+        # FP64, because FP32 counts tokens exactly up to 2^24 only.
         self.vector = torch.zeros(len(factors) + 2 * len(names), dtype=torch.float64, device=device)
-        """What ranks add up."""
+        """All sums in one tensor, for one all-reduce."""
         self.losses, self._metrics = self.vector[: len(factors)], self.vector[len(factors) :]
 
     def add(self, terms: Terms, *, counts: bool = True) -> Tensor:
@@ -82,18 +82,18 @@ class TermSums:
 
 
 class Objective(Protocol):
-    """What is learned."""
+    """The loss of a training, and the rows that it is computed on."""
 
     needs: ClassVar[frozenset[str]] = frozenset({WHOLE_ROWS})
     """Properties of a run that it relies on (`core/compatibility.py`). An objective whose terms are sums over tokens
     can do with parts of rows, and says so by an empty set."""
 
     trains_decoder: ClassVar[bool] = True
-    """Whether the decoder is trained. If it is not, its weights are frozen and only `own_modules` learn."""
+    """False to freeze the decoder's weights, so that only `own_modules` learn."""
 
     metric_names: Sequence[str] = ()
-    """Names of the figures that `losses` returns beside the terms, the same in every batch: ranks that do not compute
-    the loss have to know them too."""
+    """Names of the metrics that `losses` returns with the terms, the same in every batch: ranks that do not compute the
+    loss have to know them too."""
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
         """Modules of this objective that are trained with a model of this shape: a value head, a reward head.
@@ -107,12 +107,12 @@ class Objective(Protocol):
         return {}
 
     def own_flops(self, batch: Batch) -> float:
-        """FLOPs of the own modules, forward and backward, for the batch; 0 where they are small beside the decoder."""
+        """FLOPs of `own_modules` for the batch, forward and backward; 0 where the decoder's dwarf them."""
         return 0.0
 
     def begin(self, layout: ModelLayout) -> None:
         """Called on all ranks whenever the model has been laid out, before the first batch. An objective that rolls out
-        keeps the layout: `layout.whole_model(model)` is what it generates with. Must not communicate.
+        keeps the layout, because it generates with `layout.whole_model(model)`. Must not communicate.
         """
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[Batch]:
@@ -125,27 +125,27 @@ class Objective(Protocol):
         ...
 
     def prepare(self, batch: Batch, model: Decoder) -> Batch:
-        """Held-out rows with the extras that `losses` reads, such as a reference model's log-probabilities. `batches`
-        yields rows that have them. Called on all ranks together, without gradients.
+        """Returns held-out rows with the extras that `losses` reads, such as a reference model's log-probabilities;
+        rows of `batches` come with them. Called on all ranks together, without gradients.
         """
         return batch
 
     def measure(self, batch: Batch, model: Decoder, forward_sums: ForwardSums) -> Batch:
-        """The batch with extras that need the model in training, as it is before the step, over all of the batch: a KL
-        divergence, for example. Called on all ranks together, without gradients, after `batches` or `prepare`.
+        """Returns the batch with extras that depend on the present model and on the whole batch, such as a KL
+        divergence. Called on all ranks together, without gradients, before the step and after `batches` or `prepare`.
         """
         return batch
 
     def weights(self, batch: Batch) -> Mapping[str, Tensor]:
-        """How much each loss term counts in this batch, from masks only; adds up over parts of a batch."""
+        """Returns the weight of each loss term in this batch, from masks only. Weights of parts of a batch add up."""
         ...
 
     def losses(self, output: Tensor, batch: Batch, model: Decoder) -> Terms:
-        """The loss terms and metrics of one microbatch; `output` is the hidden states [B, T, D]."""
+        """Returns the loss terms and metrics of one microbatch; `output` is its hidden states [B, T, D]."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint needs for `batches` to continue with the same bits: a rollout, a KL coefficient.
+        """Returns the state that `batches` needs to continue with the same bits: a rollout, a KL coefficient.
 
         Tensors and JSON values; empty by default. All values are equal on all ranks, except for tensors under the key
         `rows`, whose first dimension is this data rank's rows: a checkpoint has those of the global batch, and any

@@ -1,5 +1,5 @@
-"""Techniques that are not in the list of `build.py`: those that the setting `techniques` names, which other installed
-packages add, and those of a job; and the objectives of other packages. docs/extending.md shows how to write one.
+"""Techniques and objectives of other packages, and guards for techniques that are not in the list of `build.py`.
+docs/extending.md shows how to write one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -66,38 +66,35 @@ class ObjectiveSpec:
 
 
 def named_objectives(objective: Mapping[str, Any]) -> dict[str, tuple[ObjectiveSpec, Any]]:
-    """By name, the objective of another package and its settings; empty for a stage with its own."""
+    """Returns the objective of another package and its settings, by name; empty for a stage with its own."""
     return configured(OBJECTIVES_GROUP, ObjectiveSpec, objective, "objective")
 
 
 def named_settings(techniques: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain settings by name, with the defaults of those that are not set."""
+    """Returns the techniques' settings as plain dicts by name, completed with defaults."""
     found = configured(TECHNIQUES_GROUP, TechniqueSpec, techniques, "techniques")
     return {name: dump(settings) for name, (_, settings) in found.items()}
 
 
 def named_features(techniques: Mapping[str, Any]) -> list[Feature]:
-    """What the named techniques need of a run, and break. techniques: settings by name."""
+    """Returns the properties of a run that the named techniques need and break. techniques: settings by name."""
     found = configured(TECHNIQUES_GROUP, TechniqueSpec, techniques, "techniques")
-    return [feature(_key(name), needs=spec.needs, breaks=spec.breaks) for name, (spec, _) in found.items()]
+    return [feature(f"techniques.{name}", needs=spec.needs, breaks=spec.breaks) for name, (spec, _) in found.items()]
 
 
 def named_techniques(techniques: Mapping[str, Any]) -> "list[TechniqueBuilder]":
-    """Builders of the named techniques, in their order."""
+    """Returns builders of the named techniques, in their order."""
     found = configured(TECHNIQUES_GROUP, TechniqueSpec, techniques, "techniques")
-    return [partial(_build_named, _key(name), spec, settings) for name, (spec, settings) in found.items()]
-
-
-def _key(name: str) -> str:
-    """The setting, for errors, and the key of the technique's state in checkpoints."""
-    return f"techniques.{name}"
+    # The key names the setting in errors, and the technique's state in checkpoints.
+    return [partial(_build_named, f"techniques.{name}", spec, settings) for name, (spec, settings) in found.items()]
 
 
 def _build_named(name: str, spec: TechniqueSpec, settings: Any, run: "Runtime") -> Technique | None:
     technique = spec.build(settings, run)
     if technique is None:
         return None
-    if technique.reads_gradients and WHOLE_GRADIENTS not in spec.needs:
+    # The run was checked against the spec's needs before it began, so they must already say that gradients are used.
+    if "on_gradients" in technique.hooks and WHOLE_GRADIENTS not in spec.needs:
         raise ConfigError(
             f"{name}: acts on gradients; let its TechniqueSpec declare that it needs WHOLE_GRADIENTS, too"
         )
@@ -105,20 +102,20 @@ def _build_named(name: str, spec: TechniqueSpec, settings: Any, run: "Runtime") 
 
 
 def guarded(build: "TechniqueBuilder") -> "TechniqueBuilder":
-    """Builds the technique so that what it does without knowing the layout is right or refused.
+    """Wraps a builder so that a technique that does not know the layout acts correctly under any, or is refused.
 
-    It needs `WHOLE_GRADIENTS` if it acts on gradients: a setting that leaves none after backward would make it do
-    nothing, without a word. PyTorch's default generators are seeded for each of its calls, alike on all ranks that hold
-    the same rows, weights or gradients: noise that it draws for whole tensors is the same everywhere, as on one
-    process. Noise for parts of tensors would depend on the layout, and weights that several processes share would be
-    changed by each of them; both are refused.
+    The technique needs `WHOLE_GRADIENTS` if it acts on gradients: under a setting that leaves none after backward it
+    would silently do nothing. PyTorch's default generators are seeded for each of its calls, alike on all ranks that
+    hold the same rows, weights or gradients, so noise for whole tensors is the same everywhere, as on one process.
+    Noise for parts of tensors would depend on the layout, and weights that several processes share would be changed by
+    each of them; both are refused.
     """
 
     def build_guarded(run: "Runtime") -> Technique | None:
         technique = build(run)
         if technique is None:
             return None
-        needs = technique.needs | ({WHOLE_GRADIENTS} if technique.reads_gradients else frozenset[str]())
+        needs = technique.needs | ({WHOLE_GRADIENTS} if "on_gradients" in technique.hooks else frozenset[str]())
         guard = _Guard(replace(technique, needs=needs), run)
         return replace(guard.technique, **{moment: getattr(guard, moment) for moment in technique.hooks})
 
@@ -127,13 +124,13 @@ def guarded(build: "TechniqueBuilder") -> "TechniqueBuilder":
 
 @dataclass(frozen=True)
 class _Guard:
-    """The hooks of a technique, see `guarded`."""
+    """The guarded hooks of a technique, see `guarded`."""
 
     technique: Technique
     run: "Runtime"
 
     def seed(self, moment: str, *stream: int) -> list[Tensor]:
-        """Seed the generators; returns their states."""
+        """Seed PyTorch's default generators; returns their states."""
         device = self.run.mesh.world.device
         seed_generators(derive_seed(self.run.seed, "technique", self.technique.name, moment, *stream), device)
         return generator_states(device)
@@ -150,6 +147,7 @@ class _Guard:
 
     def on_step_end(self, info: StepInfo) -> Request:
         name, needs, weights = self.technique.name, self.technique.needs, list(self.run.replica.names)
+        # Autograd's version counters rise with every change in place, which tells a change without comparing values.
         states, versions = self.seed("on_step_end", info.step), [weight._version for weight in weights]
         request = self.technique.on_step_end(info)
         are_shared = OWN_WEIGHTS not in needs and OWN_WEIGHTS in self.run.strategy.breaks
@@ -163,17 +161,14 @@ class _Guard:
         return request
 
     def refuse_noise(self, states: list[Tensor], views: Sequence[TensorView]) -> None:
-        """Raise `ConfigError` if the technique has drawn from the generators for parts of the model.
-
-        No rank asks the others, because a step has two small messages and no more: a rank that has no part of any
-        tensor draws nothing, and ends when the others do.
-        """
+        """Raise `ConfigError` if the technique has drawn from the generators for parts of the model."""
         mesh = self.run.mesh
         if mesh.world.size == 1:
             return
+        # Ranks do not agree on this, which would cost another message in every step: a rank that has no part of any
+        # tensor draws nothing, and ends when the others do.
         drew = not all(map(torch.equal, states, generator_states(mesh.world.device)))
-        parts = mesh.pipeline.size > 1 or any(not view.is_whole for view in views)
-        if drew and parts:
+        if drew and (mesh.pipeline.size > 1 or any(not view.is_whole for view in views)):
             raise ConfigError(
                 f"{self.technique.name}: draws random numbers from PyTorch's default generator where each rank has "
                 "parts of the model, so that they depend on the layout; draw them by view.random_like(seed, step), or "

@@ -9,6 +9,7 @@ layers, because they may change while the model trains.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from modelwright.memory.activations import block_shape, head_workspace_bytes
 from modelwright.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
@@ -44,22 +45,19 @@ def parallelize(
 ) -> Executor:
     """Lay the model out over the mesh, in place; with a pipeline this rank keeps only its layers. scatters_each:
     sharded gradients are scattered after each microbatch at every stage of ZeRO. Every rank starts with the same whole
-    model. The executor's `model` has this rank's parameters under their names. Raises `ConfigError` if the model cannot
-    be laid out so.
+    model. The executor's `model` has this rank's parameters under their names. Raises `ConfigError` if the model does
+    not divide over the mesh.
     """
     check_context(model.config, mesh.context.size, parallel.context_attention)
-
-    def passes(part: Decoder) -> Decoder:
-        return apply_passes(
-            part,
-            mesh=mesh,
-            parallel=parallel,
-            activations=activations,
-            compile_blocks=compile_blocks,
-            precision=precision,
-            layer_scales=layer_scales,
-        )
-
+    passes = partial(
+        apply_passes,
+        mesh=mesh,
+        parallel=parallel,
+        activations=activations,
+        compile_blocks=compile_blocks,
+        precision=precision,
+        layer_scales=layer_scales,
+    )
     if mesh.pipeline.size > 1:
         from modelwright.parallel.pipeline.runner import Pipeline  # its schedules import TorchDynamo, which takes 0.5 s
 
@@ -80,7 +78,7 @@ def apply_passes(
     precision: PrecisionConfig,
     layer_scales: LayerScales | None = None,
 ) -> Decoder:
-    """Apply the enabled passes, in place; parameter names stay as they are. Returns the model."""
+    """Apply the enabled passes, in place, without changing parameter names. Returns the model."""
     if mesh.devices is not None and mesh.tensor.size > 1:
         model = shard_layers(model, mesh.devices["tensor"], sequence_parallel=parallel.sequence_parallel)
     if layer_scales is not None:
@@ -105,8 +103,9 @@ def activation_pass(
     store: Store | None,
     pipeline_rank: int = 0,
 ) -> Callable[[Decoder], Decoder]:
-    """The pass for what blocks save from forward to backward. tokens_per_microbatch: of one rank. A budget applies to
-    the rank: its stages share it by their numbers of layers. store: for offloaded activations, if configured.
+    """Returns the pass that saves, recomputes and offloads activations. tokens_per_microbatch: of one rank. A budget
+    applies to the rank: its stages share it by their numbers of layers. store: for offloaded activations, if
+    configured.
     """
     in_flight = microbatches_in_flight(
         parallel.schedule,
@@ -129,6 +128,7 @@ def activation_pass(
             fused=all(cpu_kernels.take(name, *floats) for name in ("norm", "gated_activation")),
         )
         layers, owners = layers_of_stages(model.config, parallel), rank_of_stage(parallel)
+        # The budget is for the rank, which may hold several stages: this one gets its share by layers.
         rank_layers = sum(len(held) for held, owner in zip(layers, owners, strict=True) if owner == pipeline_rank)
         share = len(model.blocks) / max(1, rank_layers)
         head_bytes = head_workspace_bytes(
@@ -158,5 +158,5 @@ def remove_passes(model: Decoder) -> None:
     """Remove the passes, so that the model is plain again (and can be trained again)."""
     remove_checkpoints(model)
     remove_formats(model)
-    for block in model.blocks.values():
+    for block in model.blocks.values():  # `Module.compile` has no inverse
         block._compiled_call_impl = None  # pyright: ignore[reportPrivateUsage]

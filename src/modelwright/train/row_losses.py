@@ -1,6 +1,4 @@
-"""The loss of a given model on each packed row, or group of rows: measured once, kept in a file, for a curriculum by
-loss.
-"""
+"""Losses of a given model on each packed row, or group of rows: measured once and stored, for a curriculum by loss."""
 
 from pathlib import Path
 
@@ -40,7 +38,7 @@ def stored_row_losses(rows: PackedRows, model_folder: Path, folder: Path, world:
         losses = row_losses(model.to(world.device), rows, world.device)
         folder.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        with open(partial, "wb") as file:
+        with open(partial, "wb") as file:  # an open file, because `np.save` would add .npy to a name
             np.save(file, losses, allow_pickle=False)
         partial.rename(path)
     world.barrier()
@@ -52,6 +50,7 @@ def row_losses(model: Decoder, rows: PackedRows, device: torch.device) -> np.nda
     """The mean loss of the labels of each group, [groups] float32; 0 for one without labels."""
     model.eval()
     losses = np.empty(rows.num_groups, dtype=np.float32)
+    # By length, so that the rows of a batch need little padding; stable, so that every run has the same batches.
     order, lengths = np.argsort(rows.group_lengths(), kind="stable"), rows.group_lengths()
     for first in range(0, rows.num_groups, ROWS_AT_ONCE):
         chosen = order[first : first + ROWS_AT_ONCE]

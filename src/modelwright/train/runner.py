@@ -24,14 +24,14 @@ from modelwright.parallel.pipeline.trace import StageSpan
 from modelwright.train.objective import Batch
 
 LossFn = Callable[[Tensor, Batch], Tensor]
-"""The model's output and the rows (or the slice of them) that it belongs to -> a scalar to differentiate."""
+"""Maps the model's output and the rows (or the slice of them) that it belongs to to a scalar to differentiate."""
 
 
 class Executor(Protocol):
     """`loss_of` is called once for each microbatch, in order, on the ranks that hold the model's output."""
 
     model: Decoder
-    """What this rank holds: its parameters under the names of the whole model."""
+    """This rank's part of the model; its parameters have the names of the whole model."""
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class Runner(Protocol):
 
 @dataclass(kw_only=True)
 class MicrobatchRunner:
-    """Splits each batch into this many microbatches of consecutive row groups, with padding if there are too few."""
+    """Splits each batch into `microbatches` parts of consecutive row groups, with padding if there are too few."""
 
     executor: Executor
     microbatches: int
@@ -119,6 +119,8 @@ class MicrobatchRunner:
         num_parts = num_parts or self.microbatches
         num_seen = 0
 
+        # The last loss is known: its backward completes the gradients, so the strategy can start to send them while
+        # they come. A pipeline's schedule interleaves passes, so only counting the losses tells which is the last.
         def last_aware(output: Tensor, microbatch: Batch) -> Tensor:
             nonlocal num_seen
             loss = loss_fn(output, microbatch)
@@ -136,28 +138,18 @@ class MicrobatchRunner:
         raise AssertionError("this runner cannot repeat a batch")
 
 
+@dataclass(eq=False)
 class WholeModel:
     """The ranks of `context` share the tokens of each row; all layers are on this rank. context_attention: how they
     attend to each other's tokens. scatters_each: gradients that FSDP shards are scattered after each microbatch (ZeRO-2
     and 3), not once per step.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        context: World,
-        *,
-        scatters_each: bool,
-        context_attention: ContextAttention = "all_gather",
-    ) -> None:
-        self.model = model
-        self.context = context
-        self.context_attention: ContextAttention = context_attention
-        self.scatters_each = scatters_each
-
-    @property
-    def layers_per_stage(self) -> tuple[int, ...]:
-        return ()
+    model: Decoder
+    context: World
+    scatters_each: bool
+    context_attention: ContextAttention = "all_gather"
+    layers_per_stage: tuple[int, ...] = ()
 
     def stage_spans(self) -> list[StageSpan]:
         return []
@@ -169,6 +161,7 @@ class WholeModel:
 
     def train(self, parts: Sequence[Batch], loss_of: LossFn) -> None:
         for number, part in enumerate(parts, start=1):
+            # FSDP must know before the backward whether it scatters: otherwise whole gradients add up locally.
             scatter_gradients(self.model, self.scatters_each or number == len(parts))
             self._loss(part, loss_of).backward()
 

@@ -19,7 +19,7 @@ from modelwright.train.technique import StepInfo, Technique
 
 @dataclass(kw_only=True)
 class Runtime:
-    """What the builder of a technique may use. A builder may replace `runner` and `scaler`.
+    """The parts of a run that a builder of a technique may use. It may replace `runner` and `scaler`.
 
     The strategy is chosen after all techniques are built, because it follows from what they need: `strategy` is for
     their hooks, not for their builders.
@@ -44,11 +44,11 @@ class Runtime:
     anomalies: AnomalyLog | None
     """The list of events that a person should look at; on the first rank only, and None for a step that is traced."""
     alive: Callable[[], None]
-    """Tells the watchdog that this process is not stuck; for techniques that work for long between two steps."""
+    """Resets the watchdog's timer; for techniques that work for long between two steps."""
     on_exit: ExitStack
     """Closed when the run under this layout ends, also after an error."""
     chosen: list[Strategy] = field(default_factory=list[Strategy])
-    """The strategy, once it is chosen."""
+    """Holds the strategy, once it is chosen."""
 
     @property
     def strategy(self) -> Strategy:
@@ -74,12 +74,12 @@ class Runtime:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first of the processes that make one update together."""
+        """True for the first of the processes that make one update together."""
         return self.mesh.world.is_first
 
     def parameters(self) -> list[TensorView]:
-        """This rank's part of every trained weight, as it is now. Under a pipeline each rank has those of its stages;
-        the ranks that hold the same part hold the same values, unless `EQUAL_REPLICAS` is broken.
+        """Returns this rank's part of every trained weight, with its present values. Under a pipeline each rank has
+        those of its stages; ranks that hold the same part hold the same values, unless `EQUAL_REPLICAS` is broken.
         """
         return self.replica.parameters()
 
@@ -99,5 +99,5 @@ run is laid out anew."""
 
 
 def observer(name: str, observe: Callable[[StepInfo], None]) -> TechniqueBuilder:
-    """A technique that only looks at finished steps, without state."""
+    """Returns the builder of a technique that only observes finished steps and has no state."""
     return lambda run: Technique(name=name, on_step_end=observe, needs=frozenset())

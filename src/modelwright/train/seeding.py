@@ -1,4 +1,4 @@
-"""What makes a step repeatable: its random streams, and sums in one order."""
+"""Repeatable steps: their random streams, and gradient sums in one order."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ import torch
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Like `torch.manual_seed`, which queues a stack trace for every kind of device that is absent (2 ms)."""
+    """Like `torch.manual_seed`, but without the stack trace that it queues for every absent kind of device (2 ms)."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -21,10 +21,8 @@ def generator_states(device: torch.device) -> list[torch.Tensor]:
 
 @contextmanager
 def repeatable_convolutions() -> Generator[None]:
-    """Within the block cuDNN sums gradients of convolutions in the same order in every run, which the fastest of its
-    algorithms do not.
-    """
-    before = torch.backends.cudnn.deterministic
+    """Within the block cuDNN sums gradients of convolutions in the same order in every run."""
+    before = torch.backends.cudnn.deterministic  # the fastest of its algorithms add in any order
     torch.backends.cudnn.deterministic = True
     try:
         yield

@@ -3,21 +3,21 @@
 import os
 import signal
 import threading
+from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+@dataclass(eq=False)
 class StopRequest:
-    """`requested` changes from 0 to the signal's number when the process is asked to stop within the `with` block. A
-    second signal acts as it would before the block (usually: ends the process at once). Outside the main thread, where
-    Python delivers no signals, it stays 0.
+    """A context in which a signal sets `requested` from 0 to its number. A second signal acts as it would before the
+    block (usually: ends the process at once). Outside the main thread, where Python delivers no signals, it stays 0.
     """
 
-    def __init__(self) -> None:
-        self.requested = 0
-        self._before: dict[int, Any] = {}
+    requested: int = 0
+    _before: dict[int, Any] = field(default_factory=dict[int, Any])
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
@@ -28,7 +28,7 @@ class StopRequest:
         self._restore()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.requested:  # the second signal goes to the handlers from before the block
             self._restore()
             os.kill(os.getpid(), number)
         self.requested = number

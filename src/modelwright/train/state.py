@@ -15,8 +15,8 @@ class TrainResult:
     """The result of a run. The model holds the last weights; `load_best` restores the best ones.
 
     loss: of the last step; heldout_loss: at the last evaluation, nan without held-out batches; heldout_metrics: the
-    objective's figures at that evaluation; best: lowest held-out
-    loss and its step (0: none); num_tokens: trained on, without padding; train_time_s: spent in steps, over all starts;
+    objective's figures at that evaluation; best: lowest held-out loss and its step (0: none); num_tokens: trained on,
+    without padding; train_time_s: spent in steps, over all starts;
     model_flops: of forward and backward passes; mfu: in [0, 1], 0 without a peak rate; peak_flops: of one rank, the
     given one or that of the fastest step; bytes_sent: by this rank since this start, as in `StepInfo`; summaries: from
     techniques, by name.
@@ -55,10 +55,6 @@ class TrainState:
     best_step: int = 0
     best_loss: float = math.inf
 
-    @property
-    def best(self) -> Best:
-        return Best(step=self.best_step, loss=self.best_loss)
-
 
 def load_best(model: Decoder, stage: StageDir, best: Best) -> None:
     """Load the weights with the lowest held-out loss into the model; the others are those of the base that its adapters
@@ -66,6 +62,7 @@ def load_best(model: Decoder, stage: StageDir, best: Best) -> None:
     """
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     weights = read_weights(stage.checkpoints, best.step)
+    # Checkpoints of a model with adapters lack its frozen base.
     lacking = set(model.state_dict()) - set(weights)
     assert lacking <= frozen, lacking
     model.load_state_dict({**{name: model.get_parameter(name) for name in lacking}, **weights})

@@ -23,7 +23,7 @@ from modelwright.train.vote import Requests, vote
 
 @dataclass(kw_only=True)
 class TrainStep:
-    """One optimizer step per call; deterministic in (seed, step, data rank). Techniques act in their order."""
+    """Makes one optimizer step per call; deterministic in (seed, step, data rank). Techniques act in their order."""
 
     run: Runtime
     objective: Objective
@@ -32,13 +32,15 @@ class TrainStep:
     throughput: Throughput
     own_requests: Callable[[], Requests] = Requests
     requests: Requests = field(default_factory=Requests)
-    """What any rank's `own_requests` asked for in the newest step."""
+    """Union of all ranks' `own_requests` in the newest step."""
     skipped_last: bool = False
 
     def __call__(self, step: int) -> StepInfo:
-        timer, run, strategy, optimizer = StepTimer(), self.run, self.run.strategy, self.run.replica.optimizer
+        timer, run, mesh, strategy = StepTimer(), self.run, self.run.mesh, self.run.strategy
+        optimizer = run.replica.optimizer
+        # By data rank: the ranks that share rows (tensor, context, pipeline) draw the same dropout and noise.
         seed_everything = partial(
-            seed_generators, derive_seed(run.seed, "step", step, run.mesh.data.rank), run.mesh.world.device
+            seed_generators, derive_seed(run.seed, "step", step, mesh.data.rank), mesh.world.device
         )
         with timer.measure("data_wait_s"):
             seed_everything()
@@ -47,7 +49,11 @@ class TrainStep:
             batch = technique.on_batch(step, batch)
 
         # The normalizers of all loss terms must be known before the first backward.
-        weights, work = self.count(batch)
+        own_weights, own_flops = self.objective.weights(batch), self.objective.own_flops(batch)
+        counts = [*map(float, own_weights.values()), *Work.counts(run.model, batch, own_flops)]
+        sums = mesh.world.sums([count * mesh.speaks_for_rows for count in counts])
+        weights = dict(zip(own_weights, sums, strict=False))
+        work = Work.of(run.model, sums[len(weights) :])
         with timer.measure("compute_s"):
             losses, metrics = self.forward_backward(batch, weights, seed_everything)
         with timer.measure("comm_s"):
@@ -66,20 +72,12 @@ class TrainStep:
             technique.on_gradients(update)
         if not update.skipped:
             strategy.optimizer_step()
-        self.skipped_last = update.skipped
+        self.skipped_last = update.skipped  # compared among the ranks by the next vote
         with timer.measure("comm_s"):
             strategy.after_step(step)  # local SGD synchronizes weights here
         optimizer.zero_grad(set_to_none=True)
         rate, scalars = optimizer.param_groups[0]["lr"], strategy.metrics()
         return self.throughput.describe(update, work, timer, learning_rate=rate, scalars=scalars)
-
-    def count(self, batch: Batch) -> tuple[dict[str, float], Work]:
-        """The normalizer of each loss term over the global batch, and the batch's counts."""
-        mesh, model, weights = self.run.mesh, self.run.model, self.objective.weights(batch)
-        own_flops = self.objective.own_flops(batch)
-        counts = [*map(float, weights.values()), *Work.counts(model, batch, own_flops)]
-        sums = mesh.world.sums([count * mesh.speaks_for_rows for count in counts])
-        return dict(zip(weights, sums, strict=False)), Work.of(model, sums[len(weights) :])
 
     def forward_backward(
         self, batch: Batch, weights: Mapping[str, float], seed_everything: Any
@@ -91,6 +89,7 @@ class TrainStep:
         scale = {name: 1.0 / weight if weight > 0 else 0.0 for name, weight in weights.items()}
         sums = TermSums(scale, self.objective.metric_names, mesh.world.device)
 
+        # Each attempt starts from the same seeds and empty sums, so that a repeated batch has the same gradient.
         def begin() -> None:
             seed_everything()
             sums.vector.zero_()
@@ -101,7 +100,8 @@ class TrainStep:
         before_last_backward = partial(run.strategy.before_last_backward, sums.losses, is_empty=is_empty)
         while True:
             fits = run.runner.train(batch, loss_fn, begin=begin, before_last_backward=before_last_backward)
-            sums.vector *= mesh.tensor.is_first  # ranks of the tensor axis compute the same losses
+            # Ranks of the tensor axis compute the same losses, so only one of them may count.
+            sums.vector *= mesh.tensor.is_first
             outcome = vote(
                 mesh.world, sums.vector, out_of_memory=not fits, skipped_last=self.skipped_last, own=self.own_requests()
             )
@@ -109,11 +109,7 @@ class TrainStep:
                 self.requests = outcome.requests
                 return sums.read(outcome.sums)
             run.runner.shrink_microbatches()
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Drop what forward and backward have left of a step that is repeated."""
-        self.run.replica.optimizer.zero_grad(set_to_none=True)
-        self.run.strategy.abandon_step()
-        for technique in self.techniques:
-            technique.on_retry()
+            run.replica.optimizer.zero_grad(set_to_none=True)
+            run.strategy.abandon_step()
+            for technique in self.techniques:
+                technique.on_retry()

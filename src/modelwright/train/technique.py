@@ -22,17 +22,17 @@ NOT_FINITE, EMPTY_BATCH, LOSS_SPIKE = "not_finite", "empty_batch", "loss_spike"
 
 @dataclass(kw_only=True)
 class Update:
-    """One optimizer step between gradients and weights; techniques read and change it in order.
+    """An optimizer step after backward and before the weights change; techniques read and change it in order.
 
     The gradients of a parameter may be divided among the ranks, or be on some of them only; a view says which part this
     rank has. They are empty under `optimizer_in_backward`.
     """
 
     step: int
-    """From 0."""
+    """Number of the step, from 0."""
     num_steps: int
     gradients: Sequence[TensorView]
-    """Those that this rank updates with: summed over ranks, normalized, unscaled."""
+    """Gradients that this rank updates with: summed over ranks, normalized, unscaled."""
     losses: Mapping[str, float]
     """Each term over the global batch."""
     weights: Mapping[str, float]
@@ -42,7 +42,7 @@ class Update:
     grad_norm: float = math.nan
     """Norm of the whole model's gradient, before clipping; known once the finite check has acted, which is first."""
     skip_reason: str = ""
-    """Why this step changes nothing, or ""; the first reason counts."""
+    """Reason why this step changes nothing, or ""; the first one counts."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """Figures for the record."""
 
@@ -58,7 +58,7 @@ class Update:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no label in the global batch counts."""
+        """True if the global batch has no label that counts."""
         return not any(self.weights.values())
 
     @property
@@ -72,7 +72,7 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInfo:
-    """One finished step, as monitors and metrics see it.
+    """A finished step, as monitors and metrics see it.
 
     step: updates finished, from 1. losses: each term, normalized over the global batch; loss: their sum. grad_norm:
     before clipping. num_tokens: of all ranks, without padding. model_flops: of forward and backward. mfu: model FLOPs
@@ -113,18 +113,14 @@ class StepInfo:
         return {**plain, "skipped": self.skipped, **terms, **self.scalars}
 
     def as_json(self) -> dict[str, Any]:
-        """Serialized for other processes."""
+        """Serialized for other processes; `StepInfo(**values)` reads it back."""
         return {**vars(self), "losses": dict(self.losses), "scalars": dict(self.scalars)}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "StepInfo":
-        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback:
     """Asks the trainer to restore weights and optimizer of an earlier checkpoint. Steps and batches are never rewound.
-    steps: suitable checkpoints, best first. done: called on all ranks with the chosen step.
+    steps: of suitable checkpoints, best first. done: called on all ranks with the chosen step.
     """
 
     steps: Sequence[int]
@@ -142,36 +138,24 @@ Request = Rollback | Relayout | None
 
 
 class Stateful(Protocol):
-    """Has state for the checkpoint: nested dicts and lists of tensors and JSON values."""
+    """An object with state for the checkpoint: nested dicts and lists of tensors and JSON values."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
 
+# Named functions, not lambdas: `Technique.hooks` tells by identity which hooks are set.
 def _keep_batch(step: int, batch: Batch) -> Batch:
     return batch
 
 
-def _ignore(value: Any) -> None:
-    """A hook that a technique does not use."""
-
-
-def _nothing() -> None:
-    """A hook that a technique does not use."""
-
-
-def _no_metrics() -> dict[str, float]:
-    return {}
-
-
-def _no_state() -> dict[str, Any]:
-    return {}
+def _ignore(value: Any) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Technique:
-    """What one technique does in a step; hooks that it does not need are left out.
+    """The hooks of one technique, by which it acts in a step; those that it does not need are left out.
 
     All ranks call the hooks in the same order.
     """
@@ -184,36 +168,31 @@ class Technique:
     """Called between gradients and weights."""
     on_step_end: Callable[[StepInfo], Request] = _ignore
     """Called after every `every`-th step."""
-    on_retry: Callable[[], None] = _nothing
-    """Called when forward and backward are abandoned and repeated, with the same batch: drops what they left."""
-    metrics: Callable[[], Mapping[str, float]] = _no_metrics
-    """Figures for the record of the step, asked for once when the weights have changed."""
+    on_retry: Callable[[], None] = lambda: None
+    """Called when forward and backward are abandoned and repeated with the same batch: drops their partial results."""
+    metrics: Callable[[], Mapping[str, float]] = dict[str, float]
+    """Returns figures for the record of the step; called once, after the weights have changed."""
     every: int = 1
     state: Stateful | None = None
-    """Its state. Equal on all ranks, except for what follows a parameter (`TensorView.laid_out`)."""
+    """State for checkpoints. Equal on all ranks, except for tensors that follow a parameter (`TensorView.laid_out`)."""
     belongs_to_weights: bool = False
-    """Whether a rollback restores its state together with the weights."""
+    """True if a rollback restores the state together with the weights."""
     pinned_checkpoints: Callable[[], Sequence[int]] = tuple
-    """Steps whose checkpoints must not be removed."""
-    summary: Callable[[], Mapping[str, Any]] = _no_state
-    """Its report when the run ends."""
+    """Returns steps whose checkpoints must not be removed."""
+    summary: Callable[[], Mapping[str, Any]] = dict[str, Any]
+    """Returns the technique's report when the run ends."""
     needs: frozenset[str] = UNDECLARED
-    """Properties of a run that it relies on (`core/compatibility.py`). They take part in the choice of the strategy;
-    a layout or a setting that breaks one of them is refused. A technique that can do with less says so, by an empty set
-    for example; docs/extending.md has all properties in a table."""
+    """Properties of a run that it relies on (`core/compatibility.py`). The strategy is chosen so that it keeps them;
+    a layout or a setting that breaks one of them is refused. A technique that can do with less declares it, by an empty
+    set for example; docs/extending.md has all properties in a table."""
     breaks: frozenset[str] = frozenset()
     """Properties of a run that it removes."""
 
     @property
     def hooks(self) -> frozenset[str]:
-        """The moments of a step at which it acts."""
+        """Names of the hooks that are set, of those that act within a step."""
         unused = {"on_batch": _keep_batch, "on_gradients": _ignore, "on_step_end": _ignore}
         return frozenset(moment for moment, hook in unused.items() if getattr(self, moment) is not hook)
-
-    @property
-    def reads_gradients(self) -> bool:
-        """Whether it acts between gradients and weights."""
-        return "on_gradients" in self.hooks
 
     def state_dict(self) -> dict[str, Any]:
         return self.state.state_dict() if self.state else {}

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import World
@@ -38,27 +38,25 @@ class Work:
     @classmethod
     def of(cls, model: Decoder, sums: list[float]) -> "Work":
         num_tokens, contexts, executed, own_flops = sums
+        # Backward makes two products for each of forward: for the input's gradient and for the weight's.
         model_flops = 3 * num_tokens * model.config.flops_per_token(contexts / max(1.0, num_tokens))
         model_flops += adapter_step_flops(model.config, model.adapters, num_tokens=num_tokens, num_targets=num_tokens)
         model_flops += own_flops
         return cls(num_tokens=int(num_tokens), model_flops=model_flops, executed_flops=executed)
 
 
+@dataclass(eq=False)
 class StepTimer:
     """Sums the seconds of named phases of one step."""
 
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.seconds = {"data_wait_s": 0.0, "compute_s": 0.0, "comm_s": 0.0}
+    started: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=lambda: {"data_wait_s": 0.0, "compute_s": 0.0, "comm_s": 0.0})
 
     @contextmanager
     def measure(self, name: str) -> Generator[None]:
         started = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - started
-
-    def stop(self) -> dict[str, float]:
-        return {**self.seconds, "step_time_s": time.perf_counter() - self.started}
 
 
 @dataclass(kw_only=True)
@@ -73,17 +71,11 @@ class Throughput:
     peak_flops: float
 
     def describe(
-        self,
-        update: Update,
-        work: Work,
-        timer: StepTimer,
-        *,
-        learning_rate: float,
-        scalars: Mapping[str, float],
+        self, update: Update, work: Work, timer: StepTimer, *, learning_rate: float, scalars: Mapping[str, float]
     ) -> StepInfo:
-        """The finished step. The trainer counts the bytes sent, because not all of them belong to a step."""
-        share = self.num_updating / self.world.size
-        times = {name: seconds * share for name, seconds in timer.stop().items()}
+        """Returns the finished step. The trainer counts the bytes sent, because not all of them belong to a step."""
+        seconds = {**timer.seconds, "step_time_s": time.perf_counter() - timer.started}
+        times = {name: value * self.num_updating / self.world.size for name, value in seconds.items()}
         return StepInfo(
             step=update.step + 1,
             loss=update.loss,
@@ -102,11 +94,9 @@ class Throughput:
         )
 
     def utilization(self, flops: float, time_s: float) -> float:
-        """0 without a peak rate. A step faster than the peak shows that the peak was measured too low, and replaces
-        it.
-        """
+        """Share of the peak rate; 0 without one."""
         if not (self.peak_flops and time_s):
             return 0.0
         reached = flops / time_s / self.world.size
-        self.peak_flops = max(self.peak_flops, reached)
+        self.peak_flops = max(self.peak_flops, reached)  # a faster step shows that the peak was measured too low
         return reached / self.peak_flops

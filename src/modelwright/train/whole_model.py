@@ -17,24 +17,19 @@ from modelwright.precision.apply import ModelPrecision
 from modelwright.precision.policy import PrecisionConfig
 
 HEADS = "heads."
-"""What the names of the parameters of `Decoder.heads` begin with."""
-
-
-def no_modules(config: ModelConfig) -> Mapping[str, nn.Module]:
-    """The modules of an objective that has none."""
-    return {}
+"""Prefix of the parameter names of `Decoder.heads`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLayout:
-    """How the model in training is laid out, for objectives that generate with it.
+    """The layout of the model in training, for objectives that generate with it.
 
-    own_modules: of the objective, which the whole model has, too.
+    own_modules: those of the objective, which are part of the whole model.
     """
 
     mesh: Mesh
     precision: PrecisionConfig
-    own_modules: Callable[[ModelConfig], Mapping[str, nn.Module]] = no_modules
+    own_modules: Callable[[ModelConfig], Mapping[str, nn.Module]] = lambda config: {}
 
     @property
     def world(self) -> World:
@@ -43,7 +38,7 @@ class ModelLayout:
 
     @contextmanager
     def whole_model(self, model: Decoder) -> Generator[Decoder]:
-        """The whole model, with the weights and number formats that `model`, this rank's part of it, has now.
+        """The whole model, with the present weights and number formats of `model`, this rank's part of it.
 
         Where every rank holds all weights this is `model` itself. Otherwise it is a copy for the time of the block:
         weights are gathered one at a time, by all ranks together, so that a rank needs memory for the whole model but
@@ -52,23 +47,19 @@ class ModelLayout:
         if self.mesh.is_only_data_parallel:
             yield model
             return
-        whole = self._skeleton(model)
+        with torch.device("meta"):
+            whole = Decoder(model.config)
+            for name, module in self.own_modules(model.config).items():
+                whole.heads[name] = module
+            # `attach_adapters` would compute the fingerprint of the base from its values, which a skeleton lacks.
+            whole.base_fingerprint = model.base_fingerprint
+            attach_adapters(whole, model.adapters, seed=0)
         names = {name for name, _ in whole.named_parameters()}
         restore_weights(whole, (pair for pair in whole_weights(model, self.mesh) if pair[0] in names))
         whole.requires_grad_(False)
         if model.ends.stream_dtype is not None:  # while a model is evaluated in FP32 it has no formats
             ModelPrecision(whole, self.precision)
         yield whole
-
-    def _skeleton(self, model: Decoder) -> Decoder:
-        """The whole model without values."""
-        with torch.device("meta"):
-            whole = Decoder(model.config)
-            for name, module in self.own_modules(model.config).items():
-                whole.heads[name] = module
-            whole.base_fingerprint = model.base_fingerprint  # of values that are not here yet
-            attach_adapters(whole, model.adapters, seed=0)
-        return whole
 
 
 def one_process() -> ModelLayout:

@@ -1,15 +1,14 @@
-"""The contents of a checkpoint folder: which checkpoints are finished, whether they are intact, what they hold."""
+"""Reads a checkpoint folder: its finished checkpoints, their integrity and their contents."""
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from modelwright.core.artifacts import Manifest, describe_file, read_manifest
+from modelwright.core.artifacts import describe_file, read_manifest
 from modelwright.core.errors import ArtifactError
 from modelwright.train.checkpoint.sharded_tensors import INDEX, DamagedCheckpointError, ShardReader, read_index
 
@@ -20,25 +19,19 @@ STATE = "state.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The lowest held-out loss so far; step 0 while there is none."""
+    """The lowest held-out loss so far and its step; step 0 before the first evaluation."""
 
     step: int = 0
     loss: float = float("inf")
 
 
-def best_step_of(path: Path) -> int:
+def referred_steps(path: Path) -> list[int]:
+    """Steps of other checkpoints that this one refers to: the best one (0: none yet), and pinned ones."""
     try:
-        return int(read_manifest(path).facts["best_step"])
-    except (ArtifactError, KeyError):
-        return 0
-
-
-def other_steps_of(path: Path) -> list[int]:
-    """Steps of further checkpoints that this one refers to."""
-    try:
-        return [int(step) for step in read_manifest(path).facts.get("also", ())]
+        facts = read_manifest(path).facts
     except ArtifactError:
         return []
+    return [int(step) for step in (facts.get("best_step", 0), *facts.get("also", ()))]
 
 
 def step_name(step: int) -> str:
@@ -47,11 +40,12 @@ def step_name(step: int) -> str:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints, oldest first; their content is not checked."""
+    # The glob would also match step-*.partial and step-*.damaged.
     return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
 
 
 def check_checkpoint(path: Path, *, digest: str, part: int = 0, num_parts: int = 1) -> None:
-    """Check that every file is there, and the SHA-256 of every `num_parts`-th from `part` on.
+    """Check that all files exist, and the SHA-256 of every `num_parts`-th from `part` on.
 
     Raises `DamagedCheckpointError` that names the file (and the tensor, if known), or `ArtifactError` when the
     checkpoint was made under another `digest`.
@@ -59,7 +53,12 @@ def check_checkpoint(path: Path, *, digest: str, part: int = 0, num_parts: int =
     try:
         manifest = read_manifest(path, kind=KIND)
         if manifest.digest == digest:
-            _check_files(path, manifest, sorted(manifest.files)[part::num_parts])
+            for file in sorted(manifest.files)[part::num_parts]:
+                if describe_file(path / file)["sha256"] != manifest.files[file]["sha256"]:
+                    tensor = "" if file == INDEX else _damaged_tensor(path, file)
+                    raise DamagedCheckpointError(f"{path / file}: its content does not match the manifest{tensor}")
+            if INDEX not in manifest.files:
+                raise DamagedCheckpointError(f"{path / INDEX}: is missing")
     except (ArtifactError, OSError) as error:
         raise DamagedCheckpointError(f"checkpoint {path} is damaged ({error})") from None
     if manifest.digest != digest:
@@ -70,7 +69,7 @@ def check_checkpoint(path: Path, *, digest: str, part: int = 0, num_parts: int =
 
 
 def read_best(folder: Path) -> Best:
-    """The checkpoint that `best.json` points at; step 0 if there is none or it is gone."""
+    """Returns the checkpoint that `best.json` points to; step 0 if either is missing."""
     try:
         record = json.loads((folder / "best.json").read_text(encoding="utf-8"))
         best = Best(step=record["step"], loss=record["loss"])
@@ -80,22 +79,11 @@ def read_best(folder: Path) -> Best:
 
 
 def read_weights(folder: Path, step: int) -> dict[str, Tensor]:
-    """The whole weights of the checkpoint at `step`, on the CPU, whatever layout wrote it. Raises `ArtifactError` if it
-    is missing or damaged.
-    """
+    """Returns a checkpoint's whole weights, on the CPU. Raises `ArtifactError` if it is missing or damaged."""
     path = folder / step_name(step)
     read_manifest(path, kind=KIND, verify=True)
     reader = ShardReader(path, read_index(path)["model"])
     return {name: reader.read(name) for name in reader.entries}
-
-
-def _check_files(path: Path, manifest: Manifest, files: Sequence[str]) -> None:
-    for file in files:
-        if describe_file(path / file)["sha256"] != manifest.files[file]["sha256"]:
-            tensor = "" if file == INDEX else _damaged_tensor(path, file)
-            raise DamagedCheckpointError(f"{path / file}: its content does not match the manifest{tensor}")
-    if INDEX not in manifest.files:
-        raise DamagedCheckpointError(f"{path / INDEX}: is missing")
 
 
 def _damaged_tensor(path: Path, file: str) -> str:

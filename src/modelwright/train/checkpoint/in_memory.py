@@ -2,7 +2,7 @@
 
 A copy is a checkpoint folder in an in-memory file system, which outlives the processes: each rank's files are on its
 own host and on that of another rank. Unless two neighbors are lost together, the remaining hosts have all of it. They
-exchange what each lacks, and read it like a checkpoint on disk.
+exchange missing files and read the copy like a checkpoint on disk.
 """
 
 import hashlib
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from modelwright.core.errors import writing
 from modelwright.parallel.control_plane import ControlPlane
@@ -47,7 +46,12 @@ class MemoryCopies:
         )
         pairs = peers(hosts)
         received = self.channel.move(
-            [(_tensor(data), to) for source, to in pairs if source == self.channel.rank for data in files.values()],
+            [
+                (torch.frombuffer(bytearray(data), dtype=torch.uint8), to)
+                for source, to in pairs
+                if source == self.channel.rank
+                for data in files.values()
+            ],
             [(size, source) for source, to in pairs if to == self.channel.rank for size in names[source].values()],
             what=what,
         )
@@ -64,6 +68,7 @@ class MemoryCopies:
                     (partial / INDEX).write_text(json.dumps(index), encoding="utf-8")
                     (partial / STATE).write_text(json.dumps(record), encoding="utf-8")
 
+        # Every rank has stored its files once `attempt` returns, so the name without .partial means a whole folder.
         self.channel.attempt(store, what=what)
         if self._speaks(hosts):
             shutil.rmtree(folder, ignore_errors=True)
@@ -75,6 +80,8 @@ class MemoryCopies:
         """The newest complete copy after the step `after`, assembled on this host; or None."""
         offers = self.channel.exchange((self.host, self._offer(after)), what="looking for copies in memory")
         hosts = [host for host, _ in offers]
+        # Copies are told apart by step and digest: hosts may hold states of the same step from different starts. One
+        # is usable only if each of its files has an owner, the first rank that holds it undamaged.
         owners: dict[tuple[int, str], dict[str, int]] = {}
         needed: dict[tuple[int, str], list[str]] = {}
         for rank, (_, offer) in enumerate(offers):
@@ -86,15 +93,24 @@ class MemoryCopies:
         if not complete:
             return None
         key = max(complete)
-        step = key[0]
-        folder = self.folder / step_name(step)
+        folder = self.folder / step_name(key[0])
         own: list[tuple[int, str, list[str], list[str]]] = offers[self.channel.rank][1]
         local = next((held for step, digest, _, held in own if (step, digest) == key), list[str]())
+        # Collective: all ranks enter `any` for each file in the same order, and the broadcast if any of them lacks it.
         for name in [*needed[key], INDEX, STATE]:
+            path, what = folder / name, f"gathering {name}"
             lacks = name not in local if name in needed[key] else not local
-            if self.channel.any(lacks, what=f"gathering {name}"):
-                owner = owners[key].get(name, min(owners[key].values()))
-                self._pass_round(folder / name, owner, keep=lacks and self._speaks(hosts))
+            if not self.channel.any(lacks, what=what):
+                continue
+            owner = owners[key].get(name, min(owners[key].values()))
+            is_owner = self.channel.rank == owner
+            data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) if is_owner else None
+            size = max(self.channel.exchange(0 if data is None else data.numel(), what=what))
+            data = torch.empty(size, dtype=torch.uint8) if data is None else data
+            self.channel.broadcast(data, source=owner, what=what)
+            if lacks and self._speaks(hosts) and not is_owner:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                data.numpy().tofile(path)
         self.channel.exchange(None, what="copies gathered")
         return folder
 
@@ -103,7 +119,7 @@ class MemoryCopies:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _offer(self, after: int) -> list[tuple[int, str, list[str], list[str]]]:
-        """For each copy here: step, digest, the files it consists of, and those that are here and intact."""
+        """Lists this host's copies: step, digest, names of all files of the copy, and of those intact on this host."""
         result: list[tuple[int, str, list[str], list[str]]] = []
         for folder in self._steps():
             step = int(folder.name.removeprefix("step-"))
@@ -113,22 +129,15 @@ class MemoryCopies:
                     digest = hashlib.sha256((folder / INDEX).read_bytes() + (folder / STATE).read_bytes()).hexdigest()
                 except (DamagedCheckpointError, OSError):
                     continue
-                result.append((step, digest, _files(index), _undamaged(folder, index)))
+                entries = (entry for part in index.values() for entry in part.values())
+                names = sorted({piece["file"] for entry in entries for piece in entry["pieces"]})
+                readers = [ShardReader(folder, part) for part in index.values()]
+                intact = [name for name in names if all(reader.is_whole(name) for reader in readers)]
+                result.append((step, digest, names, intact))
         return result
 
-    def _pass_round(self, path: Path, owner: int, *, keep: bool) -> None:
-        """Send one file from the rank `owner` to all; those that `keep` it write it."""
-        here = self.channel.rank == owner
-        data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) if here else None
-        size = max(self.channel.exchange(0 if data is None else data.numel(), what=f"gathering {path.name}"))
-        data = torch.empty(size, dtype=torch.uint8) if data is None else data
-        self.channel.broadcast(data, source=owner, what=f"gathering {path.name}")
-        if keep and not here:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            data.numpy().tofile(path)
-
     def _speaks(self, hosts: Sequence[str]) -> bool:
-        """Whether this is the first rank of its host."""
+        """True for the first rank of its host, which writes the files that its ranks have in common."""
         return hosts.index(self.host) == self.channel.rank
 
     def _steps(self) -> list[Path]:
@@ -136,9 +145,10 @@ class MemoryCopies:
 
 
 def peers(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """(rank, rank that keeps its copy) for each rank, by the hosts of all ranks: always on another host, in a ring, so
-    that each host stores about as much as it owns. Empty with one host.
+    """Pairs (rank, rank that keeps its copy), by the hosts of all ranks: always on another host, in a ring, so that
+    each host stores about as much as it owns. Empty with one host.
     """
+    # The first ranks of all hosts, then the second ones, ...: neighbors in the ring are mostly on different hosts.
     places = [(hosts[:rank].count(host), hosts.index(host), rank) for rank, host in enumerate(hosts)]
     ring = [rank for *_, rank in sorted(places)]
     pairs: list[tuple[int, int]] = []
@@ -147,17 +157,3 @@ def peers(hosts: Sequence[str]) -> list[tuple[int, int]]:
         if others:
             pairs.append((rank, others[0]))
     return sorted(pairs)
-
-
-def _files(index: Mapping[str, Any]) -> list[str]:
-    entries = (entry for part in index.values() for entry in part.values())
-    return sorted({piece["file"] for entry in entries for piece in entry["pieces"]})
-
-
-def _undamaged(folder: Path, index: Mapping[str, Any]) -> list[str]:
-    readers = [ShardReader(folder, part) for part in index.values()]
-    return [name for name in _files(index) if all(reader.is_whole(name) for reader in readers)]
-
-
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

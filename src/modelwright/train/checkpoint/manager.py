@@ -1,12 +1,8 @@
-"""`CheckpointManager`: when the state of a run is saved, what it consists of, and how a run resumes from it.
+"""`CheckpointManager` saves the state of a run when due, and resumes a run from it under any layout.
 
-The state of an objective, under any number of data ranks.
-
-Entries under the key `rows` belong to the batches of the ranks: tensors whose first dimension is the rows of this data
-rank, such as a rollout that several steps learn from. In a checkpoint they cover the global batch. Everything else is
-equal on all ranks.
-
-The optimizer's state by parameter name, so that it fits any order or grouping of parameters.
+The optimizer's state is stored by parameter name, so that it fits any order or grouping of parameters. An objective's
+state is equal on all ranks, except for tensors under the key `rows`, such as a rollout that several steps learn from:
+their first dimension is the rows of this data rank, and in a checkpoint those of the global batch.
 """
 
 import math
@@ -39,8 +35,15 @@ def optimizer_state_dict(optimizer: Optimizer, names: Mapping[Tensor, str]) -> d
 def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], state: Mapping[str, Any]) -> None:
     """Restore what `optimizer_state_dict` returned, on the parameters' devices and in their dtypes."""
     for parameter, name in names.items():
-        if name in state:
-            optimizer.state[parameter] = {key: _like(value, parameter, key) for key, value in state[name].items()}
+        if name not in state:
+            continue
+        values = dict(state[name])
+        for key, value in values.items():
+            if isinstance(value, Tensor) and key == "step":
+                values[key] = value.to(parameter.device)  # not in the parameter's dtype: BF16 counts to 256 only
+            elif isinstance(value, Tensor):
+                values[key] = as_dtensor_like(value, local(value).to(local(parameter).device, parameter.dtype))
+        optimizer.state[parameter] = values
 
 
 @contextmanager
@@ -55,14 +58,6 @@ def reading_state() -> Generator[None]:
         ) from error
 
 
-def _like(value: Any, parameter: Tensor, key: str) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if key == "step":
-        return value.to(parameter.device)
-    return as_dtensor_like(value, local(value).to(local(parameter).device, parameter.dtype))
-
-
 ROWS = "rows"
 
 
@@ -75,18 +70,16 @@ def gather_rows(state: Mapping[str, Any], data: World) -> dict[str, Any]:
 
 def own_rows(state: Mapping[str, Any], data: World) -> dict[str, Any]:
     """The state with this rank's rows. Raises `ConfigError` if the ranks cannot divide them equally."""
-    rows = state.get(ROWS, {})
-    return {**state, ROWS: {name: _own(name, values, data) for name, values in rows.items()}} if rows else dict(state)
-
-
-def _own(name: str, values: Tensor, data: World) -> Tensor:
-    share, rest = divmod(len(values), data.size)
-    if rest:
-        raise ConfigError(
-            f"parallel: the checkpoint has {len(values)} rows of {name}, which {data.size} data ranks cannot "
-            "divide equally; resume with another number of processes"
-        )
-    return values[data.rank * share : (data.rank + 1) * share].clone()
+    own: dict[str, Tensor] = {}
+    for name, values in state.get(ROWS, {}).items():
+        share, rest = divmod(len(values), data.size)
+        if rest:
+            raise ConfigError(
+                f"parallel: the checkpoint has {len(values)} rows of {name}, which {data.size} data ranks cannot "
+                "divide equally; resume with another number of processes"
+            )
+        own[name] = values[data.rank * share : (data.rank + 1) * share].clone()
+    return {**state, ROWS: own} if own else dict(state)
 
 
 @dataclass(kw_only=True)
@@ -99,6 +92,7 @@ class CheckpointManager:
     """Progress of the run, which the trainer advances."""
     note: Callable[[str], None]
     """Shows a line to the user."""
+    replica: Replica = field(init=False)
     reader: CheckpointReader = field(init=False)
     writer: CheckpointWriter = field(init=False)
     saved: tuple[int, int] = (0, 0)
@@ -106,34 +100,27 @@ class CheckpointManager:
     saved_time: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        self.replica = self.parts.run.replica
         mesh, folder = self.parts.run.global_mesh, self.job.stage.checkpoints
         self.reader = CheckpointReader(folder, digest=self.job.input_digest, world=mesh.world, reduce=mesh.reduce)
         self.writer = CheckpointWriter(self.reader, keep_last=self.job.config.keep_last)
 
-    @property
-    def replica(self) -> Replica:
-        return self.parts.run.replica
-
     def due(self) -> bool:
-        """Whether a checkpoint is saved at this step."""
+        """True if a checkpoint is saved at this step."""
         every = self.job.config.checkpoint_every_steps
         is_best = self.job.config.keep_best and 0 < self.state.step == self.state.best_step
         return self.state.step == self.job.num_steps or is_best or (every > 0 and self.state.step % every == 0)
 
     def minutes_due(self) -> bool:
-        """Whether this rank's clock says that a checkpoint is due."""
+        """True if a checkpoint is due by this rank's clock. Clocks differ, so the ranks vote on it."""
         minutes = self.job.config.checkpoint_every_minutes
         return self.state.step > 0 and 0 < minutes * 60 <= time.monotonic() - self.saved_time
 
-    def copy_due(self) -> bool:
-        """Whether the state is copied to the hosts' memory, because it is not being written to disk at this step."""
-        every = self.job.config.fault_tolerance.in_memory_checkpoint_every_steps
-        return every > 0 and self.state.step > 0 and self.state.step % every == 0
-
     def save(self) -> float | None:
-        """Hand the state to the writer, unless it already has it; every rank writes its part. Returns the seconds for
-        which training stood still, None if there was nothing to save.
+        """Pass the state to the writer, unless it already has it; every rank writes its part. Returns the seconds for
+        which training paused, None if there was nothing to save.
         """
+        # Also if nothing is saved: a clock that stays due would ask all ranks for a checkpoint after every step.
         self.saved_time = time.monotonic()
         if not self.job.is_resumable or self.saved == (self.state.step, self.state.evaluated_step):
             return None
@@ -143,13 +130,11 @@ class CheckpointManager:
         self.writer.save(self.snapshot(), best=self.best(), also=pinned)
         return time.perf_counter() - started
 
-    def keep_copy(self) -> None:
-        """Copy the state to the hosts' memory."""
-        self.writer.keep(self.snapshot(), best=self.best())
-
-    def finish(self) -> None:
-        """The run ends on purpose, with its state on disk."""
-        self.writer.forget()
+    def keep_copy_if_due(self) -> None:
+        """Copy the state to the hosts' memory, at some of the steps at which it is not written to disk."""
+        every = self.job.config.fault_tolerance.in_memory_checkpoint_every_steps
+        if every > 0 and self.state.step > 0 and self.state.step % every == 0:
+            self.writer.keep(self.snapshot(), best=self.best())
 
     def resume(self) -> int:
         """Resume from the newest intact checkpoint, whatever layout and number of ranks wrote it; returns its step, 0
@@ -162,7 +147,16 @@ class CheckpointManager:
         step = self.reader.latest_step(self.note, restart=self.job.restart)
         if step:
             self.load_state_dict(self.load(step))
-            self.forget_damaged_best()
+            best_step = self.state.best_step
+            if self.job.config.keep_best and best_step and not self.reader.is_whole(best_step):
+                # Without its checkpoint the lowest held-out loss is useless: the next evaluation starts afresh.
+                aside = self.reader.set_aside(best_step)
+                kept = f"is damaged; it is kept as {aside}" if aside else "is gone"
+                self.note(
+                    f"the checkpoint of the best step, {best_step}, {kept}; tracking of the best checkpoint restarts "
+                    "from here"
+                )
+                self.state.best_step, self.state.best_loss = 0, math.inf
             self.note(f"resuming from step {step} of {self.job.num_steps}")
         elif self.parts.run.global_mesh.is_only_data_parallel:
             for weight in self.replica.model.state_dict().values():
@@ -171,9 +165,7 @@ class CheckpointManager:
         return step
 
     def rollback(self, request: Rollback) -> None:
-        """Restore weights and optimizer from the first of the requested checkpoints that is intact. Steps and batches
-        are not rewound.
-        """
+        """Restore weights and optimizer, not steps and batches, from the first intact checkpoint of the request."""
         self.writer.wait()
         for step in request.steps:
             if self.reader.is_whole(step):
@@ -190,7 +182,7 @@ class CheckpointManager:
         request.done(step)
 
     def best(self) -> Best:
-        return self.state.best if self.job.config.keep_best else Best()
+        return Best(step=self.state.best_step, loss=self.state.best_loss) if self.job.config.keep_best else Best()
 
     def snapshot(self) -> Snapshot:
         return Snapshot(
@@ -201,7 +193,7 @@ class CheckpointManager:
         )
 
     def load(self, step: int) -> dict[str, Any]:
-        """Restore the weights of a checkpoint; return its state."""
+        """Restore the weights of a checkpoint; returns its state."""
         names, weights = list(self.replica.names.values()), self.replica.trained_weights()
         return self.reader.load(step, weights, gradients=names, note=self.note)
 
@@ -221,7 +213,7 @@ class CheckpointManager:
         """
         strategy = self.parts.run.strategy
         with reading_state():
-            vars(self.state).update(vars(TrainState(**state["trainer"])))
+            vars(self.state).update(vars(TrainState(**state["trainer"])))  # in place: the trainer holds it, too
             self.saved = (self.state.step, self.state.evaluated_step)
             self.job.objective.load_state_dict(own_rows(state["objective"], strategy.mesh.data))
             load_optimizer_state(self.replica.optimizer, self.replica.names, state["optimizer"])
@@ -230,15 +222,3 @@ class CheckpointManager:
                     technique.load_state_dict(state["techniques"][technique.name])
             if state["strategy"]:  # empty when it does not fit this layout: it starts afresh
                 strategy.load_state_dict(state["strategy"])
-
-    def forget_damaged_best(self) -> None:
-        """Without its checkpoint the lowest held-out loss is useless: the next evaluation starts afresh."""
-        best_step = self.state.best_step
-        if not self.job.config.keep_best or not best_step or self.reader.is_whole(best_step):
-            return
-        aside = self.reader.set_aside(best_step)
-        kept = f"is damaged; it is kept as {aside}" if aside else "is gone"
-        self.note(
-            f"the checkpoint of the best step, {best_step}, {kept}; tracking of the best checkpoint restarts from here"
-        )
-        self.state.best_step, self.state.best_loss = 0, math.inf

@@ -1,4 +1,4 @@
-"""Finds the newest intact checkpoint, and loads from it only what a rank holds."""
+"""Finds the newest intact checkpoint, and loads from it only the shards of this rank."""
 
 import os
 import secrets
@@ -15,13 +15,7 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ArtifactError, writing
 from modelwright.parallel.control_plane import ControlPlane
 from modelwright.parallel.mesh import World, single
-from modelwright.train.checkpoint.files import (
-    PARTS,
-    check_checkpoint,
-    list_checkpoints,
-    read_state,
-    step_name,
-)
+from modelwright.train.checkpoint.files import PARTS, check_checkpoint, list_checkpoints, read_state, step_name
 from modelwright.train.checkpoint.in_memory import MemoryCopies
 from modelwright.train.checkpoint.sharded_tensors import DamagedCheckpointError, ShardReader, read_index
 from modelwright.train.checkpoint.state_tree import UnplaceableError, join, join_transport, optimizer_state, seat
@@ -57,19 +51,32 @@ class CheckpointReader:
         self.copies = MemoryCopies(self.memory, f"{self.digest}:{token}", self.channel)
 
     def latest_step(self, note: Callable[[str], None], *, restart: bool = False) -> int:
-        """The step of the newest intact checkpoint, the same on all ranks; 0 if there is none.
+        """Returns the step of the newest intact checkpoint, the same on all ranks; 0 without one.
 
         A copy in memory counts if it is newer than those on disk. The ranks share the verification. Damaged checkpoints
         are reported to `note`, renamed to `*.damaged` and never deleted; the newest intact one before them is used.
         Raises `ArtifactError` if all of them are damaged, unless `restart` asks to start over, and if a checkpoint was
         made with another configuration.
         """
-        step, damages = self._latest_on_disk()
+        step, damages = 0, dict[int, str]()
+        # All ranks go by the first one's listing: a shared file system may show a new folder to others later.
+        for name in reversed(self.channel.exchange([path.name for path in list_checkpoints(self.folder)])[0]):
+            path = self.folder / name
+            own = self.channel.attempt(partial(self._damage, path), what=f"checking {path}")
+            reports: list[str] = self.channel.exchange(own, what=f"checking {path}")
+            damage = next((text for text in reports if text), "")
+            if not damage:
+                step = int(name.removeprefix("step-"))
+                break
+            damages[int(name.removeprefix("step-"))] = damage
         copy = self.copies.newest(after=step) if self.copies else None
-        if copy is not None and self._goes_with_disk(copy):
-            step = int(copy.name.removeprefix("step-"))
-            self._sources[step] = copy
-            note(f"step {step} is in the memory of the hosts")
+        if copy is not None:
+            # The best checkpoint that a copy refers to may have been interrupted while it was written.
+            best_step = int(read_state(copy)["best_step"])
+            if not self.channel.any(best_step > 0 and not (self.folder / step_name(best_step)).is_dir()):
+                step = int(copy.name.removeprefix("step-"))
+                self._sources[step] = copy
+                note(f"step {step} is in the memory of the hosts")
         if damages and not step and not restart:
             raise ArtifactError(
                 f"all checkpoints in {self.folder} are damaged: {'; '.join(damages.values())}; restore a copy of "
@@ -80,7 +87,7 @@ class CheckpointReader:
         return step
 
     def is_whole(self, step: int) -> bool:
-        """Whether the checkpoint of this step is on disk and intact; the ranks share the verification."""
+        """True if the checkpoint of this step is on disk and intact; the ranks share the verification."""
         path = self.folder / step_name(step)
         local = self.channel.attempt(partial(self._damage, path), what=f"checking {path}")
         return not self.channel.any(bool(local), what=f"checking {path}")
@@ -93,12 +100,12 @@ class CheckpointReader:
         gradients: Sequence[str] = (),
         note: Callable[[str], None] = lambda text: None,
     ) -> dict[str, Any]:
-        """Copy the weights of the checkpoint at `step`, which `latest_step` has verified, into `weights`, in place;
-        return the state.
+        """Copy the weights of the checkpoint at `step`, verified by `latest_step`, into `weights`, in place; returns
+        the state.
 
-        Each rank reads only what it holds. The state under `optimizer` is that of the parameters in `weights`, laid out
-        like them; all other tensors are whole, on the CPU. gradients: as in `Snapshot`. Raises `ArtifactError` if the
-        checkpoint has other tensors than the ranks hold together.
+        Each rank reads only its own shards. The state under `optimizer` is that of the parameters in `weights`, laid
+        out like them; all other tensors are whole, on the CPU. gradients: as in `Snapshot`. Raises `ArtifactError` if
+        the checkpoint has other tensors than the ranks hold together.
         """
         path = self._sources.get(step, self.folder / step_name(step))
         names = set[str]().union(*self.channel.exchange(list(weights), what=f"loading {path}"))
@@ -106,17 +113,15 @@ class CheckpointReader:
         return self.channel.attempt(lambda: self._load(path, names, weights, held, note), what=f"loading {path}")
 
     def set_aside(self, step: int) -> str:
-        """Rename the damaged checkpoint of this step, so that nothing reads or deletes it anymore; returns its new
-        name, "" if it does not exist.
-        """
+        """Rename a damaged checkpoint, so that nothing reads or deletes it; returns its new name, "" if it is gone."""
         path = self.folder / step_name(step)
         return self.channel.exchange(
             self.channel.attempt(partial(self._set_aside, path), what=f"setting {path} aside"), what=f"{path}"
         )[0]
 
     def _clear(self) -> str:
-        """An identifier that distinguishes this folder from a removed one of the same name: copies in memory belong to
-        it.
+        """Creates the folder, or cleans it; returns an identifier that distinguishes it from a removed folder of the
+        same name, because copies in memory outlive a folder.
         """
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -126,29 +131,8 @@ class CheckpointReader:
                 write_atomic(self.folder / TOKEN, secrets.token_hex(8))
             return (self.folder / TOKEN).read_text(encoding="utf-8")
 
-    def _latest_on_disk(self) -> tuple[int, dict[int, str]]:
-        """The step of the newest intact checkpoint (0: none), and the damage of later ones, by step."""
-        damages: dict[int, str] = {}
-        for name in reversed(self.channel.exchange([path.name for path in list_checkpoints(self.folder)])[0]):
-            path = self.folder / name
-            local = self.channel.attempt(partial(self._damage, path), what=f"checking {path}")
-            told: list[str] = self.channel.exchange(local, what=f"checking {path}")
-            damage = next((text for text in told if text), "")
-            step = int(name.removeprefix("step-"))
-            if not damage:
-                return step, damages
-            damages[step] = damage
-        return 0, damages
-
-    def _goes_with_disk(self, copy: Path) -> bool:
-        """Whether the best checkpoint that a copy refers to is on disk; it may have been interrupted while it was
-        written.
-        """
-        best_step = int(read_state(copy)["best_step"])
-        return not self.channel.any(best_step > 0 and not (self.folder / step_name(best_step)).is_dir())
-
     def _damage(self, path: Path) -> str:
-        """The damage in this rank's share of a checkpoint's files, or nothing."""
+        """The damage in this rank's share of a checkpoint's files, or ""."""
         try:
             check_checkpoint(path, digest=self.digest, part=self.world.rank, num_parts=self.world.size)
         except DamagedCheckpointError as error:
@@ -174,12 +158,13 @@ class CheckpointReader:
     ) -> dict[str, Any]:
         index, record = read_index(path), read_state(path)
         model, training = (ShardReader(path, index[part]) for part in PARTS)
+        # The ranks together must hold all of them: a weight that is left out would silently keep its initial values.
         for name in sorted(names ^ set(model.entries)):
             raise ArtifactError(f"{path}: {name} is in {'the model' if name in names else 'the checkpoint'} only")
         for name, weight in weights.items():
             model.read_into(name, weight)
         tree = record["state"]
-        optimizer = tree.pop("optimizer", None)
+        optimizer = tree.pop("optimizer", None)  # laid out like its parameters, where all else is read whole
         state = join(tree, training.read)
         if optimizer is not None:
             state["optimizer"] = optimizer_state(optimizer, training, weights)

@@ -1,4 +1,4 @@
-"""Tensors of a run laid out over processes: saved as shards in safetensors files, loaded under any other layout.
+"""Saves tensors of a run laid out over processes as shards in safetensors files, and loads them under any layout.
 
 A tensor is plain (whole on every rank that has its name) or a DTensor of which each rank holds a shard. Each shard is
 written once, by one of the ranks that hold it; `index.json` records its position in the whole tensor. A reader takes
@@ -6,14 +6,14 @@ from each file only the values that its own shard of the tensor needs.
 
 PyTorch's distributed checkpoint with its safetensors writer was tried: it carries DTensors, names that only some ranks
 have and 0-dimensional tensors, but a non-tensor value makes a file that no reader opens, a missing file appears as a
-tensor of another size, and there are no checksums. What remains of it here is the intersection of boxes.
+tensor of another size, and it has no checksums. Only its intersection of boxes is used here.
 """
 
 import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,9 +92,9 @@ def piece_of(tensor: Tensor) -> TensorShard:
 
 
 def share_out(keys: Sequence[Sequence[tuple[Any, ...]]]) -> list[list[int]]:
-    """Which of its shards each rank writes: positions in its list. A shard that several ranks hold is assigned to the
-    one with the fewest values so far; every rank computes the same answer. keys: for each rank, `TensorShard.key` of
-    each of its shards.
+    """Assigns shards to writers; returns for each rank the positions, in its list, of the shards that it writes. A
+    shard that several ranks hold goes to the one with the fewest values so far; every rank computes the same result.
+    keys: for each rank, `TensorShard.key` of each of its shards.
     """
     holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for rank, held in enumerate(keys):
@@ -102,8 +102,9 @@ def share_out(keys: Sequence[Sequence[tuple[Any, ...]]]) -> list[list[int]]:
             holders.setdefault(key, []).append((rank, position))
     written: list[list[int]] = [[] for _ in keys]
     load = [0] * len(keys)
+    # Largest first balances the writers: small shards even out the loads at the end. The key itself breaks ties.
     for key, places in sorted(holders.items(), key=lambda item: (-math.prod(item[0][-1]), item[0])):
-        if math.prod(key[-1]):
+        if math.prod(key[-1]):  # ranks with fewer values than others may hold empty shards, which need no file
             rank, position = min(places, key=lambda place: (load[place[0]], place[0]))
             load[rank] += math.prod(key[-1])
             written[rank].append(position)
@@ -112,7 +113,7 @@ def share_out(keys: Sequence[Sequence[tuple[Any, ...]]]) -> list[list[int]]:
 
 def checksum(tensor: Tensor) -> int:
     """CRC-32 of a CPU tensor's bytes."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # NumPy has no BF16
     return zlib.crc32(flat.numpy().data)
 
 
@@ -136,7 +137,7 @@ def describe_pieces(file: str, pieces: Mapping[str, TensorShard]) -> dict[str, A
 
 
 def merge_indexes(indexes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One index merged from those of all ranks. Raises `ArtifactError` if shards leave gaps or overlap."""
+    """Merges the ranks' indexes into one. Raises `ArtifactError` if shards leave gaps or overlap."""
     merged: dict[str, Any] = {}
     for index in indexes:
         for name, entry in index.items():
@@ -146,20 +147,21 @@ def merge_indexes(indexes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             known["pieces"] = [*known["pieces"], *entry["pieces"]]
     for name, entry in merged.items():
         boxes = [Box(tuple(piece["offset"]), tuple(piece["shape"])) for piece in entry["pieces"]]
+        # Quadratic, but a tensor has at most one piece for each rank. Disjoint boxes of the right total fill the whole.
         apart = all(a.overlap(b).volume == 0 for i, a in enumerate(boxes) for b in boxes[:i])
         if not apart or sum(box.volume for box in boxes) != math.prod(entry["shape"]):
             raise ArtifactError(f"{name}: the ranks' shards do not make up the whole tensor: {boxes}")
     return merged
 
 
+@dataclass(eq=False)
 class ShardReader:
-    """The tensors of one checkpoint folder. Raises `DamagedCheckpointError` that names the file."""
+    """Reads tensors of one checkpoint folder. Raises `DamagedCheckpointError` that names the file."""
 
-    def __init__(self, folder: Path, entries: Mapping[str, Any]) -> None:
-        """entries: one part (`model` or `training`) of the index."""
-        self.folder = folder
-        self.entries = entries
-        self._files: dict[str, Any] = {}
+    folder: Path
+    entries: Mapping[str, Any]
+    """One part (`model` or `training`) of the index."""
+    _files: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._entry(name)["shape"])
@@ -191,14 +193,14 @@ class ShardReader:
             piece.values.copy_(self.read(name, piece.box))
 
     def is_whole(self, file: str) -> bool:
-        """Whether all expected tensors are in `file` with their checksums."""
+        """True if all expected tensors are in `file` with their checksums."""
         try:
             return not self.damaged_tensor(file)
         except DamagedCheckpointError:
             return False
 
     def damaged_tensor(self, file: str) -> str:
-        """The first tensor in `file` whose values do not match their checksum, or nothing. Raises
+        """Name of the first tensor in `file` whose values do not match their checksum, or "". Raises
         `DamagedCheckpointError` if the file is missing or its structure is damaged.
         """
         for name, entry in self.entries.items():
@@ -211,22 +213,19 @@ class ShardReader:
 
     def _entry(self, name: str) -> Mapping[str, Any]:
         if name not in self.entries:
-            raise ArtifactError(f"{self.folder}: has no tensor {name}; it was written by another model")
+            raise ArtifactError(f"{self.folder}: does not contain the tensor {name}; it was written by another model")
         return self.entries[name]
 
     def _slice(self, file: str, name: str, part: tuple[slice, ...]) -> Tensor:
-        try:
-            return self._open(file).get_slice(name)[part]
-        except SafetensorError as error:
-            raise DamagedCheckpointError(f"{self.folder / file}: {name} cannot be read ({error})") from None
-
-    def _open(self, file: str) -> Any:
         if file not in self._files:
             try:
                 self._files[file] = safe_open(self.folder / file, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise DamagedCheckpointError(f"{self.folder / file}: cannot be read ({error})") from None
-        return self._files[file]
+        try:
+            return self._files[file].get_slice(name)[part]
+        except SafetensorError as error:
+            raise DamagedCheckpointError(f"{self.folder / file}: {name} cannot be read ({error})") from None
 
 
 def read_index(folder: Path) -> dict[str, Any]:

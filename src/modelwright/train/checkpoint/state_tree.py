@@ -1,11 +1,11 @@
-"""The state of a run as JSON with names where tensors were, and back.
+"""Converts the state of a run to JSON with names in place of tensors, and back.
 
 Most of the state is the same on all ranks, or follows a parameter. The state of a gradient sync is neither: its
 residuals (error feedback) differ from rank to rank, and only their sum over the ranks is meaningful. It is therefore
 stored per rank; under another number of ranks the sums are divided again. In it
 
 - a list of tensors with the shapes of this rank's gradients, in their order, follows the parameters into any layout;
-- what stands under a key `shared` is equal on all ranks of the transport;
+- values under a key `shared` are equal on all ranks of the transport;
 - all other tensors fit only ranks that hold the same pieces of the same parameters.
 """
 
@@ -22,6 +22,8 @@ from modelwright.ops.dtensor import as_dtensor_like
 from modelwright.train.checkpoint.sharded_tensors import ShardReader, TensorShard, piece_of
 
 _TENSOR, _FLOAT, _PARAMETERS = "$tensor", "$float", "$parameters"
+SHARED = "shared"
+"""Key in a gradient sync's state whose values are equal on all ranks."""
 
 
 def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -34,7 +36,7 @@ def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {key: split(value, f"{name}/{key}" if name else key, tensors) for key, value in entries}
     if isinstance(tree, (list, tuple)):
         return [split(value, f"{name}/{i}", tensors) for i, value in enumerate(cast(Sequence[Any], tree))]
-    if isinstance(tree, float) and not math.isfinite(tree):
+    if isinstance(tree, float) and not math.isfinite(tree):  # JSON has no infinity and no nan
         return {_FLOAT: str(tree)}
     return tree
 
@@ -53,7 +55,7 @@ def join(tree: Any, find: Callable[[str], Any]) -> Any:
 
 
 def merge(trees: Sequence[Any]) -> Any:
-    """One tree merged from those of all ranks: all keys, and for values that several ranks have, the first rank's."""
+    """Merges the ranks' trees into one: it has all keys, and the first rank's value where several ranks have one."""
     first = trees[0]
     if _is_leaf(first):
         return first
@@ -64,9 +66,7 @@ def merge(trees: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank's place in a gradient sync: its number among the ranks that sum, and what identifies the shards it
-    holds.
-    """
+    """A rank's place in a gradient sync: its number among the ranks that sum, and a hash of its shards."""
 
     rank: int
     size: int
@@ -82,13 +82,19 @@ def seat(rank: int, size: int, gradients: Mapping[str, Tensor]) -> Seat:
 def split_transport(
     tree: Any, at: Seat, gradients: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, TensorShard]]:
-    """What `state.json` stores of this rank's gradient sync, and its tensors by name."""
+    """Returns the entry of `state.json` for this rank's gradient sync, and the sync's tensors by name."""
     held = {name: piece_of(tensor) for name, tensor in gradients.items()}
     pieces: dict[str, TensorShard] = {}
 
     def walk(node: Any, path: str) -> Any:
-        if _follows_parameters(node, held):
-            for value, (name, place) in zip(node, held.items(), strict=True):
+        values = cast(Sequence[Any], node) if isinstance(node, (list, tuple)) else ()
+        # A list follows the parameters if it has a tensor of each gradient's shape, in their order.
+        if (
+            0 < len(values) == len(held)
+            and all(isinstance(value, Tensor) for value in values)
+            and all(value.shape == piece.values.shape for value, piece in zip(values, held.values(), strict=True))
+        ):
+            for value, (name, place) in zip(values, held.items(), strict=True):
                 pieces[_name(path, at.rank, name)] = TensorShard(value, place.box, place.shape)
             return {_PARAMETERS: path}
         if isinstance(node, Tensor):
@@ -97,7 +103,7 @@ def split_transport(
         if isinstance(node, Mapping):
             return {key: walk(value, f"{path}/{key}") for key, value in cast(Mapping[str, Any], node).items()}
         if isinstance(node, (list, tuple)):
-            return [walk(value, f"{path}/{i}") for i, value in enumerate(cast(Sequence[Any], node))]
+            return [walk(value, f"{path}/{i}") for i, value in enumerate(values)]
         return split(node, path, {})
 
     return {"rank": at.rank, "size": at.size, "layout": at.layout, "tree": walk(tree, "")}, pieces
@@ -112,18 +118,23 @@ def join_transport(
 ) -> Any:
     """The state for this rank's gradient sync. Raises `UnplaceableError`."""
     size = records[0]["size"]
+    # Best is the record of the same rank under the same layout; then one of the same layout, then of the same rank.
     alike = [record for record in records if record["layout"] == at.layout]
     same = [record for record in alike or records if record["rank"] == at.rank]
     record = (same or alike or records)[0]
 
     def gather(path: str, suffix: str, read: Callable[[str], Tensor]) -> Tensor:
-        if size == at.size or _is_shared(path):
+        if size == at.size or SHARED in path.split("/"):
             return read(_name(path, at.rank, suffix))
+        # Under another number of ranks each takes an equal part of the sum of all residuals, which alone matters.
         values = [read(_name(path, rank, suffix)) for rank in range(size)]
         return sum(values[1:], start=values[0]) / at.size if values[0].is_floating_point() else values[0]
 
     def find(path: str) -> Any:
-        if _marks(record["tree"], path) == _PARAMETERS:
+        node = record["tree"]
+        for key in path.split("/")[1:]:
+            node = cast(list[Any], node)[int(key)] if isinstance(node, list) else node[key]
+        if next(iter(node)) == _PARAMETERS:
             return [
                 gather(path, name, lambda full, like=like: reader.read(full, piece_of(like).box))
                 for name, like in gradients.items()
@@ -136,9 +147,7 @@ def join_transport(
 
 
 def optimizer_state(tree: Mapping[str, Any], reader: ShardReader, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The optimizer's state of the parameters in `weights`, in host memory, each tensor of a parameter's shape laid out
-    like it.
-    """
+    """The optimizer's state of the parameters in `weights`, in host memory, with tensors laid out like them."""
 
     def place(full: str, parameter: Tensor) -> Tensor:
         if reader.shape(full) != tuple(parameter.shape):
@@ -152,29 +161,9 @@ def optimizer_state(tree: Mapping[str, Any], reader: ShardReader, weights: Mappi
     }
 
 
-def _follows_parameters(node: Any, held: Mapping[str, TensorShard]) -> bool:
-    values = cast(Sequence[Any], node) if isinstance(node, (list, tuple)) else ()
-    return (
-        0 < len(values) == len(held)
-        and all(isinstance(value, Tensor) for value in values)
-        and all(value.shape == piece.values.shape for value, piece in zip(values, held.values(), strict=True))
-    )
-
-
 def _is_leaf(tree: Any) -> bool:
     return not isinstance(tree, dict) or any(key.startswith("$") for key in cast(dict[str, Any], tree))
 
 
-def _is_shared(path: str) -> bool:
-    return "shared" in path.split("/")
-
-
 def _name(path: str, rank: int, suffix: str) -> str:
-    return f"transport/{'all' if _is_shared(path) else rank}{path}/{suffix}"
-
-
-def _marks(tree: Any, path: str) -> str:
-    """The marker at a path of the tree, if any."""
-    for key in path.split("/")[1:]:
-        tree = cast(list[Any], tree)[int(key)] if isinstance(tree, list) else tree[key]
-    return next(iter(tree))
+    return f"transport/{'all' if SHARED in path.split('/') else rank}{path}/{suffix}"

@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a run needs to resume exactly, written concurrently with training.
+"""Writes checkpoints, concurrently with training: everything that a run needs to resume exactly.
 
 <folder>/step-00000123/model.safetensors      weights by parameter name
                        training.safetensors   all other tensors: optimizer, techniques, strategy, objective
@@ -10,8 +10,8 @@
 <folder>/step-00000123.damaged                one that was found damaged; nothing reads or deletes it any more
 
 Several processes write one pair of tensor files each, `model-00000-of-00004.safetensors` and so on; a tensor may then
-lie in several files. A checkpoint is whole or absent. It loads under any number of processes, any layout and any number
-of microbatches. Only JSON and safetensors are read: loading runs no code.
+be split over several files. A checkpoint is whole or absent. It loads under any number of processes, any layout and any
+number of microbatches. Only JSON and safetensors are read: loading runs no code.
 """
 
 import errno
@@ -32,23 +32,18 @@ from safetensors.torch import save as serialize
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from modelwright.core.artifacts import (
-    ArtifactDraft,
-    write_artifact,
-    write_atomic,
-)
+from modelwright.core.artifacts import ArtifactDraft, write_artifact, write_atomic
 from modelwright.core.errors import StorageError, writing
 from modelwright.train.checkpoint.files import (
     KIND,
     PARTS,
     STATE,
     Best,
-    best_step_of,
     check_checkpoint,
     list_checkpoints,
-    other_steps_of,
     read_best,
     read_weights,
+    referred_steps,
     step_name,
 )
 from modelwright.train.checkpoint.in_memory import MemoryCopies
@@ -63,12 +58,7 @@ from modelwright.train.checkpoint.sharded_tensors import (
     piece_of,
     share_out,
 )
-from modelwright.train.checkpoint.state_tree import (
-    merge,
-    seat,
-    split,
-    split_transport,
-)
+from modelwright.train.checkpoint.state_tree import merge, seat, split, split_transport
 
 __all__ = [
     "Best",
@@ -84,7 +74,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What one checkpoint holds. `weights`: by parameter name; `state`: nested dicts and lists of tensors and JSON.
+    """The contents of a checkpoint. weights: by parameter name; state: nested dicts and lists of tensors and JSON.
 
     On several ranks: this rank's part. Tensors are whole or DTensors; a name may be on some ranks only. gradients:
     names of the parameters in the order in which their gradients are synchronized.
@@ -98,7 +88,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Job:
-    """What one rank passes to its writer: the shards that it writes, on the host, and its state without tensors."""
+    """A rank's input to its writer thread: the shards that it writes, on the host, and its state without tensors."""
 
     step: int
     pieces: Mapping[str, Mapping[str, TensorShard]]
@@ -121,6 +111,7 @@ class CheckpointWriter:
         self.world = reader.world
         self.keep_last = keep_last
         self._channel = reader.channel
+        # One thread, because it communicates: all ranks must write their checkpoints in the same order.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._keys: list[tuple[Any, ...]] = []
@@ -129,15 +120,15 @@ class CheckpointWriter:
 
     @property
     def failed(self) -> bool:
-        """Whether the writer has an error that `wait` will raise."""
+        """True if the writer has an error that `wait` will raise."""
         pending = self._pending
         return pending is not None and pending.done() and pending.exception() is not None
 
     def save(self, snapshot: Snapshot, *, best: Best, also: Sequence[int] = ()) -> None:
-        """Copy the snapshot to host memory and start writing it, after an earlier one that is still being written.
-        also: steps of earlier checkpoints that it refers to; they are kept as long as it is.
+        """Copy the snapshot to host memory and start to write it, once an earlier one is written. also: steps of
+        earlier checkpoints that it refers to, which are not removed before it.
         """
-        self.wait()
+        self.wait()  # the copy reuses the host memory that an earlier checkpoint is written from
         job = replace(self._copy(snapshot, best), also=also)
         self._pending = self._writer.submit(self._write, job)
 
@@ -170,7 +161,7 @@ class CheckpointWriter:
         self._writer.shutdown(wait=True)
 
     def write_best(self, best: Best) -> None:
-        """Point `best.json` at a checkpoint; removes it if there is no best one yet."""
+        """Let `best.json` point to a checkpoint, or remove the file while none is the best."""
         if not self.world.is_first:
             return
         if best.step:
@@ -180,7 +171,7 @@ class CheckpointWriter:
             (self.folder / "best.json").unlink(missing_ok=True)
 
     def _copy(self, snapshot: Snapshot, best: Best) -> _Job:
-        """Host copies of the shards that this rank writes."""
+        """Copies the shards that this rank writes to the host."""
         state = dict(snapshot.state)
         transport = state.pop("strategy", None)
         tensors: dict[str, Tensor] = {}
@@ -192,67 +183,59 @@ class CheckpointWriter:
             at = seat(self.reader.reduce.rank, self.reader.reduce.size, gradients)
             tree["strategy"], result = split_transport(transport, at, gradients)
             pieces |= {("training", name): piece for name, piece in result.items()}
+        if self.world.size > 1:
+            # Shards are assigned to writers anew only if those of any rank have changed since the last checkpoint.
+            keys = [(part, *piece.key(name)) for (part, name), piece in pieces.items()]
+            if self._channel.any(keys != self._keys, what="sharing out a checkpoint"):
+                self._keys = keys
+                of_all_ranks = self._channel.exchange(keys, what="sharing out a checkpoint")
+                all_keys = [[key_from_json(key) for key in held] for held in of_all_ranks]
+                self._written = share_out(all_keys)[self.world.rank]
+                self._host = {}
+            places = list(pieces)
+            pieces = {places[position]: pieces[places[position]] for position in self._written}
         copies: dict[str, dict[str, TensorShard]] = {part: {} for part in PARTS}
-        for (part, name), piece in self._mine(pieces).items():
-            values = self._host_copy(f"{part}/{name}", piece.values)
-            copies[part][name] = TensorShard(values, piece.box, piece.shape)
+        for (part, name), piece in pieces.items():
+            # In the memory of the previous checkpoint's copy, because fresh pages cost more than the copy itself.
+            values, copy = piece.values, self._host.get(f"{part}/{name}")
+            if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
+                copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+                self._host[f"{part}/{name}"] = copy
+            copies[part][name] = TensorShard(copy.copy_(values), piece.box, piece.shape)
         return _Job(snapshot.step, copies, tree, best)
-
-    def _mine(self, pieces: dict[tuple[str, str], TensorShard]) -> dict[tuple[str, str], TensorShard]:
-        """The shards that this rank writes; assigned among the ranks whenever any rank's shards have changed."""
-        if self.world.size == 1:
-            return pieces
-        keys = [(part, *piece.key(name)) for (part, name), piece in pieces.items()]
-        if self._channel.any(keys != self._keys, what="sharing out a checkpoint"):
-            self._keys = keys
-            of_all_ranks = self._channel.exchange(keys, what="sharing out a checkpoint")
-            self._written = share_out([[key_from_json(key) for key in held] for held in of_all_ranks])[self.world.rank]
-            self._host = {}
-        places = list(pieces)
-        return {places[position]: pieces[places[position]] for position in self._written}
-
-    def _host_copy(self, name: str, values: Tensor) -> Tensor:
-        """A copy on the host, in the memory of the previous checkpoint, because fresh pages cost more than the copy."""
-        copy = self._host.get(name)
-        if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
-            pinned = values.is_cuda
-            copy = self._host[name] = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
-        return copy.copy_(values)
 
     def _write(self, job: _Job) -> None:
         """Runs in the writer's thread, on every rank."""
         path, what = self.folder / step_name(job.step), f"writing checkpoint {job.step}"
+        artifact = write_artifact(path, kind=KIND, digest=self.reader.digest)
         with ExitStack() as stack:
-            draft = self._channel.attempt(lambda: self._begin(path, stack), what=what)
+            # Entering the artifact creates the folder, so other ranks write only once all have passed this attempt.
+            draft = self._channel.attempt(
+                lambda: stack.enter_context(artifact) if self.world.is_first else None, what=what
+            )
             folder = path.with_name(path.name + ".partial")
             index = self._channel.attempt(lambda: self._write_own(folder, job), what=what)
             described = self._channel.exchange((index, job.tree), what=what)
             self._channel.attempt(lambda: self._finish(draft, job, described, stack), what=what)
 
-    def _begin(self, path: Path, stack: ExitStack) -> ArtifactDraft | None:
-        if not self.world.is_first:
-            return None
-        return stack.enter_context(write_artifact(path, kind=KIND, digest=self.reader.digest))
-
     def _write_own(self, folder: Path, job: _Job) -> dict[str, Any]:
         """Write this rank's files; returns their part of the index."""
+        index: dict[str, Any] = {}
         for part, pieces in job.pieces.items():
             path = folder / self._file(part)
             with writing(path):
                 _save_tensors({name: piece.values for name, piece in pieces.items()}, path)
-                with open(path, "rb") as written:
+                with open(path, "rb") as written:  # the manifest must not reach the disk before the files
                     os.fsync(written.fileno())
-        return self._describe(job)
+            index[part] = describe_pieces(path.name, pieces)
+        return index
 
     def _file(self, part: str) -> str:
         number = "" if self.world.size == 1 else f"-{self.world.rank:05d}-of-{self.world.size:05d}"
         return f"{part}{number}.safetensors"
 
-    def _describe(self, job: _Job) -> dict[str, Any]:
-        return {part: describe_pieces(self._file(part), pieces) for part, pieces in job.pieces.items()}
-
     def _finish(self, draft: ArtifactDraft | None, job: _Job, described: list[Any], stack: ExitStack) -> None:
-        """The first rank writes what all ranks have reported, and the manifest last."""
+        """On the first rank: write the reports of all ranks, and the manifest last; then remove old checkpoints."""
         if draft is None:
             return
         index, record = _combine(job, described)
@@ -261,32 +244,29 @@ class CheckpointWriter:
             (draft.path / STATE).write_text(json.dumps(record), encoding="utf-8")
             also = list(job.also)
             draft.facts.update(step=job.step, best_step=job.best.step, also=also, num_ranks=self.world.size)
-            stack.close()
+            stack.close()  # writes the manifest and renames the folder
         self.write_best(job.best)
-        self._prune(job)
-
-    def _remember(self, copies: MemoryCopies, job: _Job) -> None:
-        """Runs in the writer's thread, on every rank."""
-        files = {
-            self._file(part): serialize({name: piece.values for name, piece in pieces.items()})
-            for part, pieces in job.pieces.items()
-        }
-        what = f"copying step {job.step} to memory"
-        index, record = _combine(job, self._channel.exchange((self._describe(job), job.tree), what=what))
-        copies.write(job.step, files, index, record)
-
-    def _prune(self, written: _Job) -> None:
-        """Remove checkpoints that are neither among the newest nor referred to by them. What the one just written
-        refers to is not read back from it: damage to its files must not cost the older ones.
-        """
+        # The newest checkpoints stay, and those that they refer to. References of the one just written are not read
+        # back from it: damage to its files must not cost the older ones.
         paths = list_checkpoints(self.folder)
         last = paths[-self.keep_last :]
         requested = {path.name for path in last}
-        requested |= {step_name(step) for step in (written.best.step, *written.also)}
-        requested |= {step_name(step) for path in last for step in (best_step_of(path), *other_steps_of(path))}
+        requested |= {step_name(step) for step in (job.best.step, *job.also)}
+        requested |= {step_name(step) for path in last for step in referred_steps(path)}
         for path in paths:
             if path.name not in requested:
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _remember(self, copies: MemoryCopies, job: _Job) -> None:
+        """Runs in the writer's thread, on every rank."""
+        files: dict[str, bytes] = {}
+        own: dict[str, Any] = {}
+        for part, pieces in job.pieces.items():
+            files[self._file(part)] = serialize({name: piece.values for name, piece in pieces.items()})
+            own[part] = describe_pieces(self._file(part), pieces)
+        what = f"copying step {job.step} to memory"
+        index, record = _combine(job, self._channel.exchange((own, job.tree), what=what))
+        copies.write(job.step, files, index, record)
 
 
 def _combine(

@@ -22,12 +22,12 @@ SKIPPED = {
 
 @dataclass(frozen=True, kw_only=True)
 class AnomalyConfig:
-    """When a step is reported as an anomaly."""
+    """Thresholds at which a step is reported as an anomaly."""
 
     num_sigmas: float = constant(6.0)
     """Robust standard deviations above the median at which a loss or gradient norm is reported."""
     window_steps: int = constant(60)
-    """Steps that the next is compared with; none is judged before a third of them."""
+    """Preceding steps that a step is compared with; no step is judged before a third of them."""
     min_rise: float = constant(0.1)
     """Least relative rise over the median of an outlier."""
     stall_fraction: float = constant(0.5)
@@ -69,7 +69,7 @@ class AnomalyLog:
             if info.skip_reason == LOSS_SPIKE:
                 why = f"{why}, loss {info.loss:.4g}, gradient norm {info.grad_norm:.4g}"
             self.report(info.step, kind, info.grad_norm, math.inf, f"update skipped: {why}")
-            return
+            return  # its loss and norm must not enter the history
         self._judge(info.step, "loss_spike", info.loss, "loss")
         self._judge(info.step, "gradient_outlier", info.grad_norm, "gradient norm")
         limit = max(self.config.stall_s, self.config.stall_fraction * info.step_time_s)
@@ -91,13 +91,13 @@ class AnomalyLog:
             recent.load_state_dict(state["recent"][kind])
 
     def _judge(self, step: int, kind: str, value: float, name: str) -> None:
-        """Report an outlier relative to the preceding steps; it becomes part of the history."""
+        """Report an outlier relative to the preceding steps."""
         recent = self._recent[kind]
         if level := recent.level:
             limit = max(level.upper_limit(self.config.num_sigmas, 0.0), level.median * (1 + self.config.min_rise))
             if value > limit:
                 self.report(step, kind, value, limit, f"{name} {value:.4g} against a median of {level.median:.4g}")
-        recent.add(step, value)
+        recent.add(step, value)  # outliers too, so that a new level becomes normal after some steps
 
     def report(self, step: int, kind: str, value: float, limit: float, text: str) -> None:
         """Add an event, from here or from another monitor."""

@@ -5,7 +5,7 @@ from modelwright.train.technique import Technique
 
 
 def anomaly_monitor(run: Runtime) -> Technique | None:
-    """On the first rank only."""
+    """Returns None on all ranks but the first."""
     log = run.anomalies
     if log is None:
         return None

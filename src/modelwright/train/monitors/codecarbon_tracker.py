@@ -1,7 +1,7 @@
-"""codecarbon's figure for this machine, offline: an estimate beside our own (optional extra `carbon`).
+"""Tracks codecarbon's estimate for this machine, offline, in addition to our own (optional extra `carbon`).
 
 codecarbon models the power of processor and memory where it cannot read it, follows the whole machine, other processes
-included, and takes one mean intensity for a country.
+included, and takes one mean carbon intensity for a country.
 """
 
 import importlib
@@ -18,7 +18,7 @@ _JOULES_PER_KWH = 3.6e6
 
 @dataclass(frozen=True, kw_only=True)
 class CodecarbonReading:
-    """What codecarbon has counted since it was started."""
+    """codecarbon's totals since it was started."""
 
     version: str
     country: str
@@ -35,9 +35,7 @@ class CodecarbonReading:
 
 
 class CodecarbonTracker:
-    """Follows this machine in a thread of its own until it is stopped. Nothing that codecarbon meets ends the process:
-    it then counts nothing.
-    """
+    """Runs codecarbon in a background thread until it is stopped. After an error in codecarbon it counts nothing."""
 
     def __init__(self, country: str, *, setting: str, pue: float, read_every_s: float) -> None:
         """country, setting: see `known_country`; pue: energy of the data center per energy of its computers."""
@@ -84,30 +82,28 @@ class CodecarbonTracker:
         return self.read()
 
 
+@dataclass(eq=False)
 class _SumsReceiver:
-    """An output of codecarbon (its BaseOutput), which keeps the sums that it is given."""
+    """An output of codecarbon (its BaseOutput) that keeps the newest totals."""
 
-    def __init__(self) -> None:
-        self.total: Any = None
+    total: Any = None
 
     def live_out(self, total: Any, delta: Any) -> None:
-        """At each of its readings."""
+        """Called by codecarbon at each of its readings, and as `out` once with the final totals."""
         self.total = total
 
-    def out(self, total: Any, delta: Any) -> None:
-        """When it is stopped."""
-        self.total = total
+    out = live_out
 
     def exit(self) -> None:
-        """After that."""
+        """Called by codecarbon after `out`."""
 
 
 def known_country(country: str, setting: str) -> str:
-    """The ISO 3166 code of three letters in capitals. codecarbon itself takes the mean of the world for a country that
-    it does not know. setting: names the option, for errors. Raises `ConfigError` if codecarbon is not installed or does
-    not know the country.
+    """Returns the country's ISO 3166 code of three letters, in capitals. setting: names the option, for errors. Raises
+    `ConfigError` if codecarbon is not installed or does not know the country.
     """
     package = _package(setting)
+    # Checked here, because codecarbon silently takes the world's mean for a country that it does not know.
     known = importlib.import_module(f"{package.__name__}.input").DataSource().get_global_energy_mix_data()
     code = country.upper()
     if code not in known:

@@ -1,7 +1,7 @@
-"""The energy and the carbon dioxide of a training, measured where the machine lets it be read, else estimated.
+"""Sums the energy and the carbon dioxide of a training, measured where the machine allows it, else estimated.
 
-`energy.json` in the stage's folder has one entry for each process that trained the stage, so that work which a crash
-undid and which was repeated counts twice, as it was paid for twice.
+`energy.json` in the stage's folder has one entry for each process that trained the stage, so work that was repeated
+after a crash counts twice, as its energy was used twice.
 """
 
 import json
@@ -30,7 +30,7 @@ JOULES_PER_KWH = 3.6e6
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyConfig:
-    """What the energy and the carbon dioxide of a training are computed from, besides what can be measured."""
+    """Factors from which the energy and the carbon dioxide of a training are computed where they are not measured."""
 
     watts_per_core: float = 12.0
     """Power of one busy core where the processor cannot be measured: its TDP over its cores. The default is that of
@@ -42,8 +42,8 @@ class EnergyConfig:
     """Carbon dioxide per energy, in grams per kWh. The default is the mean of the world's electricity in 2024 (IEA,
     Electricity 2025)."""
     country: str = ""
-    """Country of codecarbon's estimate beside ours, as its ISO 3166 code of three letters, such as FRA (needs the extra
-    `carbon`); "" for none."""
+    """Country of an additional estimate by codecarbon, as its ISO 3166 code of three letters, such as FRA (needs the
+    extra `carbon`); "" for none."""
 
     def __post_init__(self) -> None:
         for name in ("watts_per_core", "carbon_g_per_kwh"):
@@ -77,11 +77,17 @@ class EnergyMonitor:
         self._started_s = self._written_s = time.monotonic()
 
     def observe(self, info: StepInfo) -> None:
-        """Read the meters, and at some steps, the same on all ranks, sum them."""
+        """Read the meters; sum them over the ranks every `sum_every` steps."""
         self._new_tokens += info.num_tokens
-        self._read()
+        for meter in list(self.meters):
+            try:
+                self._known[meter.name] = meter.joules()
+            except (OSError, ValueError) as error:
+                self.meters.remove(meter)
+                self.note(f"energy: {meter.name} can no longer be read and does not count from here on ({error})")
         if info.step % self.sum_every and info.step != self.last_step:
             return
+        # Collective: a rank sends all sources, with 0 for those that it lacks, so that the messages have one form.
         totals = self.sums([self._known[name] for name in _SOURCES])
         self.joules = {name: total for name, total in zip(_SOURCES, totals, strict=True) if total}
         self.num_tokens = self._new_tokens
@@ -89,12 +95,22 @@ class EnergyMonitor:
             self.write()
 
     def write(self) -> None:
-        """Write the sum so far; also when the run ends, for whatever reason. A disk that is full does not end it."""
-        self._written_s = time.monotonic()
+        """Write the sum so far as this process's entry of the file. A full disk does not end the run."""
+        self._written_s = time.monotonic()  # also after a failure, so that a full disk is not tried at every step
         if self.path is None or not self.num_tokens:
             return
+        reading = self.codecarbon.read() if self.codecarbon is not None else None
+        entry = {
+            **({"codecarbon": asdict(reading)} if reading else {}),
+            "joules": self.joules,
+            "seconds": time.monotonic() - self._started_s,
+            "num_tokens": self.num_tokens,
+            "pue": self.config.pue,
+            "carbon_g_per_kwh": self.config.carbon_g_per_kwh,
+            "watts_per_core": self.config.watts_per_core,
+        }
         try:
-            write_atomic(self.path, json.dumps([*self.earlier, self.entry()], indent=1))
+            write_atomic(self.path, json.dumps([*self.earlier, entry], indent=1))
         except OSError as error:
             self.note(f"energy: {self.path} cannot be written ({error})")
 
@@ -104,27 +120,6 @@ class EnergyMonitor:
             self.note("energy: codecarbon cannot track this machine; its estimate is left out")
         self.write()
 
-    def entry(self) -> dict[str, Any]:
-        """This process's entry of the file."""
-        reading = self.codecarbon.read() if self.codecarbon is not None else None
-        return {
-            **({"codecarbon": asdict(reading)} if reading else {}),
-            "joules": self.joules,
-            "seconds": time.monotonic() - self._started_s,
-            "num_tokens": self.num_tokens,
-            "pue": self.config.pue,
-            "carbon_g_per_kwh": self.config.carbon_g_per_kwh,
-            "watts_per_core": self.config.watts_per_core,
-        }
-
-    def _read(self) -> None:
-        for meter in list(self.meters):
-            try:
-                self._known[meter.name] = meter.joules()
-            except (OSError, ValueError) as error:
-                self.meters.remove(meter)
-                self.note(f"energy: {meter.name} can no longer be read and does not count from here on ({error})")
-
 
 _SOURCES = ("rapl", "rapl_memory", "nvml", CoreTimeModel.name, MemoryModel.name)
 MEASURED = frozenset(_SOURCES[:3])
@@ -132,7 +127,7 @@ MEASURED = frozenset(_SOURCES[:3])
 
 
 def energy_monitor(config: EnergyConfig, run: Runtime) -> Technique | None:
-    """None for a step that is only traced, and for ranks that do not make their updates together."""
+    """Returns None for a step that is only traced, and for ranks that do not make their updates together."""
     if run.mesh.world.size < run.world.size or (run.anomalies is None and run.world.size == 1):
         return None
     is_host_first = int(os.environ.get("LOCAL_RANK", run.world.rank)) == 0
@@ -158,9 +153,8 @@ def energy_monitor(config: EnergyConfig, run: Runtime) -> Technique | None:
 def meters_of_rank(
     config: EnergyConfig, device: torch.device, *, is_host_first: bool, rapl: Sequence[PowerMeter] | None = None
 ) -> list[PowerMeter]:
-    """What this rank reads: its GPU, and its cores and memory by the models unless the first rank of its host reads
-    them for all.
-    """
+    """Returns the meters of this rank: its GPU, and its cores and memory, by models unless RAPL measures them."""
+    # RAPL counts the whole host, so only the host's first rank reads it.
     readable = rapl_meters() if rapl is None else list(rapl)
     meters = [meter for meter in readable if is_host_first]
     measured = {meter.name for meter in readable}
@@ -190,7 +184,7 @@ class CodecarbonTotal:
     version: str
     country: str
     joules: float
-    """With the data center's overhead."""
+    """Total joules, PUE included."""
     co2_g: float
     num_tokens: int
     seconds: float
@@ -202,9 +196,9 @@ class EnergyTotal:
     """The energy of a stage, over all processes that trained it."""
 
     joules: dict[str, float]
-    """By source, without the data center's overhead."""
+    """Joules by source, without the data center's overhead (PUE)."""
     total_joules: float
-    """With it."""
+    """Joules of all sources, PUE included."""
     co2_g: float
     num_tokens: int
     seconds: float
@@ -228,29 +222,27 @@ def total_energy(entries: Sequence[dict[str, Any]]) -> EnergyTotal:
     for entry in entries:
         for name, value in entry["joules"].items():
             joules[name] = joules.get(name, 0.0) + value
+        # By the entry's own factors: a resumed run may have other settings.
         used = sum(entry["joules"].values()) * entry["pue"]
         total += used
         co2_g += used / JOULES_PER_KWH * entry["carbon_g_per_kwh"]
+    codecarbon = None
+    if tracked := [entry for entry in entries if "codecarbon" in entry]:
+        readings = [entry["codecarbon"] for entry in tracked]
+        codecarbon = CodecarbonTotal(
+            version=readings[-1]["version"],
+            country=", ".join(dict.fromkeys(reading["country"] for reading in readings)),
+            joules=JOULES_PER_KWH * sum(reading["kwh"] for reading in readings),
+            co2_g=sum(reading["co2_g"] for reading in readings),
+            num_tokens=sum(entry["num_tokens"] for entry in tracked),
+            seconds=sum(reading["seconds"] for reading in readings),
+            num_processes=len(readings),
+        )
     return EnergyTotal(
         joules=joules,
         total_joules=total,
         co2_g=co2_g,
         num_tokens=sum(entry["num_tokens"] for entry in entries),
         seconds=sum(entry["seconds"] for entry in entries),
-        codecarbon=_codecarbon_total([entry for entry in entries if "codecarbon" in entry]),
-    )
-
-
-def _codecarbon_total(entries: Sequence[dict[str, Any]]) -> CodecarbonTotal | None:
-    readings = [entry["codecarbon"] for entry in entries]
-    if not readings:
-        return None
-    return CodecarbonTotal(
-        version=readings[-1]["version"],
-        country=", ".join(dict.fromkeys(reading["country"] for reading in readings)),
-        joules=JOULES_PER_KWH * sum(reading["kwh"] for reading in readings),
-        co2_g=sum(reading["co2_g"] for reading in readings),
-        num_tokens=sum(entry["num_tokens"] for entry in entries),
-        seconds=sum(reading["seconds"] for reading in readings),
-        num_processes=len(readings),
+        codecarbon=codecarbon,
     )

@@ -1,8 +1,8 @@
-"""Where the energy of this process or host can be read: Intel and AMD processors (RAPL), NVIDIA GPUs (NVML); and a
-model for where it cannot.
+"""Meters of the energy of this process or host: Intel and AMD processors (RAPL), NVIDIA GPUs (NVML), and models for
+machines without them.
 
-A meter counts joules from its start. None of them raises: one that can no longer be read says so (`OSError`) to
-`EnergyMonitor`, which goes on without it.
+A meter counts joules from its start. If it can no longer be read it raises `OSError`, and `EnergyMonitor` continues
+without it.
 """
 
 import ctypes
@@ -38,9 +38,10 @@ class RaplMeter:
         self._microjoules = 0
 
     def joules(self) -> float:
-        """Must be called before a counter has gone round, which takes a minute or more."""
+        """See `PowerMeter`. Must be called more often than a counter wraps around, which takes a minute or more."""
         for domain, before in self._last.items():
             now = self._read(domain)
+            # A counter starts again at 0 beyond its range.
             self._microjoules += now - before if now >= before else now + self._ranges[domain] - before
             self._last[domain] = now
         return self._microjoules / 1e6
@@ -51,14 +52,15 @@ class RaplMeter:
 
 
 def rapl_meters(folder: Path = POWERCAP) -> list[PowerMeter]:
-    """Meters of processors (`rapl`) and of memory (`rapl_memory`) that this process may read; most systems let only
-    root read them.
-    """
+    """Meters of processors (`rapl`) and memory (`rapl_memory`) that this process may read (often only root may)."""
     packages: list[Path] = []
     memory: list[Path] = []
     for domain in sorted(folder.glob("intel-rapl:*")):
-        kind = _text(domain / "name")
-        if os.access(domain / "energy_uj", os.R_OK) and kind:
+        try:
+            kind = (domain / "name").read_text(encoding="utf-8").strip()
+        except OSError:
+            continue
+        if os.access(domain / "energy_uj", os.R_OK):
             packages += [domain] * kind.startswith("package")
             memory += [domain] * (kind == "dram")
     kinds = {"rapl": packages, "rapl_memory": memory}
@@ -66,12 +68,13 @@ def rapl_meters(folder: Path = POWERCAP) -> list[PowerMeter]:
 
 
 class NvmlMeter:
-    """One NVIDIA GPU (Volta and later), all of its processes."""
+    """Meter of one NVIDIA GPU (Volta and later) with all of its processes."""
 
     name = "nvml"
 
     def __init__(self, read_mj: Callable[[], int]) -> None:
         self._read_mj = read_mj
+        # NVML counts since the driver was loaded.
         self._start_mj = read_mj()
 
     def joules(self) -> float:
@@ -79,7 +82,7 @@ class NvmlMeter:
 
 
 def nvml_meters(bus_id: str) -> list[PowerMeter]:
-    """The meter of the GPU with this PCI bus id, if the driver's library is there and counts energy."""
+    """Returns the meter of the GPU with this PCI bus id; none without the driver's library or a counter of energy."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         handle = ctypes.c_void_p()
@@ -98,7 +101,7 @@ def _total_mj(library: ctypes.CDLL, handle: ctypes.c_void_p) -> int:
 
 
 class CoreTimeModel:
-    """Not measured: this process's CPU time times the power of one core (Lannelongue et al. 2021)."""
+    """Estimate: this process's CPU time times the power of one core (Lannelongue et al. 2021)."""
 
     name = "cores_model"
 
@@ -111,7 +114,7 @@ class CoreTimeModel:
 
 
 class MemoryModel:
-    """Not measured: this process's resident memory times the power of a gigabyte, over time."""
+    """Estimate: this process's resident memory times the power of a gigabyte, over time."""
 
     name = "memory_model"
 
@@ -132,10 +135,3 @@ class MemoryModel:
 def _resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""

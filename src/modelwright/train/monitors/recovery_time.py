@@ -1,8 +1,8 @@
-"""Interruptions of a run, and how long it takes to recover: from the last step before one to the first step after it.
+"""Records interruptions of a run with the time to recover: from the last step before one to the first step after it.
 
 The first rank stores the time of its last step in a small file, which the resuming process reads. A run that ends, or
-that a person stops with Ctrl-C, removes the file. SIGTERM is how instances announce that they go, so a run that it
-stops marks the file.
+that a person stops with Ctrl-C, removes the file. A cloud announces by SIGTERM that it reclaims an instance, so a run
+that is stopped by it marks the file.
 """
 
 import json
@@ -20,7 +20,7 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import StepInfo, Technique
 
 FAULT, ANNOUNCED = "fault", "announced"
-"""Kinds of interruptions: without a word, and by SIGTERM, after which a checkpoint was saved."""
+"""Kinds of interruptions: without warning, and by SIGTERM, after which a checkpoint was saved."""
 RECOVERIES_FILE = "recoveries.jsonl"
 LINE_BYTES = 128
 """Size of the file that every step overwrites in one write, so that no crash leaves half of it."""
@@ -39,11 +39,13 @@ class RecoveryTime:
         self.restart = restart
         self._log = EventLog(path, keep_existing=True)
         self._alive = path.with_name(path.name + ".alive")
-        self._before = _read(self._alive)
+        self._before: dict[str, Any] | None = None
+        with suppress(OSError, ValueError):
+            self._before = json.loads(self._alive.read_text(encoding="utf-8"))
         self._last: dict[str, Any] | None = None
 
     def observe(self, info: StepInfo) -> None:
-        now = time.time()
+        now = time.time()  # not monotonic: it is compared with the time of another process
         if self._before is not None:
             self._log.append(
                 kind=self._before.get("kind", FAULT),
@@ -77,7 +79,7 @@ class RecoveryTime:
 
 
 def recovery_time(run: Runtime) -> Technique | None:
-    """On the first rank only, of a run that is recorded."""
+    """Returns None on all ranks but the first, and for a step that is only traced."""
     if run.anomalies is None:
         return None
     recovery = RecoveryTime(run.folder / RECOVERIES_FILE, num_ranks=run.world.size, restart=num_restarts())
@@ -91,10 +93,3 @@ def recovery_time(run: Runtime) -> Technique | None:
 
     run.on_exit.push(leave)
     return Technique(name="recovery_time", on_step_end=recovery.observe, needs=frozenset())
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

@@ -1,4 +1,4 @@
-"""Detects silent corruption: replicas that are no longer bit-identical."""
+"""Detects silent data corruption: replicas that are no longer bit-identical."""
 
 # PyTorch leaves the types of tolist, split and backward open.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -39,7 +39,7 @@ class ReplicaCheck:
         self.every = every
 
     def check(self, step: int) -> None:
-        """Compare now. Raises `ReplicaError` that names the tensor and the ranks that disagree with the majority."""
+        """Compare the replicas. Raises `ReplicaError` that names the tensor and the ranks outside the majority."""
         if self.channel.size == 1:
             return
         pieces = {name: piece_of(tensor) for name, tensor in self.tensors().items()}
@@ -54,19 +54,19 @@ class ReplicaCheck:
         for rank, entries in enumerate(of_all_ranks):
             for key, value in entries:
                 result.setdefault(key_from_json(key), {})[rank] = value
-        problems = [_differing(key[0], by_rank) for key, by_rank in result.items() if len(set(by_rank.values())) > 1]
+        problems: list[str] = []
+        for (name, *_), by_rank in result.items():
+            value, votes = Counter(by_rank.values()).most_common(1)[0]
+            if 2 * votes <= len(by_rank):  # without a majority nobody knows which ranks are wrong
+                problems.append(f"{name} on ranks {sorted(by_rank)}")
+            elif votes < len(by_rank):
+                outliers = ", ".join(str(rank) for rank, own in by_rank.items() if own != value)
+                problems.append(f"{name} on rank {outliers}")
         if problems:
             raise ReplicaError(
                 f"step {step}: replicas of {len(problems)} tensors differ: {'; '.join(problems[:3])}: memory or "
                 "network corruption; restart the run to resume from the last checkpoint"
             )
-
-
-def _differing(name: str, by_rank: Mapping[int, int]) -> str:
-    value, votes = Counter(by_rank.values()).most_common(1)[0]
-    if 2 * votes <= len(by_rank):
-        return f"{name} on ranks {sorted(by_rank)}"
-    return f"{name} on rank {', '.join(str(rank) for rank, own in by_rank.items() if own != value)}"
 
 
 def bits_hash(tensor: Tensor) -> Tensor:

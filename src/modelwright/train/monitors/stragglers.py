@@ -20,18 +20,19 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import StepInfo, Technique
 
 PROBE_DIM = 256
+"""Width of the probe's square matrix: 256 KiB in FP32, so that the probe measures computing, not memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerConfig:
-    """When a rank is reported as a straggler."""
+    """Thresholds at which a rank is reported as a straggler."""
 
     factor: float = constant(1.5)
-    """How many times the median compute time of all ranks."""
+    """Multiple of the median compute time of all ranks above which a rank is slow."""
     patience: int = constant(3)
-    """Looks in a row that must agree."""
+    """Comparisons in a row that must find a rank slow."""
     every_steps: int = constant(10)
-    """Steps between looks; each sends one number per rank; 0 disables the check."""
+    """Steps between comparisons, each of which sends one number per rank; 0 disables the check."""
 
     def __post_init__(self) -> None:
         if self.factor <= 1:
@@ -73,28 +74,26 @@ class Stragglers:
         self.judge(step, [float(time_s) for time_s in self.world.all_gather(local).cpu()])
 
     def judge(self, step: int, times_s: Sequence[float]) -> None:
-        """One comparison of every rank's own time. The same on all ranks."""
+        """Compare the own times of all ranks, [ranks], with the same result on each of them."""
         median_s = statistics.median(times_s)
         limit_s = ratio_limit(times_s, self.config.factor)
         for rank, time_s in enumerate(times_s):
-            before = self._num_looks[rank]
+            before, what = self._num_looks[rank], ""
             self._num_looks[rank] = before + 1 if time_s > limit_s else 0
             if self._num_looks[rank] == self.config.patience:
-                self._tell(step, rank, time_s, limit_s, f"computes {time_s / median_s:.1f} times as long as the median")
+                what = f"computes {time_s / median_s:.1f} times as long as the median"
             elif before >= self.config.patience and not self._num_looks[rank]:
-                self._tell(step, rank, time_s, limit_s, "keeps up again")
-
-    def _tell(self, step: int, rank: int, time_s: float, limit_s: float, what: str) -> None:
-        if self.world.is_first:
-            self.report(step, "straggler", time_s, limit_s, f"rank {rank} on {self.hosts[rank]} {what}")
+                what = "keeps up again"
+            if what and self.world.is_first:
+                self.report(step, "straggler", time_s, limit_s, f"rank {rank} on {self.hosts[rank]} {what}")
 
 
+@dataclass(eq=False)
 class OwnTime:
     """Sums a rank's own work; a call returns the mean per step and resets it."""
 
-    def __init__(self) -> None:
-        self._total_s = 0.0
-        self._num_steps = 0
+    _total_s: float = 0.0
+    _num_steps: int = 0
 
     def add_step(self, seconds: float) -> None:
         self._total_s += seconds
@@ -107,25 +106,22 @@ class OwnTime:
 
 
 class SpeedProbe:
-    """Seconds of a small fixed matrix product, the fastest of a few: the present speed of the device, whatever the
-    layout.
-    """
+    """Measures the present speed of the device, whatever the layout: seconds of a small fixed matrix product."""
 
     def __init__(self, device: torch.device, *, num_repeats: int = 5) -> None:
         self._factor = torch.full((PROBE_DIM, PROBE_DIM), 1.0 / PROBE_DIM, device=device)
         self._num_repeats = num_repeats
 
     def __call__(self) -> float:
-        return min(repeated(lambda: seconds_of(self._multiply, self._factor.device), num_rounds=self._num_repeats))
-
-    def _multiply(self) -> None:
-        product = self._factor
-        for _ in range(4):
-            product = product @ self._factor
+        # The fastest, because other work on the host can only make a repetition slower.
+        one = self._factor
+        return min(
+            repeated(lambda: seconds_of(lambda: one @ one @ one @ one @ one, one.device), num_rounds=self._num_repeats)
+        )
 
 
 def own_times_compare(mesh: Mesh) -> bool:
-    """Whether all ranks do the same work without waiting inside it, so that `OwnTime` identifies stragglers. Otherwise
+    """True if all ranks do the same work without waiting inside it, so that `OwnTime` identifies stragglers. Otherwise
     (layers sharded or gathered while they compute, pipeline stages) use a `SpeedProbe`.
     """
     return mesh.is_only_data_parallel
@@ -138,7 +134,8 @@ def straggler_monitor(config: StragglerConfig, run: Runtime) -> Technique | None
     if run.world.size == 1 or not config.every_steps or run.mesh.world.size < run.world.size:
         return None
     own_time = OwnTime()
-    compares = own_times_compare(run.global_mesh) and run.world.device.type == "cpu"  # a GPU's clock is not the host's
+    # Kernels of a GPU are still running when the host's clock stops.
+    compares = own_times_compare(run.global_mesh) and run.world.device.type == "cpu"
     measure = own_time if compares else SpeedProbe(run.world.device)
     stragglers = Stragglers(run.world, config, own_time_s=measure, report=run.report)
 

@@ -13,8 +13,8 @@ from modelwright.core.errors import ConfigError, writing
 
 
 class Watchdog:
-    """Ends the process (exit status 1) if `alive` was not called for `limit_s` seconds; 0 disables it. Used as a
-    context. The stacks are appended to `log`, which is removed afterwards if it is empty.
+    """Context that ends the process (exit status 1) if `alive` was not called for `limit_s` seconds; 0 disables it. The
+    stacks are appended to `log`, which is removed afterwards if it is empty.
     """
 
     def __init__(self, log: Path, *, limit_s: float) -> None:
@@ -27,6 +27,7 @@ class Watchdog:
         if self.limit_s:
             with writing(self.log):
                 self.log.parent.mkdir(parents=True, exist_ok=True)
+                # Unbuffered and kept open, because faulthandler writes to the descriptor without Python's help.
                 self._file = open(self.log, "ab", buffering=0)
             self.alive()
         return self

@@ -2,14 +2,14 @@
 
 It acts after the finite check, on which all ranks have agreed. A rank's observations of its shards are summed over all
 ranks, so that every rank decides alike. Everything that a decision depends on is state, except for the speeds of
-formats, which are measured once and stored in the stage's folder. Each change is a line in `formats.jsonl`.
-
-Sensitivity of the loss to one part of the model computing in a narrower format, measured by trial forward passes.
+formats, which are measured once and stored in the stage's folder. Each change is a line in `formats.jsonl`. The
+sensitivity of the loss to a narrower format in one part of the model is measured by trial forward passes.
 """
 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.event_log import EventLog
 from modelwright.core.resources import hardware, peak_resident_bytes
-from modelwright.model.config import ModelConfig
 from modelwright.ops.dtensor import local
 from modelwright.ops.lowp_linear import Format
 from modelwright.parallel.mesh import Mesh, World
@@ -68,9 +67,9 @@ class SensitivityTrials:
     sensitivity: dict[Pair, float] = field(default_factory=dict[Pair, float])
     """Relative rise of the loss with the part in the format instead of FP32, when last tried."""
     next_trial: int = 0
-    """Counts through the pairs."""
+    """Number of trials so far, which go round the pairs."""
     losses: dict[Pair, float] = field(default_factory=dict[Pair, float])
-    """With one part in a format and the others as they are, at the present decision."""
+    """Losses at the present decision with one part in a format and the others in their present ones."""
 
     def begin(self, present: Sequence[Pair], pairs: Sequence[Pair]) -> None:
         """Forget the losses of earlier weights, and try the next few `pairs`. present: the format of each part. pairs:
@@ -82,10 +81,21 @@ class SensitivityTrials:
             self.next_trial += 1
 
     def rise(self, part: str, chosen: Format) -> float | None:
-        """Relative rise of the loss with the part in this format instead of FP32, while the others stay as they are.
+        """Relative rise of the loss with the part in this format instead of FP32, the others in their present formats.
         None if no row has a label.
         """
-        exact, narrow = (self._loss_with(part, name) for name in ("fp32", chosen))
+        formats: tuple[Format, Format] = ("fp32", chosen)
+        for one in formats:
+            if (part, one) in self.losses:
+                continue
+            # A rank that does not hold the part computes the loss all the same: the evaluation is collective.
+            is_here, present = part in self.formats.formats, dict(self.formats.formats)
+            if is_here:
+                self.formats.change({part: one})
+            self.losses[part, one] = self.loss()
+            if is_here:
+                self.formats.change(present)
+        exact, narrow = self.losses[part, "fp32"], self.losses[part, chosen]
         if exact == 0.0:
             return None
         self.sensitivity[part, chosen] = relative_rise(exact, narrow)
@@ -94,16 +104,6 @@ class SensitivityTrials:
     def of_part(self, part: str) -> dict[Format, float]:
         """The measured rises by format."""
         return {chosen: rise for (name, chosen), rise in self.sensitivity.items() if name == part}
-
-    def _loss_with(self, part: str, chosen: Format) -> float:
-        if (part, chosen) not in self.losses:
-            is_here, present = part in self.formats.formats, dict(self.formats.formats)
-            if is_here:
-                self.formats.change({part: chosen})
-            self.losses[part, chosen] = self.loss()
-            if is_here:
-                self.formats.change(present)
-        return self.losses[part, chosen]
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -119,7 +119,7 @@ class SensitivityTrials:
 TRIAL_TOKENS = 512
 """Tokens per rank, in whole rows, of a trial forward pass. A few suffice: trials compare losses on the same tokens."""
 MACHINE, CHANGES = "formats.json", "formats.jsonl"
-"""Files of a stage: what was measured of formats, and how they changed."""
+"""Files of a stage: the measured speeds of formats, and the changes of formats."""
 MAX_CHANGES = 10_000
 """Changes that are recorded: enough for all parts of a model with 80 layers to change 60 times."""
 
@@ -128,8 +128,8 @@ MAX_CHANGES = 10_000
 class AdaptivePrecision:
     """Observes the steps of a run, lets the switcher decide after each period, and applies and records its changes.
 
-    The model is observed only in the last steps of each period of `config.every` steps, and not at all while no format
-    but the present one is worthwhile.
+    The model is observed only in the last steps of each period of `config.decide_every_steps` steps, and not at all
+    while no format but the present one is worthwhile.
     """
 
     config: AdaptiveConfig
@@ -137,16 +137,16 @@ class AdaptivePrecision:
     names: InitVar[Mapping[Tensor, str]]
     """This rank's parameters."""
     num_holders: InitVar[Sequence[int]]
-    """For each of them, the number of ranks that hold it."""
+    """Number of ranks that hold each parameter, in the order of `names`."""
     optimizer: Optimizer
     world: World
     machine: DtypeTimings
     trial: InitVar[Callable[[], float]]
     """The loss over all ranks of some rows of the present batch, with the formats in force."""
     scale: Callable[[], float]
-    """The loss scale."""
+    """Returns the present loss scale."""
     path: Path
-    """Each change is a line there."""
+    """File to which each change is added as a line."""
 
     parts: list[str] = field(init=False)
     """Names of the whole model's submodules, the same on all ranks."""
@@ -159,9 +159,9 @@ class AdaptivePrecision:
     """Loss levels of the last periods since a jump."""
     memory_pressure: float = field(init=False)
     is_due: bool = False
-    """Whether a decision waits for a step that is not skipped, since the last step of its period was."""
+    """True while a decision waits for a step that is not skipped, because the last step of its period was."""
     last_rate: float = 0.0
-    """The learning rate of the step before."""
+    """Learning rate of the optimizer when the step began."""
 
     def __post_init__(
         self, names: Mapping[Tensor, str], num_holders: Sequence[int], trial: Callable[[], float]
@@ -179,12 +179,12 @@ class AdaptivePrecision:
         self.switcher = PrecisionSwitcher(self.config, widest, controller_of(self.config), self.trials.rise)
         self.memory_pressure = self.machine.memory_pressure
         self._offer()
-        self.period = Period(self._observer())
+        self.period = Period(Observer(self.candidates, self.formats.config, {}))
         self.log = EventLog(self.path, is_first=self.world.is_first, max_events=MAX_CHANGES)
 
     @property
     def looks(self) -> bool:
-        """Whether there is more than one format to choose from; otherwise indicators are not measured."""
+        """True if there is more than one format to choose from; otherwise indicators are not measured."""
         return self.config.looks and len(self.candidates) > 1
 
     @property
@@ -233,7 +233,7 @@ class AdaptivePrecision:
         """
         self.is_due = self.is_due or (update.step + 1) % self.config.decide_every_steps == 0
         if update.is_empty:
-            return  # its loss of 0 tells nothing
+            return  # its loss is 0 whatever the formats
         if not (math.isfinite(update.loss) and math.isfinite(update.grad_norm)):  # not if skipped as a spike
             self.period.add_overflow(self.switcher.formats)
         is_measured = self._is_measured(update.step)
@@ -246,36 +246,39 @@ class AdaptivePrecision:
             sums = self._sums(update.step) if is_measured else {}
             self.period.add_norms(sums)
             if self.is_due:
-                self._decide(update.step + 1, sums)
+                self._see_memory()
+                self._try()
+                indicators = self._indicators(sums)
+                # The excess of the ending period's loss over the prediction from earlier ones, which it then joins.
+                excess, level = 0.0, LossLevel.of(self.period.losses)
+                if level is not None:
+                    excess = loss_excess(self.levels, level)
+                    self.levels = [*self.levels, level][-EXPECTING:]
+                self.switcher.decide(update.step + 1, indicators, excess)
         if self.is_due:
-            self._offer()  # from the next period on, which looks at what is new
-            self.period, self.is_due = Period(self._observer()), False
+            self._offer()  # new formats are observed from the next period on
+            self.period = Period(Observer(self.candidates, self.formats.config, {}))
+            self.is_due = False
 
     def _sums(self, step: int) -> dict[str, GradientStats]:
         """Call after `step` updates; only a decision needs more than the gradients' statistics."""
         if not self.is_due:
             return self.statistics.gradients()
+        state = self.optimizer.state
         groups = {
             parameter: {**group, "lr": self.last_rate}
             for group in self.optimizer.param_groups
             for parameter in group["params"]
         }
-
-        def momentum(parameter: Tensor) -> Momentum | None:
-            return momentum_of(self.optimizer.state.get(parameter, {}), groups[parameter], step)
-
-        return self.statistics.sums(momentum, loss_scale=self.scale())
-
-    def _decide(self, step: int, sums: Mapping[str, GradientStats]) -> None:
-        self._see_memory()
-        self._try()
-        self.switcher.decide(step, self._signs(sums), self._loss_excess())
+        return self.statistics.sums(
+            lambda parameter: momentum_of(state.get(parameter, {}), groups[parameter], step), loss_scale=self.scale()
+        )
 
     def _try(self) -> None:
         pairs: list[Pair] = [(part, chosen) for part in self.parts for chosen in self.candidates if chosen != "fp32"]
         self.trials.begin(list(self.switcher.formats.items()), pairs)
 
-    def _signs(self, sums: Mapping[str, GradientStats]) -> dict[str, Indicators]:
+    def _indicators(self, sums: Mapping[str, GradientStats]) -> dict[str, Indicators]:
         config, candidates, period = self.formats.config, self.candidates, self.period
         errors = self.statistics.errors(period.observer, candidates)
         loss_trend, norm_outliers = trend(period.losses), outlier_share(period.run_norms)
@@ -300,19 +303,8 @@ class AdaptivePrecision:
             for part in self.parts
         }
 
-    def _loss_excess(self) -> float:
-        """The excess of the ending period's loss over the prediction from earlier ones; adds it to them."""
-        now = LossLevel.of(self.period.losses)
-        if now is None:
-            return 0.0
-        excess = loss_excess(self.levels, now)
-        self.levels = [*self.levels, now][-EXPECTING:]
-        return excess
-
     def _see_memory(self) -> None:
-        """Take the maximum over ranks, and never lower it: otherwise a low-precision format would be dropped as soon as
-        it relieved the shortage.
-        """
+        # Never lowered: otherwise a low-precision format would be dropped as soon as it relieved the shortage.
         present = memory_share(self.world.device)
         self.memory_pressure = max(self.memory_pressure, *self.world.maxima(present))
 
@@ -321,9 +313,6 @@ class AdaptivePrecision:
         if self.config.looks:
             widest = set(self.switcher.widest.values())
             self.switcher.offered = self.machine.worthwhile(self.formats.config, widest, self.memory_pressure)
-
-    def _observer(self, errors: ObservedErrors | None = None) -> Observer:
-        return Observer(self.candidates, self.formats.config, errors or {})
 
     def _apply(self) -> None:
         """Change the formats of those parts that this rank holds."""
@@ -349,7 +338,17 @@ class AdaptivePrecision:
         self.switcher.load_state_dict(state["switcher"])
         self.memory_pressure = float(state["memory_pressure"])
         self._offer()
-        self.period = Period.from_state_dict(state, self._observer(_own_errors(state["observed"], self.world)))
+        # This rank's observations; with another number of ranks all go to the first, because only their sum counts.
+        observed: Mapping[str, Sequence[Any]] = state["observed"]
+        if len(observed) == self.world.size:
+            own = observed[str(self.world.rank)]
+        else:
+            own = [one for rank in sorted(observed) for one in observed[rank]] if self.world.is_first else []
+        errors: ObservedErrors = {}
+        for part, factor, chosen, lost, number in own:
+            total, count = errors.get((part, factor, chosen), (0.0, 0))
+            errors[part, factor, chosen] = total + lost, count + int(number)
+        self.period = Period.from_state_dict(state, Observer(self.candidates, self.formats.config, errors))
         self.trials.load_state_dict(state)
         self.levels = [LossLevel(*level) for level in state["levels"]]
         self.is_due = bool(state["is_due"])
@@ -357,23 +356,10 @@ class AdaptivePrecision:
         self._apply()
 
 
-def _own_errors(observed: Mapping[str, Sequence[Any]], world: World) -> ObservedErrors:
-    """This rank's observations; with another number of ranks all go to the first, because only their sum counts."""
-    if len(observed) == world.size:
-        own = observed[str(world.rank)]
-    else:
-        own = [one for rank in sorted(observed) for one in observed[rank]] if world.is_first else []
-    errors: ObservedErrors = {}
-    for part, factor, chosen, lost, number in own:
-        total, count = errors.get((part, factor, chosen), (0.0, 0))
-        errors[part, factor, chosen] = total + lost, count + int(number)
-    return errors
-
-
 @dataclass(kw_only=True)
 class TrialLoss:
-    """The loss of each rank's first rows of the present batch, with the present weights and formats. batch, weights:
-    the present batch of this rank and the normalizers of its loss terms.
+    """Computes the loss of each rank's first rows of the present batch, with the present weights and formats. batch,
+    weights: the present batch of this rank and the normalizers of its loss terms.
     """
 
     objective: Objective
@@ -402,7 +388,7 @@ class TrialLoss:
 
 
 def adaptive_precision(config: AdaptiveConfig, run: Runtime, *, objective: Objective) -> Technique | None:
-    """None if formats do not change."""
+    """Returns None if formats do not change."""
     if config.kind == "none":
         return None
     mesh, formats = run.mesh, run.formats
@@ -435,17 +421,14 @@ def adaptive_precision(config: AdaptiveConfig, run: Runtime, *, objective: Objec
 
 
 def momentum_of(state: Mapping[str, Any], group: Mapping[str, Any], num_updates: int) -> Momentum | None:
-    """Momentum of a parameter that AdamW, Lion or Muon updates; None before its first update.
-
-    Lion moves every element by the rate, Muon by 0.2 of it, root mean square.
-    """
-    if "momentum_buffer" in state:
+    """Momentum of a parameter that AdamW, Lion or Muon updates; None before its first update."""
+    if "momentum_buffer" in state:  # Muon: it moves elements by 0.2 of the rate, root mean square
         average = local(state["momentum_buffer"])
         return Momentum(average, kept_noise(group["momentum"], num_updates), average.numel() * (0.2 * group["lr"]) ** 2)
     if "exp_avg" not in state or not num_updates:
         return None
     average, betas = local(state["exp_avg"]), group["betas"]
-    if "exp_avg_sq" not in state:
+    if "exp_avg_sq" not in state:  # Lion: it moves every element by the rate
         return Momentum(average, kept_noise(betas[1], num_updates), average.numel() * group["lr"] ** 2)
     num_updates = max(1, int(state["step"]))
     mean, square = average / (1 - betas[0] ** num_updates), local(state["exp_avg_sq"]) / (1 - betas[1] ** num_updates)
@@ -453,31 +436,33 @@ def momentum_of(state: Mapping[str, Any], group: Mapping[str, Any], num_updates:
     return Momentum(average, kept_noise(betas[0], num_updates), move * group["lr"] ** 2)
 
 
-def shapes_of(model: ModelConfig, tensor: int) -> dict[Kind, list[Shape]]:
-    """Shapes of the projections on one of `tensor` ranks, by kind of submodule."""
-    width, heads = model.model_dim, model.num_heads * model.head_dim // tensor
-    pairs, wide = max(1, model.num_kv_heads // tensor) * model.head_dim, model.ffn_dim // tensor
-    return {
-        "attention": [(heads, width), (pairs, width), (pairs, width), (width, heads)],
-        "ffn": [(wide, width), (wide, width), (width, wide)],
-    }
-
-
 def machine_for(folder: Path, formats: ModelPrecision, world: World, *, num_rows: int, tensor: int) -> DtypeTimings:
-    """Measured at the start of the run and stored in the folder: the slowest and the fullest of all ranks. Nothing is
-    measured for a schedule.
+    """Returns the times of formats on the slowest rank and the memory share of the fullest one, measured at the start
+    of the run and stored in the folder. Nothing is measured for a schedule. tensor: ranks of the tensor axis.
     """
-    config = formats.config
+    config, model = formats.config, formats.model.config
     if not config.adaptive.looks:
         return DtypeTimings({}, 0.0)
     candidates: list[Format] = list(
         dict.fromkeys(["fp32", *map(config.format_of, ("attention", "ffn")), *config.adaptive.candidates])
     )
-    shapes = shapes_of(formats.model.config, tensor)
+    # Of the projections on one rank, [outputs, inputs].
+    width, heads = model.model_dim, model.num_heads * model.head_dim // tensor
+    pairs, wide = max(1, model.num_kv_heads // tensor) * model.head_dim, model.ffn_dim // tensor
+    shapes: dict[Kind, list[Shape]] = {
+        "attention": [(heads, width), (pairs, width), (pairs, width), (width, heads)],
+        "ffn": [(wide, width), (wide, width), (width, wide)],
+    }
     keys: list[tuple[Kind, Format]] = [(kind, chosen) for kind in shapes for chosen in candidates]
     path, names = folder / MACHINE, [*("/".join(key) for key in keys), "memory"]
-    kept = _kept(path, names) if world.is_first else {}
-    result = world.maxima(*(kept.get(name, 0.0) for name in names))
+    stored: dict[str, float] = {}
+    if world.is_first:
+        # An earlier start has measured already, unless the file is missing or damaged.
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            stored = {name: float(record[name]) for name in names}
+    # All ranks get the first one's figures by the maximum; zeros make all of them measure.
+    result = world.maxima(*(stored.get(name, 0.0) for name in names))
     if min(result) <= 0:
         with torch.random.fork_rng():  # pyright: ignore[reportUnknownMemberType]
             weights = sum(local(parameter.detach()).nbytes for parameter in formats.model.parameters())
@@ -489,19 +474,8 @@ def machine_for(folder: Path, formats: ModelPrecision, world: World, *, num_rows
     return DtypeTimings(dict(zip(keys, result[:-1], strict=True)), result[-1])
 
 
-def _kept(path: Path, names: Sequence[str]) -> dict[str, float]:
-    """Measurements of an earlier start; nothing if the file is missing or damaged, so that they are repeated."""
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        return {name: float(result[name]) for name in names}
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
-
-
 def memory_share(device: torch.device, more_bytes: int = 0) -> float:
-    """The most of a device's memory that this process has used so far, plus what others use now. more_bytes: expected
-    in addition.
-    """
+    """Share of a device's memory: this process's peak, others' present use, and `more_bytes` that are expected."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_reserved(device)

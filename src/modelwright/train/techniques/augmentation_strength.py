@@ -1,12 +1,12 @@
-"""Strength of text augmentation that follows the training loss: more for a model that has much to learn, less for one
+"""Adapts the strength of text augmentation to the training loss: more for a model that has much to learn, less for one
 that has nearly learned its data.
 
-What augments documents is `data/rows/batching/augmented.py`, which is told the strengths. It makes batches ahead of the
-step that needs them, so a loss takes effect `AHEAD` batches later.
+`data/rows/batching/augmented.py` augments the documents, by these strengths. It makes batches ahead of the step that
+needs them, so a loss takes effect `AHEAD` batches later.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
@@ -58,7 +58,7 @@ class AugmentationStrengthConfig:
 
 
 class AugmentedBatches(Protocol):
-    """What augments the documents of batches (`AugmentedLoader`)."""
+    """A loader that augments the documents of batches (`AugmentedLoader`)."""
 
     cost: AugmentationCost
 
@@ -67,21 +67,24 @@ class AugmentedBatches(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(eq=False)
 class AugmentationStrength:
     """Follows the loss, step by step, and tells `loader` the strength of each batch. Its state is a function of the
     losses so far, so it resumes exactly.
     """
 
-    def __init__(self, config: AugmentationStrengthConfig, loader: AugmentedBatches) -> None:
-        self.config = config
-        self.loader = loader
-        self.num_losses = 0
-        self.running_loss = 0.0
-        self.first_loss = 0.0
-        self.next_batch = 0
+    config: AugmentationStrengthConfig
+    loader: AugmentedBatches
+    num_losses: int = 0
+    running_loss: float = 0.0
+    first_loss: float = 0.0
+    next_batch: int = 0
+    planned: list[float] = field(default_factory=list[float])
+    """The decided strengths of the batches from `next_batch` on."""
+    reported: AugmentationCost = field(default_factory=AugmentationCost)
+
+    def __post_init__(self) -> None:
         self.planned = [self.strength] * (AHEAD + 1)
-        """The strengths of the batches from `next_batch` on that are decided."""
-        self.reported = AugmentationCost()
         self.tell()
 
     @property
@@ -92,7 +95,7 @@ class AugmentationStrength:
         return self.config.strength(self.running_loss, self.first_loss)
 
     def tell(self) -> None:
-        """Tell the loader what is decided."""
+        """Pass the decided strengths to the loader."""
         for place, strength in enumerate(self.planned):
             self.loader.set_strength(self.next_batch + place, strength)
 
@@ -101,27 +104,28 @@ class AugmentationStrength:
         if not math.isfinite(loss):
             return
         self.num_losses += 1
-        # an arithmetic mean at first, then an exponential one
+        # An arithmetic mean over the first window, then an exponential one.
         weight = 1.0 / min(self.num_losses, self.config.window)
         self.running_loss += weight * (loss - self.running_loss)
         if self.num_losses <= self.config.window:
             self.first_loss = self.running_loss
 
     def on_gradients(self, update: Update) -> None:
-        """Decide the strength of one more batch; record that of this one, and what its copies took."""
+        """Decide the strength of one more batch; record that of this one, and the number and cost of its copies."""
         if not update.is_empty:
             self.observe(update.loss)
         cost = self.loader.cost
         update.metrics["augmentation_strength"] = self.planned[0]
         update.metrics["augmented_pieces"] = float(cost.num_copies - self.reported.num_copies)
         update.metrics["augmentation_cpu_s"] = cost.cpu_s - self.reported.cpu_s
-        self.reported = replace(cost)
+        self.reported = replace(cost)  # a copy, because the loader goes on counting
+        # The batches of the next `AHEAD` steps are being made already, so this loss decides the one after them.
         self.next_batch = update.step + 1
         self.planned = [*self.planned[1:], self.strength]
         self.tell()
 
     def summary(self) -> dict[str, Any]:
-        """What augmentation took on this rank since the run was started or resumed, by method."""
+        """Cost of augmentation on this rank since the run was started or resumed, in total and by method."""
         cost = self.loader.cost
         return {**vars(cost), "methods": {name: vars(method) for name, method in cost.methods.items()}}
 
@@ -137,7 +141,7 @@ class AugmentationStrength:
 
 
 def augmentation_strength(config: AugmentationStrengthConfig, loader: AugmentedBatches, run: Runtime) -> Technique:
-    """The technique. All ranks must see the same loss, because they decide the strength each for itself."""
+    """See `AugmentationStrength`. All ranks must see the same loss, because each of them decides the strength."""
     follower = AugmentationStrength(config, loader)
     run.on_exit.callback(loader.close)
     return Technique(

@@ -13,7 +13,7 @@ from modelwright.train.technique import Technique, Update
 
 
 def auxiliary_losses(run: Runtime) -> Technique | None:
-    """None for a model without such layers. Acts on the batch that the model will see, so it comes late."""
+    """Returns None for a model without such layers. Acts late, on the batch as the model will see it."""
     mesh, layers = run.mesh, losses_of(run.model)
     names = sorted({name for names in mesh.world.gather_json([layer.name for layer in layers]) for name in names})
     if not names:
@@ -25,6 +25,7 @@ def auxiliary_losses(run: Runtime) -> Technique | None:
         own_tokens = float((batch.segments_BT >= 0).sum()) * mesh.speaks_for_rows
         (num_tokens,) = mesh.world.sums([own_tokens])
         for layer in layers:
+            # Layers add their terms inside the model, so the loss scale and the normalizer must reach them there.
             layer.begin_step(run.scaler.value / max(1.0, num_tokens), mesh.world.device)
         return batch
 

@@ -1,6 +1,7 @@
-"""Adapters: a checkpoint has the trained weights only, so a run resumes on the base that it began with, or not."""
+"""Adapters: a checkpoint has the trained weights only, so a run may resume only on the base that it began with."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from modelwright.core.errors import ArtifactError
@@ -9,11 +10,11 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique
 
 
+@dataclass(eq=False)
 class BaseIdentity:
     """Keeps the fingerprint of the base in the checkpoint. Raises `ArtifactError` on another base."""
 
-    def __init__(self, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
+    fingerprint: str
 
     def state_dict(self) -> dict[str, Any]:
         return {"fingerprint": self.fingerprint}
@@ -27,7 +28,7 @@ class BaseIdentity:
 
 
 def base_weights(run: Runtime) -> Technique | None:
-    """Acts on a model with adapters only."""
+    """Returns None for a model without adapters."""
     shape, adapters = run.model.config, run.model.adapters
     if not adapters.r:
         return None

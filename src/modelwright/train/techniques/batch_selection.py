@@ -3,16 +3,14 @@
 The probe is a forward pass over the first tokens of each row, without gradient. Its result selects whole rows, or whole
 groups of rows that belong together (the coarse stage); in the selected rows, the attention that tokens receive in the
 first layer may select which labels count (the fine stage). A row that is not selected costs nothing else. Each rank
-selects among its own rows, as many as the others, or as many as its limit allows.
+selects among its own rows, as many as the other ranks, or fewer if its limit excludes more.
 
-How much attention each token of a row receives from the others.
-
-Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G = H / K.
+Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G groups of rows.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,13 +32,12 @@ from modelwright.train.flops import all_attention_flops, attention_flops, head_f
 @torch.no_grad()
 def received_attention(q_BTHd: Tensor, k_BTKd: Tensor, segments_BT: Tensor) -> Tensor:
     """The softmax weight on each token [B, T], FP32, summed over the queries of its document from itself on, relative
-    to uniform attention over all preceding tokens; the mean over heads.
-
-    The unit matters: without it, the first tokens of a document would always receive most. Row by row, so only the
-    weights [H, T, T] of one row are in memory at a time.
+    to uniform attention over all preceding tokens (without which the first tokens of a document would always receive
+    most); the mean over heads.
     """
     group = q_BTHd.shape[2] // k_BTKd.shape[2]
     received: list[Tensor] = []
+    # Row by row, so that only the weights [H, T, T] of one row are in memory at a time.
     for q_THd, k_TKd, segments_T in zip(q_BTHd, k_BTKd, segments_BT, strict=True):
         mask_TT = document_mask(segments_T[None])[0, 0]
         q_HTd, k_HTd = q_THd.transpose(0, 1), k_TKd.repeat_interleave(group, dim=1).transpose(0, 1)
@@ -51,52 +48,37 @@ def received_attention(q_BTHd: Tensor, k_BTKd: Tensor, segments_BT: Tensor) -> T
     return torch.stack(received)
 
 
+@dataclass(eq=False)
 class BatchSelector:
     """Selects the rows, and the labels in them, of one step after the other. num_parts: microbatches, which must share
     the selected rows equally; executed: counts the FLOPs of the probes.
     """
 
-    def __init__(
-        self,
-        config: BatchSelectionConfig,
-        model: Decoder,
-        *,
-        seed: int,
-        rank: int,
-        num_parts: int,
-        executed: Executed,
-    ) -> None:
-        self.config = config
-        self.model = model
-        self.seed = seed
-        self.rank = rank
-        self.num_parts = num_parts
-        self.executed = executed
-        self.start: dict[str, Tensor] = {}
-        """The weights with which the run began; empty before its first step, and where they are not needed."""
+    config: BatchSelectionConfig
+    model: Decoder
+    seed: int
+    rank: int
+    num_parts: int
+    executed: Executed
+    start: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Weights with which the run began; empty before its first step, and where they are not needed."""
 
     def __call__(self, batch: TokenBatch, step: int, num_steps: int) -> TokenBatch:
-        """The selected part of the batch in update `step`, on the batch's device."""
+        """Returns the selected part of the batch in update `step`, on the batch's device."""
         if self.config.needs_start and not self.start:
             self.start = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
         if self.config.signal != "none" and step >= self.config.dense_fraction * num_steps:
-            batch = self.chosen(batch, step)
-        if self.config.keep_token_fraction < 1.0:
-            batch = self.thinned(batch)
-        return batch
-
-    def chosen(self, batch: TokenBatch, step: int) -> TokenBatch:
-        """The selected groups, in increasing order. If the limit leaves a number that microbatches cannot share
-        equally, groups beyond it fill up, with zero weight.
-        """
-        result = self.groups(batch, step)
-        num_filled = -len(result) % self.num_parts if len(result) else self.num_parts
-        if not num_filled:
-            return batch.take(result)
-        left = torch.ones(batch.num_groups, dtype=torch.bool)
-        left[result] = False
-        filled = left.nonzero().flatten()[:num_filled]
-        return batch.without_weight(filled).take(torch.cat([result, filled]).sort().values)
+            chosen = self.groups(batch, step)
+            # If the limit leaves a number that microbatches cannot share equally, groups beyond it fill up, with zero
+            # weight.
+            num_filled = -len(chosen) % self.num_parts if len(chosen) else self.num_parts
+            if num_filled:
+                left = torch.ones(batch.num_groups, dtype=torch.bool)
+                left[chosen] = False
+                filled = left.nonzero().flatten()[:num_filled]
+                batch, chosen = batch.without_weight(filled), torch.cat([chosen, filled]).sort().values
+            batch = batch.take(chosen)
+        return self.thinned(batch) if self.config.keep_token_fraction < 1.0 else batch
 
     def groups(self, batch: TokenBatch, step: int) -> Tensor:
         """The numbers of the groups that are trained on, in increasing order; none beyond the limit."""
@@ -110,7 +92,7 @@ class BatchSelector:
         places = min(self.config.num_chosen(batch.num_groups, self.num_parts), len(order))
         if worth_G is None:
             return order[:places].sort().values
-        # a share of few rows is not a whole number: round up as often as it takes
+        # A share of few rows is rarely a whole number: rounding at random keeps the share in the mean.
         expected = self.config.random_fraction * places
         num_drawn = int(expected) + int(torch.rand((), generator=draw).item() < expected % 1.0)
         num_drawn = min(num_drawn, len(order) - places)
@@ -133,15 +115,10 @@ class BatchSelector:
         now_G = self.group_losses(look, attend, {})
         return now_G if self.config.signal == "loss" or start_G is None else (now_G - start_G).abs(), is_within_G
 
-    def group_losses(self, batch: TokenBatch, attend: Attend, weights: Mapping[str, Tensor]) -> Tensor:
-        """The mean of `row_losses` in each group, FP32 [G], on the CPU."""
-        losses_B = self.row_losses(batch, attend, weights).cpu()
-        return losses_B if batch.group_size == 1 else losses_B.view(-1, batch.group_size).mean(dim=1)
-
     @torch.no_grad()
-    def row_losses(self, batch: TokenBatch, attend: Attend, weights: Mapping[str, Tensor]) -> Tensor:
-        """The mean loss of each row's labels, FP32 [B]; rows without labels get the mean of the others. weights: to use
-        instead of the model's own.
+    def group_losses(self, batch: TokenBatch, attend: Attend, weights: Mapping[str, Tensor]) -> Tensor:
+        """The mean over the rows of each group of the mean loss of a row's labels, FP32 [G], on the CPU; rows without
+        labels get the mean of the others. weights: to use instead of the model's own.
         """
         inputs = (batch.input_ids_BT, batch.positions_BT, attend)
         hidden_BTD = functional_call(self.model, dict(weights), inputs) if weights else self.model(*inputs)
@@ -157,13 +134,12 @@ class BatchSelector:
         counts_B = (batch.labels_BT != IGNORED).sum(dim=1)
         sums_B = -found_N.view_as(batch.labels_BT).sum(dim=1)
         mean = sums_B.sum() / counts_B.sum().clamp(min=1)
-        return torch.where(counts_B > 0, sums_B / counts_B.clamp(min=1), mean)
+        losses_B = torch.where(counts_B > 0, sums_B / counts_B.clamp(min=1), mean).cpu()
+        return losses_B if batch.group_size == 1 else losses_B.view(-1, batch.group_size).mean(dim=1)
 
     @torch.no_grad()
     def thinned(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with `keep_token_fraction` of its labels: where tokens receive the most attention in the first
-        layer.
-        """
+        """The batch with `keep_token_fraction` of its labels, at the tokens that the first layer attends to most."""
         moved = batch.to(self.model.embedding.weight.device)
         q_BTHd, k_BTKd = first_queries_and_keys(self.model, moved)
         self.executed.add(attention_flops(self.model.config, batch, 0) // 2)  # scores without values

@@ -1,5 +1,5 @@
-"""EWC, elastic weight consolidation: a weight is pulled to where training began by as much as what the model could do
-before depends on it (Kirkpatrick et al. 2017, Overcoming catastrophic forgetting in neural networks,
+"""EWC, elastic weight consolidation: each weight is pulled toward its starting value, in proportion to its importance
+for earlier tasks (Kirkpatrick et al. 2017, Overcoming catastrophic forgetting in neural networks,
 https://arxiv.org/abs/1612.00796).
 
 The loss gets strength / 2 x sum F_i (w_i - start_i)^2, with F the diagonal of the Fisher information of the starting
@@ -46,7 +46,7 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 
 LABELS = "sampled"
-"""How labels were chosen, for the checkpoint."""
+"""Origin of the labels of the Fisher information, for the checkpoint: drawn from the model, not taken from the text."""
 _NEEDS = (
     TRAINED_WEIGHTS, SYNCHRONOUS_UPDATES, OWN_WEIGHTS, LASTING_LAYOUT, UNDIVIDED_GRADIENTS, WHOLE_GRADIENTS,
     WHOLE_MODEL, SAME_UNITS,
@@ -58,10 +58,10 @@ class EwcConfig:
     """Elastic weight consolidation: weights that old text depends on are kept near where training began."""
 
     strength: float = 0.0
-    """How much a nat per token of divergence from the starting model on old text counts beside a nat of loss
-    (Kirkpatrick et al. 2017); 0 leaves it out. It takes the memory of two more copies of the weights."""
+    """Weight of a nat per token of divergence from the starting model on old text, against a nat of loss (Kirkpatrick
+    et al. 2017); 0 disables it. It needs the memory of two more copies of the weights."""
     num_rows: int = field(default=256, metadata=only_for("strength"))
-    """Rows of old text by which it is estimated what weights matter, each with a forward and a backward pass."""
+    """Rows of old text from which the importance of weights is estimated, by a forward and a backward pass each."""
     source: str = ""
     """The source of the old text, such as `old` in an update; "" takes rows of all sources."""
 
@@ -77,7 +77,7 @@ class EwcConfig:
 
 class Consolidation:
     """Keeps the starting weights and the Fisher information of each. A checkpoint has the information, so that a
-    resumed run does not estimate it again, and the range of the starting weights, by which another start is noticed.
+    resumed run does not estimate it again, and the range of the starting weights, which reveals another start.
     """
 
     def __init__(self, strength: float, run: Runtime, rows: Sequence[Batch]) -> None:
@@ -110,6 +110,7 @@ class Consolidation:
         update.metrics["ewc_penalty"] = 0.5 * self.strength * float(penalty)
 
     def state_dict(self) -> dict[str, Any]:
+        # Laid out like the parameters, so that a checkpoint can be resumed under another layout.
         views = self.run.parameters() if self.fisher else []
         fisher = {view.name: view.laid_out(self.fisher[view.name]) for view in views}
         return {"fisher": fisher, "range": self.range, "labels": LABELS}
@@ -125,11 +126,10 @@ class Consolidation:
 
 
 def fisher_diagonal(model: Decoder, rows: Sequence[Batch], *, seed: int, world: World) -> dict[str, Tensor]:
-    """The diagonal of the Fisher information of every trained parameter, in nats per predicted token; the ranks share
-    the rows, and have the same sums.
+    """The diagonal of the Fisher information of every trained parameter, in nats per predicted token. The ranks divide
+    the rows, and get the same result.
 
-    rows: one or more rows each; the labels of a row say which tokens are predicted, not what they are. Raises
-    `ConfigError` if none is.
+    rows: one or more rows each, whose labels say only which tokens are predicted. Raises `ConfigError` if none is.
     """
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     sums = {name: torch.zeros_like(one, memory_format=torch.contiguous_format) for name, one in parameters.items()}
@@ -138,9 +138,11 @@ def fisher_diagonal(model: Decoder, rows: Sequence[Batch], *, seed: int, world: 
     model.eval()  # without the terms that layers add to the loss
     for number in range(world.rank, len(rows), world.size):
         row = rows[number].to(world.device)
+        # Seeded by the row's number, so that labels do not depend on the number of ranks.
         draw = torch.Generator(world.device).manual_seed(derive_seed(seed, number))
         hidden_BTD = forward(model, row)
         labels_BT = sampled_labels(model, hidden_BTD.detach(), row.labels_BT, draw)
+        # `autograd.grad`, not `backward`: the parameters' own gradients and hooks stay untouched.
         gradients = torch.autograd.grad(
             model.token_log_probs(hidden_BTD, labels_BT).sum(),
             list(parameters.values()),
@@ -172,12 +174,11 @@ def sampled_labels(model: Decoder, hidden_BTD: Tensor, labels_BT: Tensor, draw: 
 
 
 def ewc(config: EwcConfig, run: Runtime, *, rows: Sequence[Batch]) -> Technique | None:
-    """See `Consolidation`. rows: of what the model could do before. A run is laid out once, before its checkpoint is
-    loaded: the weights are those of the start.
-    """
+    """See `Consolidation`. rows: of earlier tasks."""
     if not config.strength:
         return None
     if not rows:
-        raise ConfigError("ewc.strength: needs rows of what the model could do before; an update replays them")
+        raise ConfigError("ewc.strength: needs rows of earlier tasks; an update replays them")
+    # A run is laid out once (`LASTING_LAYOUT`) and loads its checkpoint later, so these weights are the starting ones.
     kept = Consolidation(config.strength, run, rows)
     return Technique(name="ewc", on_batch=kept.on_batch, on_gradients=kept.on_gradients, state=kept, needs=frozenset())

@@ -1,4 +1,4 @@
-"""Quantization-aware training in a run: when rounding begins, what activations span, where learned steps start.
+"""Quantization-aware training in a run: start of rounding, ranges of activations, initial values of learned steps.
 
 Ranges are those of all ranks. They are observed in the steps before rounding begins, and fixed from then on.
 """
@@ -25,14 +25,18 @@ def fake_quantization(config: QuantizationAwareConfig, run: Runtime) -> Techniqu
 
     def on_batch(step: int, batch: Batch) -> Batch:
         if config.learned_steps and step in (0, config.start_step):
-            _initialize(config, run)
+            # Learned steps start from the present weights; all ranks set the same values.
+            parameters = dict(run.model.named_parameters())
+            weights, names = whole_weights(run.model, run.mesh), list(run.model.projections())
+            for name, value in initial_steps(weights, names, config.weights).items():
+                put(parameters[name], value.to(parameters[name].dtype))
         rounding.is_on = step >= config.start_step
         rounding.is_observing = config.has_observers and not rounding.is_on
         rounding.begin_step()
         return batch
 
     def on_gradients(update: Update) -> None:
-        if not update.skipped:
+        if not update.skipped:  # all ranks skip alike, so all of them enter the collective or none
             rounding.collect(lambda values: run.mesh.world.maxima(*values))
 
     def on_step_end(info: StepInfo) -> None:
@@ -48,11 +52,3 @@ def fake_quantization(config: QuantizationAwareConfig, run: Runtime) -> Techniqu
         state=rounding,
         needs=NEEDS,
     )
-
-
-def _initialize(config: QuantizationAwareConfig, run: Runtime) -> None:
-    """Set the learned steps to what the present weights suggest; all ranks do, with the same values."""
-    names = list(run.model.projections())
-    parameters = dict(run.model.named_parameters())
-    for name, value in initial_steps(whole_weights(run.model, run.mesh), names, config.weights).items():
-        put(parameters[name], value.to(parameters[name].dtype))

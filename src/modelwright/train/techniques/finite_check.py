@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -11,22 +12,23 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import EMPTY_BATCH, NOT_FINITE, Technique, Update
 
 
+@dataclass(eq=False)
 class FiniteCheck:
     """Measures the gradient norm and skips the step if it or the loss is not finite. Both are the same on all ranks, so
-    that all of them skip; the next step's vote tells if one did not.
+    that all of them skip; the next step's vote reveals a rank that did not.
 
     norm: the norm of the whole model's gradients, the same on all ranks.
-    max_skipped: after so many skipped steps in a row a `ModelwrightError` ends the run, because nothing is learned
+    max_skipped: number of skipped steps in a row at which a `ModelwrightError` ends the run, because nothing is learned
     anymore.
     """
 
-    def __init__(self, norm: Callable[[list[Tensor]], float], *, max_skipped: int) -> None:
-        self.norm = norm
-        self.max_skipped = max_skipped
-        self.num_skipped = 0
-        self.num_in_a_row = 0
+    norm: Callable[[list[Tensor]], float]
+    max_skipped: int
+    num_skipped: int = 0
+    num_in_a_row: int = 0
 
     def on_gradients(self, update: Update) -> None:
+        # A norm is not finite if any element is not, so one number checks all gradients.
         update.grad_norm = self.norm(update.tensors)
         skip = not (math.isfinite(update.grad_norm) and math.isfinite(update.loss))
         self.num_skipped += skip
@@ -47,12 +49,10 @@ class FiniteCheck:
 
 
 def finite_check(max_skipped_steps: int, run: Runtime, *, measures: bool = True) -> Technique:
-    """measures: whether the norm is measured, else it counts as 1."""
-
-    def norm(gradients: list[Tensor]) -> float:
-        return run.strategy.grad_norm(gradients) if measures else 1.0
-
-    check = FiniteCheck(norm, max_skipped=max_skipped_steps)
+    """measures: false to take 1 for the norm."""
+    check = FiniteCheck(
+        lambda gradients: run.strategy.grad_norm(gradients) if measures else 1.0, max_skipped=max_skipped_steps
+    )
     return Technique(
         name="finite_check",
         on_gradients=check.on_gradients,

@@ -1,5 +1,6 @@
 """Gradient clipping by the global norm, to a fixed limit or to one that follows recent norms."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from modelwright.optim.clip import AdaptiveClipConfig, scale_to_norm
@@ -7,21 +8,23 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 
 
+@dataclass(eq=False)
 class GradientClipping:
     """Scales the gradients so that their global norm is at most `max_norm`, or the limit that recent norms give."""
 
-    def __init__(self, max_norm: float, adaptive: AdaptiveClipConfig) -> None:
-        self.max_norm = max_norm
-        self.adaptive = adaptive
-        self.norms: list[float] = []
+    max_norm: float
+    adaptive: AdaptiveClipConfig
+    norms: list[float] = field(default_factory=list[float])
 
     def on_gradients(self, update: Update) -> None:
         if update.skipped:
             return
+        # By the norms before this one: an outlier must not raise its own limit.
         limit = self.adaptive.limit(self.norms, self.max_norm)
         scale_to_norm(update.tensors, update.grad_norm, limit)
         if self.adaptive.kind != "none":
             update.metrics["clip_norm"] = limit
+            # Norms before clipping; a history of clipped ones could only fall.
             self.norms = [*self.norms, update.grad_norm][-self.adaptive.window_steps :]
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Moves the shares of sources in the batches by held-out losses, at every evaluation. The rule of this file gives more
-to sources with a high loss; that of scores is in `score_mixture.py`.
+"""Updates the shares of sources in the batches by held-out losses, at every evaluation. The rule of this module gives
+more to sources with a high loss; the rule by scores is in `score_mixture.py`.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -17,12 +18,12 @@ from modelwright.train.technique import StepInfo, Technique
 
 
 class ShareRule(Protocol):
-    """How shares follow from held-out losses. `state_dict` is what it needs for its next update."""
+    """Computes shares from held-out losses. `state_dict` returns the state for its next update."""
 
     measured: Sequence[str]
-    """The sources whose held-out loss it needs; without any, shares never change."""
+    """Sources whose held-out loss it needs; without any, shares never change."""
     remedy: str
-    """The setting that avoids measuring a source, for a source that has no held-out rows."""
+    """Advice for an error, how to avoid measuring a source without held-out rows."""
 
     def shares(self, before: np.ndarray, losses: Mapping[str, float]) -> np.ndarray:
         """The next shares [S]. losses: those of the measured sources."""
@@ -35,44 +36,32 @@ class ShareRule(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+@dataclass(eq=False)
 class HeldoutMixture:
     """Updates `mixture`, which the loader of the batches reads, by a rule. Its state is the history of the shares and
     the state of the rule. heldout: batches by source.
     """
 
-    def __init__(
-        self,
-        run: Runtime,
-        rule: ShareRule,
-        *,
-        mixture: Mixture,
-        objective: Objective,
-        heldout: Mapping[str, Sequence[Batch]],
-    ) -> None:
-        self.run = run
-        self.rule = rule
-        self.mixture = mixture
-        self.objective = objective
-        self.heldout = heldout
+    run: Runtime
+    rule: ShareRule
+    mixture: Mixture
+    objective: Objective
+    heldout: Mapping[str, Sequence[Batch]]
 
     def on_step_end(self, info: StepInfo) -> None:
         """Update the shares for the batches after step `info.step`."""
-        if self.rule.measured:
-            self.mixture.update(info.step, self.rule.shares(self.mixture.shares(info.step), self.evaluate()))
-
-    def evaluate(self) -> dict[str, float]:
-        """The held-out loss of each measured source, all terms together. All ranks evaluate them in one order."""
-        run = self.run
+        if not self.rule.measured:
+            return
+        before, run, losses = self.mixture.shares(info.step), self.run, dict[str, float]()
         with run.formats.evaluating():
-            return {
-                name: evaluate_heldout(
-                    run.executor, self.objective, self.heldout[name], run.global_mesh, alive=run.alive
-                ).loss
-                for name in self.rule.measured
-            }
+            for name in self.rule.measured:  # the same order on all ranks: an evaluation is collective
+                rows = self.heldout[name]
+                result = evaluate_heldout(run.executor, self.objective, rows, run.global_mesh, alive=run.alive)
+                losses[name] = result.loss
+        self.mixture.update(info.step, self.rule.shares(before, losses))
 
     def summary(self) -> dict[str, Any]:
-        """The last shares by source, and what the rule adds."""
+        """The last shares by source, and the rule's own figures."""
         last = self.mixture.shares(self.run.num_steps).tolist()
         return {"shares": dict(zip(self.mixture.names, last, strict=True)), **self.rule.summary()}
 
@@ -84,21 +73,21 @@ class HeldoutMixture:
         self.rule.load_state_dict(state)
 
 
+@dataclass(eq=False)
 class ExcessLossRule:
     """Shares grow with the held-out loss of their source beyond `reference_losses`, those of another model (DoReMi, Xie
     et al. 2023); {} counts the whole loss (group DRO, Sagawa et al. 2020).
     """
 
-    remedy = "set it to none"
-
-    def __init__(self, config: MixtureConfig, names: Sequence[str], reference_losses: Mapping[str, float]) -> None:
-        self.config = config
-        self.measured = names
-        self.reference_losses = reference_losses
-        self.losses: dict[str, float] = {}
+    config: MixtureConfig
+    measured: Sequence[str]
+    reference_losses: Mapping[str, float]
+    losses: dict[str, float] = field(default_factory=dict[str, float])
+    remedy: str = "set it to none"
 
     def shares(self, before: np.ndarray, losses: Mapping[str, float]) -> np.ndarray:
         self.losses = dict(losses)
+        # Without a reference loss of its own a source counts with its whole loss.
         excess = np.array([losses[name] - self.reference_losses.get(name, 0.0) for name in self.measured])
         return exponentiated_gradient(before, excess, rate=self.config.learning_rate, smoothing=self.config.smoothing)
 
@@ -122,9 +111,7 @@ def mixture_technique(
     heldout: Mapping[str, Sequence[Batch]],
     every: int,
 ) -> Technique:
-    """See `HeldoutMixture`. every: steps between updates. Raises `ConfigError` if a measured source has no held-out
-    batch.
-    """
+    """See `HeldoutMixture`. every: steps between updates. Raises `ConfigError` for a source without held-out rows."""
     if missing := [source for source in rule.measured if not len(heldout.get(source, ()))]:
         raise ConfigError(
             f"batching.mixture.update: the source {missing[0]!r} has no held-out rows to measure its loss on; raise "

@@ -1,4 +1,4 @@
-"""L2-SP: every weight is pulled towards where training began, so that a model forgets less of what it could.
+"""L2-SP: every weight is pulled toward its starting value, so that the model forgets less of its earlier abilities.
 
 Li et al. 2018, Explicit inductive bias for transfer learning with convolutional networks
 (https://arxiv.org/abs/1802.01483), here decoupled from the gradient as AdamW's weight decay is: after each update
@@ -16,8 +16,8 @@ from modelwright.train.technique import StepInfo, Technique
 
 
 class StartPull:
-    """Keeps this rank's part of the starting weights. A checkpoint has the range of all of them alone, by which
-    another start is noticed: a run resumes from the model that it began with.
+    """Keeps this rank's part of the starting weights. A checkpoint has only their range, which reveals another start:
+    a run must resume with the model that it began with.
     """
 
     def __init__(self, strength: float, run: Runtime) -> None:
@@ -25,6 +25,7 @@ class StartPull:
         self.run = run
         self.start = {view.name: view.tensor.detach().clone() for view in run.parameters()}
         parts = [part for part in self.start.values() if part.numel()]
+        # Over all ranks; a rank of a pipeline or of FSDP may hold no element at all.
         self.range = [
             run.max_over_ranks(max((float(part.max()) for part in parts), default=float("-inf"))),
             -run.max_over_ranks(max((-float(part.min()) for part in parts), default=float("-inf"))),
@@ -49,8 +50,9 @@ class StartPull:
 
 
 def l2_sp(strength: float, run: Runtime) -> Technique | None:
-    """See `StartPull`. A run is laid out once, before its checkpoint is loaded: the weights are those of the start."""
+    """See `StartPull`."""
     if not strength:
         return None
+    # A run is laid out once (`LASTING_LAYOUT`) and loads its checkpoint later, so these weights are the starting ones.
     pull = StartPull(strength, run)
     return Technique(name="l2_sp", on_step_end=pull.on_step_end, state=pull, needs=frozenset())

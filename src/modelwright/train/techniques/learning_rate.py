@@ -1,5 +1,6 @@
 """The scheduled learning rate, set before forward: it depends on the step alone."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -10,30 +11,30 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique
 
 
+@dataclass(eq=False)
 class LearningRate:
     """Sets `peak` times the schedule's factor in all parameter groups. Its state is the rate of the last step, which
     techniques that act earlier can read in the groups.
     """
 
-    def __init__(self, optimizer: Optimizer, config: ScheduleConfig, *, peak: float, num_steps: int) -> None:
-        self.optimizer = optimizer
-        self.config = config
-        self.peak = peak
-        self.num_steps = num_steps
+    optimizer: Optimizer
+    config: ScheduleConfig
+    peak: float
+    num_steps: int
 
     def on_batch(self, step: int, batch: Batch) -> Batch:
-        self.set_rate(self.peak * rate_factor(self.config, step, self.num_steps))
-        return batch
-
-    def set_rate(self, rate: float) -> None:
+        rate = self.peak * rate_factor(self.config, step, self.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         return {"rate": self.optimizer.param_groups[0]["lr"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.set_rate(state["rate"])
+        # A new optimizer has the first rate, which earlier techniques would read in the first step after a resume.
+        for group in self.optimizer.param_groups:
+            group["lr"] = state["rate"]
 
 
 def learning_rate(config: ScheduleConfig, run: Runtime, *, peak: float) -> Technique:

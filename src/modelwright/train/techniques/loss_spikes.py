@@ -37,20 +37,19 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import LOSS_SPIKE, Rollback, StepInfo, Technique, Update
 
 NUM_GOOD = 2
-"""Checkpoints that the run may go back to: the newer one may lie too close to the first spike."""
+"""Checkpoints that a rollback may use: the newer one may be too close to the first spike."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpikeConfig:
-    """Skip updates at which the loss or gradient norm jumps, and roll back after several (PaLM, Chowdhery et al.
-    2022)."""
+    """Skip updates at jumps of loss or gradient norm, and roll back after several (PaLM, Chowdhery et al. 2022)."""
 
     num_sigmas: float = 0.0
     """Robust standard deviations above the median of recent accepted updates at which an update is skipped; 0 skips
     none; 6 is usual."""
     rollback_after: int = 0
-    """Spikes among recent updates after which the run rolls back to a checkpoint from before the first of them and
-    goes on with the next batches; 0 never. Needs `checkpoint_every_steps`."""
+    """Number of spikes among recent updates at which the run rolls back to a checkpoint from before the first of them
+    and continues with the next batches; 0 never. Needs `checkpoint_every_steps`."""
     max_rollbacks: int = constant(3)
     """Most rollbacks of a run."""
     lr_factor: float = constant(1.0)
@@ -62,7 +61,7 @@ class LossSpikeConfig:
     min_norm_rise: float = constant(1.0)
     """Least relative rise of the gradient norm over the median in a spike."""
     max_consecutive: int = constant(5)
-    """After this many spikes in a row the level is taken for new, and the next update passes."""
+    """Number of spikes in a row after which the next update is accepted, as a new level."""
     rollback_window_steps: int = constant(50)
     """Updates among which `rollback_after` counts spikes."""
     rollback_margin_steps: int = constant(10)
@@ -71,22 +70,12 @@ class LossSpikeConfig:
     """Updates for which `lr_factor` holds."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_sigmas",
-            "min_loss_rise",
-            "min_norm_rise",
-            "rollback_after",
-            "rollback_margin_steps",
-            "lr_factor_steps",
-        ):
+        rises, rollbacks = ("min_loss_rise", "min_norm_rise"), ("rollback_after", "rollback_margin_steps")
+        for name in ("num_sigmas", *rises, *rollbacks, "lr_factor_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
-        for name, least in (
-            ("window_steps", 6),
-            ("max_consecutive", 1),
-            ("rollback_window_steps", 1),
-            ("max_rollbacks", 1),
-        ):
+        leasts = {"window_steps": 6, "max_consecutive": 1, "rollback_window_steps": 1, "max_rollbacks": 1}
+        for name, least in leasts.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: must be at least {least}, got {getattr(self, name)}")
         if not 0.0 < self.lr_factor <= 1.0:
@@ -100,7 +89,7 @@ class LossSpikeConfig:
             )
 
     def features(self) -> list[Feature]:
-        """What skipping spikes needs of a run."""
+        """Returns the features that are enabled, with the properties of a run that they need."""
         needs = {WHOLE_GRADIENTS, SYNCHRONOUS_UPDATES}
         result = [feature("num_sigmas", needs=needs)] if self.num_sigmas else []
         if self.rollback_after:
@@ -131,13 +120,12 @@ class LossSpikes:
         self.agree = agree
         self._log = EventLog(path, is_first=is_first)
         self.num_rollbacks = 0
-        self._losses, self._norms = (
-            RecentValues(config.window_steps),
-            RecentValues(config.window_steps),
-        )  # of accepted updates
+        # Of accepted updates only, so that spikes do not raise the level that they are compared with.
+        self._losses, self._norms = RecentValues(config.window_steps), RecentValues(config.window_steps)
         self._recent: list[int] = []
         self._in_a_row = 0
-        self._good: list[int] = []
+        self.pinned_checkpoints: list[int] = []
+        """Steps of the checkpoints that a rollback may use; they must not be removed."""
         self._slow_until = 0
 
     @property
@@ -153,8 +141,16 @@ class LossSpikes:
     def on_gradients(self, update: Update) -> None:
         if update.skipped or not self.config.num_sigmas:
             return
-        spike = self._is_spike(update)
+        judged = (
+            (update.loss, self._losses.level, self.config.min_loss_rise),
+            (update.grad_norm, self._norms.level, self.config.min_norm_rise),
+        )
+        spike = any(
+            level is not None and value > level.upper_limit(self.config.num_sigmas, rise)
+            for value, level, rise in judged
+        )
         self._recent = [step for step in self._recent if step > update.step - self.config.rollback_window_steps]
+        # All ranks skip if any of them does: one that updated alone would have other weights.
         if self.agree(float(spike and self._in_a_row < self.config.max_consecutive)) > 0:
             self._in_a_row += 1
             self._recent = [*self._recent, update.step]
@@ -163,7 +159,7 @@ class LossSpikes:
             batches, loss, norm = [update.step, update.step], update.loss, update.grad_norm
             self._log.append(kind="spike", step=update.step + 1, batches=batches, loss=loss, norm=norm)
             return
-        if spike:  # a new level
+        if spike:  # the agreed end of a series of spikes: from here on their level counts as normal
             self._losses.clear()
             self._norms.clear()
             self._recent = []
@@ -171,15 +167,8 @@ class LossSpikes:
         self._losses.add(update.step, update.loss)
         self._norms.add(update.step, update.grad_norm)
 
-    @property
-    def pinned_checkpoints(self) -> Sequence[int]:
-        """Steps whose checkpoints must not be removed."""
-        return list(self._good)
-
     def on_step_end(self, step: int) -> Sequence[int]:
-        """Called after `step` updates: the checkpoints to roll back to, best first; empty unless there is a reason
-        to.
-        """
+        """Called after `step` updates. Returns the checkpoints to roll back to, best first; empty for no rollback."""
         if targets := self.rollback_targets():
             return targets
         self._pin(step)
@@ -190,7 +179,8 @@ class LossSpikes:
         if not allowed or len(self._recent) < self.config.rollback_after:
             return []
         return sorted(
-            (step for step in self._good if step <= self._recent[0] - self.config.rollback_margin_steps), reverse=True
+            (step for step in self.pinned_checkpoints if step <= self._recent[0] - self.config.rollback_margin_steps),
+            reverse=True,
         )
 
     def rolled_back(self, step: int, to: int) -> None:
@@ -198,21 +188,20 @@ class LossSpikes:
         self.num_rollbacks += 1
         self._losses.drop_from(to)
         self._norms.drop_from(to)
-        self._good = [good for good in self._good if good <= to]
+        self.pinned_checkpoints = [good for good in self.pinned_checkpoints if good <= to]
         self._recent, self._in_a_row = [], 0
         self._slow_until = step + self.config.lr_factor_steps
         self._log.append(kind="rollback", step=step, batches=[to, step - 1])
         self._pin(step)
 
     def _pin(self, step: int) -> None:
-        """A checkpoint of a fixed step will be written: it is suitable for a rollback if there were no recent
-        spikes.
-        """
-        if not self.checkpoint_every or step % self.checkpoint_every:  # others may be at any moment
+        """Remember a checkpoint for rollbacks, if one is written at this step and no spike is recent."""
+        # Checkpoints by the clock do not count: a repeated run would have them at other steps, and roll back elsewhere.
+        if not self.checkpoint_every or step % self.checkpoint_every:
             return
         calm = all(spike < step - self.config.rollback_window_steps for spike in self._recent)
-        if self.config.rollback_after and calm and step not in self._good:
-            self._good = [*self._good, step][-NUM_GOOD:]
+        if self.config.rollback_after and calm and step not in self.pinned_checkpoints:
+            self.pinned_checkpoints = [*self.pinned_checkpoints, step][-NUM_GOOD:]
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -222,7 +211,7 @@ class LossSpikes:
             "norms": self._norms.state_dict(),
             "recent": list(self._recent),
             "in_a_row": self._in_a_row,
-            "good": list(self._good),
+            "good": list(self.pinned_checkpoints),
             "slow_until": self._slow_until,
         }
 
@@ -232,17 +221,7 @@ class LossSpikes:
         self._losses.load_state_dict(state["losses"])
         self._norms.load_state_dict(state["norms"])
         self._recent, self._in_a_row = list(state["recent"]), int(state["in_a_row"])
-        self._good, self._slow_until = list(state["good"]), int(state["slow_until"])
-
-    def _is_spike(self, update: Update) -> bool:
-        judged = (
-            (update.loss, self._losses.level, self.config.min_loss_rise),
-            (update.grad_norm, self._norms.level, self.config.min_norm_rise),
-        )
-        return any(
-            level is not None and value > level.upper_limit(self.config.num_sigmas, rise)
-            for value, level, rise in judged
-        )
+        self.pinned_checkpoints, self._slow_until = list(state["good"]), int(state["slow_until"])
 
 
 def loss_spikes(config: LossSpikeConfig, run: Runtime, *, checkpoint_every: int) -> Technique | None:
@@ -273,7 +252,7 @@ def loss_spikes(config: LossSpikeConfig, run: Runtime, *, checkpoint_every: int)
         on_gradients=spikes.on_gradients,
         on_step_end=on_step_end,
         state=spikes,
-        pinned_checkpoints=lambda: spikes.pinned_checkpoints,
+        pinned_checkpoints=lambda: list(spikes.pinned_checkpoints),
         summary=lambda: {"left_out": tuple(spikes.events)},
         needs=frozenset(),
     )

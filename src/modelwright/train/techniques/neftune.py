@@ -24,7 +24,7 @@ from modelwright.train.technique import Technique
 
 
 def neftune(alpha: float, run: Runtime) -> Technique | None:
-    """None without noise."""
+    """Returns None if no noise is configured."""
     if not alpha:
         return None
     noise = EmbeddingNoise(alpha=alpha, seed=run.seed, tensor=run.mesh.tensor)
@@ -55,6 +55,8 @@ class EmbeddingNoise:
         noise_BTD = torch.stack([uniform(seed, tokens_BT.shape[1], width, hidden_BSD.device) for seed in seeds])
         scale_BT = self.alpha * (document_lengths(positions_BT) * width).to(noise_BTD.dtype).rsqrt()
         noise_BTD *= scale_BT[..., None]
+        # Whole rows of noise are drawn, and the rank takes its tokens: parts drawn by each rank would depend on their
+        # number.
         first = self.tensor.rank * num_tokens if num_tokens < tokens_BT.shape[1] else 0
         return hidden_BSD + noise_BTD[:, first : first + num_tokens].to(hidden_BSD.dtype)
 
@@ -63,6 +65,7 @@ def row_keys(tokens_BT: Tensor) -> Tensor:
     """A hash of the tokens of each row, int64 [B]: a linear one with fixed random weights, modulo 2^64."""
     draw = torch.Generator().manual_seed(0)
     weights_T = torch.randint(-(2**63), 2**63 - 1, (tokens_BT.shape[1],), generator=draw)
+    # + 1, because token 0 would not count; integers wrap around without error.
     return ((tokens_BT + 1) * weights_T.to(tokens_BT.device)).sum(dim=1)
 
 

@@ -23,14 +23,10 @@ _WORDS = ("can't allocate memory", "std::bad_alloc", "out of memory", "Cannot al
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on an accelerator or in the host."""
+    """True if memory ran out, on an accelerator or in the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
-
-
-def retry_blocked_message(why: str) -> str:
-    return f"out-of-memory retry is disabled: {why}"
 
 
 @dataclass(kw_only=True)
@@ -45,9 +41,9 @@ class RetryOutOfMemory:
     world: World
     """The ranks that make an update together."""
     blocker: Callable[[], str] = lambda: ""
-    """Why a step cannot be repeated, or ""."""
+    """Returns the reason why a step cannot be repeated, or ""."""
     can_cut: bool = True
-    """Whether the layout lets a rank choose the number of microbatches; pipeline stages expect the configured one."""
+    """True if the layout lets a rank choose the number of microbatches; pipeline stages expect the configured one."""
     max_groups: int = 0
     """Most groups of rows in one microbatch; 0 means no limit."""
     group_size: int = 1
@@ -88,13 +84,15 @@ class RetryOutOfMemory:
             if not is_out_of_memory(error):
                 raise
             if why := self.blocker():
-                raise ModelwrightError(f"out of memory: {str(error).strip()}\n{retry_blocked_message(why)}") from error
+                text = f"out of memory: {str(error).strip()}\nout-of-memory retry is disabled: {why}"
+                raise ModelwrightError(text) from error
+            # Half of the largest microbatch that was tried; 0 if a single group did not fit.
             self.fitting_groups = max(part_sizes(max(batch.num_groups, num_parts), num_parts)) // 2
         return math.isinf(self.fitting_groups)
 
     def shrink_microbatches(self) -> None:
         """See `Runner`. Raises `ModelwrightError` on all ranks if a single row, or group, did not fit on one."""
-        fitting_groups = -self.world.maxima(-self.fitting_groups)[0]
+        fitting_groups = -self.world.maxima(-self.fitting_groups)[0]  # the minimum over the ranks
         if fitting_groups < 1:
             smallest = "one row" if self.group_size == 1 else f"one group of {self.group_size} rows"
             raise ModelwrightError(
@@ -103,10 +101,6 @@ class RetryOutOfMemory:
             )
         self.max_groups = int(fitting_groups)
         self.num_failed += 1
-
-    def on_batch(self, step: int, batch: Batch) -> Batch:
-        self.num_failed = 0
-        return batch
 
     def on_gradients(self, update: Update) -> None:
         if self.num_parts != self.runner.microbatches:
@@ -124,9 +118,7 @@ class RetryOutOfMemory:
 
 
 def out_of_memory(mode: WhenOutOfMemory, run: Runtime) -> Technique | None:
-    """Makes the run repeat steps that do not fit into memory, adds a metric when one did not, and stores the limit in
-    the checkpoint.
-    """
+    """Makes the run repeat steps that do not fit into memory; the checkpoint stores the limit that it finds."""
     if mode == "fail":
         return None
     retry = RetryOutOfMemory(
@@ -139,8 +131,9 @@ def out_of_memory(mode: WhenOutOfMemory, run: Runtime) -> Technique | None:
 
     def on_batch(step: int, batch: Batch) -> Batch:
         if why := retry.blocker():
-            run.note(retry_blocked_message(why))
-        return retry.on_batch(step, batch)
+            run.note(f"out-of-memory retry is disabled: {why}")
+        retry.num_failed = 0
+        return batch
 
     return Technique(
         name="out_of_memory",

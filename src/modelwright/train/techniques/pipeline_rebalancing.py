@@ -17,6 +17,7 @@ def pipeline_rebalancing(config: LoadBalanceConfig, run: Runtime, *, every: int)
 
     def on_step_end(info: StepInfo) -> Relayout | None:
         balance.observe(executor.stage_spans())
+        # All ranks get here at the same steps, because a proposal is collective.
         if info.step % (every or config.window_steps) or info.step >= run.num_steps:
             return None
         proposed = balance.propose(run.mesh)

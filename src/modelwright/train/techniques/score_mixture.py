@@ -22,10 +22,12 @@ class ScoreRule:
     def __init__(self, config: MixtureConfig, names: Sequence[str]) -> None:
         self.sharpness = config.score_sharpness
         self.measured: Sequence[str] = [name for name in names if name not in config.weights]
+        # In the order of `names`, which must not change: shares are by position.
         self.scores = {name: config.weights.get(name, UNMEASURED) for name in names}
         self.first_losses: dict[str, float] = {}
 
     def shares(self, before: np.ndarray, losses: Mapping[str, float]) -> np.ndarray:
+        # Losses of the first evaluation, to which later ones are related; 1 is thus a source that is not learned yet.
         self.first_losses = self.first_losses or dict(losses)
         for name, loss in losses.items():
             first = self.first_losses[name]

@@ -1,42 +1,36 @@
-"""Sparse updates in training: what is selected before a step, what the step then skips, and its cost.
+"""Sparse updates in training: selects units (outputs, blocks) and rows before a step, whose backward skips the others.
 
-A technique and a model pass: projections get products that skip what is not selected, and blocks below the lowest
+A technique and a model pass: projections get products that skip unselected outputs, and blocks below the lowest
 selected one run without gradient. `begin_step` selects, from the optimizer's moments and the rows of the batch;
 everything that the selection depends on is in the state. Replicas have the same moments, so they select the same units.
 
-Backward products of only the selected outputs of a layer: smaller dense products, not a mask.
+Backward products are smaller dense products, not masked ones: of dy [N, O] only the selected columns S are multiplied.
+Kind `columns` shrinks both backward products (the gradient of the input is then an approximation); kind `rows` shrinks
+only the gradient of the weight, which is exact in the selected rows and zero elsewhere. Unselected parts are never
+computed, so there is no remainder to keep; the selector compensates for it. Legend: N flattened rows, I inputs, O
+outputs, S selected outputs.
 
-Of dy [N, O] only the selected columns S are multiplied. Kind `columns` shrinks both backward products (the gradient of
-the input is then an approximation); kind `rows` shrinks only the gradient of the weight, which is exact in the selected
-rows and zero elsewhere. What is left out is never computed, so there is no remainder to keep; the selector makes up for
-it (`Selector`). Legend: N flattened rows, I inputs, O outputs, S selected outputs.
-
-Selects the units to update: those with the strongest signals, and some of all others, so that none is excluded for
-good.
-
-The signal of a unit that is not selected dates from its last selection. It would never change, and a unit that was weak
+`Selector` takes the units with the strongest signals, and some of all others, so that none is excluded for good. The
+signal of a unit that is not selected dates from its last selection. It would never change, and a unit that was weak
 once would be excluded forever (as with a published mask that is repeatedly multiplied by the next one: `shrunk_mask`).
-Two mechanisms bring it back: every selection that skips it adds its signal once more, because what it misses
-accumulates, and a share of the slots is drawn at random from all units that have none.
+Two mechanisms bring it back: every selection that skips it adds its signal once more, because missed updates
+accumulate, and a share of the slots is drawn at random from all units that have none.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
-from modelwright.model.decoder import Decoder
 from modelwright.ops.flop_counter import Executed, counted
 from modelwright.ops.linear_gemms import LinearGemms
 from modelwright.optim.sparse import BatchSelectionConfig, SparseUpdateConfig
-from modelwright.precision.apply import ModelPrecision
 from modelwright.train.flops import attention_flops, head_flops
 from modelwright.train.objective import Batch
 from modelwright.train.runtime import Runtime
@@ -56,30 +50,27 @@ class Selector:
         self.passed_over = torch.zeros(num_units)
         self.chosen = torch.ones(num_units, dtype=torch.bool)
 
-    @property
-    def num_units(self) -> int:
-        return len(self.signals)
-
     def refresh(self, step: int, share: float, measured: Tensor | None) -> Tensor:
-        """Select anew: the numbers of the selected units, in increasing order. measured: signals [num_units], of which
-        those of the present selection are used; None selects at random.
+        """Select anew; returns the numbers of the selected units, in increasing order. measured: signals [num_units],
+        of which those of the present selection are used; None selects at random.
         """
         draw = torch.Generator().manual_seed(derive_seed(self.seed, "units", self.name, step))
-        places = max(1, round(share * self.num_units))
+        num_units = len(self.signals)
+        places = max(1, round(share * num_units))
+        order = torch.randperm(num_units, generator=draw)  # units that are worth the same come in random order
         if measured is None:
-            return self._take(torch.randperm(self.num_units, generator=draw)[:places])
-        fresh = self.chosen & measured.isfinite()
-        self.signals = torch.where(fresh, measured.to(self.signals), self.signals)
-        worth = self.signals * (1.0 + self.passed_over) if self.feedback else self.signals
-        worth = torch.where(worth.isinf(), torch.full_like(worth, torch.finfo(worth.dtype).max), worth)
-        order = torch.randperm(self.num_units, generator=draw)  # units that are worth the same come in random order
-        order = order[worth[order].argsort(descending=True, stable=True)]
-        num_drawn = min(round(self.regrowth * places), self.num_units - places)
-        rest = order[places - num_drawn :]
-        drawn = rest[torch.randperm(len(rest), generator=draw)[:num_drawn]]
-        return self._take(torch.cat([order[: places - num_drawn], drawn]))
-
-    def _take(self, units: Tensor) -> Tensor:
+            units = order[:places]
+        else:
+            fresh = self.chosen & measured.isfinite()
+            self.signals = torch.where(fresh, measured.to(self.signals), self.signals)
+            worth = self.signals * (1.0 + self.passed_over) if self.feedback else self.signals
+            # Units without a signal come first, but with a finite worth: infinity times a factor tells nothing apart.
+            worth = torch.where(worth.isinf(), torch.full_like(worth, torch.finfo(worth.dtype).max), worth)
+            order = order[worth[order].argsort(descending=True, stable=True)]
+            num_drawn = min(round(self.regrowth * places), num_units - places)
+            rest = order[places - num_drawn :]
+            drawn = rest[torch.randperm(len(rest), generator=draw)[:num_drawn]]
+            units = torch.cat([order[: places - num_drawn], drawn])
         self.chosen = torch.zeros_like(self.chosen).index_fill_(0, units, True)
         self.passed_over = torch.where(self.chosen, torch.zeros_like(self.passed_over), self.passed_over + 1.0)
         return self.indices()
@@ -124,7 +115,7 @@ def shrunk_mask(mask: Tensor, signal: Tensor, share: float) -> Tensor:
 
 
 Chosen = Callable[[], Tensor | None]
-"""Numbers of the outputs that take part now, int64 [S] in rising order; None for all."""
+"""Returns the numbers of the presently selected outputs, int64 [S] in rising order; None for all."""
 
 
 def on_rows(inner: LinearGemms, chosen: Chosen) -> LinearGemms:
@@ -176,25 +167,17 @@ BLOCKS = "blocks"
 
 @dataclass(kw_only=True)
 class SparseUpdates:
-    """Created once all other passes have been applied. `sum_ranks`: sums a float over all ranks. send_rows: called at
-    each selection with the rows of the gradients that there will be (`AllReduceSync.send_rows`), by parameter in order.
-    chosen: by projection, the numbers of the selected outputs; None for all of them. first: the lowest block that is
-    updated.
+    """Restricts each step to selected units and rows. Created once all other passes have been applied. num_parts:
+    microbatches. chosen: by projection, the numbers of the selected outputs; None for all of them. first: the lowest
+    block that is updated.
     """
 
     config: SparseUpdateConfig
     rows: BatchSelectionConfig
-    model: Decoder
-    optimizer: Optimizer
+    run: Runtime
     betas: tuple[float, float]
     eps: float
-    num_steps: int
     num_parts: int
-    seed: int
-    rank: int
-    sum_ranks: Callable[[float], float]
-    formats: ModelPrecision
-    send_rows: Callable[[Sequence[Tensor | None]], None] | None = None
     executed: Executed = field(default_factory=Executed)
     selectors: dict[str, Selector] = field(default_factory=dict[str, Selector])
     chosen: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
@@ -203,127 +186,104 @@ class SparseUpdates:
     row_choice: BatchSelector = field(init=False)
 
     def __post_init__(self) -> None:
+        model, seed, rank = self.run.model, self.run.seed, self.run.mesh.data.rank
+        units: dict[str, int] = {}
         if self.config.kind in ("columns", "rows"):
-            self.selectors = {
-                name: self.selector(one.out_features, name) for name, one in self.model.projections().items()
-            }
+            units = {name: one.out_features for name, one in model.projections().items()}
         elif self.config.kind == "layers":
-            self.selectors = {BLOCKS: self.selector(len(self.model.blocks), BLOCKS)}
+            units = {BLOCKS: len(model.blocks)}
+        regrowth, feedback = self.config.random_fraction, self.config.use_feedback
+        self.selectors = {
+            name: Selector(num_units, seed=seed, name=name, regrowth=regrowth, feedback=feedback)
+            for name, num_units in units.items()
+        }
         self.row_choice = BatchSelector(
-            self.rows,
-            self.model,
-            seed=self.seed,
-            rank=self.rank,
-            num_parts=self.num_parts,
-            executed=self.executed,
+            self.rows, model, seed=seed, rank=rank, num_parts=self.num_parts, executed=self.executed
         )
-        self.install()
-
-    def selector(self, num_units: int, name: str) -> Selector:
-        config = self.config
-        return Selector(
-            num_units, seed=self.seed, name=name, regrowth=config.random_fraction, feedback=config.use_feedback
-        )
-
-    def install(self) -> None:
-        """Make projections skip what is not selected, and blocks save nothing that backward does not reach."""
-        self.formats.wrap_products(self.sparse_products)
+        self.run.formats.wrap_products(self.sparse_products)
         if self.config.freezes:
-            for layer, block in enumerate(self.model.blocks.values()):
+            for layer, block in enumerate(model.blocks.values()):
                 block.forward = partial(self.run_block, layer, block.forward)
 
     def sparse_products(self, name: str, inner: LinearGemms) -> LinearGemms:
-        """The GEMMs of a projection, in any format, without unselected units; FLOPs are counted after that."""
+        """The GEMMs of a projection, in any format, without unselected units; only executed FLOPs are counted."""
         leave_out = {"columns": on_columns, "rows": on_rows}.get(self.config.kind)
         products = counted(inner, self.executed)
         return leave_out(products, partial(self.chosen.get, name)) if leave_out else products
 
     def run_block(self, layer: int, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Blocks below the lowest updated one save nothing for backward."""
         if layer >= self.first:
             return run(*inputs)
-        with torch.no_grad():
+        with torch.no_grad():  # backward does not reach the block, so it saves nothing
             return run(*inputs)
 
-    def begin_step(self, batch: Batch, step: int) -> Batch:
+    def begin_step(self, step: int, batch: Batch) -> Batch:
         """Select for update `step`; returns the part of the batch that is trained on."""
         self.executed.flops = 0
-        self.share = self.config.share(step, self.num_steps)
+        model, num_steps = self.run.model, self.run.num_steps
+        self.share = self.config.share(step, num_steps)
+        num_blocks = len(model.blocks)
         if self.config.kind == "freeze_prefix":
-            self.freeze({layer for layer in range(len(self.model.blocks)) if layer >= self.num_frozen()})
+            num_frozen = min(num_blocks - 1, round((1.0 - self.share) * num_blocks))  # the last one is never frozen
+            self.freeze(set(range(num_frozen, num_blocks)))
         elif self.config.kind != "none":
             if step % self.config.refresh_every_steps == 0:
-                self.refresh(step)
-            self.put_in_force()
-        batch = self.row_choice(batch, step, self.num_steps) if self.rows.is_on else batch
-        self.count_around(batch)
+                for name, selector in self.selectors.items():
+                    measured = None if self.config.signal == "random" else self.measure(name)
+                    selector.refresh(step, self.share, measured)
+            device = model.embedding.weight.device
+            for name, selector in self.selectors.items():
+                if name == BLOCKS:
+                    blocks: list[int] = selector.indices().tolist()  # pyright: ignore
+                    self.freeze(set(blocks))
+                else:
+                    self.chosen[name] = None if selector.chosen.all() else selector.indices().to(device)
+            if self.config.kind in ("columns", "rows"):
+                # The other rows of these gradients are zero on all ranks, so they need not be sent.
+                names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+                self.run.strategy.send_only_rows([self.chosen.get(name.removesuffix(".weight")) for name in names])
+        batch = self.row_choice(batch, step, num_steps) if self.rows.is_on else batch
+        # Projections count their own FLOPs; attention and head, forward and backward, are counted here.
+        of_attention = [attention_flops(model.config, batch, int(layer)) for layer in model.blocks]
+        self.executed.add(sum(of_attention) + 2 * sum(of_attention[self.first :]))
+        self.executed.add(3 * head_flops(model.config, batch))
         return batch
-
-    def num_frozen(self) -> int:
-        """Blocks of the frozen prefix; the last one is never frozen."""
-        num_blocks = len(self.model.blocks)
-        return min(num_blocks - 1, round((1.0 - self.share) * num_blocks))
-
-    def refresh(self, step: int) -> None:
-        for name, selector in self.selectors.items():
-            measured = None if self.config.signal == "random" else self.measure(name)
-            selector.refresh(step, self.share, measured)
 
     def measure(self, name: str) -> Tensor:
         """The signal of each unit: the square root of the mean over its elements; infinite before its first update."""
-        if name == BLOCKS:
-            blocks = self.model.blocks.values()
-            return torch.stack([self.root_mean([p for p in block.parameters() if p.dim() > 1]) for block in blocks])
-        weight = self.model.projections()[name].weight
-        result = self.elements(weight)
-        return torch.full((weight.shape[0],), torch.inf) if result is None else result.mean(dim=1).sqrt().cpu()
-
-    def root_mean(self, parameters: Sequence[Tensor]) -> Tensor:
-        result = [self.elements(parameter) for parameter in parameters]
-        sums = [one.double().sum() for one in result if one is not None]
-        if not sums:
-            return torch.tensor(torch.inf)
-        mean = torch.stack(sums).sum() / sum(one.numel() for one in result if one is not None)
-        return mean.sqrt().float().cpu()
+        if name != BLOCKS:
+            weight = self.run.model.projections()[name].weight
+            result = self.elements(weight)
+            return torch.full((weight.shape[0],), torch.inf) if result is None else result.mean(dim=1).sqrt().cpu()
+        signals: list[Tensor] = []
+        for block in self.run.model.blocks.values():
+            moments = [self.elements(parameter) for parameter in block.parameters() if parameter.dim() > 1]
+            measured = [one for one in moments if one is not None]
+            if measured:
+                total = torch.stack([one.double().sum() for one in measured]).sum()
+                signals.append((total / sum(one.numel() for one in measured)).sqrt().float().cpu())
+            else:
+                signals.append(torch.tensor(torch.inf))
+        return torch.stack(signals)
 
     def elements(self, parameter: Tensor) -> Tensor | None:
         signal = "momentum" if self.config.signal == "momentum" else "gradient"
-        return moment_signal(self.optimizer.state.get(parameter, {}), signal, self.betas, self.eps)
-
-    def put_in_force(self) -> None:
-        """Make the next step skip what the selectors have not selected."""
-        for name, selector in self.selectors.items():
-            everything = bool(selector.chosen.all())
-            if name == BLOCKS:
-                blocks: list[int] = selector.indices().tolist()  # pyright: ignore
-                self.freeze(set(blocks))
-            else:
-                device = self.model.embedding.weight.device
-                self.chosen[name] = None if everything else selector.indices().to(device)
-        if self.send_rows and self.config.kind in ("columns", "rows"):
-            names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-            self.send_rows([self.chosen.get(name.removesuffix(".weight")) for name in names])
+        return moment_signal(self.run.replica.optimizer.state.get(parameter, {}), signal, self.betas, self.eps)
 
     def freeze(self, updated: set[int]) -> None:
-        """Update only these blocks and everything above them. An embedding that is also the head stays with the head;
-        below a frozen block no gradient reaches it.
-        """
-        self.first = min(updated)
-        for layer, block in enumerate(self.model.blocks.values()):
+        """Update only these blocks and everything above them."""
+        self.first, model = min(updated), self.run.model
+        for layer, block in enumerate(model.blocks.values()):
             block.requires_grad_(layer in updated)
-        if self.model.head is not None:
-            self.model.embedding.requires_grad_(self.first == 0)
-
-    def count_around(self, batch: Batch) -> None:
-        """FLOPs that projections do not count themselves: attention and head, forward and backward."""
-        shape = self.model.config
-        of_attention = [attention_flops(shape, batch, int(layer)) for layer in self.model.blocks]
-        self.executed.add(sum(of_attention) + 2 * sum(of_attention[self.first :]))
-        self.executed.add(3 * head_flops(shape, batch))
+        # An embedding that is also the head is trained as the head is; another one gets no gradient below a frozen
+        # block.
+        if model.head is not None:
+            model.embedding.requires_grad_(self.first == 0)
 
     def on_gradients(self, update: Update) -> None:
-        """After backward: the cost of the step, and the selected share."""
-        update.model_flops = update.metrics["executed_flops"] = self.sum_ranks(float(self.executed.flops))
+        """Record the cost of the step, and the selected share."""
+        (executed_flops,) = self.run.mesh.world.sums([float(self.executed.flops)])
+        update.model_flops = update.metrics["executed_flops"] = executed_flops
         update.metrics["sparse_share"] = self.share
 
     def state_dict(self) -> dict[str, Any]:
@@ -337,9 +297,9 @@ class SparseUpdates:
 
     def close(self) -> None:
         """Make the model plain again, with all parameters trainable."""
-        self.formats.wrap_products(None)
+        self.run.formats.wrap_products(None)
         if self.config.freezes:
-            self.model.requires_grad_(True)
+            self.run.model.requires_grad_(True)
 
 
 def layer_sparsity(
@@ -358,25 +318,11 @@ def layer_sparsity(
         raise ConfigError(
             "sparse_updates: needs unsharded replicas; set all axes of `parallel` except data to 1 and zero_stage to 0"
         )
-    sparse = SparseUpdates(
-        config=config,
-        rows=rows,
-        model=run.model,
-        optimizer=run.replica.optimizer,
-        betas=betas,
-        eps=eps,
-        num_steps=run.num_steps,
-        num_parts=num_microbatches,
-        seed=run.seed,
-        rank=run.mesh.data.rank,
-        sum_ranks=lambda value: run.mesh.world.sums([value])[0],
-        formats=run.formats,
-        send_rows=lambda rows: run.strategy.send_only_rows(rows),
-    )
+    sparse = SparseUpdates(config=config, rows=rows, run=run, betas=betas, eps=eps, num_parts=num_microbatches)
     run.on_exit.callback(sparse.close)
     return Technique(
         name="layer_sparsity",
-        on_batch=lambda step, batch: sparse.begin_step(batch, step),
+        on_batch=sparse.begin_step,
         on_gradients=sparse.on_gradients,
         state=sparse,
         needs=frozenset(),

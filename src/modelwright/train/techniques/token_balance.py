@@ -11,6 +11,7 @@ def token_balance(config: LoadBalanceConfig, run: Runtime) -> Technique | None:
         return None
 
     def on_batch(step: int, batch: Batch) -> Batch:
+        # Asked in each step: the number rises once memory has run out.
         num_parts = run.runner.num_microbatches(batch.num_groups)
         return balance_tokens(batch.padded(num_parts), num_parts) if num_parts > 1 else batch
 

@@ -15,6 +15,7 @@ class WeightDecaySchedule:
     def __init__(self, optimizer: Optimizer, config: WeightDecayScheduleConfig) -> None:
         self.optimizer = optimizer
         self.config = config
+        # Groups differ: norms do not decay.
         self.usual = [group["weight_decay"] for group in optimizer.param_groups]
         self.low = False
 
