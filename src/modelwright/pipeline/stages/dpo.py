@@ -1,11 +1,7 @@
 """dpo: preference optimization on pairs of a chosen and a rejected answer: DPO, IPO, ORPO."""
 
-from collections.abc import Sequence
-
 from modelwright.objectives.preference import Preference, PreferenceConfig
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.report.blocks import Block
-from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.alignment import PAIR_ROWS, metric_charts, reference_model
 from modelwright.pipeline.stages.pack import PACK
@@ -26,16 +22,6 @@ def _further(run: RunConfig, config: PreferenceConfig) -> FurtherModels:
     return FurtherModels(num_models=count, num_forwards=count, folders=folders)
 
 
-def _blocks(stage: StageData) -> Sequence[Block]:
-    return metric_charts(
-        stage,
-        {
-            "Rewards": {"rewards/chosen": "chosen", "rewards/rejected": "rejected", "rewards/margins": "margin"},
-            "Share of pairs in the right order": {"rewards/accuracies": "accuracy"},
-        },
-    )
-
-
 DPO = training_spec(
     name="dpo",
     title="Preference optimization",
@@ -48,6 +34,12 @@ DPO = training_spec(
     config=PreferenceConfig,
     only_if_named=True,
     loss_unit="",
-    blocks=_blocks,
+    blocks=lambda stage: metric_charts(
+        stage,
+        {
+            "Rewards": {"rewards/chosen": "chosen", "rewards/rejected": "rejected", "rewards/margins": "margin"},
+            "Share of pairs in the right order": {"rewards/accuracies": "accuracy"},
+        },
+    ),
     further=_further,
 )

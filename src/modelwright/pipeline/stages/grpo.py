@@ -17,7 +17,7 @@ def _objective(inputs: StageInputs) -> Grpo:
 def _further(run: RunConfig, config: GrpoConfig) -> FurtherModels:
     terms = reward_terms(run, GRPO.name)
     count = int(config.beta > 0) + len(model_terms(terms))
-    num_forwards = (1 + count) / config.num_iterations  # completions
+    num_forwards = (1 + count) / config.num_iterations  # 1: generation of the completion
     return FurtherModels(num_models=count, num_forwards=num_forwards, folders=reward_model_folders(terms))
 
 
