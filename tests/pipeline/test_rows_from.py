@@ -161,7 +161,7 @@ def test_rows_that_do_not_fit_are_refused(
                 f"pack.seq_len: is 64, but the rows of {source} were packed with 128",
             ),
             ([*from_folder, "--pack.chat_loss=all"], "pack.chat_loss: is all, but the rows"),
-            (["--rows_from", str(source), "--stages", f"{TRAINED},dpo"], "has no rows of preference pairs, which dpo"),
+            (["--rows_from", str(source), "--stages", f"{TRAINED},dpo"], "lacks the rows of preference pairs that dpo"),
             ([*from_folder, "--cache.disk_bytes=5"], "cache.folder: is empty, but disk_bytes is set"),
         ]
     ):

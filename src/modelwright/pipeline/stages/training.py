@@ -240,8 +240,7 @@ def training_spec(
     fresh: Callable[[RunConfig], Decoder] | None = None,
     prepare: Callable[[RunConfig, Decoder], None] = lambda config, model: None,
 ) -> StageSpec:
-    """Returns a stage that trains the model of the stage before it, or random weights, on rows of the stage pack. See
-    `StageSpec` for the other parameters.
+    """Returns a stage that trains the model before it, or random weights, on rows of pack (see `StageSpec`).
 
     config: `TrainConfig`, or a dataclass that adds settings of the objective to it
     loss_unit: of the loss, for charts
@@ -252,7 +251,7 @@ def training_spec(
     techniques: techniques of this stage, in addition to those of all trainings
     row_use: how the stage uses its rows; differs for a stage that generates its training data
     save: writes the artifact on the first rank and returns further facts
-    fresh: makes the model with random weights, where it is not the one of the run's configuration
+    fresh: makes the model with random weights
     prepare: changes the model that training starts from, in place; its weights may still be on disk (`deferred_model`)
     """
     traits = _Traits(start=start, further=further, techniques=techniques, row_use=row_use, save=save, prepare=prepare)
