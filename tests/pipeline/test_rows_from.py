@@ -154,7 +154,7 @@ def test_rows_that_do_not_fit_are_refused(
     from_folder = ["--rows_from", str(source), "--stages", TRAINED]
     for number, (words, problem) in enumerate(
         [
-            (["--rows_from", str(tmp_path), "--stages", TRAINED], "has no finished stage tokenize"),
+            (["--rows_from", str(tmp_path), "--stages", TRAINED], f"the stage tokenize of {tmp_path} is not finished"),
             (["--rows_from", "nowhere://x", "--stages", TRAINED], "rows_from: nowhere://x is not a usable URL"),
             (
                 [*from_folder, "--pack.seq_len=64"],

@@ -1,5 +1,5 @@
-"""What the stages dpo and kto share: rows of preference pairs and of labeled answers, the reference model, and charts
-of rewards.
+"""Shared parts of the stages dpo and kto: rows of preference pairs and of labeled answers, the reference model, and
+charts of rewards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,26 +23,26 @@ from modelwright.train.frozen_model import FrozenModel
 
 
 def _pack_pairs(job: PackJob, split: Split) -> None:
-    """Groups of two rows: chosen answers, and the rejected answers to the same prompts. The value of a sequence is the
-    margin of its pair, 0 if it has none.
+    """Packs groups of two rows: chosen answers, and the rejected answers to the same prompts. The value of a sequence
+    is the margin of its pair, 0 without one.
     """
     fit = _new_fit(job)
 
     def sequences() -> Sequences:
         for document in _documents(job, split, "rejected"):
             if answers := fit.pair(document):
-                value = float(document.meta.get("margin", 0.0))
-                yield from _sequences(job, document, answers, value)
+                yield from _sequences(job, document, answers, float(document.meta.get("margin", 0.0)))
 
     _pack(job, PAIR_ROWS, split, sequences(), fit)
 
 
 def _pack_labeled(job: PackJob, split: Split) -> None:
-    """Groups of two rows: answers, and the same prompts with answers to other prompts. The value of a sequence is 1 for
-    a desirable answer, else 0.
+    """Packs groups of two rows: answers, and the same prompts with answers to other prompts. The value of a sequence is
+    1 for a desirable answer, else 0.
     """
     fit = _new_fit(job)
     kept = ((one, answer) for one in _documents(job, split, "desirable") if (answer := fit.single(one)))
+    # Mismatching runs some answers ahead, so documents are paired with its results through a second iterator.
     ordered, encoded = tee(kept)
 
     def sequences() -> Sequences:
@@ -76,24 +76,21 @@ def _sequences(
 
 
 def _pack(job: PackJob, rows: RowSet, split: Split, sequences: Sequences, fit: PreferenceFit) -> bool:
-    """Pack the groups of a split; returns whether there were any. Raises `DataError` if all of them were skipped."""
+    """Packs the groups of a split; returns False without any. Raises `DataError` if all of them were skipped."""
     report = job.pack(f"{rows.name}/{split}", sequences, group_size=2)
     if report:
         report |= {"num_sequences": fit.num_preferences, "num_cut": fit.answers.num_truncated}
         report["skipped"] = dict(fit.skipped)
     if split == "train" and fit.skipped:
-        _tell_skipped(job, rows, fit)
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(fit.skipped.items()))
+        text = f"pack: of {fit.num_preferences:,} {rows.documents}s, some are left out ({reasons})"
+        if fit.answers.num_overlong:
+            suggestion = suggest_row_len(job.config, fit.answers)
+            text += f"; a row has {fit.answers.seq_len} tokens (pack.seq_len): {suggestion}"
+        if fit.num_preferences == sum(fit.skipped.values()):
+            raise DataError(f"{text}; none is left")
+        job.context.progress.note(text)
     return bool(report)
-
-
-def _tell_skipped(job: PackJob, rows: RowSet, fit: PreferenceFit) -> None:
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(fit.skipped.items()))
-    text = f"pack: of {fit.num_preferences:,} {rows.documents}s, some are left out ({reasons})"
-    if fit.answers.num_overlong:
-        text += f"; a row has {fit.answers.seq_len} tokens (pack.seq_len): {suggest_row_len(job.config, fit.answers)}"
-    if fit.num_preferences == sum(fit.skipped.values()):
-        raise DataError(f"{text}; none is left")
-    job.context.progress.note(text)
 
 
 PAIR_ROWS = RowSet(
@@ -109,10 +106,8 @@ LABELED_ROWS = RowSet(
 
 
 def reference_model(inputs: StageInputs, stage: str, folder: str) -> FrozenModel:
-    """The model of a folder, or, for "", the one that the stage starts from; frozen. Where the model in training is
-    divided over ranks, it is, too.
-
-    Raises `ConfigError` if the folder's model does not fit the tokens of the run.
+    """Returns the model of a folder, or, for "", the one from which the stage starts; frozen, and divided over ranks
+    like the model in training. Raises `ConfigError` if the folder's model does not fit the tokens of the run.
     """
     start = inputs.parents[model_before(inputs.config, stage)]
     model = deferred_model(Path(folder) if folder else start)
@@ -129,8 +124,8 @@ def reference_model(inputs: StageInputs, stage: str, folder: str) -> FrozenModel
 
 
 def metric_charts(stage: StageData, charts: Mapping[str, Mapping[str, str]]) -> Sequence[Block]:
-    """Charts of an objective's metrics, smoothed in training and as they are on held-out rows. charts: for each title
-    the label of each metric.
+    """Returns charts of an objective's metrics, smoothed in training and unsmoothed on held-out rows. charts: for each
+    title the label of each metric.
     """
     records = stage.records()
     blocks: list[Block] = []
