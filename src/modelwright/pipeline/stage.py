@@ -107,7 +107,7 @@ class RowSet:
     """Folder in the artifact of the stage pack."""
     title: str
     """Name of the rows in tables."""
-    pack: Callable[[Any, Split], None]
+    pack: Callable[[Any, Split], object]
     """Packs the documents of one split: gets a `PackJob` of `pipeline.stages.rows` and calls its `pack` with the name
     `<name>/<split>`."""
     encoder: "Callable[[PackConfig, Path], RowEncoder] | None" = None

@@ -10,14 +10,14 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.records import column
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document, Split
-from modelwright.data.rows.fit import ConversationFit, PreferenceFit, PromptedAnswer, with_mismatched_answers
+from modelwright.data.rows.fit import PreferenceFit, PromptedAnswer, with_mismatched_answers
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.model.hf import deferred_model
 from modelwright.pipeline.report.blocks import Block, Chart
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import RowSet, StageInputs
-from modelwright.pipeline.stages.rows import PackJob, Sequences, suggest_row_len
+from modelwright.pipeline.stages.rows import PackJob, Sequences, new_fit, suggest_row_len
 from modelwright.pipeline.stages.stage_inputs import model_before
 from modelwright.train.frozen_model import FrozenModel
 
@@ -26,7 +26,7 @@ def _pack_pairs(job: PackJob, split: Split) -> None:
     """Packs groups of two rows: chosen answers, and the rejected answers to the same prompts. The value of a sequence
     is the margin of its pair, 0 without one.
     """
-    fit = _new_fit(job)
+    fit = PreferenceFit(tokenizer=job.tokenizer, answers=new_fit(job))
 
     def sequences() -> Sequences:
         for document in _documents(job, split, "rejected"):
@@ -40,7 +40,7 @@ def _pack_labeled(job: PackJob, split: Split) -> None:
     """Packs groups of two rows: answers, and the same prompts with answers to other prompts. The value of a sequence is
     1 for a desirable answer, else 0.
     """
-    fit = _new_fit(job)
+    fit = PreferenceFit(tokenizer=job.tokenizer, answers=new_fit(job))
     kept = ((one, answer) for one in _documents(job, split, "desirable") if (answer := fit.single(one)))
     # Mismatching runs some answers ahead, so documents are paired with its results through a second iterator.
     ordered, encoded = tee(kept)
@@ -55,13 +55,6 @@ def _pack_labeled(job: PackJob, split: Split) -> None:
         raise DataError(
             "pack: all answers with a label have the same prompt; KTO compares answers to different prompts"
         )
-
-
-def _new_fit(job: PackJob) -> PreferenceFit:
-    overlong = "skip" if job.settings.long_documents == "skip" else "split"
-    return PreferenceFit(
-        tokenizer=job.tokenizer, answers=ConversationFit(seq_len=job.settings.seq_len, overlong=overlong)
-    )
 
 
 def _documents(job: PackJob, split: Split, field: str) -> Iterator[Document]:

@@ -1,5 +1,5 @@
-"""reward: a reward model, learned from preference pairs. Later stages go on with the language model, not with it; those
-that learn from rewards may score answers with it.
+"""reward: a reward model, learned from preference pairs. Later stages continue with the language model from before it;
+those that learn from rewards may score answers with the reward model.
 
 Artifact: a sequence-classification folder of `transformers` with one label. Facts: `heldout_pairs`, its accuracy and
 calibration.
@@ -56,14 +56,14 @@ def _save(trained: TrainedModel) -> Mapping[str, Any]:
 
 
 def pad_id(tokenizer: Tokenizer) -> int:
-    """A token that no sequence ends with: `transformers` scores at the last one that is not padding."""
+    """Returns a token with which no sequence ends: `transformers` scores at the last one that is not padding."""
     named = [tokenizer.id_of(tokenizer.special_tokens.get(name, "")) for name in ("pad_token", "bos_token")]
     candidates = [*named, *range(tokenizer.vocab_size)]
     return next(token for token in candidates if token is not None and token not in tokenizer.stop_ids)
 
 
 def differences(judge: RewardModel, rows: PackedRows) -> np.ndarray:
-    """The reward of the chosen answer minus that of the rejected one, for each pair of packed rows, [P]."""
+    """Returns the reward of the chosen answer minus that of the rejected one, for each pair of packed rows, [P]."""
     found: list[np.ndarray] = []
     for batch in rows.batches(GROUPS_AT_ONCE):
         scores_G2S = judge.piece_scores(batch).cpu().unflatten(0, (-1, 2))
@@ -88,13 +88,11 @@ def _blocks(stage: StageData) -> Sequence[Block]:
             "Difference of rewards": {"margin": "chosen minus rejected"},
         },
     )
-    facts = stage.facts.get("heldout_pairs")
-    return [*charts, *_calibration_blocks(facts)] if facts else charts
-
-
-def _calibration_blocks(facts: Mapping[str, Any]) -> list[Block]:
+    if not (facts := stage.facts.get("heldout_pairs")):
+        return charts
     points = [(one["confidence"], one["accuracy"]) for one in facts["bins"]]
     lines = [
+        # From 0.5: the confidence is that of the answer with the higher reward.
         Line("perfect calibration", [(0.5, 0.5), (1.0, 1.0)], faint=True),
         Line("held-out pairs", points, marks=True, color=1),
     ]
@@ -113,6 +111,7 @@ def _calibration_blocks(facts: Mapping[str, Any]) -> list[Block]:
     ]  # fmt: skip
     header = ["confidence", "pairs", "mean confidence", "in the right order"]
     return [
+        *charts,
         Chart("Reliability", svg, caption),
         Table(header, rows, "Reliability on held-out pairs", numeric=(1, 2, 3)),
     ]
