@@ -32,7 +32,7 @@ from modelwright.pipeline.report.environment import (
     settings_section,
     used,
 )
-from modelwright.pipeline.report.run_data import RunData, StageData, read_run
+from modelwright.pipeline.report.run_data import RunData, read_run
 from modelwright.pipeline.stage import StageSpec
 
 
