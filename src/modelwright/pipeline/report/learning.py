@@ -46,7 +46,7 @@ _EVENTS_SHOWN = 40
 
 
 def training_section(stage: StageData, config: TrainConfig, title: str, *, loss_unit: str = NATS_PER_TOKEN) -> Section:
-    """Returns curves and figures of a training stage. title: title of the section. loss_unit: "" for a loss without one."""
+    """Returns curves and figures of a training stage. title: title of the section. loss_unit: "" without a unit."""
     name, facts = stage.name, stage.facts
     if "skipped" in facts:
         return Section(name, title, [Note(str(facts["skipped"]).capitalize() + ".")])
