@@ -55,7 +55,7 @@ class Product:
 
 
 def forward_products(model: ModelConfig, *, num_tokens: int, head_chunk_tokens: int) -> list[Product]:
-    """Returns the linears of a forward pass over `num_tokens` tokens; the head works in chunks (`ops.cross_entropy`)."""
+    """Returns the linears of a forward pass over `num_tokens` tokens; the head works in chunks (ops.cross_entropy)."""
     query_dim, kv_dim = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     layers = {
         "q_proj": (model.model_dim, query_dim),
