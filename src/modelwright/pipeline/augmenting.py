@@ -103,9 +103,11 @@ def augment_sources(
     work = out.with_name(f"{out.name}.work")
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
+    # This command leaves a lock file in its folder; without one, the files are someone else's and may not be removed.
     if not (work / LOCK_FILE).exists() and any(work.iterdir()):
         raise ConfigError(f"{work}: unfinished copies would go here, and it has other files; choose another output")
     with lock_folder(work, "this folder; wait for it or write elsewhere"):
+        # A folder per request, so that another one never uses its shards. The number of workers changes no copy.
         work_key = digest(
             [dump(data), fingerprint(data, CleanConfig()), dump(replace(augment, num_workers=0)), settings]
         )

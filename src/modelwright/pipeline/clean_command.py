@@ -165,6 +165,7 @@ def clean_sources(
         if earlier and not (folder / SETTINGS).exists():
             (folder / SETTINGS).write_bytes(earlier)
     lines = _clean_into_folder(data, clean, folder, store.url, progress, parquet)
+    # Old tables, and below old files of kept documents, are removed: the new files need not overwrite all of them.
     store.remove(FOLDER, FILE_NAME)
     tables = [f"{FOLDER}/{path.name}" for path in sorted((folder / FOLDER).glob("*"))]
     kept = _kept_names(folder)

@@ -48,6 +48,7 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
     for file in locate(without_corpora(sources), lambda reason, where: None):
         for path, name in [(file.path, file.name), *((path, path) for path in companions(file))]:
             facts = file.filesystem.info(path)
+            # Each kind of store has its own name for the time, or the version, of a file.
             changed = facts.get("mtime") or facts.get("LastModified") or facts.get("ETag") or ""
             result.append([name, int(facts.get("size") or 0), str(changed)])
     return result

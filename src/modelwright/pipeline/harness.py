@@ -68,7 +68,15 @@ def find_tasks(path: Path) -> TaskList:
         raise ConfigError(f"--tasks: {path} does not exist; give a folder with lm-eval's YAML files, or one of them")
     folder = path if path.is_dir() else path.parent
     files = [file for file in folder.glob("**/*.yaml") if IGNORED_FOLDERS.isdisjoint(file.parts)]
-    defining = [file for file in (sorted(files) if path.is_dir() else [path]) if _defines_task(file)]
+    defining: list[Path] = []
+    for file in sorted(files) if path.is_dir() else [path]:
+        try:
+            top = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}: is not valid YAML ({' '.join(str(error).split())})") from None
+        # A file without these keys is only a part that others include.
+        if isinstance(top, yaml.MappingNode) and any(key.value in ("task", "group") for key, _ in top.value):
+            defining.append(file)
     manager = import_module("lm_eval.tasks").TaskManager(include_path=folder, include_defaults=False)
     entries = manager.task_index.items()
     known = {entry.yaml_path.resolve() for _, entry in entries if entry.yaml_path}
@@ -147,17 +155,6 @@ def write_results(results: Mapping[str, Any], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, as_json(results))
     return path
-
-
-def _defines_task(file: Path) -> bool:
-    """Returns True for a task or a group, False for a part that others include. Raises `ConfigError` for a file that
-    is not YAML.
-    """
-    try:
-        top = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: is not valid YAML ({' '.join(str(error).split())})") from None
-    return isinstance(top, yaml.MappingNode) and any(key.value in ("task", "group") for key, _ in top.value)
 
 
 def _check_data(name: str, config: Any, file: str) -> None:

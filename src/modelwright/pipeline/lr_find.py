@@ -92,6 +92,7 @@ class Follow:
 
     def observe(self, info: StepInfo) -> None:
         self.points.append((info.learning_rate, info.loss))
+        # The first tenth of the steps is exempt: few losses have a noisy average.
         values = [value for _, value in smooth(self.points, SMOOTHING)]
         away = len(values) > self.num_steps // 10 and values[-1] > AWAY * min(values)
         if away or not math.isfinite(info.loss):

@@ -30,8 +30,16 @@ def model_card(data: RunData, stage: str, *, library: str = "transformers", use:
         evaluation = ["The run evaluated a later model than this one."]
     else:
         evaluation = [f"- {' '.join(line.split())}" for line in figures(data)] or ["Nothing was held out or evaluated."]
+    sources = [Path(source).name or source for source in map(redact_text, config.text_sources)]
+    texts = [f"- Sources: {', '.join(sources)}"]
+    cleaned = data.done("clean")
+    kept: Mapping[str, Any] = cleaned.facts.get("clean", {}).get("kept", {}) if cleaned else {}
+    titles = {"prose": "Prose", "code": "Source code", "qa": "Conversations", "image": "Images"}
+    for kind, splits in kept.items():
+        counts = [splits.get(split, {}).get("documents", 0) for split in ("train", "heldout")]
+        texts.append(f"- {titles.get(kind, kind)}: {counts[0]:,} for training, {counts[1]:,} held out")
     sections = {
-        "Data": _data_lines(data),
+        "Data": texts,
         "Training": [line for one in trainings for line in _training_lines(data, one)],
         "Evaluation": evaluation,
         "Lineage": _lineage_lines(data, stage),
@@ -54,20 +62,6 @@ def model_card(data: RunData, stage: str, *, library: str = "transformers", use:
     for title, lines in sections.items():
         text += ["", f"## {title}", "", *lines]
     return "\n".join(text) + "\n"
-
-
-def _data_lines(data: RunData) -> list[str]:
-    sources = [Path(source).name or source for source in map(redact_text, data.config.text_sources)]
-    lines = [f"- Sources: {', '.join(sources)}"]
-    if (cleaned := data.done("clean")) is None:
-        return lines
-    kept: Mapping[str, Mapping[str, Mapping[str, int]]] = cleaned.facts.get("clean", {}).get("kept", {})
-    names = {"prose": "Prose", "code": "Source code", "qa": "Conversations", "image": "Images"}
-    for kind, splits in kept.items():
-        counts = {split: table.get("documents", 0) for split, table in splits.items()}
-        parts = f"{counts.get('train', 0):,} for training, {counts.get('heldout', 0):,} held out"
-        lines.append(f"- {names.get(kind, kind)}: {parts}")
-    return lines
 
 
 def _training_lines(data: RunData, spec: StageSpec) -> list[str]:

@@ -36,7 +36,17 @@ def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel
     different model, and is used only if `stage` asks for it. Raises `ConfigError` for a stage that produces no model.
     """
     if not (path / "run.json").is_file():
-        return _in_folder(path, stage, int8=int8)
+        if stage:
+            raise ConfigError(f"--stage: {path} is a model folder, not a run with stages; leave it out or name a run")
+        if int8 and not is_int8_folder(path):
+            raise ConfigError(
+                f"--int8: {path} is a model folder whose weights are not quantized; leave the option out, or name a "
+                f"run with the stage {QUANTIZE.name} or the folder that the stage has written"
+            )
+        name, manifest = path.resolve().name, verify_if_artifact(path)
+        if manifest is None:
+            return FoundModel(ModelSource(name=name, folder=path))
+        return FoundModel(ModelSource(name=name, folder=path, stage=manifest.kind, digest=manifest.content_digest))
     run = RunDir(path)
     config = read_run_config(run.config)
     if stage and int8:
@@ -54,21 +64,6 @@ def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel
     source = ModelSource(name=config.name, folder=run.stage(name).artifact, stage=name, digest=manifest.content_digest)
     remark = f"{' and '.join(unfinished)} has not finished yet, so this is the model of {name}" if unfinished else ""
     return FoundModel(source, config.serve, config.requests, remark, run)
-
-
-def _in_folder(folder: Path, stage: str, *, int8: bool) -> FoundModel:
-    if stage:
-        raise ConfigError(f"--stage: {folder} is a model folder, not a run with stages; leave it out or name a run")
-    if int8 and not is_int8_folder(folder):
-        raise ConfigError(
-            f"--int8: {folder} is a model folder whose weights are not quantized; leave the option out, or name a run "
-            f"with the stage {QUANTIZE.name} or the folder that the stage has written"
-        )
-    manifest = verify_if_artifact(folder)
-    if manifest is None:
-        return FoundModel(ModelSource(name=folder.resolve().name, folder=folder))
-    source = ModelSource(name=folder.resolve().name, folder=folder, stage=manifest.kind, digest=manifest.content_digest)
-    return FoundModel(source)
 
 
 def _last_finished(run: RunDir, wanted: Sequence[str], trained: Sequence[str]) -> tuple[str, list[str]]:

@@ -113,6 +113,7 @@ def join_ranks(config: RunConfig, *, links: Path, num_rows: int = 0, host: str =
             traffic = _traffic(config, layout, world.size)
             placement = find_places(world, axes, LinksConfig(cache=str(links)), traffic, host=host)
             world = take_places(world, placement.order)
+        # A group of its own: with that timeout, a collective of training would hang for days unnoticed.
         waiting = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
         with Heartbeat(world, lost_after_s=layout.heartbeat_timeout_s):
             yield RunGroup(world, layout, waiting, placement)

@@ -296,6 +296,7 @@ def kernels_of_run(run: RunDir, world: World, progress: Progress) -> Iterator[Ma
     if others := {other["instruction_set"] for other in choices} - {choice["instruction_set"]}:
         names = ", ".join(sorted(_shown(name) for name in others))
         progress.note(f"kernels: ranks compute with {_shown(choice['instruction_set'])} and {names}")
+    # As environment variables, which the processes that a rank starts inherit.
     variables = cpu_kernels.as_setting(choice["used"])
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -15,14 +15,7 @@ from modelwright.core.artifacts import Manifest
 from modelwright.core.busy import OtherProcesses, busy_machine
 from modelwright.core.compatibility import feature
 from modelwright.core.config import save_yaml
-from modelwright.core.errors import (
-    STOPPING,
-    ArtifactError,
-    ConfigError,
-    ModelwrightError,
-    StorageError,
-    prefix_errors,
-)
+from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError, prefix_errors
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.redact import redact_words
 from modelwright.core.resources import git_commit, hardware, versions
@@ -34,7 +27,6 @@ from modelwright.parallel.context_parallel import check_context, local_spans
 from modelwright.parallel.elastic import fit, num_restarts, num_used
 from modelwright.parallel.pipeline.stages import check_microbatches, check_ties, layers_of_stages
 from modelwright.parallel.tensor_parallel import check_shape, stage_tokens
-from modelwright.parallel.topology.rank_mapping import Placement
 from modelwright.pipeline.augmenting import is_augmented
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.time_budget import fit_to_minutes, with_lengths_of
@@ -192,9 +184,17 @@ def execute(
             config = resolve_config(config, run, shown)
             stages = _stages(config, run, only, ranks)
             to_do = _to_do(run, stages, only)
+            # Checked first: a run that is refused must not replace the configuration in the folder.
             check_training(config, ranks.layout, num_processes=ranks.size, stages=to_do)
             save_yaml(run.config, config)
-            _tell_places(ranks.placement, shown)
+            if places := ranks.placement:
+                before, after = (f"{1e3 * time_s:.3g} ms" for time_s in (places.seconds_before, places.seconds_after))
+                order = ", ".join(map(str, places.order))
+                shown.note(
+                    f"placement: messages of a step take {after} instead of {before} by the links; order {order}"
+                    if places.seconds_after < places.seconds_before
+                    else f"placement: the ranks stay where they are; messages of a step take {before} by the links"
+                )
         ranks.barrier()  # config.yaml exists from here on; the others read the first rank's choices from it
         if ranks.rank != 0:
             config = read_run_config(run.config)
@@ -296,17 +296,6 @@ def _hold(run: RunDir, held: ExitStack, patience_s: float) -> None:
         time.sleep(1.0)
 
 
-def _tell_places(placement: Placement | None, progress: Progress) -> None:
-    if placement is None:
-        return
-    before, after = (f"{1e3 * seconds:.3g} ms" for seconds in (placement.seconds_before, placement.seconds_after))
-    if placement.seconds_after < placement.seconds_before:
-        order = ", ".join(map(str, placement.order))
-        progress.note(f"placement: messages of a step take {after} instead of {before} by the links; order {order}")
-    else:
-        progress.note(f"placement: the ranks stay where they are; messages of a step take {before} by the links")
-
-
 def previous_config(run: RunDir) -> RunConfig | None:
     """Returns the configuration that the run last used, `None` for a new run."""
     if not run.config.exists():
@@ -319,12 +308,7 @@ def previous_config(run: RunDir) -> RunConfig | None:
 
 @contextmanager
 def _journal(
-    run: RunDir,
-    config: RunConfig,
-    origin: str,
-    words: Sequence[str],
-    ranks: RunGroup,
-    kernels: Mapping[str, Any],
+    run: RunDir, config: RunConfig, origin: str, words: Sequence[str], ranks: RunGroup, kernels: Mapping[str, Any]
 ) -> Iterator[Callable[[Stage, Manifest], None]]:
     """Maintains run.json on the first process: the end of the block, and each stage reported to the yielded function. A
     collective that fails because another process has left is raised as `PeerLost`.

@@ -6,7 +6,7 @@ same run if their sources and the model that is trained are the same.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_type_hints
@@ -64,13 +64,20 @@ def parse_run(data: Mapping[str, Any]) -> RunConfig:
     names = {part.name for stage in stages for part in (stage, *stage.reads) if part.config}
     sections = {stage.name: stage.config for stage in known_stages() if stage.config}
     for name, config in sections.items():
+        # Sections of stages that are left out are checked, too: an error would appear only once the stage is added.
         if name in data and name not in names:
             parse(config, data[name], name)
     kept = {key: value for key, value in data.items() if key not in sections or key in names}
-    settings = parse(schema, _inherited(kept, stages))
-    shared = {one.name: getattr(settings, one.name) for one in fields(RunConfig) if hasattr(settings, one.name)}
+    # Each training stage inherits the shared settings that it does not set itself; parsing refuses malformed sections.
+    shared, others = kept.get("training", {}), {name: kept[name] for name in INHERITED if kept.get(name)}
+    if all(isinstance(section, Mapping) for section in (shared, *others.values())):
+        shared = {**shared, **others}
+        of_trainings = {stage.name: kept.get(stage.name, {}) for stage in stages if stage.objective}
+        kept |= {name: merge(shared, one) for name, one in of_trainings.items() if isinstance(one, Mapping)}
+    settings = parse(schema, kept)
+    common = {one.name: getattr(settings, one.name) for one in fields(RunConfig) if hasattr(settings, one.name)}
     own = {name: getattr(settings, name) for name in sections if name in names}
-    config = RunConfig(**{**shared, "stages": stages, "sections": own})
+    config = RunConfig(**{**common, "stages": stages, "sections": own})
     _check_lengths(config)
     return config
 
@@ -119,16 +126,6 @@ def _selection() -> type:
     parts = {one.name: one for one in fields(schema)}
     chosen = [(name, hints[name], field(default=parts[name].default)) for name in ("stages", "init_from")]
     return make_dataclass("Selection", chosen, frozen=True, kw_only=True)
-
-
-def _inherited(data: Mapping[str, Any], stages: Sequence[StageSpec]) -> Mapping[str, Any]:
-    """Gives each training stage the shared settings that it does not set itself."""
-    shared, others = data.get("training", {}), {name: data[name] for name in INHERITED if data.get(name)}
-    if not all(isinstance(section, Mapping) for section in (shared, *others.values())):
-        return data  # which parsing refuses
-    shared = {**shared, **others}
-    own = {stage.name: data.get(stage.name, {}) for stage in stages if stage.objective}
-    return {**data, **{name: merge(shared, one) for name, one in own.items() if isinstance(one, Mapping)}}
 
 
 def _check_lengths(config: RunConfig) -> None:

@@ -72,6 +72,7 @@ def run_stages(
     outcomes = []
     for stage in stages:
         ranks.barrier()
+        # Hashing all files takes minutes for a large artifact; one rank does it for all.
         state = _state(run, stage, contents, verify=ranks.rank == 0)
         ranks.barrier()  # nobody writes before everybody has looked
         allowed = not only or stage.name in only
@@ -107,6 +108,7 @@ def _state(run: RunDir, stage: Stage, contents: Mapping[str, str], *, verify: bo
                 read_manifest(folder.artifact, verify=verify)
                 return "done"
         except ArtifactError:
+            # With other settings the stage is made again anyway; with these, a damaged result is an error.
             if begun:
                 raise
     return "begun" if begun else "changed"
@@ -125,6 +127,7 @@ def _work(
     folder = run.stage(stage.name)
     first = ranks.rank == 0
     if first and read_stage_digest(folder) != digest:
+        # Checkpoints and logs of other settings: nothing in the folder may be used.
         shutil.rmtree(folder.path, ignore_errors=True)
     if first:
         with writing(folder.path):

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from modelwright.parallel.mesh import World
     from modelwright.pipeline.estimate.cost import StageEstimate
     from modelwright.pipeline.report.blocks import Block, Fact, Section
-    from modelwright.train.config import TrainConfig
     from modelwright.train.objective import BatchSource, Objective
 
 Config: TypeAlias = Any
@@ -72,7 +71,7 @@ class StageContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One step of a run.
+    """A step of a run.
 
     `settings`: plain data, everything that determines the result besides the parents' contents; `every_rank`: whether
     all processes take part (training) or only the first (data); `version`: increased when this stage's output changes
@@ -89,6 +88,7 @@ class Stage:
 
     def digest(self, contents: Mapping[str, str]) -> str:
         """Digest of the settings, the versions and the parents' content digests (`contents`, by name)."""
+        # Contents instead of the parents' settings: a parent that was made again with equal contents changes nothing.
         return core_config.digest(
             {
                 "stage": self.name,
@@ -134,8 +134,8 @@ class StageInputs:
     """Arguments from which a training stage builds its objective."""
 
     config: Config
-    training: "TrainConfig"
-    """Settings of the stage."""
+    training: Any
+    """Settings of the stage: a `TrainConfig`, as `StageSpec.config` defines it."""
     loader: "BatchSource"
     """Batches of the stage's rows."""
     plan: "PlannedRows"

@@ -76,6 +76,7 @@ def _build(
             return
         with run.formats.evaluating():
             (completion,) = generate(model, [prompt], params, config)
+        # A long sample must not look like a hang of this rank.
         run.alive()
         # A model may have rows beyond the tokenizer's vocabulary, which are hardly trained and mean nothing.
         text = tokenizer.decode([one for one in completion.token_ids if one < tokenizer.vocab_size])

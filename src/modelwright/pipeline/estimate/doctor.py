@@ -257,6 +257,7 @@ def measure_int8(model: ModelConfig, *, budget_s: float = 6.0) -> dict[str, Any]
         ]
         kinds: dict[str, Rate] = {"fp32": partial(_float_rate, dtype=torch.float32, device="cpu")}
         for backend in INT8_BACKENDS:
+            # Only a trial shows whether this build and processor have the backend.
             try:
                 int8_linear_rate(*products[0].shape, backend=backend, repeats=1)
             except (ConfigError, RuntimeError, AttributeError):

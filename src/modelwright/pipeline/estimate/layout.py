@@ -199,10 +199,7 @@ def planned(
     seq_len = config.section(PACK).seq_len
     rows = training.batch_rows(seq_len, num_copies=copies)
     job = TrainingJob(
-        model=config.model,
-        seq_len=seq_len,
-        batch_tokens=training.batch_tokens,
-        compute=training.precision.planned_as,
+        model=config.model, seq_len=seq_len, batch_tokens=training.batch_tokens, compute=training.precision.planned_as
     )
     placed = Layout(
         parallel=layout,

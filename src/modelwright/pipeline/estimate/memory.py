@@ -181,7 +181,9 @@ def head_workspace(model: ModelConfig, part: RankPart) -> int:
 def _moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:
     """Yields the moments of a step that may be its peak, without the parts that are constant."""
     root, block = FP32_BYTES * root_parameters(model, part), block_bytes(model, part)
-    earlier = _earlier_gradients(model, part)
+    # Gradients that earlier microbatches of the step have accumulated: whole in stage 1, else sharded.
+    whole = 0 if part.num_microbatches == 1 else FP32_BYTES * _num_trained(model, part)
+    earlier = whole if part.zero_stage == 1 else whole // part.pieces
     # Bytes that the blocks save for one microbatch; rotary tables and the gradient of the residual stream.
     kept_of_one = part.num_tokens * total_kept_bytes(part.shape, part.segments)
     tables = FP32_BYTES * part.num_tokens * 2 * model.head_dim
@@ -205,6 +207,7 @@ def _moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:
         if part.segments[place - 1 : place] == part.segments[place + 1 : place + 2] == (segment,):
             continue  # between equal segments everything rises or falls evenly: a peak is at an end
         fetched = segment.num_layers if part.zero_stage == 3 else 0
+        # Products in 16 bits need casts of the weights: of all blocks that are recomputed together, else of a matrix.
         widest = 2 * model.model_dim * max(part.shape.ffn_dim, part.shape.query_dim)
         casts = segment.num_layers * block // 2 if segment.recompute else widest
         casts = 0 if part.shape.compute == "fp32" else casts
@@ -222,6 +225,7 @@ def _moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:
     table = FP32_BYTES * model.vocab_size * model.model_dim // part.tensor
     gradients = earlier + sum(_fresh_gradients(model, part, 0))
     others = int((part.in_flight - 1) * kept_of_one)
+    # A new gradient of the table is added to an existing one: of an earlier microbatch, or of the tied head.
     added = (
         not part.adapters.r
         and part.has_embedding
@@ -253,14 +257,6 @@ def _fresh_gradients(model: ModelConfig, part: RankPart, first_layer: int) -> tu
     if part.zero_stage == 1 and part.num_microbatches > 1:
         return outside, 0
     return outside, blocks // part.pieces if part.num_microbatches == 1 else 0
-
-
-def _earlier_gradients(model: ModelConfig, part: RankPart) -> int:
-    """Gradients accumulated by earlier microbatches of the step."""
-    if part.num_microbatches == 1:
-        return 0
-    whole = FP32_BYTES * _num_trained(model, part)
-    return whole if part.zero_stage == 1 else whole // part.pieces
 
 
 def _gathered_bytes(model: ModelConfig, part: RankPart, num_layers: int) -> int:

@@ -37,12 +37,7 @@ _WORDS = {"done": "finished, kept", "begun": "begun, continues", "changed": "to 
 
 
 def describe_plan(
-    config: RunConfig,
-    run: RunDir,
-    only: Sequence[str],
-    *,
-    num_processes: int = 1,
-    num_hosts: int = 1,
+    config: RunConfig, run: RunDir, only: Sequence[str], *, num_processes: int = 1, num_hosts: int = 1
 ) -> str:
     """Returns the plan as plain text. Measures the machine's rates, which takes seconds; raises the errors that the run
     itself would raise.

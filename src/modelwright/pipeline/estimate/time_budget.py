@@ -49,7 +49,7 @@ def fit_to_minutes(config: RunConfig, run: RunDir, ranks: RunGroup, progress: Pr
     Raises `ConfigError` if the budget is too small for a useful number of steps.
     """
     previous = read_run_config(run.config) if run.config.exists() else None
-    ranks.barrier()
+    ranks.barrier()  # all have read it before the first rank may write another one
     if previous and is_same_run(resolve_paths(resolve_model(config)), previous):
         config = with_lengths_of(config, previous)
         new = [stage for stage in config.trainings if not previous.has(stage)]
@@ -82,6 +82,7 @@ def fit_to_minutes(config: RunConfig, run: RunDir, ranks: RunGroup, progress: Pr
     share = sum(one.time_weight for one in new) / sum(one.time_weight for one in config.trainings)
     lengths = num_steps_within(resolved, -least_s * share, seconds)
     fitted = with_lengths(resolved, lengths)
+    # All ranks have finished their steps before the first one removes the folder.
     ranks.barrier()
     if ranks.rank == 0:
         shutil.rmtree(folder)

@@ -41,8 +41,10 @@ def go_template(tokenizer: Tokenizer, *, adds_bos: bool) -> str:
     except (DataError, ValueError):
         return ""
     opening, with_system, after_system, user, after_user, answer, after_answer = parts
+    # llama.cpp adds the begin token itself: the template must not write it a second time.
     bos = tokenizer.special_tokens.get("bos_token", "") if adds_bos else ""
     opening, with_system = opening.removeprefix(bos), with_system.removeprefix(bos)
+    # Such text would open an action of the template, or close its quotes in the Modelfile.
     if any("{{" in part or '"""' in part for part in parts):
         return ""
     return (
@@ -74,6 +76,7 @@ def _parts(tokenizer: Tokenizer) -> tuple[str, str, str, str, str, str, str]:
     with_system, rest = rendered([{"role": "system", "content": _SYSTEM}, user]).split(_SYSTEM)
     after_system = rest.split(_USER)[0].removesuffix(before_user)
     opening = before.removesuffix(before_user)
+    # Each part must be the same wherever it occurs, because the Go template has one text for each role.
     agree = (
         to_answer == to_answer2 == after_user + answer
         and between == after_answer + before_user

@@ -71,15 +71,13 @@ def export_graph(
     with replaced(target, holds=file, overwrite=overwrite) as draft:
         write(model, draft.path, source=str(source.folder), notes={name: one for name, one in notes.items() if one})
         Tokenizer.load(source.folder).save(draft.path)
-        (draft.path / CARD).write_text(_graph_card(found, runtime, lines), encoding="utf-8")
+        if found.run is None:  # a folder whose training is unknown
+            card = "\n".join([f"# {source.name}", "", f"Exported for {runtime} by Modelwright.", "", *lines, ""])
+        else:
+            data = read_run(read_run_config(found.run.config), found.run)
+            stages = data.config.model_names
+            # The stage quantize is not among them: its model has the card of the model that was quantized.
+            stage = source.stage if source.stage in stages else stages[-1]
+            card = model_card(data, stage, library=runtime, use=lines)
+        (draft.path / CARD).write_text(card, encoding="utf-8")
     return target
-
-
-def _graph_card(found: FoundModel, runtime: str, use: tuple[str, ...]) -> str:
-    """Returns a run's model card, or a short one for a folder whose origin is unknown."""
-    if found.run is None:
-        return "\n".join([f"# {found.source.name}", "", f"Exported for {runtime} by Modelwright.", "", *use, ""])
-    data = read_run(read_run_config(found.run.config), found.run)
-    stages = data.config.model_names
-    stage = found.source.stage if found.source.stage in stages else stages[-1]
-    return model_card(data, stage, library=runtime, use=use)

@@ -124,6 +124,7 @@ def bar_chart(
             axes.text(value + top * 0.015, place, words, va="center", color=_INK, fontsize=FONT_PT - 0.5)
     axes.set_yticks(range(len(groups)), groups)
     axes.invert_yaxis()
+    # Beyond the longest bar, to leave room for the words at its end.
     axes.set_xlim(0, top * 1.2)
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= min(largest, top * 1.2)])
     axes.set_xlabel(x_label)
@@ -198,6 +199,8 @@ def _svg(figure, name: str) -> str:
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": f"chart-{name}", "font.family": ["sans-serif"]}
     with matplotlib.rc_context(settings):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    # What only a file of its own needs is removed: XML header, metadata, namespaces, and the fixed size, without which
+    # the picture scales with the page.
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)

@@ -142,11 +142,28 @@ def _charts(
         [Line("learning rate", column(records, "learning_rate"), color=3)],
         name=f"{name}-rate", x_label="step", y_label="learning rate",
     )  # fmt: skip
+    rates = column(records, "tokens_per_s")
+    title, y_label = "Throughput", "tokens per second"
+    caption = f"The median is {count(summarize([y for _, y in rates]).get('p50', 0))} tokens per second"
+    if has_peak:
+        rates = column(records, "mfu")
+        title, y_label, middle = (
+            f"{title}: model FLOPs utilization",
+            "MFU",
+            summarize([y for _, y in rates]).get("p50", 0.0),
+        )
+        caption += (
+            f"; the median utilization is {percent(middle)} of the matrix-product rate measured at the model's shapes"
+        )
+    lines = [Line("every step", rates, faint=True), Line("smoothed", smooth(rates))]
+    speed = line_chart(
+        lines, name=f"{name}-speed", x_label="step", y_label=y_label, percent=has_peak, from_zero=not has_peak
+    )
     return [
         _loss_chart(records, name, loss_unit),
         Chart("Learning rate", rate),
         Chart("Gradient norm", norm),
-        _speed_chart(records, name, has_peak),
+        Chart(title, speed, f"{caption}."),
     ]
 
 
@@ -164,23 +181,6 @@ def _loss_chart(records: Sequence[dict[str, Any]], name: str, loss_unit: str) ->
     words = f"The last training loss is {number(smooth(losses)[-1][1])} (smoothed)" if losses else ""
     words += f", the last held-out loss {number(heldout[-1][1])}." if heldout else "."
     return Chart("Loss", svg, words)
-
-
-def _speed_chart(records: Sequence[dict[str, Any]], name: str, has_peak: bool) -> Chart:
-    rates = column(records, "tokens_per_s")
-    caption = f"The median is {count(summarize([y for _, y in rates]).get('p50', 0))} tokens per second"
-    if not has_peak:
-        lines = [Line("every step", rates, faint=True), Line("smoothed", smooth(rates))]
-        svg = line_chart(lines, name=f"{name}-speed", x_label="step", y_label="tokens per second", from_zero=True)
-        return Chart("Throughput", svg, caption + ".")
-    mfu = column(records, "mfu")
-    lines = [Line("every step", mfu, faint=True), Line("smoothed", smooth(mfu))]
-    svg = line_chart(lines, name=f"{name}-speed", x_label="step", y_label="MFU", percent=True)
-    middle = summarize([y for _, y in mfu]).get("p50", 0.0)
-    caption += (
-        f"; the median utilization is {percent(middle)} of the matrix-product rate measured at the model's shapes."
-    )
-    return Chart("Throughput: model FLOPs utilization", svg, caption)
 
 
 def _format_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Block]:

@@ -38,6 +38,7 @@ from modelwright.pipeline.stage import StageSpec
 
 def render(page: Page) -> str:
     """Returns the page as HTML. All text is escaped; only the charts' SVG is inserted unchanged."""
+    # Escaped, because texts and paths come from users' data; strict, so that a misspelled name is an error.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
     def runs(blocks: Sequence[Block]) -> list[tuple[str, list[Block]]]:

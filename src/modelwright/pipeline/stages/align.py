@@ -34,7 +34,7 @@ from modelwright.objectives.aligned_model import AlignedModel, save_alignment
 from modelwright.objectives.contrastive import AlignConfig, Contrastive
 from modelwright.pipeline.report.blocks import Block, Fact, Samples, Table, TextSample, count, percent
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import RowSet, StageInputs
+from modelwright.pipeline.stage import RowSet
 from modelwright.pipeline.stages.alignment import metric_charts
 from modelwright.pipeline.stages.cached_rows import TrainingData
 from modelwright.pipeline.stages.model_folder import save_model_folder
@@ -200,6 +200,7 @@ def _add(
     examples: list[dict[str, Any]] = []
     shown: list[int] = np.linspace(0, len(queries) - 1, NUM_EXAMPLES).astype(int).tolist()
     for query in shown:
+        # Stable, so that equal scores keep the order of the candidates on every machine.
         order: list[int] = np.argsort(-scores[query], kind="stable").tolist()
         place = int(np.flatnonzero(is_right[query][order])[0]) + 1
         lines = [f"{rank}. {_short(candidates[one])}" for rank, one in enumerate(order[:NUM_SHOWN], start=1)]
@@ -243,13 +244,6 @@ _TITLES = {
     "code: text to code": "docstrings to code",
     "code: code to text": "code to docstrings",
 }
-
-
-def _objective(inputs: StageInputs) -> Contrastive:
-    config = inputs.training
-    assert isinstance(config, AlignConfig)
-    rows = inputs.parents[PACK.name] / ALIGNED_ROWS.name
-    return Contrastive(inputs.plan, config, images=inputs.images, heldout_images=open_images(rows, "heldout"))
 
 
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
@@ -317,7 +311,12 @@ ALIGN = training_spec(
     title="Aligning texts, code and images",
     report_title="Texts, code and images in one space",
     model_title="",  # not a model that later stages go on with
-    objective=_objective,
+    objective=lambda inputs: Contrastive(
+        inputs.plan,
+        inputs.training,
+        images=inputs.images,
+        heldout_images=open_images(inputs.parents[PACK.name] / ALIGNED_ROWS.name, "heldout"),
+    ),
     rows=ALIGNED_ROWS,
     run_needs=Contrastive.needs,
     needs=lambda config: (PACK.name,),

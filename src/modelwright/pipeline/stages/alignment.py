@@ -2,7 +2,7 @@
 charts of rewards.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import tee
 from pathlib import Path
 
@@ -29,7 +29,9 @@ def _pack_pairs(job: PackJob, split: Split) -> None:
     fit = PreferenceFit(tokenizer=job.tokenizer, answers=new_fit(job))
 
     def sequences() -> Sequences:
-        for document in _documents(job, split, "rejected"):
+        for document in read_kept(job.clean, split=split, kinds=("qa",)):
+            if "rejected" not in document.meta:
+                continue
             if answers := fit.pair(document):
                 yield from _sequences(job, document, answers, float(document.meta.get("margin", 0.0)))
 
@@ -41,7 +43,8 @@ def _pack_labeled(job: PackJob, split: Split) -> None:
     1 for a desirable answer, else 0.
     """
     fit = PreferenceFit(tokenizer=job.tokenizer, answers=new_fit(job))
-    kept = ((one, answer) for one in _documents(job, split, "desirable") if (answer := fit.single(one)))
+    documents = (one for one in read_kept(job.clean, split=split, kinds=("qa",)) if "desirable" in one.meta)
+    kept = ((one, answer) for one in documents if (answer := fit.single(one)))
     # Mismatching runs some answers ahead, so documents are paired with its results through a second iterator.
     ordered, encoded = tee(kept)
 
@@ -55,10 +58,6 @@ def _pack_labeled(job: PackJob, split: Split) -> None:
         raise DataError(
             "pack: all answers with a label have the same prompt; KTO compares answers to different prompts"
         )
-
-
-def _documents(job: PackJob, split: Split, field: str) -> Iterator[Document]:
-    return (one for one in read_kept(job.clean, split=split, kinds=("qa",)) if field in one.meta)
 
 
 def _sequences(
@@ -87,11 +86,7 @@ def _pack(job: PackJob, rows: RowSet, split: Split, sequences: Sequences, fit: P
 
 
 PAIR_ROWS = RowSet(
-    name="preference_pairs",
-    title="preference pairs",
-    pack=_pack_pairs,
-    documents="preference pair",
-    trained_rows=2,
+    name="preference_pairs", title="preference pairs", pack=_pack_pairs, documents="preference pair", trained_rows=2
 )
 LABELED_ROWS = RowSet(
     name="labeled_answers", title="answers with a label", pack=_pack_labeled, documents="answer with a label"

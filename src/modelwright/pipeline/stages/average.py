@@ -98,6 +98,7 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
 
 def _run(context: StageContext, settings: AverageConfig, trained: str, tokenizer_from: str) -> None:
     model, tokenizer = load_model(context.parents[trained]), Tokenizer.load(context.parents[tokenizer_from])
+    # Copies: `model` is overwritten with each average.
     old = {name: tensor.clone() for name, tensor in load_model(context.parents[INIT.name]).state_dict().items()}
     new = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.eval()

@@ -43,12 +43,12 @@ from modelwright.model.vision.llava import save_llava
 from modelwright.objectives.aligned_model import VISION_FOLDER
 from modelwright.objectives.captioning import CaptionConfig, Captioning
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.report.blocks import Block, Fact, Samples, TextSample, count, percent
-from modelwright.pipeline.report.run_data import RunData, StageData
+from modelwright.pipeline.report.blocks import Block, Samples, TextSample, count, percent
+from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import RowSet, StageInputs
 from modelwright.pipeline.stages.align import ALIGN, MOST_IMAGES, ROWS_READ_AT_ONCE, thumbnail
 from modelwright.pipeline.stages.cached_rows import TrainingData
-from modelwright.pipeline.stages.image_accuracy import accuracy_table, baseline_hint, logistic_regression
+from modelwright.pipeline.stages.image_accuracy import accuracy_facts, accuracy_table, logistic_regression
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import (
     PackJob,
@@ -98,10 +98,7 @@ def turns_about(document: Document, question: str) -> list[Message]:
     """Returns the conversation of a document, with the mark of its image at the beginning of the first question; a
     caption is the answer to `question`.
     """
-    captioned: list[Message] = [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": document.text},
-    ]
+    captioned: list[Message] = [{"role": "user", "content": question}, {"role": "assistant", "content": document.text}]
     turns = document.messages if document.has_turns else captioned
     # Marks in the text itself would be rendered as further images.
     turns = [{**turn, "content": turn["content"].replace(IMAGE_MARK, "")} for turn in turns]
@@ -163,10 +160,7 @@ def _sequences(
         fit.num_empty_answers += num_empty_answers(turns)
         try:
             chats = job.tokenizer.encode_training_chats(
-                turns,
-                tools=document.tools,
-                loss=job.settings.chat_loss,
-                image_text=image_text,
+                turns, tools=document.tools, loss=job.settings.chat_loss, image_text=image_text
             )
         except DataError as error:
             raise DataError(f"{document.id}: {error}") from None
@@ -303,6 +297,7 @@ def _named_classes(
     words = class_words(captions, [int(training.labels[one.image]) for one in known])
     labels = np.array([heldout.labels[one.image] for one in prompts])
     is_named = np.array([words.named(text) for text in references]) == labels
+    # If references do not name their class, the accuracy of captions measures their wording.
     if is_named.mean() < ENOUGH_NAMED:
         return {}
     named = np.array([words.named(text) for text in written])
@@ -325,8 +320,8 @@ def _named_classes(
 
 
 def _objective(inputs: StageInputs) -> Captioning:
-    config, rows = inputs.training, inputs.parents[PACK.name] / CAPTION_ROWS.name
-    assert isinstance(config, CaptionConfig)
+    config: CaptionConfig = inputs.training
+    rows = inputs.parents[PACK.name] / CAPTION_ROWS.name
     tower = Path(config.vision.init_from) if config.vision.init_from else None
     if tower is None and ALIGN.name in inputs.parents:
         tower = inputs.parents[ALIGN.name] / VISION_FOLDER
@@ -376,13 +371,6 @@ def _save(trained: TrainedModel) -> Mapping[str, Any]:
     }
 
 
-def _headline(data: RunData, stage: StageData) -> Sequence[Fact]:
-    classes = stage.facts.get("captions", {}).get("classes")
-    if not classes:
-        return []
-    return [Fact("Captions that name the right class", percent(classes["accuracy"], 1), baseline_hint(classes))]
-
-
 def _blocks(stage: StageData) -> Sequence[Block]:
     captions = stage.facts.get("captions")
     if not captions:
@@ -415,7 +403,9 @@ CAPTION = training_spec(
     run_needs=Captioning.needs,
     needs=lambda run: (PACK.name, *needed_start(run, NAME), *([ALIGN.name] if run.has(ALIGN) else [])),
     config=CaptionConfig,
-    headline=_headline,
+    headline=lambda data, stage: accuracy_facts(
+        "Captions that name the right class", stage.facts.get("captions", {}).get("classes")
+    ),
     only_if_named=True,
     reads_images=True,
     blocks=_blocks,

@@ -162,8 +162,9 @@ class DistillConfig(TrainConfig):
 
 
 def _objective(inputs: StageInputs) -> Objective:
-    training, config = inputs.training, inputs.config
-    assert isinstance(training, DistillConfig)
+    config = inputs.config
+    training: DistillConfig = inputs.training
+    # A run whose student is divided over ranks has no memory for a whole teacher on each.
     sharded = config.parallel.zero_stage == 3 and inputs.world.size > 1
     teacher = TeacherModel.of(load_teacher(config, inputs.parents), inputs.world, sharded=sharded)
     distillation = Distillation(

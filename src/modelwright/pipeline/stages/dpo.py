@@ -1,33 +1,21 @@
 """dpo: preference optimization on pairs of a chosen and a rejected answer: DPO, IPO, ORPO."""
 
 from modelwright.objectives.preference import Preference, PreferenceConfig
-from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.alignment import PAIR_ROWS, metric_charts, reference_model
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.stage_inputs import needed_start
 from modelwright.pipeline.stages.training import FurtherModels, training_spec
-
-
-def _objective(inputs: StageInputs) -> Preference:
-    config = inputs.training
-    assert isinstance(config, PreferenceConfig)
-    reference = reference_model(inputs, DPO.name, config.reference) if config.has_reference else None
-    return Preference(inputs.loader, config, reference)
-
-
-def _further(run: RunConfig, config: PreferenceConfig) -> FurtherModels:
-    count = int(config.has_reference)
-    folders = {"reference": config.reference} if config.has_reference and config.reference else {}
-    return FurtherModels(num_models=count, num_forwards=count, folders=folders)
-
 
 DPO = training_spec(
     name="dpo",
     title="Preference optimization",
     report_title="Preference optimization",
     model_title="preference-optimized (DPO)",
-    objective=_objective,
+    objective=lambda inputs: Preference(
+        inputs.loader,
+        inputs.training,
+        reference_model(inputs, "dpo", inputs.training.reference) if inputs.training.has_reference else None,
+    ),
     rows=PAIR_ROWS,
     run_needs=Preference.needs,
     needs=lambda config: (PACK.name, *needed_start(config, "dpo")),
@@ -41,5 +29,9 @@ DPO = training_spec(
             "Share of pairs in the right order": {"rewards/accuracies": "accuracy"},
         },
     ),
-    further=_further,
+    further=lambda run, config: FurtherModels(
+        num_models=int(config.has_reference),
+        num_forwards=int(config.has_reference),
+        folders={"reference": config.reference} if config.has_reference and config.reference else {},
+    ),
 )

@@ -3,15 +3,8 @@
 from modelwright.objectives.grpo import Grpo, GrpoConfig
 from modelwright.objectives.model_reward import model_terms, reward_model_folders
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.rollout_training import reward_terms, rollout_parts, rollout_training
 from modelwright.pipeline.stages.training import FurtherModels
-
-
-def _objective(inputs: StageInputs) -> Grpo:
-    config = inputs.training
-    assert isinstance(config, GrpoConfig)
-    return Grpo(config=config, **vars(rollout_parts(inputs, GRPO.name, config.rollout)))
 
 
 def _further(run: RunConfig, config: GrpoConfig) -> FurtherModels:
@@ -26,7 +19,9 @@ GRPO = rollout_training(
     title="Reinforcement learning from groups of completions (GRPO)",
     report_title="GRPO",
     model_title="GRPO",
-    objective=_objective,
+    objective=lambda inputs: Grpo(
+        config=inputs.training, **vars(rollout_parts(inputs, "grpo", inputs.training.rollout))
+    ),
     config=GrpoConfig,
     updates_per_row=lambda config: config.num_generations * config.num_iterations,
     further=_further,

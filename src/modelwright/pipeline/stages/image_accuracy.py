@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from modelwright.data.images.labeled import LabeledImages
 from modelwright.evaluate.statistics import log10_sign_test, wilson_interval
 from modelwright.objectives.image_classifier import TrainedClassifier
-from modelwright.pipeline.report.blocks import Table, count, number, percent
+from modelwright.pipeline.report.blocks import Fact, Table, count, number, percent
 
 MOST_TRAINING_IMAGES = 10_000
 """Images from which logistic regression learns; with more it takes minutes."""
@@ -57,13 +57,16 @@ def _predicted(classifier: TrainedClassifier, images: LabeledImages) -> NDArray[
     return classifier.probabilities(squares).argmax(axis=1)
 
 
-def baseline_hint(facts: Mapping[str, Any]) -> str:
-    """Returns the number of images behind an accuracy, and the accuracy of the rules, in words."""
-    return (
+def accuracy_facts(title: str, facts: Mapping[str, Any] | None) -> Sequence[Fact]:
+    """Returns an accuracy with that of the rules, for the top of the report; nothing without facts."""
+    if not facts:
+        return []
+    hint = (
         f"of {count(facts['num_images'])} held-out images; logistic regression on pixels "
         f"{percent(facts['logistic_regression'], 1)}, the most frequent class "
         f"{percent(facts['most_frequent_class'], 1)}"
     )
+    return [Fact(title, percent(facts["accuracy"], 1), hint)]
 
 
 def accuracy_table(facts: Mapping[str, Any], *, method: str, title: str, remark: str = "") -> Table:
@@ -107,6 +110,7 @@ def logistic_regression(training: LabeledImages, heldout: LabeledImages) -> NDAr
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
+    # Sorted again after drawing, so that the store is read in its order.
     drawn = np.sort(np.random.default_rng(0).permutation(len(training))[:MOST_TRAINING_IMAGES])
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=MOST_ITERATIONS))
     model.fit(_pixels(training, drawn), training.labels[drawn])

@@ -1,25 +1,19 @@
 """kto: Kahneman-Tversky optimization on single answers with a label."""
 
 from modelwright.objectives.kto import Kto, KtoConfig
-from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.alignment import LABELED_ROWS, metric_charts, reference_model
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.stage_inputs import needed_start
 from modelwright.pipeline.stages.training import FurtherModels, training_spec
-
-
-def _objective(inputs: StageInputs) -> Kto:
-    config = inputs.training
-    assert isinstance(config, KtoConfig)
-    return Kto(inputs.loader, config, reference_model(inputs, KTO.name, config.reference))
-
 
 KTO = training_spec(
     name="kto",
     title="Preference optimization on single answers",
     report_title="Preference optimization on single answers",
     model_title="preference-optimized (KTO)",
-    objective=_objective,
+    objective=lambda inputs: Kto(
+        inputs.loader, inputs.training, reference_model(inputs, "kto", inputs.training.reference)
+    ),
     rows=LABELED_ROWS,
     run_needs=Kto.needs,
     needs=lambda config: (PACK.name, *needed_start(config, "kto")),

@@ -40,5 +40,6 @@ def folder_fingerprint(folder: Path, setting: str) -> list[list[str | int]]:
     """
     if not folder.is_dir():
         raise ConfigError(f"{setting}: {folder} is not a folder; give a Hugging Face model folder on disk")
+    # Not a hash of the contents: it would read gigabytes before each start of the run.
     files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

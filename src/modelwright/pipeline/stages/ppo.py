@@ -6,7 +6,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.tokenizer.tokenizer import Tokenizer, tokenizer_difference
 from modelwright.objectives.model_reward import model_terms, reward_model_folders, without_folder
 from modelwright.objectives.ppo import Ppo, PpoConfig
-from modelwright.objectives.value_function import SeparateValueModel, ValueOnTrunk, separate_value_model
+from modelwright.objectives.value_function import ValueOnTrunk, separate_value_model
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.reward import REWARD
@@ -16,19 +16,13 @@ from modelwright.pipeline.stages.training import FurtherModels
 
 
 def _objective(inputs: StageInputs) -> Ppo:
-    config = inputs.training
-    assert isinstance(config, PpoConfig)
+    config: PpoConfig = inputs.training
     parts = rollout_parts(inputs, PPO.name, config.rollout)
     if config.value_model == "head":
         return Ppo(config=config, value=ValueOnTrunk(), **vars(parts))
     start = value_model_start(inputs.config)
     folder = start if isinstance(start, Path) else inputs.parents[start]
     value = separate_value_model(folder)
-    _check_tokens(inputs, value, folder)
-    return Ppo(config=config, value=value, **vars(parts))
-
-
-def _check_tokens(inputs: StageInputs, value: SeparateValueModel, folder: Path) -> None:
     # A reward model of another run scores token numbers: with another tokenizer it would train, and mean nothing.
     needed, shape = inputs.config.model, value.shape
     tokenizer = Tokenizer.load(inputs.parents[tokenizer_stage(inputs.config)])
@@ -43,6 +37,7 @@ def _check_tokens(inputs: StageInputs, value: SeparateValueModel, folder: Path) 
             f"{PPO.name}.value_model: the reward model {folder} does not read the tokens of this run ({problem}); set "
             "policy or head, or train the reward model in this run"
         )
+    return Ppo(config=config, value=value, **vars(parts))
 
 
 def value_model_start(run: RunConfig) -> str | Path:

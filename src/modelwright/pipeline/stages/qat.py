@@ -110,8 +110,7 @@ class QatConfig(TrainConfig):
 
 
 def _objective(inputs: StageInputs) -> Objective:
-    config = inputs.training
-    assert isinstance(config, QatConfig)
+    config: QatConfig = inputs.training
     objective = NextToken(inputs.loader)
     if not config.learned_steps:
         return objective

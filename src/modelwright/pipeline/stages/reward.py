@@ -21,8 +21,7 @@ from modelwright.objectives.reward_modeling import RewardModelConfig, RewardMode
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.report.blocks import Block, Chart, Fact, Table, count, number, percent
 from modelwright.pipeline.report.charts import Line, line_chart
-from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import StageInputs
+from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stages.alignment import PAIR_ROWS, metric_charts
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.stage_inputs import needed_start
@@ -30,12 +29,6 @@ from modelwright.pipeline.stages.training import TrainedModel, training_spec
 
 LABEL = "reward"
 GROUPS_AT_ONCE = 8
-
-
-def _objective(inputs: StageInputs) -> RewardModeling:
-    config = inputs.training
-    assert isinstance(config, RewardModelConfig)
-    return RewardModeling(inputs.loader, config)
 
 
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
@@ -70,14 +63,6 @@ def differences(judge: RewardModel, rows: PackedRows) -> np.ndarray:
         difference_GS = scores_G2S[:, 0] - scores_G2S[:, 1]
         found.append(difference_GS[Pairs.of(batch).is_pair_GS].numpy())
     return np.concatenate(found)
-
-
-def _headline(data: RunData, stage: StageData) -> Sequence[Fact]:
-    facts = stage.facts.get("heldout_pairs")
-    if not facts:
-        return []
-    hint = f"of {count(facts['num_pairs'])} held-out pairs in the right order"
-    return [Fact("Reward model", percent(facts["accuracy"], 1), hint)]
 
 
 def _blocks(stage: StageData) -> Sequence[Block]:
@@ -122,12 +107,20 @@ _TRAINING = training_spec(
     title="Training a reward model",
     report_title="Reward model",
     model_title="",  # not a language model that later stages could go on with
-    objective=_objective,
+    objective=lambda inputs: RewardModeling(inputs.loader, inputs.training),
     rows=PAIR_ROWS,
     run_needs=RewardModeling.needs,
     needs=lambda config: (PACK.name, *needed_start(config, "reward")),
     config=RewardModelConfig,
-    headline=_headline,
+    headline=lambda data, stage: [
+        Fact(
+            "Reward model",
+            percent(facts["accuracy"], 1),
+            f"of {count(facts['num_pairs'])} held-out pairs in the right order",
+        )
+        for facts in [stage.facts.get("heldout_pairs")]
+        if facts
+    ],
     only_if_named=True,
     loss_unit="",
     blocks=_blocks,

@@ -191,6 +191,7 @@ def fitting(
 
 def keep_completions(path: Path, rollout: int, samples: Sequence[Mapping[str, Any]]) -> None:
     """Rewrites the file with the samples of the first rollout and of the newest one."""
+    # A resumed run may repeat the first rollout, whose samples then replace those in the file.
     first = [one for one in read_records(path) if one["rollout"] == 0 and rollout > 0]
     write_atomic(path, "".join(map(json_line, [*first, *({"rollout": rollout, **one} for one in samples)])))
 

@@ -248,6 +248,7 @@ def _tell_overlong(job: PackJob, fit: ConversationFit) -> None:
 
 def suggest_row_len(config: RunConfig, fit: ConversationFit) -> str:
     """Returns the settings with which 99% of the conversations fit into a row, in words."""
+    # Rounded up to the step.
     requested = -(-fit.row_len() // ROW_LEN_STEP) * ROW_LEN_STEP
     if requested <= fit.seq_len:
         return "more than 99% of them fit"

@@ -182,6 +182,7 @@ def choose_questions(folder: Path, clean: Path, check: ServeCheckConfig) -> Ques
         documents = islice(read_kept(clean, split="heldout", kinds=("qa",)), _MAX_READ)
         pairs = [(str(one.meta["question"]), str(one.meta["answer"])) for one in documents if "question" in one.meta]
     fitting = [pair for pair in pairs if fits(pair[0])]
+    # Spread over all of them: questions of one source follow each other.
     stride = max(1, len(fitting) // max(1, check.num_validation_questions))
     chosen = fitting[::stride][: check.num_validation_questions]
     if not chosen and fits(GREETING):

@@ -140,6 +140,7 @@ def load_teacher(config: RunConfig, parents: Mapping[str, Path]) -> Decoder:
             f"{STUDENT.name}.teacher: {folder} has another tokenizer than the run ({difference}), so its predictions "
             "are about other tokens; choose a teacher with the run's tokenizer, or start the run from it with init_from"
         )
+    # The student may have a longer context than the teacher, which has to read the same rows.
     row_len = config.section(PACK).seq_len
     if (longest := load_config(folder).max_seq_len) < row_len:
         raise ConfigError(
@@ -168,16 +169,6 @@ def _run(context: StageContext, config: RunConfig) -> None:
     settings: StudentConfig = config.section(STUDENT)
     context.progress.begin(STUDENT.name, 0, "tensors")
     teacher = load_teacher(config, context.parents)
-    student = _student(context, config, settings, teacher)
-    save_model_folder(student, Tokenizer.load(context.parents[tokenizer_stage(config)]), context.output.path)
-    sizes = {"teacher_parameters": teacher.config.num_parameters, "num_parameters": student.config.num_parameters}
-    context.output.facts |= sizes
-    context.progress.end()
-    share = sizes["num_parameters"] / sizes["teacher_parameters"]
-    context.progress.note(f"student: {sizes['num_parameters']:,} parameters, {share:.0%} of the teacher's")
-
-
-def _student(context: StageContext, config: RunConfig, settings: StudentConfig, teacher: Decoder) -> Decoder:
     if settings.init == "continue":
         student = load_model(context.parents[teacher_stage(config)])
         if student.config.vocab_size != teacher.config.vocab_size:
@@ -185,18 +176,24 @@ def _student(context: StageContext, config: RunConfig, settings: StudentConfig, 
                 f"{STUDENT.name}.teacher: predicts {teacher.config.vocab_size} tokens, and the run's model "
                 f"{student.config.vocab_size}; choose a teacher with as many"
             )
-        return student
-    with prefix_errors(STUDENT.name):
-        shape = settings.shape(teacher.config)
-    if settings.init == "scratch":
-        student = Decoder(shape)
-        student.init_weights(derive_seed(config.seed, STUDENT.name))
-        return student
-    folders = [context.parents[PACK.name] / rows.name / "train" for rows in (ALL_ROWS, TEXT_ROWS)]
-    packed = PackedRows(next(folder for folder in folders if folder.is_dir()))
-    if settings.importance == "weights":
-        return prune(teacher, shape, {})
-    return prune(teacher, shape, input_moments(teacher, islice(packed.batches(1), settings.calibration_rows)))
+    else:
+        with prefix_errors(STUDENT.name):
+            shape = settings.shape(teacher.config)
+        if settings.init == "scratch":
+            student = Decoder(shape)
+            student.init_weights(derive_seed(config.seed, STUDENT.name))
+        else:
+            folders = [context.parents[PACK.name] / rows.name / "train" for rows in (ALL_ROWS, TEXT_ROWS)]
+            packed = PackedRows(next(folder for folder in folders if folder.is_dir()))
+            rows = islice(packed.batches(1), settings.calibration_rows)
+            moments = input_moments(teacher, rows) if settings.importance == "activations" else {}
+            student = prune(teacher, shape, moments)
+    save_model_folder(student, Tokenizer.load(context.parents[tokenizer_stage(config)]), context.output.path)
+    sizes = {"teacher_parameters": teacher.config.num_parameters, "num_parameters": student.config.num_parameters}
+    context.output.facts |= sizes
+    context.progress.end()
+    share = sizes["num_parameters"] / sizes["teacher_parameters"]
+    context.progress.note(f"student: {sizes['num_parameters']:,} parameters, {share:.0%} of the teacher's")
 
 
 STUDENT = StageSpec(

@@ -117,13 +117,7 @@ def _read_peak(context: StageContext) -> dict[str, Any]:
 
 
 def mixture_techniques(
-    loader: BatchSource,
-    objective: Objective,
-    config: RunConfig,
-    training: TrainConfig,
-    rows: Path,
-    *,
-    batch_rows: int,
+    loader: BatchSource, objective: Objective, config: RunConfig, training: TrainConfig, rows: Path, *, batch_rows: int
 ) -> list[TechniqueBuilder]:
     """Techniques that change the shares of the sources, if settings ask for them. rows: folder of the training rows."""
     if not isinstance(loader, PlannedLoader) or not training.batching.mixture.is_measured:
@@ -304,6 +298,7 @@ def _highlight(data: RunData, stage: StageData, loss_unit: str) -> Sequence[Bloc
 def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:
     name, training, before = spec.name, config.section(spec), traits.start(config, spec.name)
     require_packages(config.tracking)
+    # Without the layout over processes: a resumed run may have another number of them.
     settings = {
         "training": training.identity(),
         "seed": derive_seed(config.seed, name),
@@ -406,6 +401,7 @@ def _learn(
         row_losses=lambda: stored_row_losses(packed, judge, context.folder.path, world),
     )
     ahead, cache = read_ahead(loader, data, config.cache)
+    # After reading ahead, because augmentation changes the documents of batches that have been read.
     source, augmentation = augmented(ahead, config, spec, context.parents[tokenizer_stage(config)], context.progress)
     inputs = StageInputs(
         config=config,
@@ -491,6 +487,7 @@ def _bits_per_byte(context: StageContext, config: RunConfig, spec: StageSpec) ->
     kinds = read_manifest(context.parents[PACK.name]).facts["pretrain_kinds"]
     measured = read_manifest(context.parents[tokenizer_stage(config)]).facts.get("bytes_per_token", {})
     bytes_per_token = [measured[kind] for kind in kinds if kind in measured]
+    # Only the default objective on text has a loss in nats per token of that text.
     if spec.rows is not TEXT_ROWS or not bytes_per_token or config.section(spec).objective:
         return []
     bits_per_nat = 1 / math.log(2) / statistics.mean(bytes_per_token)

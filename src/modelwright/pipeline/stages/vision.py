@@ -37,21 +37,15 @@ from modelwright.objectives.image_classification import (
 from modelwright.objectives.image_classifier import TrainedClassifier, save_classifier
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
-from modelwright.pipeline.report.blocks import Block, Fact, Note, Table, count, percent, size
-from modelwright.pipeline.report.run_data import RunData, StageData
+from modelwright.pipeline.report.blocks import Block, Note, Table, count, percent, size
+from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import Rates, RowSet, StageInputs, StageSpec
 from modelwright.pipeline.stages.align import MOST_IMAGES
 from modelwright.pipeline.stages.alignment import metric_charts
-from modelwright.pipeline.stages.image_accuracy import (
-    accuracy_table,
-    baseline_hint,
-    measure_accuracy,
-    share_right,
-)
+from modelwright.pipeline.stages.image_accuracy import accuracy_facts, accuracy_table, measure_accuracy, share_right
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import PackJob, RowUse, Sequences
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
-from modelwright.train.runtime import TechniqueBuilder
 from modelwright.train.techniques.fake_quantization import NEEDS as QUANTIZATION_NEEDS
 from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization
 
@@ -132,24 +126,15 @@ USUAL_CLASSES = 10
 
 
 def _objective(inputs: StageInputs) -> ImageClassification:
-    config = inputs.training
-    assert isinstance(config, ImageTrainConfig)
     assert inputs.images is not None
     rows = inputs.parents[PACK.name] / LABELED_ROWS.name
     return ImageClassification(
         source=inputs.plan,
-        config=config,
+        config=inputs.training,
         images=LabeledImages(inputs.images),
         heldout_images=open_labeled(rows, "heldout"),
         seed=derive_seed(inputs.config.seed, VISION.name, "augment"),
     )
-
-
-def _techniques(inputs: StageInputs) -> list[TechniqueBuilder]:
-    config = inputs.training
-    assert isinstance(config, ImageTrainConfig)
-    kind = config.quantization
-    return [] if kind == "none" else [lambda run: fake_quantization(quantization_of(kind, run.num_steps), run)]
 
 
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
@@ -179,13 +164,6 @@ def _save(trained: TrainedModel) -> Mapping[str, Any]:
         if heldout is not None:
             quantization["float_accuracy"] = share_right(before, heldout)
     return facts
-
-
-def _headline(data: RunData, stage: StageData) -> Sequence[Fact]:
-    facts = stage.facts.get("heldout_images")
-    if not facts:
-        return []
-    return [Fact("Image classification", percent(facts["accuracy"], 1), baseline_hint(facts))]
 
 
 def _blocks(stage: StageData) -> Sequence[Block]:
@@ -230,7 +208,7 @@ _SPEC = training_spec(
     run_needs=ImageClassification.needs | QUANTIZATION_NEEDS,
     needs=lambda config: (PACK.name,),
     config=ImageTrainConfig,
-    headline=_headline,
+    headline=lambda data, stage: accuracy_facts("Image classification", stage.facts.get("heldout_images")),
     only_if_named=True,
     loss_unit="nats per image",
     blocks=_blocks,
@@ -239,7 +217,11 @@ _SPEC = training_spec(
     ),
     start=lambda config, stage: "",
     row_use=RowUse(learns_by_heart=False),
-    techniques=_techniques,
+    techniques=lambda inputs: (
+        []
+        if (kind := inputs.training.quantization) == "none"
+        else [lambda run: fake_quantization(quantization_of(kind, run.num_steps), run)]
+    ),
     save=_save,
     fresh=lambda config: carrier(),
 )
