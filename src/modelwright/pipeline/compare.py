@@ -77,6 +77,7 @@ def compare_models(
     """Scores both models, one after the other, on the question/answer records of the sources. Raises `DataError`
     without such records.
     """
+    # Nothing is held out: every record is compared.
     source = SourceConfig(sources=tuple(sources), validation_fraction=0.0)
     documents = (d for d in read_documents(source, report=SourceReport()) if d.kind == "qa" and not d.is_undesirable)
     records = list(islice(documents, config.num_records or None))

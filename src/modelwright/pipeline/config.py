@@ -124,6 +124,7 @@ class RunConfig:
         }
         sections = {name: dump(section) for name, section in self.sections.items()}
         for stage in self.trainings:
+            # A training section contains only its differences, so that a change of `training` in the file reaches it.
             inherited, section = (
                 {**plain["training"], **{name: plain[name] for name in INHERITED}},
                 sections[stage.name],

@@ -58,6 +58,7 @@ def read_attempts(folder: StageDir) -> list[dict[str, Any]]:
 @contextmanager
 def begin_attempt(folder: StageDir, digest: str, ranks: int) -> Iterator[Attempt]:
     """Records the start of an attempt, and at its end the outcome and the resources used (this process, rank 0)."""
+    # A process that is killed cannot write its end: an attempt that still counts as running has died.
     before = [entry | {"state": "killed"} if entry["state"] == "running" else entry for entry in read_attempts(folder)]
     attempt = Attempt(started=now(), ranks=ranks)
     _write(folder, digest, [*before, asdict(attempt)])
@@ -74,7 +75,8 @@ def begin_attempt(folder: StageDir, digest: str, ranks: int) -> Iterator[Attempt
         raise
     finally:
         attempt.wall_s, attempt.cpu_s, attempt.peak_bytes = use.wall_s, use.cpu_s, use.peak_bytes
-        with nullcontext() if attempt.state == "done" else suppress(OSError):  # it must not hide the failure
+        # A full disk must not hide the failure that is being raised.
+        with nullcontext() if attempt.state == "done" else suppress(OSError):
             _write(folder, digest, [*before, asdict(attempt)])
 
 

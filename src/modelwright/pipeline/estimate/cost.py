@@ -112,6 +112,7 @@ def training_stage(
     flops += adapter_step_flops(model, adapters, num_tokens=num_tokens, num_targets=num_tokens)
     tokens_per_microbatch = batch_tokens // (num_microbatches * world_size)
     part = _whole_model(model, tokens_per_microbatch, compute, activations, fused=fused)
+    # Recomputation costs time, but is not part of the model's FLOPs (utilization counts only these).
     again = num_tokens * total_recomputed_flops(replace(part.shape, mean_context=mean_context), part.segments)
     memory = rank_memory(model, replace(part, num_microbatches=num_microbatches, adapters=adapters))
     products_s = (flops + again + num_steps * update_flops) / (flops_per_s * world_size)

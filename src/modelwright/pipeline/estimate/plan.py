@@ -44,6 +44,7 @@ def describe_plan(
 
     num_processes: processes of all hosts, which are assumed to be like this one
     """
+    # Notes on a busy machine are collected: they belong below the plan.
     previous, busy = previous_config(run), []
     config = resolve(config, previous, SilentProgress())
     torch.set_num_threads(config.hardware.num_threads)
@@ -103,5 +104,6 @@ def stage_estimates(
                 adapters=training.lora,
             )
         memories[stage.name] = replace(memory.on_device(device), further_models=further[stage.name])
+    # The stages' own estimates assume a whole model on one process.
     estimates = [replace(e, peak_bytes=memories[e.name].total) if e.name in memories else e for e in estimates]
     return estimates, memories

@@ -110,6 +110,7 @@ def training_s(config: RunConfig, name: str, num_steps: int, step_s: float) -> f
     costs a third of a training token (no backward pass).
     """
     training = config.section(name)
+    # The loop evaluates once at the end, in addition to the validations at intervals.
     every = training.eval_every_steps
     num_validations = 1 + (num_steps / every if every else 0)
     return step_s * (num_steps + num_validations * config.validation_tokens / training.batch_tokens / 3)

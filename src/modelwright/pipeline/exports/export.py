@@ -45,6 +45,7 @@ class Export:
 @contextmanager
 def replaced(target: Path, *, holds: str, overwrite: bool) -> Generator[ArtifactDraft]:
     """Writes a folder atomically; it replaces an earlier export at most: one with the file `holds`."""
+    # A mistyped path with --overwrite must not delete a folder of other files.
     if overwrite and target.is_dir() and any(target.iterdir()) and not (target / holds).is_file():
         raise ConfigError(
             f"{target}: contains something other than a model, so it is not replaced; choose another folder"
@@ -55,6 +56,7 @@ def replaced(target: Path, *, holds: str, overwrite: bool) -> Generator[Artifact
         raise ConfigError(f"{target}: exists; choose another folder or add --overwrite")
     with write_artifact(target, kind="export", digest="") as draft:
         yield draft
+    # An export is not an artifact of a run: with a manifest, a later edit of its files would count as damage.
     (target / MANIFEST).unlink()
 
 

@@ -59,6 +59,7 @@ def number(value: float, digits: int = 4) -> str:
     if abs(value) < 1e-3 or abs(value) >= 1e9:
         mantissa, _, exponent = f"{value:.{max(0, digits - 2)}e}".partition("e")
         return power_of_ten(mantissa, int(exponent))
+    # Significant digits, not decimals: digits before the point count, too.
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

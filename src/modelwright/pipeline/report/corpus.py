@@ -232,7 +232,8 @@ def _lengths(clean: Mapping[str, Any]) -> list[Block]:
     if not sizes:
         return []
     while sizes[-1] != sizes[0] and len(sizes) <= sizes[-1].bit_length() - sizes[0].bit_length():
-        sizes = sorted({*sizes, *(size * 2 for size in sizes if size < sizes[-1])})  # no gap between two bars
+        # Lengths without documents get a bar of zero, so that the axis has no gap.
+        sizes = sorted({*sizes, *(size * 2 for size in sizes if size < sizes[-1])})
     names = [f"{count(size)} to {count(2 * size - 1)}" if size > 1 else "up to 1" for size in sizes]
     series = [("kept", [kept.get(str(size), 0) for size in sizes])]
     if dropped:

@@ -54,6 +54,7 @@ def energy_section(stages: Sequence[StageData]) -> Section | None:
             figures = _energy_cells(other.joules, other.joules / max(1, other.num_tokens), other.co2_g, other.seconds)
             rows.append(["codecarbon, an estimate", *figures, "–", f"whole machine, {other.country}"])
     header = ["stage", "energy", "per token", "CO₂", "mean power", "measured", "sources"]
+    # Of the latest training: all share the section `energy` unless they override it.
     last = [of_stage[-1] for of_stage in entries.values() if of_stage][-1]
     terms = (
         f"Energy is what the sources say times {last['pue']:g} (PUE: cooling and losses of the data center), carbon "

@@ -262,6 +262,7 @@ def spike_blocks(stage: StageData) -> list[Block]:
         if event["kind"] == "rollback":
             lines.append(f"step {event['step']:>6}  rolled back to step {first}: batches {first} to {last} undone")
             continue
+        # JSON stores non-finite numbers as texts.
         loss, norm = (value if isinstance(value, str) else number(value) for value in (event["loss"], event["norm"]))
         lines.append(f"step {event['step']:>6}  batch {first} skipped: loss {loss}, gradient norm {norm}")
     text = first_lines(lines, _CHANGES_SHOWN, "loss_spikes.jsonl")
@@ -270,6 +271,7 @@ def spike_blocks(stage: StageData) -> list[Block]:
 
 def _power(value: float) -> str:
     """Formats a loss scale, usually a power of two."""
+    # The hexadecimal form has the exact exponent; log2 would round.
     mantissa, exponent = value.hex().split("p")
     return f"2^{int(exponent)}" if float.fromhex(mantissa) == 1.0 else number(value)
 

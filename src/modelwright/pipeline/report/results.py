@@ -293,6 +293,7 @@ def power(log10_value: float) -> str:
     """Formats a small probability, given its logarithm: `3.2×10⁻¹⁴`."""
     if log10_value > -3:
         return f"{10**log10_value:.3f}"
+    # From the logarithm, because 10**log10_value of a strong test is 0 in a float.
     exponent = math.floor(log10_value)
     return power_of_ten(f"{10 ** (log10_value - exponent):.1f}", exponent)
 

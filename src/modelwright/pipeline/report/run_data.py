@@ -24,7 +24,8 @@ class StageData:
     is_done: bool
 
     def records(self) -> list[dict[str, Any]]:
-        """Metric records, with non-finite numbers converted back from strings: JSON lacks them."""
+        """Reads the metric records."""
+        # Non-finite numbers are stored as strings, because JSON lacks them.
         return [
             {key: float(one) if one in ("nan", "inf", "-inf") else one for key, one in record.items()}
             for record in read_records(self.folder.metrics)

@@ -99,6 +99,7 @@ def reference_model(inputs: StageInputs, stage: str, folder: str) -> FrozenModel
     """
     start = inputs.parents[model_before(inputs.config, stage)]
     model = deferred_model(Path(folder) if folder else start)
+    # Log-probabilities of both models are compared token by token, so the reference must know every id and position.
     needed, found = inputs.config.model, model.config
     if found.vocab_size < needed.vocab_size or found.max_seq_len < needed.max_seq_len:
         raise ConfigError(

@@ -52,6 +52,7 @@ def training_data(folder: Path, config: RowCacheConfig, context: StageContext) -
             stores = [ImageStore(images, reader, num_ahead=num_ahead) for reader in others]
             yield TrainingData(PackedRows(folder, rows), stores[0] if stores else None)
         return
+    # The cache may have been switched off after a run that was killed left files in its folder.
     remove_leftovers(config)
     data = TrainingData(PackedRows(folder), open_images(folder.parent, folder.name, num_ahead=num_ahead))
     try:

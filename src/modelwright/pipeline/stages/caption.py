@@ -70,6 +70,7 @@ def tower_shape(run: RunConfig) -> VisionConfig:
     """Returns the shape of the vision tower: that of a folder, of the tower that align trains, or as configured. Raises
     `ModelError` for a folder that cannot be read, `ConfigError` for a random tower that is never trained.
     """
+    # A folder that caption names wins; else the tower that align has trained is used with its shape.
     own: VisionConfig = run.section(NAME).vision
     if run.has(ALIGN) and not own.init_from:
         own = run.section(ALIGN).vision
@@ -86,7 +87,8 @@ def tower_shape(run: RunConfig) -> VisionConfig:
 def image_token_id(tokenizer: Tokenizer, config: CaptionConfig) -> int:
     """Returns the id of the image token. Raises `ConfigError` if the tokenizer has no such token."""
     found = tokenizer.id_of(config.image_token)
-    if not found:  # not 0 either, which is the token of padding
+    # Not 0 either, which is the token of padding: each padded position would be read as an image.
+    if not found:
         raise ConfigError(
             f"caption.image_token: the tokenizer lacks the special token {config.image_token!r}; name one that it has, "
             f"or let a new tokenizer have it: --tokenizer.special_tokens '[\"{config.image_token}\"]'"

@@ -28,6 +28,7 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     if config.rows_from:
         return imported_stage(config, CLEAN)
     clean: CleanConfig = config.section(CLEAN)
+    # The result does not depend on how, and in how many processes, the shards are cleaned.
     settings = {name: value for name, value in dump(clean).items() if name not in ("engine", "num_workers")}
     if clean.duplicates.pairs_by == "answer":
         del settings["duplicates"]["pairs_by"]  # as before the setting existed: artifacts of those runs stay valid

@@ -51,7 +51,8 @@ def scoring_estimate(
     """Estimates a stage that scores the held-out text, answers and questions with some models."""
     builtin = sum(_builtin_bytes(config.data, rows) for rows in (TEXT_ROWS, CHAT_ROWS))
     heldout = SCORED_FRACTION * builtin + config.data.validation_fraction * _own_bytes(config.data)
-    most = evaluate.max_bytes_per_domain * (len(evaluate.domains) + 1)  # and the answers
+    # The answers are one more domain, with the same limit.
+    most = evaluate.max_bytes_per_domain * (len(evaluate.domains) + 1)
     num_bytes = min(most, heldout) if most else heldout
     text_tokens = num_bytes / BYTES_PER_TOKEN
     choice_tokens = NUM_CANDIDATES * CHOICE_TOKENS * evaluate.multiple_choice.num_questions

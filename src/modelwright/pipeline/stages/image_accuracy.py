@@ -94,6 +94,7 @@ def accuracy_table(facts: Mapping[str, Any], *, method: str, title: str, remark:
 
 def confusion(labels: NDArray[np.int64], predicted: NDArray[np.int64], num_classes: int) -> Sequence[Sequence[int]]:
     """Counts the images of each class (row) that were taken for each class (column); [] with many classes."""
+    # A larger table is unreadable on the page.
     if num_classes > MOST_CLASSES_SHOWN:
         return []
     counts = np.zeros((num_classes, num_classes), dtype=np.int64)

@@ -58,7 +58,8 @@ def _run(context: StageContext, url: str, stage: str, check: Check) -> None:
         path = PurePosixPath(name)
         is_rows = path.parent.name == TRAIN and path.name.startswith(("tokens-", "mask-"))
         if is_rows or (path.parent.name == IMAGES and path.name == FILE):
-            del copied[name]  # stays where it is
+            # Read by training from the other run, through the cache: it may be too large for this machine.
+            del copied[name]
     total_bytes, num_bytes = sum(int(entry["bytes"]) for entry in copied.values()), 0
     context.progress.begin(f"{stage} from {redact_text(url)}", total_bytes, "bytes")
     for name, entry in copied.items():

@@ -48,6 +48,7 @@ def value_model_start(run: RunConfig) -> str | Path:
         return model_before(run, PPO.name)
     terms = reward_terms(run, PPO.name)
     folders = sorted(set(reward_model_folders(terms).values()))
+    # The run's own reward model, if a term uses it or if nothing else names a model.
     if without_folder(terms) or not folders:
         return reward_model_before(run, PPO.name) or REWARD.name
     if len(folders) > 1:

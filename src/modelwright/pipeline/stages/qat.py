@@ -122,6 +122,7 @@ def _save(trained: TrainedModel) -> Mapping[str, Any]:
     save_language_model(trained)
     section: QatConfig = trained.config.section(QAT)
     model, settings = trained.model, section.quantization()
+    # Learned steps are parameters; without them the steps follow from the weights themselves.
     steps = model.heads[MODULE] if settings.learned_steps else None
     names = list(model.projections()) if isinstance(steps, StepSizes) else []
     activations: Literal["none", "token", "tensor"] = "token" if settings.activations == "token" else "none"

@@ -86,7 +86,8 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
         settings={"quantize": dump(config.serve.int8), "evaluate": dump(config.section(EVALUATE))},
         parents=(CLEAN.name, PACK.name, final_model(config), *evaluated),
         run=lambda context: _run(context, config),
-        version=2,  # results.json names the bits of the weights
+        # Increased when results.json began to name the bits of the weights.
+        version=2,
     )
 
 

@@ -167,6 +167,7 @@ def _conversations(job: PackJob, split: Split, fit: ConversationFit) -> Sequence
     for document in read_kept(job.clean, split=split, kinds=("qa",)):
         if document.is_undesirable:
             continue
+        # Dropped parts keep their number: augmentation finds the copy of a part by it.
         for part, fitted in enumerate(_chats(job.tokenizer, document, job.settings.chat_loss, fit)):
             if fitted:
                 yield job.labeled(document, *fitted, part=part)
@@ -207,7 +208,8 @@ class ChatEncoder:
         tokenizer = Tokenizer.load(self.tokenizer)
 
         def encode(document: Document) -> list[TokenSequence]:
-            fit = ConversationFit(seq_len=self.seq_len, overlong="skip")  # half an answer is worse than the original
+            # Skipped and not cut: half of a changed answer is worse than the original.
+            fit = ConversationFit(seq_len=self.seq_len, overlong="skip")
             chats = _chats(tokenizer, document, self.loss, fit)
             return [TokenSequence(*fitted) if fitted else TokenSequence([], []) for fitted in chats]
 

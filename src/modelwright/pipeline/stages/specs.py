@@ -65,6 +65,7 @@ def known_stages() -> tuple[StageSpec, ...]:
             raise ConfigError(f"{where}: is the stage {spec.name!r}; both must have one name")
         if spec.follows not in names:
             raise ConfigError(f"{where}: follows {spec.follows!r}, which is not one of {', '.join(names)}")
+        # Of several that follow the same stage, the one that was installed last comes first.
         known.insert(names.index(spec.follows) + 1, spec)
     return tuple(known)
 

@@ -49,6 +49,7 @@ def start_gloo(store: "Store", rank: int) -> GlooSession:
     import torch
     import torch.distributed as dist
 
+    # PyTorch has no public way to name the interface of a single group.
     options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]  # pyright: ignore
     options._timeout = TIMEOUT

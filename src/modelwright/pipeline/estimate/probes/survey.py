@@ -51,6 +51,7 @@ def measure_machine(
         if name not in names:
             raise ConfigError(f"--skip: {name!r} is not one of rates, {', '.join(names)}{did_you_mean(name, names)}")
     meter = others or OtherProcesses()
+    # The meter counts since its creation; a shorter period would be mostly noise.
     time.sleep(max(0.0, PERIOD_S - meter.seconds()))
     others_use = meter.other_cores()
     is_busy = missing_cores(others_use, torch.get_num_threads()) >= MISSING_CORES
