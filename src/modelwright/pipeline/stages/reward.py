@@ -21,7 +21,7 @@ from modelwright.objectives.reward_modeling import RewardModelConfig, RewardMode
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.report.blocks import Block, Chart, Fact, Table, count, number, percent
 from modelwright.pipeline.report.charts import Line, line_chart
-from modelwright.pipeline.report.run_data import StageData
+from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stages.alignment import PAIR_ROWS, metric_charts
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.stage_inputs import needed_start
@@ -63,6 +63,13 @@ def differences(judge: RewardModel, rows: PackedRows) -> np.ndarray:
         difference_GS = scores_G2S[:, 0] - scores_G2S[:, 1]
         found.append(difference_GS[Pairs.of(batch).is_pair_GS].numpy())
     return np.concatenate(found)
+
+
+def _headline(data: RunData, stage: StageData) -> Sequence[Fact]:
+    if not (facts := stage.facts.get("heldout_pairs")):
+        return []
+    hint = f"of {count(facts['num_pairs'])} held-out pairs in the right order"
+    return [Fact("Reward model", percent(facts["accuracy"], 1), hint)]
 
 
 def _blocks(stage: StageData) -> Sequence[Block]:
@@ -112,15 +119,7 @@ _TRAINING = training_spec(
     run_needs=RewardModeling.needs,
     needs=lambda config: (PACK.name, *needed_start(config, "reward")),
     config=RewardModelConfig,
-    headline=lambda data, stage: [
-        Fact(
-            "Reward model",
-            percent(facts["accuracy"], 1),
-            f"of {count(facts['num_pairs'])} held-out pairs in the right order",
-        )
-        for facts in [stage.facts.get("heldout_pairs")]
-        if facts
-    ],
+    headline=_headline,
     only_if_named=True,
     loss_unit="",
     blocks=_blocks,

@@ -158,9 +158,22 @@ def _pack_chats(job: PackJob, split: Split) -> None:
         reasons = {"no room for an answer": fit.num_dropped} if fit.num_dropped else {}
         report |= {"num_sequences": fit.num_conversations, "num_cut": fit.num_truncated}
         report["skipped"] = {**report["skipped"], **reasons}
-    if split == "train":
-        _tell_overlong(job, fit)
-        tell_empty_answers(job, fit)
+    if split != "train":
+        return
+    if fit.num_overlong:
+        text = (
+            f"pack: {fit.num_overlong:,} of {fit.num_conversations:,} question/answer pairs are longer than a row "
+            f"(pack.seq_len {fit.seq_len}): "
+        )
+        suggestion = suggest_row_len(job.config, fit)
+        if fit.num_dropped == fit.num_conversations and any(stage.rows is CHAT_ROWS for stage in job.config.trainings):
+            raise DataError(f"{text}none of them fits, so there is nothing to fine-tune on; {suggestion}")
+        parts = [f"{fit.num_truncated:,} are truncated"] if fit.num_truncated else []
+        if fit.num_dropped:
+            why = " because no answer fits" if fit.overlong == "split" else ""
+            parts.append(f"{fit.num_dropped:,} are dropped{why}")
+        job.context.progress.note(f"{text}{', '.join(parts)}; {suggestion}")
+    tell_empty_answers(job, fit)
 
 
 def _conversations(job: PackJob, split: Split, fit: ConversationFit) -> Sequences:
@@ -226,26 +239,6 @@ def tell_empty_answers(job: PackJob, fit: ConversationFit) -> None:
             f"pack: {fit.num_empty_answers:,} empty turns of the assistant are context and not learned, because they "
             "would teach to end an answer before its first word"
         )
-
-
-def _tell_overlong(job: PackJob, fit: ConversationFit) -> None:
-    """Reports the training conversations that are longer than a row. Raises `DataError` if a training has none left."""
-    if not fit.num_overlong:
-        return
-    text = (
-        f"pack: {fit.num_overlong:,} of {fit.num_conversations:,} question/answer pairs are longer than a row "
-        f"(pack.seq_len {fit.seq_len}): "
-    )
-    suggestion = suggest_row_len(job.config, fit)
-    if fit.num_dropped == fit.num_conversations and any(stage.rows is CHAT_ROWS for stage in job.config.trainings):
-        raise DataError(f"{text}none of them fits, so there is nothing to fine-tune on; {suggestion}")
-    parts = [
-        f"{fit.num_truncated:,} are truncated" if fit.num_truncated else "",
-        f"{fit.num_dropped:,} are dropped{' because no answer fits' if fit.overlong == 'split' else ''}"
-        if fit.num_dropped
-        else "",
-    ]
-    job.context.progress.note(f"{text}{', '.join(filter(None, parts))}; {suggestion}")
 
 
 def suggest_row_len(config: RunConfig, fit: ConversationFit) -> str:
