@@ -4,7 +4,7 @@ Ollama renders chats by a template in Go's notation. It is derived from the outp
 left out if such a template would not give the same text.
 """
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast, get_args
 
@@ -12,7 +12,6 @@ from modelwright.compress.gguf.export import GgufFormat, export_gguf
 from modelwright.compress.gguf.vocabulary import read_vocabulary
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.data.document import Message
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_config
 from modelwright.pipeline.exports.export import Export, require_exportable
@@ -60,10 +59,7 @@ def _parts(tokenizer: Tokenizer) -> tuple[str, str, str, str, str, str, str]:
     """Returns the text that opens a chat without a system turn, and those before and after the content of a system
     turn, a user's and an answer. Raises `ValueError` if they depend on more than the role of a turn.
     """
-
-    def rendered(turns: Sequence[Message], *, prompt: bool = False) -> str:
-        return tokenizer.render_chat(turns, add_generation_prompt=prompt)
-
+    rendered = partial(tokenizer.render_chat, add_generation_prompt=False)
     user, other = {"role": "user", "content": _USER}, {"role": "user", "content": _USER2}
     turns = [user, {"role": "assistant", "content": _ANSWER}, other, {"role": "assistant", "content": _ANSWER2}]
     before, rest = rendered(turns).split(_USER)
@@ -82,7 +78,7 @@ def _parts(tokenizer: Tokenizer) -> tuple[str, str, str, str, str, str, str]:
         and between == after_answer + before_user
         and before == opening + before_user
         and rest == after_system + before_user + _USER + after_user
-        and rendered([user], prompt=True) == before + _USER + after_user + answer
+        and rendered([user], add_generation_prompt=True) == before + _USER + after_user + answer
     )
     if not agree:
         raise ValueError("the rendering of a turn depends on the others")

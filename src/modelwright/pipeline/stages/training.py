@@ -430,7 +430,6 @@ def _learn(
     heldout_rows = batch_rows if row_use.compares_rows else microbatch_rows
     heldout = row_use.heldout(rows.parent / "heldout", config, batch_rows=heldout_rows)
     tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
-    tracked = {"seed": config.seed, "model": dump(config.model), name: dump(training)}
     result = train(
         TrainJob(
             model=model,
@@ -445,7 +444,7 @@ def _learn(
             peak_flops=peak_flops(context, config, training),
             parallel=config.parallel,
             restart=context.restart,
-            tracking=Tracking(report_to=config.tracking.report_to, run=config.name, settings=redact_plain(tracked)),
+            tracking=_tracking(config, spec),
             old_rows=old_rows(packed, training.ewc, derive_seed(config.seed, name, "ewc")),
             techniques=[
                 *cache,
@@ -478,6 +477,12 @@ def _build_declared(name: str, build: TechniqueBuilder, known_needs: frozenset[s
     if technique is not None:
         _check_declared(name, f"its technique {technique.name}", technique.needs, known_needs)
     return technique
+
+
+def _tracking(config: RunConfig, spec: StageSpec) -> Tracking:
+    """Returns the shape of the model and the settings of the training, for experiment trackers."""
+    settings = {"seed": config.seed, "model": dump(config.model), spec.name: dump(config.section(spec))}
+    return Tracking(report_to=config.tracking.report_to, run=config.name, settings=redact_plain(settings))
 
 
 def _bits_per_byte(context: StageContext, config: RunConfig, spec: StageSpec) -> list[TechniqueBuilder]:
