@@ -310,7 +310,7 @@ ALIGN = training_spec(
     name="align",
     title="Aligning texts, code and images",
     report_title="Texts, code and images in one space",
-    model_title="",  # not a model that later stages go on with
+    model_title="",  # not a model that later stages continue
     objective=lambda inputs: Contrastive(
         inputs.plan,
         inputs.training,
