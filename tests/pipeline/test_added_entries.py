@@ -342,7 +342,7 @@ def test_an_objective_is_checked_shown_and_part_of_the_run(with_learning: None) 
         with pytest.raises(ConfigError, match=r"objective: smoothed needs"):
             check_layout(config, layout, num_processes=2)
     run = tiny_run(stages=["clean", "tokenize", "pack", "pretrain", "dpo"], dpo={"objective": {"smoothed": {}}})
-    with pytest.raises(ConfigError, match=r"dpo\.objective: smoothed would take the place of what dpo learns"):
+    with pytest.raises(ConfigError, match=r"dpo\.objective: smoothed would replace the objective of dpo"):
         check_training(run, ParallelConfig(), num_processes=1, stages=["pretrain", "dpo"])
 
 

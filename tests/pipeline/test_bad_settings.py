@@ -113,7 +113,7 @@ def test_a_device_that_is_not_there(
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     done = inside("run", "tiny", "--hardware.device", "cuda", "--run-dir", str(tmp_path / "run"), *words)
-    assert_one_line(done, "hardware.device: is cuda, and this machine has no CUDA device; choose cpu or auto")
+    assert_one_line(done, "hardware.device: PyTorch finds no CUDA device on this machine; choose cpu or auto")
 
 
 def test_a_survey_of_a_device_that_is_not_there(

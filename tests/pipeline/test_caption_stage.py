@@ -253,7 +253,7 @@ def test_a_frozen_tower_of_random_weights_is_refused() -> None:
 def test_a_tokenizer_without_the_image_token_is_refused_by_name(finished: tuple[Path, Path]) -> None:
     tokenizer = Tokenizer.load(finished[1] / "tokenize" / "artifact")
     assert image_token_id(tokenizer, CaptionConfig()) == tokenizer.id_of(TOKEN)
-    with pytest.raises(ConfigError, match=r"caption\.image_token: the tokenizer has no special token '<image>'"):
+    with pytest.raises(ConfigError, match=r"caption\.image_token: the tokenizer lacks the special token '<image>'"):
         image_token_id(tokenizer, CaptionConfig(image_token="<image>"))
 
 

@@ -264,7 +264,7 @@ def test_options_without_effect_are_refused(inside: Command, tmp_path: Path) -> 
         (("onnx", "out", "--int8"), "--int8: .* is a model folder whose weights are not quantized; leave the option"),
         (("onnx", "out", "--dtype", "q8_0"), "--dtype: onnx does not know the number format"),
         (("hf", "out", "--dtype", "f16"), "--dtype: hf does not know the number format"),
-        (("onnx", "out", "--stage", "sft"), "--stage: .* has no stages"),
+        (("onnx", "out", "--stage", "sft"), "--stage: .* is a model folder, not a run"),
     ]:
         done = inside(*words, *more)
         assert done.returncode != 0

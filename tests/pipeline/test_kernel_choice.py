@@ -78,7 +78,7 @@ def test_another_instruction_set_and_the_users_setting_are_told(run: RunDir, mon
     monkeypatch.setattr(cpu_kernels, "instruction_set", lambda: "")
     choice, (note,) = choice_of(run)
     assert choice == {"instruction_set": "", "used": []}
-    assert "the run began with avx2 and goes on with no kernels" in note
+    assert "the run began with avx2 and continues with no kernels" in note
 
 
 def used_by_rank(world: World, folder: Path) -> tuple[list[str], list[str]]:

@@ -154,7 +154,7 @@ def test_the_first_and_the_newest_rollout_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", ["grpo", "ppo"])
 def test_a_learning_rate_cannot_be_swept_on_rollouts(stage: str, tmp_path: Path) -> None:
     config = load("arithmetic", {"stages": ["clean", "pack", stage], "init_from": str(tmp_path)}).config
-    with pytest.raises(ConfigError, match=f"stages: {stage} generates what it learns from, which lr-find does not"):
+    with pytest.raises(ConfigError, match=f"stages: {stage} generates its training data, which lr-find does not"):
         range_test(config, RunDir(tmp_path), tmp_path, RangeConfig(), words=["lr-find"], progress=SilentProgress())
 
 

@@ -154,14 +154,14 @@ def test_rows_that_do_not_fit_are_refused(
     from_folder = ["--rows_from", str(source), "--stages", TRAINED]
     for number, (words, problem) in enumerate(
         [
-            (["--rows_from", str(tmp_path), "--stages", TRAINED], "has no finished stage tokenize"),
+            (["--rows_from", str(tmp_path), "--stages", TRAINED], f"the stage tokenize of {tmp_path} is not finished"),
             (["--rows_from", "nowhere://x", "--stages", TRAINED], "rows_from: nowhere://x is not a usable URL"),
             (
                 [*from_folder, "--pack.seq_len=64"],
                 f"pack.seq_len: is 64, but the rows of {source} were packed with 128",
             ),
             ([*from_folder, "--pack.chat_loss=all"], "pack.chat_loss: is all, but the rows"),
-            (["--rows_from", str(source), "--stages", f"{TRAINED},dpo"], "has no rows of preference pairs, which dpo"),
+            (["--rows_from", str(source), "--stages", f"{TRAINED},dpo"], "lacks the rows of preference pairs that dpo"),
             ([*from_folder, "--cache.disk_bytes=5"], "cache.folder: is empty, but disk_bytes is set"),
         ]
     ):

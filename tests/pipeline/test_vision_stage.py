@@ -134,7 +134,7 @@ def test_updates_on_images_are_neither_timed_before_the_run_nor_searched(
     finished: tuple[Path, Path], tmp_path: Path
 ) -> None:
     for command, wish, words in (
-        ("run", ("--minutes", "5"), "minutes: the updates of vision cannot be timed before its rows are there"),
+        ("run", ("--minutes", "5"), "minutes: the updates of vision cannot be timed before its rows exist"),
         ("search", (), "stages: vision learns from images, and a search compares language models"),
     ):
         process = start_process("modelwright.cli.entry", command, finished[0], "--run-dir", tmp_path / command, *wish)

@@ -13,11 +13,11 @@ from modelwright.train.techniques.augmentation_strength import AugmentationStren
 @dataclass(frozen=True, kw_only=True)
 class AugmentationConfig:
     """Text augmentation of the training stages that learn from texts or conversations. docs/augmentation.md describes
-    the methods; `modelwright augment` shows what they do.
+    the methods; `modelwright augment` shows their effect.
     """
 
     methods: tuple[str, ...] = ()
-    """Names of methods; each document gets one of those that take its kind. Without any, nothing is changed."""
+    """Names of methods; each document is changed by one of those for its kind. Empty turns augmentation off."""
     settings: dict[str, Any] = field(default_factory=dict[str, Any], hash=False)
     """Settings of methods by their names: `{random_swap: {fraction: 0.2}}`."""
     strength: AugmentationStrengthConfig = field(default_factory=AugmentationStrengthConfig)

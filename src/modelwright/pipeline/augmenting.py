@@ -2,8 +2,8 @@
 whose run has the section `augmentation`.
 
 `modelwright augment` divides documents into shards, then workers make the copies of each shard. The same command
-resumes what was interrupted: a finished shard is not made again. The result does not depend on the number of workers.
-Span infilling asks a model folder: our engine writes, the evaluation's scoring compares.
+resumes an interrupted one: a finished shard is not made again. The result does not depend on the number of workers.
+Span infilling uses a model folder: our engine generates, the evaluation's scoring compares.
 """
 
 import json
@@ -53,12 +53,12 @@ _SHARD_DOCUMENTS = 500
 _BATCH_DOCUMENTS = 16
 _ORIGINALS, _COPIES = "originals", "copies"
 _PREVIEW_TRIES = 50
-"""Documents that a preview looks at for each pair that it shows."""
+"""Documents that a preview reads at most for each pair that it shows."""
 
 
 @dataclass(frozen=True)
 class ShardJob:
-    """A shard for a worker. settings: of the methods, by name, as plain data."""
+    """A shard for a worker. settings: settings of the methods, by name, as plain data."""
 
     shard: ShardFiles
     augment: AugmentConfig
@@ -66,7 +66,7 @@ class ShardJob:
 
 
 def make_methods(names: Sequence[str], settings: Mapping[str, Any]) -> list[Augmentation]:
-    """The methods that are named. settings: by name, as plain data. Raises `ConfigError`."""
+    """Builds the methods that are named. settings: settings by name, as plain data. Raises `ConfigError`."""
     configs = {
         method.name: parse(method.config, settings[method.name], method.name)
         for method in known_methods()
@@ -78,7 +78,7 @@ def make_methods(names: Sequence[str], settings: Mapping[str, Any]) -> list[Augm
 def preview(
     data: SourceConfig, augment: AugmentConfig, settings: Mapping[str, Any], num_pairs: int
 ) -> list[tuple[Document, Document]]:
-    """The first documents that change, each with its changed copy."""
+    """Returns the first documents that change, each with its changed copy."""
     augmenter = Augmenter(make_methods(augment.methods, settings), seed=augment.seed)
     pairs: list[tuple[Document, Document]] = []
     documents = read_documents(data, report=SourceReport())
@@ -94,18 +94,20 @@ def preview(
 def augment_sources(
     data: SourceConfig, augment: AugmentConfig, settings: Mapping[str, Any], out: Path, progress: Progress
 ) -> list[str]:
-    """Write the copies as JSON lines into `out`, in the order of the documents; returns the lines to print.
+    """Writes the copies as JSON lines into `out`, in the order of the documents; returns the lines to print.
 
-    settings: of the methods, by name, as plain data. Documents that `data` holds out get no copy. Raises `ConfigError`
-    and `DataError`.
+    settings: settings of the methods, by name, as plain data. Documents that `data` holds out get no copy. Raises
+    `ConfigError` and `DataError`.
     """
-    make_methods(augment.methods, settings)  # complains before anything is read
+    make_methods(augment.methods, settings)  # fails before anything is read
     work = out.with_name(f"{out.name}.work")
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
+    # This command leaves a lock file in its folder; without one, the files are someone else's and may not be removed.
     if not (work / LOCK_FILE).exists() and any(work.iterdir()):
         raise ConfigError(f"{work}: unfinished copies would go here, and it has other files; choose another output")
     with lock_folder(work, "this folder; wait for it or write elsewhere"):
+        # A folder per request, so that another one never uses its shards. The number of workers changes no copy.
         work_key = digest(
             [dump(data), fingerprint(data, CleanConfig()), dump(replace(augment, num_workers=0)), settings]
         )
@@ -120,19 +122,33 @@ def augment_sources(
             progress.advance(num_done)
         progress.end()
         facts = [shard.facts(_COPIES) or {} for shard in shards]
-        _join(shards, out)
+        temporary = out.with_name(f"{out.name}.tmp")
+        with writing(out):
+            with open(temporary, "w", encoding="utf-8") as file:
+                for shard in shards:
+                    file.writelines(f"{line}\n" for line in unpack_lines(shard.read(_COPIES, "copies.zst")))
+                file.flush()
+                os.fsync(file.fileno())  # before the rename, or a crash could leave an empty file of that name
+            os.replace(temporary, out)
     shutil.rmtree(work)
-    return [*(redact_text(line) for line in report.summary()), *_table(facts), *_remarks(facts), f"copies in {out}"]
+    return [*(redact_text(line) for line in report.summary()), *_summary(facts), f"copies in {out}"]
 
 
 def augment_shard(job: ShardJob) -> int:
-    """Make the copies of one shard, unless they are there; returns the number of its documents."""
+    """Makes the copies of a shard, unless they exist; returns the number of its documents."""
     facts = job.shard.facts(_COPIES)
     if facts is None:
         methods = make_methods(job.augment.methods, job.settings)
         augmenter = Augmenter(methods, seed=job.augment.seed)
         documents = unpack_documents(job.shard.read(_ORIGINALS, "originals.zst"))
-        lines = [copy.to_json() for copy in _copies(documents, augmenter, job.augment)]
+        lines: list[str] = []
+        for start in range(0, len(documents), _BATCH_DOCUMENTS):
+            batch = documents[start : start + _BATCH_DOCUMENTS]
+            rounds = [
+                augmenter(batch, epoch=epoch, strength=job.augment.strength) for epoch in range(job.augment.copies)
+            ]
+            # The copies of a document follow each other, whichever round made them.
+            lines += [copy.to_json() for place in zip(*rounds, strict=True) for copy in place if copy is not None]
         facts = {
             "documents": len(documents),
             "held_out": sum(document.split != "train" for document in documents),
@@ -144,15 +160,8 @@ def augment_shard(job: ShardJob) -> int:
     return facts["documents"]
 
 
-def _copies(documents: Sequence[Document], augmenter: Augmenter, augment: AugmentConfig) -> Iterator[Document]:
-    for start in range(0, len(documents), _BATCH_DOCUMENTS):
-        batch = documents[start : start + _BATCH_DOCUMENTS]
-        rounds = [augmenter(batch, epoch=epoch, strength=augment.strength) for epoch in range(augment.copies)]
-        yield from (copy for place in zip(*rounds, strict=True) for copy in place if copy is not None)
-
-
 def _divide(documents: Iterator[Document], folder: Path) -> list[ShardFiles]:
-    """Write the documents into shards; a finished one is not written again."""
+    """Writes the documents into shards; a finished shard is not written again."""
     with writing(folder):
         folder.mkdir(exist_ok=True)
         num_shards = 0
@@ -165,20 +174,8 @@ def _divide(documents: Iterator[Document], folder: Path) -> list[ShardFiles]:
     return list(numbered(folder, num_shards))
 
 
-def _join(shards: Sequence[ShardFiles], out: Path) -> None:
-    """All copies in one file, which appears whole."""
-    temporary = out.with_name(f"{out.name}.tmp")
-    with writing(out):
-        with open(temporary, "w", encoding="utf-8") as file:
-            for shard in shards:
-                file.writelines(f"{line}\n" for line in unpack_lines(shard.read(_COPIES, "copies.zst")))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, out)
-
-
-def _table(facts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each method: what it was given, what it changed and its cost."""
+def _summary(facts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a line for each method with its documents, its changes and its cost, and remarks on the whole."""
     totals: dict[str, MethodCost] = {}
     for shard in facts:
         for name, cost in shard["costs"].items():
@@ -193,9 +190,6 @@ def _table(facts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"changed nothing: {', '.join(idle)}. They need words between blanks, letters with a case or English "
             "words, which Chinese text, for example, has not; choose other methods for these documents"
         )
-
-
-def _remarks(facts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     unchanged = sum((Counter(shard["unchanged"]) for shard in facts), Counter[str]())
     if unchanged:
         yield "left as they were: " + ", ".join(f"{count:,} {reason}" for reason, count in sorted(unchanged.items()))
@@ -207,7 +201,7 @@ def _remarks(facts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class MethodBuilder:
-    """Builds the methods in a worker. settings: of the methods, as JSON."""
+    """Builds the methods in a worker. settings: settings of the methods, as JSON."""
 
     names: tuple[str, ...]
     settings: str
@@ -219,7 +213,7 @@ class MethodBuilder:
 def augmented(
     loader: PlannedRows, config: RunConfig, spec: StageSpec, tokenizer: Path, progress: Progress
 ) -> tuple[PlannedRows | AugmentedLoader, Sequence[TechniqueBuilder]]:
-    """The loader with augmentation, and the technique that sets its strength; the loader itself where nothing is
+    """Returns the loader with augmentation, and the technique that sets its strength; the loader itself if nothing is
     augmented. Raises `ConfigError` if a method cannot be built.
     """
     settings = config.augmentation
@@ -230,7 +224,7 @@ def augmented(
     assert spec.rows is not None
     assert spec.rows.encoder is not None
     methods = MethodBuilder(settings.methods, json.dumps(settings.settings, sort_keys=True))
-    methods()  # complains before the training starts
+    methods()  # fails before the training starts
     rows = loader.rows
     recipe = CopyRecipe(
         folder=rows.folder,
@@ -245,17 +239,17 @@ def augmented(
 
 
 def is_augmented(config: RunConfig, spec: StageSpec) -> bool:
-    """Whether documents of the stage's rows change while it trains."""
+    """Returns True if documents of the stage's rows change while it trains."""
     return config.augmentation.is_on and spec.rows is not None and spec.rows.encoder is not None
 
 
 def augmentation_digest(config: AugmentationConfig) -> str:
-    """A digest of what determines the copies."""
+    """Returns a digest of the settings that determine the copies."""
     return digest([config.methods, config.settings, config.strength])
 
 
 def tell_cost(name: str, result: TrainResult, progress: Progress) -> None:
-    """One line on what augmentation did and took."""
+    """Notes the number of changed documents and the cost of augmentation in a line."""
     summary = result.summary_of("augmentation_strength")
     if not summary:
         return
@@ -271,7 +265,7 @@ def tell_cost(name: str, result: TrainResult, progress: Progress) -> None:
 
 
 _TEMPERATURE, _TOP_P = 0.8, 0.95
-"""How text that fills gaps is sampled: nucleus sampling (Holtzman et al. 2020), cooler than the model."""
+"""Sampling of text that fills gaps: nucleus sampling (Holtzman et al. 2020), at a temperature below 1."""
 _SCORE_TOKENS = 2_048
 
 
@@ -287,7 +281,7 @@ class InfillModel:
         self._start = self._tokenizer.eos_id if begin is None else begin
 
     def complete(self, prompts: Sequence[str], *, max_tokens: int, seeds: Sequence[int]) -> list[str]:
-        """A sampled continuation of each prompt; of a long prompt only the end counts."""
+        """Returns a sampled continuation of each prompt; a long prompt is cut to its end."""
         most = self._model.config.max_seq_len - max_tokens - 1
         ids = [[self._start, *self._tokenizer.encode(prompt)[-most:]] for prompt in prompts]
         params = [
@@ -308,22 +302,20 @@ class InfillModel:
         return [self._tokenizer.decode(completion.token_ids) for completion in completions]
 
     def log_probs(self, contexts: Sequence[str], continuations: Sequence[str]) -> list[float]:
-        """The log-probability of each continuation, in nats; each is scored in a row of its own."""
-        sequences = []
+        """Returns the log-probability of each continuation, in nats."""
+        log_probs: list[float] = []
         for context, continuation in zip(contexts, continuations, strict=True):
             known, scored = self._tokenizer.encode(context), self._tokenizer.encode(continuation)
             known = known[-max(1, self._model.config.max_seq_len - len(scored) - 1) :]
-            sequences.append(Scored([self._start, *known, *scored], 1 + len(known)))
-        return [self._log_prob(sequence) for sequence in sequences]
-
-    def _log_prob(self, sequence: Scored) -> float:
-        """Log-probability of one sequence, computed alone so that rounding is the same whatever else is scored."""
-        nats = sequence_nats(
-            self._model,
-            [sequence],
-            context_overlap=0.5,
-            max_context=min(self._model.config.max_seq_len, len(sequence.ids)),
-            batch_tokens=_SCORE_TOKENS,
-            progress=SilentProgress(),
-        )
-        return -float(nats[0])
+            sequence = Scored([self._start, *known, *scored], 1 + len(known))
+            # Each sequence alone, so that rounding does not depend on the others.
+            nats = sequence_nats(
+                self._model,
+                [sequence],
+                context_overlap=0.5,
+                max_context=min(self._model.config.max_seq_len, len(sequence.ids)),
+                batch_tokens=_SCORE_TOKENS,
+                progress=SilentProgress(),
+            )
+            log_probs.append(-float(nats[0]))
+        return log_probs

@@ -1,4 +1,4 @@
-"""The packed rows of a run for commands that train beside it: the run's own, or ones made for the purpose."""
+"""Packed rows of a run for commands that train outside of it: the run's own rows, or newly packed ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
 
 @dataclass(frozen=True, kw_only=True)
 class BorrowedRows:
-    """Rows of a run's first training. folder: with `train` and `heldout`; parents: the artifacts that a training
+    """Rows of a run's first training. folder: folder of `train` and `heldout`; parents: artifacts that a training
     without a stage before it reads, by stage name.
     """
 
@@ -28,8 +28,8 @@ class BorrowedRows:
 def borrowed_rows(
     config: RunConfig, run: RunDir, folder: Path, words: Sequence[str], progress: Progress
 ) -> BorrowedRows:
-    """The rows of the first training of a resolved configuration. If the run has no finished ones that match it, they
-    are made below `folder`. words: the command line, the command's name first.
+    """Returns the rows of the first training of a resolved configuration, packed below `folder` unless the run has
+    finished ones that match. words: command line, the command's name first.
     """
     rows, place = config.trainings[0].rows, run
     assert rows is not None

@@ -1,5 +1,5 @@
-"""What `modelwright clean` does in addition to cleaning: checks of the folder, a trial on a sample, what to print, and
-results on a store that fsspec knows (`s3://bucket/folder`).
+"""Parts of `modelwright clean` in addition to cleaning: checks of the folder, a trial on a sample, the printed lines,
+and results on a store that fsspec knows (`s3://bucket/folder`).
 """
 
 import json
@@ -43,7 +43,7 @@ _LOCAL = "file://"
 
 @dataclass(frozen=True)
 class ResultStore:
-    """url: as the user wrote it; path: of the folder on `filesystem`."""
+    """A folder on a store. url: as the user wrote it; path: path of the folder on `filesystem`."""
 
     url: str
     filesystem: fsspec.AbstractFileSystem
@@ -51,8 +51,8 @@ class ResultStore:
 
     @classmethod
     def open(cls, url: str, option: str) -> "ResultStore":
-        """Raises `ConfigError` that names the option for a store that fsspec does not know, or whose package is
-        missing.
+        """Finds the store of a URL. Raises `ConfigError` that names the option for a store that fsspec does not know,
+        or whose package is missing.
         """
         protocol = url.partition("://")[0]
         try:
@@ -67,7 +67,7 @@ class ResultStore:
         return cls(url, filesystem, str(path).rstrip("/"))
 
     def check(self) -> None:
-        """Write and remove a small file, so that missing rights are known before the work. Raises `StorageError`."""
+        """Writes and removes a small file, so that missing rights are known before the work. Raises `StorageError`."""
         name = f"{self.path}/.modelwright-check"
         with self._reporting("be written"):
             self.filesystem.makedirs(self.path, exist_ok=True)
@@ -75,7 +75,7 @@ class ResultStore:
             self.filesystem.rm_file(name)
 
     def upload(self, folder: Path, names: Sequence[str]) -> None:
-        """Copy files of a folder, in this order; one that exists is replaced as a whole. Raises `StorageError`."""
+        """Copies files of a folder, in this order; an existing one is replaced as a whole. Raises `StorageError`."""
         with self._reporting("be written"):
             for parent in {name.rpartition("/")[0] for name in names} - {""}:
                 self.filesystem.makedirs(f"{self.path}/{parent}", exist_ok=True)
@@ -83,12 +83,11 @@ class ResultStore:
                 self.filesystem.put_file(str(folder / name), f"{self.path}/{name}")
 
     def remove(self, folder: str, pattern: re.Pattern[str], *, keep: Sequence[str] = ()) -> None:
-        """Remove the files of a folder, "" for the place itself, whose whole name matches, but not those of `keep`.
-
-        Raises `StorageError`.
+        """Removes the files of a folder, "" for the store's folder itself, whose whole name matches, but not those of
+        `keep`. Raises `StorageError`.
         """
         with self._reporting("be written"):
-            self.filesystem.invalidate_cache()
+            self.filesystem.invalidate_cache()  # fsspec caches listings, which other processes may have changed
             try:
                 paths: Any = self.filesystem.ls(f"{self.path}/{folder}".rstrip("/"), detail=False)
             except FileNotFoundError:
@@ -99,13 +98,13 @@ class ResultStore:
                     self.filesystem.rm_file(path)
 
     def fetch(self, folder: Path, names: Sequence[str]) -> None:
-        """Copy files into a folder. Raises `StorageError`."""
+        """Copies files into a folder. Raises `StorageError`."""
         with self._reporting("be read"):
             for name in names:
                 self.filesystem.get_file(f"{self.path}/{name}", str(folder / name))
 
     def read(self, name: str) -> bytes:
-        """The content of a file; b"" if there is none. Raises `StorageError`."""
+        """Reads a file; b"" if it does not exist. Raises `StorageError`."""
         with self._reporting("be read"):
             try:
                 content: Any = self.filesystem.cat_file(f"{self.path}/{name}")
@@ -124,18 +123,18 @@ class ResultStore:
 
 
 def is_store(out: str) -> bool:
-    """Whether a result goes to a store and not into a folder of this machine."""
+    """Returns True if `out` is on a store, not a folder of this machine."""
     return "://" in out and not out.startswith(_LOCAL)
 
 
 def local_path(out: str) -> str:
-    """The path of a folder of this machine, which may be written as a `file://` URL."""
+    """Returns the path of a folder of this machine, which may be written as a `file://` URL."""
     return out.removeprefix(_LOCAL)
 
 
 SETTINGS, WORK = "settings.json", "work"
 _SEED = 1
-"""The seed of a run that sets none."""
+"""Seed of a run with the default settings."""
 _SAMPLE_DOCUMENTS = 5000
 _EXAMPLES_PER_REASON = 2
 _EXCERPT_CHARS = 80
@@ -144,28 +143,20 @@ _EXCERPT_CHARS = 80
 def clean_sources(
     data: SourceConfig, clean: CleanConfig, out: str, progress: Progress, *, parquet: bool = False
 ) -> list[str]:  # fmt: skip
-    """Clean the sources into the folder `out`, of this machine or of a store; returns the lines to print.
+    """Cleans the sources into the folder `out`, of this machine or of a store; returns the lines to print.
 
-    parquet: write the kept documents as Parquet files, too. Raises `ConfigError` for a folder that cannot take the
-    result.
+    parquet: write the kept documents as Parquet files, too. Raises `ConfigError` for a folder that is not usable for
+    the result.
     """
-    if is_store(out):
-        return _clean_into_store(data, clean, ResultStore.open(out, "--out"), progress, parquet)
-    folder = _checked(local_path(out), data.sources)
-    return _clean_into_folder(data, clean, folder, out, progress, parquet)
-
-
-def _clean_into_store(
-    data: SourceConfig, clean: CleanConfig, store: ResultStore, progress: Progress, parquet: bool
-) -> list[str]:  # fmt: skip
-    """Clean into a folder beside the user's files, which an interrupted command resumes, and copy the result; the
-    report comes last.
-    """
+    if not is_store(out):
+        return _clean_into_folder(data, clean, _checked(local_path(out), data.sources), out, progress, parquet)
+    store = ResultStore.open(out, "--out")
     place, sources = f"{store.url.rstrip('/')}/", [f"{source.rstrip('/')}/" for source in data.sources]
     if clash := [one for one in sources if "://" in one and (place.startswith(one) or one.startswith(place))]:
         text = f"--out: {store.url} and the source {clash[0].rstrip('/')} lie in each other"
         raise ConfigError(f"{text}, so that the result would be read as text; choose a folder outside of the sources")
     store.check()
+    # Cleaned into a folder of the working directory, which an interrupted command resumes, then copied.
     name = store.path.rpartition("/")[2]
     folder = _checked(f"{name}-{digest(store.url)[:8]}.work", data.sources)
     earlier = store.read(SETTINGS)
@@ -174,10 +165,12 @@ def _clean_into_store(
         if earlier and not (folder / SETTINGS).exists():
             (folder / SETTINGS).write_bytes(earlier)
     lines = _clean_into_folder(data, clean, folder, store.url, progress, parquet)
+    # Old tables, and below old files of kept documents, are removed: the new files need not overwrite all of them.
     store.remove(FOLDER, FILE_NAME)
     tables = [f"{FOLDER}/{path.name}" for path in sorted((folder / FOLDER).glob("*"))]
     kept = _kept_names(folder)
     store.remove("", KEPT_NAME, keep=kept)
+    # The report comes last: a folder with a report is complete.
     store.upload(folder, [*kept, ORDER, DROPPED, *tables, QUARANTINE, SOURCES, SETTINGS, REPORT])
     shutil.rmtree(folder)
     return lines
@@ -186,18 +179,20 @@ def _clean_into_store(
 def _clean_into_folder(
     data: SourceConfig, clean: CleanConfig, folder: Path, out: str, progress: Progress, parquet: bool
 ) -> list[str]:  # fmt: skip
-    """out: what the user called the folder, for messages."""
+    # `out` is the folder as the user named it, for messages.
     make_folder(folder)
     if parquet:
         check_parquet(folder)
     with lock_folder(folder, "this folder; wait for it or choose another --out"):
-        settings = {"data": dump(data), "clean": _deciding(clean)}
+        # The result does not depend on how, and in how many processes, the shards are cleaned.
+        deciding = {name: value for name, value in dump(clean).items() if name not in ("engine", "num_workers")}
+        settings = {"data": dump(data), "clean": deciding}
         if changed := _changed(folder, settings):
             progress.note(f"clean: {out} holds the result of other settings, which is replaced: {changed}")
         key = digest({"data": settings["data"], "sources": fingerprint(data, clean)})
-        # Splits are the business of the run that reads the result, unless the user asks for them here.
+        # The run that reads the result divides it into splits, unless the user asks for them here.
         is_open = data.validation_fraction == 0
-        remove_parquet(folder)  # first: whatever interrupts the rest, old tables never stand beside a new result
+        remove_parquet(folder)  # first: whatever interrupts the rest, old tables are never next to a new result
         cleaned, sources, unread = clean_into(
             data, clean, folder, folder / WORK, key, progress, seed=_SEED, leave_open=is_open
         )
@@ -217,8 +212,8 @@ def _clean_into_folder(
 
 
 def explain_document(out: str, identifier: str) -> str:
-    """What happened to a document of a cleaned folder, of this machine or of a store. Raises `DataError` if there is no
-    such document.
+    """Returns what cleaning did to a document of a cleaned folder, of this machine or of a store. Raises `DataError`
+    for an unknown document.
     """
     if not is_store(out):
         return explain(Path(local_path(out)), identifier)
@@ -234,7 +229,7 @@ def _kept_names(folder: Path) -> list[str]:
 
 
 def try_cleaning(data: SourceConfig, clean: CleanConfig, progress: Progress) -> list[str]:
-    """`modelwright clean --dry-run`: the lines to print about a sample of the sources. Nothing is left on disk."""
+    """Cleans a sample of the sources (`modelwright clean --dry-run`) and returns the lines to print. Writes nothing."""
     report = SourceReport()
     documents = read_documents(data, report=report, leave_open=True, sample=_SAMPLE_DOCUMENTS)
     clean = replace(clean, duplicates=replace(clean.duplicates, index=""))
@@ -247,14 +242,21 @@ def try_cleaning(data: SourceConfig, clean: CleanConfig, progress: Progress) -> 
                 raise
             problem = str(error)
         cleaned = CleanReport(**json.loads((folder / REPORT).read_text()))
-        examples = list(_examples(folder))
+        # The first dropped documents of each step and reason, with the beginning of the text.
+        by_reason: dict[tuple[str, str], list[str]] = {}
+        for dropped in read_dropped(folder):
+            shown = by_reason.setdefault((dropped.step, dropped.reason), [])
+            if len(shown) < 2 * _EXAMPLES_PER_REASON:  # two lines each
+                words = " ".join(dropped.document.text[: 4 * _EXCERPT_CHARS].split())
+                text = "".join(char for char in words if char.isprintable())[:_EXCERPT_CHARS]
+                shown += [f"  {dropped.document.id}{': ' * bool(dropped.detail)}{dropped.detail}", f"    {text}"]
     about = f"trial on {cleaned.num_documents:,} documents from the beginning of every file; nothing is written"
     lines = [
         about,
         *report.summary(),
         *_funnel(cleaned),
         *noise_warnings(cleaned),
-        *examples,
+        *(line for (step, reason), shown in by_reason.items() for line in (f"{step}: {reason}", *shown)),
         problem or describe_drops(cleaned),
     ]
     if clean.duplicates.near:
@@ -262,20 +264,18 @@ def try_cleaning(data: SourceConfig, clean: CleanConfig, progress: Progress) -> 
     return lines
 
 
-def _deciding(clean: CleanConfig) -> dict[str, Any]:
-    """The settings on which the result depends."""
-    return {name: value for name, value in dump(clean).items() if name not in ("engine", "num_workers")}
-
-
 def _checked(out: str, sources: tuple[str, ...]) -> Path:
-    """The folder for the result. Raises `ConfigError` if it is none, or if the next reading of the sources would take
-    the result for text.
+    """Returns the folder for the result. Raises `ConfigError` if it is not a folder, or if the next reading of the
+    sources would read the result as text.
     """
     folder = Path(out)
     check_folder(folder, "--out")
-    place = folder.resolve()
-    named = without_corpora(sources)
-    inside = [source for source in named if "://" not in source and _covers(source, place)]
+    place, named, inside = folder.resolve(), without_corpora(sources), list[str]()
+    for source in named:
+        # A source is a folder, or a pattern of all depths below one.
+        root = Path(source.partition("**")[0]).expanduser().resolve()
+        if "://" not in source and root.is_dir() and (root == place or root in place.parents):
+            inside.append(source)
     files = [file.name for file in locate(named, lambda reason, where: None) if place in Path(file.path).parents]
     if inside or files:
         text = f"--out: {out} lies in the source {inside[0]}" if inside else f"--out: {out} holds the source {files[0]}"
@@ -283,14 +283,8 @@ def _checked(out: str, sources: tuple[str, ...]) -> Path:
     return folder
 
 
-def _covers(source: str, place: Path) -> bool:
-    """Whether a source is a folder, or a pattern of all depths, that `place` is in."""
-    root = Path(source.partition("**")[0]).expanduser().resolve()
-    return root.is_dir() and (root == place or root in place.parents)
-
-
 def _changed(folder: Path, settings: Mapping[str, Any]) -> str:
-    """Names of settings that differ from those of the result in `folder`; "" if there is none."""
+    """Returns the names of settings that differ from those of the result in `folder`; "" without differences."""
     try:
         earlier: Any = json.loads((folder / SETTINGS).read_text())
     except (OSError, ValueError):
@@ -308,7 +302,7 @@ def _names(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _funnel(report: CleanReport) -> Iterator[str]:
-    """A line for each step that ran: what went in, and what it dropped."""
+    """Yields a line for each step that ran, with the documents before it and those that it dropped."""
     left = report.num_documents
     yield f"{'step':<16}{'documents':>12}{'dropped':>12}"
     for step in report.steps:
@@ -318,17 +312,3 @@ def _funnel(report: CleanReport) -> Iterator[str]:
     yield f"{'kept':<16}{left:>12,}"
     if report.replaced:
         yield "replaced: " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(report.replaced.items()))
-
-
-def _examples(folder: Path) -> Iterator[str]:
-    """The first dropped documents of each stage and reason, a line for each and one for the beginning of its text."""
-    by_reason: dict[tuple[str, str], list[str]] = {}
-    for dropped in read_dropped(folder):
-        lines = by_reason.setdefault((dropped.step, dropped.reason), [])
-        if len(lines) < 2 * _EXAMPLES_PER_REASON:
-            words = " ".join(dropped.document.text[: 4 * _EXCERPT_CHARS].split())
-            text = "".join(char for char in words if char.isprintable())[:_EXCERPT_CHARS]
-            lines += [f"  {dropped.document.id}{': ' * bool(dropped.detail)}{dropped.detail}", f"    {text}"]
-    for (step, reason), lines in by_reason.items():
-        yield f"{step}: {reason}"
-        yield from lines

@@ -1,13 +1,12 @@
 """Sources to a folder of cleaned documents: the first stage of a run, and `modelwright clean` (`clean_command.py`).
 
-Beside the files of `data.clean` the folder holds `sources.json`, what was read and what was not, and
-`quarantine.jsonl`, one line for each record that was skipped.
+In addition to the files of `data.clean` the folder contains `sources.json`, a report on the sources, and
+`quarantine.jsonl`, with a line for each skipped record.
 """
 
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ QUARANTINE, SOURCES = "quarantine.jsonl", "sources.json"
 
 
 def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int | float]]:
-    """Names, sizes and modification times of all files that decide the result, without reading them: sources, schema,
-    steps of a user's own, and what the settings of steps name. Raises `DataError` for a missing source.
+    """Returns names, sizes and modification times of all files on which the result depends, without reading them:
+    sources, schema, a user's own steps, and files that settings of steps name. Raises `DataError` for a missing source.
     """
     result: list[list[str | int | float]] = []
     steps = clean.specs()
@@ -49,6 +48,7 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
     for file in locate(without_corpora(sources), lambda reason, where: None):
         for path, name in [(file.path, file.name), *((path, path) for path in companions(file))]:
             facts = file.filesystem.info(path)
+            # Each kind of store has its own name for the time, or the version, of a file.
             changed = facts.get("mtime") or facts.get("LastModified") or facts.get("ETag") or ""
             result.append([name, int(facts.get("size") or 0), str(changed)])
     return result
@@ -65,19 +65,20 @@ def clean_into(
     seed: int,
     leave_open: bool = False,
 ) -> tuple[CleanReport, dict[str, Any], list[str]]:
-    """Read the sources and clean them into `out`.
+    """Reads the sources and cleans them into `out`.
 
-    work: folder for what is unfinished, which the next call with the same key resumes. Returns the report, the facts
-    about the sources and what was not read, in words. seed: of the step noise. leave_open: as in `read_documents`.
-    Raises like `data.clean.clean_documents`.
+    work: folder of unfinished work, which the next call with the same key resumes. Returns the report, the facts about
+    the sources, and remarks on text that was not read. seed: seed of the step noise. leave_open: as in
+    `read_documents`. Raises like `data.clean.clean_documents`.
     """
     report, before = SourceReport(), fingerprint(data, clean)
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
 
     def facts() -> dict[str, Any]:
-        """What was read, as soon as all is read; a source that has changed meanwhile may be read in part."""
-        if changed := [entry[0] for entry in _differing(before, fingerprint(data, clean))]:
+        # Called once all is read: a source that has changed since the first fingerprint may have been read in part.
+        after = fingerprint(data, clean)
+        if changed := [entry[0] for entry in [*after, *before] if entry not in before or entry not in after]:
             raise DataError(f"{changed[0]}: has changed while it was read; run the same command when it is complete")
         return {"report": report.facts(), "summary": report.summary()}
 
@@ -102,13 +103,13 @@ def clean_into(
 
 
 def engine_of(clean: CleanConfig) -> ShardEngine:
-    """Where the settings want shards to be processed."""
+    """Returns the engine that processes shards, as settings name it."""
     num_workers = clean.num_workers or num_usable_cores()
     return RayTasks(num_workers) if clean.engine == "ray" else LocalProcesses(num_workers)
 
 
 def noise_warnings(report: CleanReport) -> list[str]:
-    """What a reader of the result must know about the classifier of the stage noise."""
+    """Returns warnings about the classifier of the step noise."""
     if why := refusal(report.noise):
         return [why]
     names = low_recall(report.noise)
@@ -117,24 +118,13 @@ def noise_warnings(report: CleanReport) -> list[str]:
     return [f"the noise classifier hardly finds junk such as {', '.join(names)}, from which it did not learn"]
 
 
-def _differing(before: list[list[str | int | float]], after: list[list[str | int | float]]) -> list[list[Any]]:
-    """The entries of either fingerprint that the other lacks."""
-    return [entry for entry in [*after, *before] if entry not in before or entry not in after]
-
-
 def _quarantining(documents: Iterator[Any], report: SourceReport, path: Path) -> Iterator[Any]:
-    """The documents, with a line in a file for each record that is skipped while they are read."""
-    with _log(path) as write:
-        report.on_skip = write
-        yield from documents
-
-
-@contextmanager
-def _log(path: Path) -> Iterator[Any]:
+    """Yields the documents; writes a line into a file for each record that is skipped while they are read."""
     with open(path, "w", encoding="utf-8") as file:
 
         def write(reason: str, where: str, problem: str) -> None:
             entry = {"where": redact_text(where), "reason": reason, "problem": redact_text(problem)}
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
-        yield write
+        report.on_skip = write
+        yield from documents

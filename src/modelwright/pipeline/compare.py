@@ -5,13 +5,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import Progress
-from modelwright.data.document import Document
 from modelwright.data.sources.conversations import FORMS
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.tokenizer import Tokenizer
@@ -25,14 +23,14 @@ from modelwright.pipeline.resolve import resolved_device
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """How two models are compared."""
+    """Settings of a comparison of two models."""
 
     resamples: int = 10_000
     """Resamples of the paired bootstrap."""
     max_new_tokens: int = 512
-    """Most tokens of a generated answer."""
+    """Maximum tokens of a generated answer."""
     num_records: int = 0
-    """Records to take, from the start; 0 takes all."""
+    """Number of records, from the start; 0 uses all."""
 
     def __post_init__(self) -> None:
         for name, least in (("resamples", 100), ("max_new_tokens", 1), ("num_records", 0)):
@@ -42,7 +40,7 @@ class CompareConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelComparison:
-    """The result; models and perplexities in the order in which the models were named."""
+    """Result of a comparison; models and perplexities in the order in which the models were named."""
 
     models: tuple[str, str]
     perplexities: tuple[float, float]
@@ -54,10 +52,15 @@ class ModelComparison:
         return json.dumps({"models": self.models, "perplexities": perplexities, "measures": measures}, indent=1)
 
     def table(self) -> str:
-        """For a terminal."""
+        """Formats the result as a table for a terminal."""
         header = ["", "A", "B", "B - A", "95% interval", "p", "B better", "B worse", "records"]
-        rows = [[name, *map(_number, self.perplexities), "", "", "", "", "", ""] for name in self._perplexity_names]
-        rows += [_cells(measure) for measure in self.measures]
+        rows: list[list[str]] = []
+        if not math.isnan(self.perplexities[0]):
+            rows.append(["perplexity of answers", *map(_number, self.perplexities), "", "", "", "", "", ""])
+        for one in self.measures:
+            interval = f"{one.low:+.4f} to {one.high:+.4f}"
+            cells = [_number(one.first), _number(one.second), f"{one.difference:+.4f}", interval, f"{one.p_value:.4f}"]
+            rows.append([one.name, *cells, str(one.won), str(one.lost), str(one.num_records)])
         widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
         lines = [
             "  ".join(cell.ljust(width) if place == 0 else cell.rjust(width) for place, (cell, width) in pairs)
@@ -67,64 +70,40 @@ class ModelComparison:
         names = [f"{letter}  {name}" for letter, name in zip("AB", self.models, strict=True)]
         return "\n".join([*names, "", *(line.rstrip() for line in lines)])
 
-    @property
-    def _perplexity_names(self) -> list[str]:
-        return [] if math.isnan(self.perplexities[0]) else ["perplexity of answers"]
-
 
 def compare_models(
     first: FoundModel, second: FoundModel, sources: Sequence[str], config: CompareConfig, progress: Progress
 ) -> ModelComparison:
-    """Score both models, one after the other, on the question/answer records of the sources. Raises `DataError` if
-    there are none.
+    """Scores both models, one after the other, on the question/answer records of the sources. Raises `DataError`
+    without such records.
     """
-    documents = _records(sources, config.num_records)
-    scores = [_scores(found, documents, config, progress) for found in (first, second)]
+    # Nothing is held out: every record is compared.
+    source = SourceConfig(sources=tuple(sources), validation_fraction=0.0)
+    documents = (d for d in read_documents(source, report=SourceReport()) if d.kind == "qa" and not d.is_undesirable)
+    records = list(islice(documents, config.num_records or None))
+    if not records:
+        raise DataError(
+            f"{', '.join(sources)}: no record is a question with its answer or a conversation; accepted are {FORMS}"
+        )
+    scores: list[RecordScores] = []
+    for folder in (first.source.folder, second.source.folder):
+        model: Any = load_int8(folder, Int8WeightsConfig()) if is_int8_folder(folder) else load_model(folder)
+        scores.append(
+            score_records(
+                model.to(resolved_device("auto")).eval(),
+                Tokenizer.load(folder),
+                records,
+                EvaluateConfig(),
+                max_new_tokens=config.max_new_tokens,
+                progress=progress,
+            )
+        )
+        del model  # before the second one is loaded
     return ModelComparison(
         models=(first.source.describe(), second.source.describe()),
         perplexities=(perplexities(scores[0]), perplexities(scores[1])),
         measures=compare_scores(scores[0], scores[1], resamples=config.resamples, seed=EvaluateConfig().seed),
     )
-
-
-def _records(sources: Sequence[str], num_records: int) -> list[Document]:
-    config = SourceConfig(sources=tuple(sources), validation_fraction=0.0)
-    documents = (d for d in read_documents(config, report=SourceReport()) if d.kind == "qa" and not d.is_undesirable)
-    records = list(islice(documents, num_records or None))
-    if not records:
-        raise DataError(
-            f"{', '.join(sources)}: no record is a question with its answer or a conversation; accepted are {FORMS}"
-        )
-    return records
-
-
-def _scores(
-    found: FoundModel, documents: Sequence[Document], config: CompareConfig, progress: Progress
-) -> RecordScores:
-    folder: Path = found.source.folder
-    model: Any = load_int8(folder, Int8WeightsConfig()) if is_int8_folder(folder) else load_model(folder)
-    return score_records(
-        model.to(resolved_device("auto")).eval(),
-        Tokenizer.load(folder),
-        documents,
-        EvaluateConfig(),
-        max_new_tokens=config.max_new_tokens,
-        progress=progress,
-    )
-
-
-def _cells(measure: Measure) -> list[str]:
-    return [
-        measure.name,
-        _number(measure.first),
-        _number(measure.second),
-        f"{measure.difference:+.4f}",
-        f"{measure.low:+.4f} to {measure.high:+.4f}",
-        f"{measure.p_value:.4f}",
-        str(measure.won),
-        str(measure.lost),
-        str(measure.num_records),
-    ]
 
 
 def _number(value: float) -> str:

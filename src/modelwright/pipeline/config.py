@@ -1,7 +1,7 @@
-"""The configuration of a whole run: its stages, a section for each of them, and what they share.
+"""Configuration of a whole run: its stages, a section for each of them, and their shared sections.
 
-Each section is the config of the component that the stage drives, defined beside that component. A training stage
-inherits the sections `training`, `lora`, `ewc` and `energy` and sets only what differs. `pipeline.run_config` reads
+Each section is the config of the component that the stage drives, defined next to that component. A training stage
+inherits the sections `training`, `lora`, `ewc` and `energy` and sets only its differences. `pipeline.run_config` reads
 such a configuration; the value `auto` is resolved once, before the run's config.yaml is written (`pipeline.resolve`).
 """
 
@@ -27,15 +27,15 @@ from modelwright.train.monitors.energy import EnergyConfig
 from modelwright.train.techniques.ewc import EwcConfig
 
 MAX_THREADS = 1024
-"""OpenMP ends the process when it cannot start as many threads as it was asked for."""
+"""Limit of `num_threads`: OpenMP ends the process if it cannot start all requested threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
-    """The device and threads of a run, settled when it is created."""
+    """Device and threads of a run, decided when it is created."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` is CUDA where there is a card, else the CPU."""
+    """`auto` is CUDA if a GPU exists, else the CPU."""
     num_threads: int = 0
     """Threads of all processes of one machine together; 0 for every core, at most `OMP_NUM_THREADS` of them."""
 
@@ -45,7 +45,7 @@ class HardwareConfig:
 
 
 INHERITED = ("lora", "ewc", "energy")
-"""Sections, beside the settings of `training`, that every training stage inherits under the same name."""
+"""Sections that every training stage inherits under the same name, in addition to the settings of `training`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +62,16 @@ class RunConfig:
     """Hugging Face folder (Llama, Qwen2 or 3, Mistral, Gemma 2 or 3 text, Phi-3, SmolLM3) to start from; its tokenizer
     and shape replace the sections `tokenizer` and `model`. "" starts from random weights."""
     rows_from: str = ""
-    """Folder of another run, or its fsspec URL, whose clean text, tokenizer and packed rows this run takes over instead
-    of making its own. Its training rows and their images are not copied: they are read from there, through `cache`. ""
+    """Folder of another run, or its fsspec URL, whose clean text, tokenizer and packed rows this run uses instead of
+    making its own. Its training rows and their images are not copied: they are read from there, through `cache`. ""
     makes them from `data.sources`."""
     minutes: float = 0.0
-    """Minutes that the whole run may take, all stages included; 0 trains for the configured lengths. Steps are timed
-    when the run is created, and what the other stages are expected to leave of the time decides the number of them,
-    which is written into the run's config.yaml. A length of a training that is given over it, on the command line or
-    in a file over a recipe, takes its place."""
+    """Minutes for the whole run, all stages included; 0 trains for the configured lengths. Steps are timed when the run
+    is created, and their number follows from the expected time of the other stages; it is written into the run's
+    config.yaml. A length of a training that is given in addition, on the command line or in a file over a recipe,
+    replaces it."""
     validation_tokens: int = 65_536
-    """Size of the fixed random sample of validation text that training is judged by while it runs; 0 takes all."""
+    """Size of the fixed random sample of validation text on which training is evaluated while it runs; 0 uses all."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: SourceConfig = field(default_factory=SourceConfig)
@@ -79,20 +79,20 @@ class RunConfig:
     model: ModelConfig = field(metadata=if_missing("describe a model, or start from a model folder with init_from"))
     training: SharedTrainConfig = field(default_factory=SharedTrainConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
-    """What training stages inherit as their own `lora`, like `training`."""
+    """Settings that training stages inherit as their own `lora`, like `training`."""
     ewc: EwcConfig = field(default_factory=EwcConfig)
-    """What training stages inherit as their own `ewc`."""
+    """Settings that training stages inherit as their own `ewc`."""
     energy: EnergyConfig = field(default_factory=EnergyConfig)
-    """What training stages inherit as their own `energy`."""
+    """Settings that training stages inherit as their own `energy`."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cache: RowCacheConfig = field(default_factory=RowCacheConfig)
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     requests: RequestsConfig = field(default_factory=RequestsConfig)
     sections: Mapping[str, Any]
-    """The settings of each stage that has any, by the stage's name."""
+    """Settings of each stage that has any, by the stage's name."""
     further_sections: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
-    """Plain sections of stages that the run does not have, kept for when such a stage is added to it: those of a recipe
+    """Plain sections of stages that the run does not have, kept in case such a stage is added to it: those of a recipe
     of which `--stages` chose a part."""
 
     def __post_init__(self) -> None:
@@ -104,21 +104,19 @@ class RunConfig:
             raise ConfigError(f"validation_tokens: must be 0 (all) or more, got {self.validation_tokens}")
 
     def section(self, stage: StageSpec | str) -> Any:
-        """The settings of a stage of the run. Raises `KeyError` for a stage that the run does not have."""
+        """Returns the settings of a stage of the run. Raises `KeyError` for a stage that the run does not have."""
         return self.sections[stage if isinstance(stage, str) else stage.name]
 
     def has(self, stage: StageSpec) -> bool:
-        """Whether the run has a stage."""
+        """Returns True if the run has the stage."""
         return any(one.name == stage.name for one in self.stages)
 
     def with_sections(self, sections: Mapping[str, Any]) -> "RunConfig":
-        """The same run with other settings of some stages."""
+        """Returns the same run with other settings of some stages."""
         return replace(self, sections={**self.sections, **sections})
 
     def plain(self) -> dict[str, Any]:
-        """The settings as YAML holds them: a section for each stage beside what all share, without what a training
-        stage inherits.
-        """
+        """Returns the settings as in YAML: the shared sections, and one for each stage without inherited settings."""
         apart = ("sections", "further_sections")
         shared = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in apart}
         plain: dict[str, Any] = {
@@ -126,49 +124,46 @@ class RunConfig:
         }
         sections = {name: dump(section) for name, section in self.sections.items()}
         for stage in self.trainings:
-            inherited = {**plain["training"], **{name: plain[name] for name in INHERITED}}
-            sections[stage.name] = _own_settings(sections[stage.name], inherited)
+            # A training section contains only its differences, so that a change of `training` in the file reaches it.
+            inherited, section = (
+                {**plain["training"], **{name: plain[name] for name in INHERITED}},
+                sections[stage.name],
+            )
+            own = [name for name in section if name not in inherited]
+            sections[stage.name] = {name: section[name] for name in own} | difference(section, inherited, without=own)
         return plain | sections | dict(self.further_sections)
 
     @property
     def stage_names(self) -> list[str]:
-        """The stages that a user names, in order."""
+        """Names of the stages that a user may name, in order."""
         return [stage.name for stage in self.stages if not stage.is_implied]
 
     @property
     def text_sources(self) -> tuple[str, ...]:
-        """What the text comes from, as a user named it."""
+        """Sources of the text, as a user named them."""
         return (self.rows_from,) if self.rows_from else self.data.sources
 
     @property
     def trainings(self) -> tuple[StageSpec, ...]:
-        """The stages of the run that train, in order."""
+        """Stages of the run that train, in order."""
         return tuple(stage for stage in self.stages if stage.objective)
 
     @property
     def model_stages(self) -> tuple[StageSpec, ...]:
-        """The stages that produce a model, in order: the last one's is the run's result."""
+        """Stages that produce a model, in order: the last one's is the run's result."""
         return tuple(stage for stage in self.stages if stage.model_title)
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names of `model_stages`."""
+        """Names of `model_stages`."""
         return tuple(stage.name for stage in self.model_stages)
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """The stages whose models can be served, in order."""
+        """Names of the stages whose models can be served, in order."""
         return tuple(stage.name for stage in self.stages if stage.model_title or stage.reads_images)
 
     @property
     def first_training(self) -> TrainConfig:
-        """The settings of the first training, for what is measured before anything is trained; the defaults if the run
-        trains nothing.
-        """
+        """Settings of the first training, for measurements before anything is trained; the defaults without one."""
         return self.section(self.trainings[0]) if self.trainings else TrainConfig()
-
-
-def _own_settings(section: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a training stage that it does not inherit, or has with another value."""
-    own = [name for name in section if name not in shared]
-    return {name: section[name] for name in own} | difference(section, shared, without=own)

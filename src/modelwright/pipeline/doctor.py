@@ -1,4 +1,4 @@
-"""`doctor`: the survey of `plan.doctor` and the probes of `plan.probes`, at the shapes of a run's model."""
+"""`doctor`: the survey of `estimate.doctor` and the probes of `estimate.probes`, at the shapes of a run's model."""
 
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
@@ -16,15 +16,15 @@ from modelwright.pipeline.resolve import check_device, check_size, check_threads
 
 RUNS = Path("runs")
 RATES = "rates"
-"""The name by which the rates of products are left out."""
+"""Name by which the rates of products are left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What was measured of this machine."""
+    """Measurements of this machine."""
 
     facts: dict[str, Any]
-    """The survey with the rates of products; empty where they are left out."""
+    """Survey with the rates of products; empty if they are left out."""
     probes: MachineProbes
 
     @property
@@ -42,10 +42,10 @@ class Examination:
 def examine(
     config: RunConfig, *, budget_s: float, folder: Path | None, skipped: Collection[str], progress: Progress
 ) -> Examination:
-    """Measure this machine. Raises `ConfigError` for a part that does not exist.
+    """Measures this machine. Raises `ConfigError` for a part, or a folder, that does not exist.
 
-    budget_s: seconds for the rates of each format; folder: whose disk is measured, None for the one that runs are
-    written to; skipped: parts that are left out
+    budget_s: seconds for the rates of each format; folder: folder whose disk is measured, None for the folder of runs;
+    skipped: parts that are left out
     """
     config = resolve_model(config)
     check_size(config.model)
@@ -54,9 +54,10 @@ def examine(
     check_threads(config.hardware.num_threads)
     if config.hardware.num_threads:
         torch.set_num_threads(config.hardware.num_threads)
-    probes = measure_machine(
-        _disk_folder(folder), without=[name for name in skipped if name != RATES], progress=progress
-    )
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--folder: {folder} is not a folder; name one on the disk to measure")
+    on_disk = folder or (RUNS if RUNS.is_dir() else Path())
+    probes = measure_machine(on_disk, without=[name for name in skipped if name != RATES], progress=progress)
     facts: dict[str, Any] = {}
     if RATES not in skipped:
         facts = survey(
@@ -67,12 +68,3 @@ def examine(
             budget_s=budget_s,
         )
     return Examination(facts=facts, probes=probes)
-
-
-def _disk_folder(given: Path | None) -> Path:
-    """An existing folder on the disk to measure. Raises `ConfigError` if the given one does not exist."""
-    if given is not None:
-        if not given.is_dir():
-            raise ConfigError(f"--folder: {given} is not a folder; name one on the disk to measure")
-        return given
-    return RUNS if RUNS.is_dir() else Path()

@@ -1,7 +1,7 @@
 """`modelwright evaluate`: lm-eval's own evaluator on local task files, with a model of ours (`evaluate/harness.py`).
 
-Tasks are YAML files as lm-eval has them, whose data are local files too. A task that names a data set of the hub is
-refused before anything is loaded.
+Tasks are lm-eval's YAML files, whose data are local files too. A task that names a data set of the hub is refused
+before anything is loaded.
 """
 
 import json
@@ -27,7 +27,7 @@ from modelwright.pipeline.resolve import resolved_device
 from modelwright.serve.load import load_folder
 
 FILE_FORMATS = ("arrow", "csv", "json", "parquet", "text")
-"""What `dataset_path` may be beside a local folder: readers of files. The one named pandas is not among them, as it
+"""Readers of files that `dataset_path` may name, in addition to a local folder; without the one named pandas, which
 unpickles."""
 IGNORED_FOLDERS = frozenset({"__pycache__", ".ipynb_checkpoints"})
 """Folders that lm-eval does not search."""
@@ -36,7 +36,7 @@ OFFLINE = ("HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "HF_HUB_OFFLINE")
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessConfig:
-    """How the tasks are run. limit: documents of each task, 0 for all; num_fewshot: -1 is what each task says."""
+    """Settings of lm-eval. limit: documents of each task, 0 for all; num_fewshot: -1 uses each task's own number."""
 
     limit: int = 0
     num_fewshot: int = -1
@@ -57,26 +57,35 @@ class TaskList:
     manager: Any
 
 
-def require_lm_eval() -> None:
-    """Keep lm-eval off the network. Raises `ConfigError` that says how to install it."""
+def find_tasks(path: Path) -> TaskList:
+    """Returns the tasks of a YAML file, or of all those in a folder. Raises `ConfigError` without the package lm_eval,
+    and one that names the file or the task with its problem.
+    """
     if find_spec("lm_eval") is None:
         raise ConfigError("evaluate: needs the package lm_eval: pip install 'modelwright[eval]'")
-    os.environ.update(dict.fromkeys(OFFLINE, "1"))
-
-
-def find_tasks(path: Path) -> TaskList:
-    """The tasks of a YAML file, or of all those in a folder. Raises `ConfigError` that names the file or the task and
-    what is wrong with it.
-    """
-    require_lm_eval()
+    os.environ.update(dict.fromkeys(OFFLINE, "1"))  # before the import, which reads them
     if not path.exists():
         raise ConfigError(f"--tasks: {path} does not exist; give a folder with lm-eval's YAML files, or one of them")
     folder = path if path.is_dir() else path.parent
     files = [file for file in folder.glob("**/*.yaml") if IGNORED_FOLDERS.isdisjoint(file.parts)]
-    defining = [file for file in (sorted(files) if path.is_dir() else [path]) if _defines_task(file)]
+    defining: list[Path] = []
+    for file in sorted(files) if path.is_dir() else [path]:
+        try:
+            top = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}: is not valid YAML ({' '.join(str(error).split())})") from None
+        # A file without these keys is only a part that others include.
+        if isinstance(top, yaml.MappingNode) and any(key.value in ("task", "group") for key, _ in top.value):
+            defining.append(file)
     manager = import_module("lm_eval.tasks").TaskManager(include_path=folder, include_defaults=False)
     entries = manager.task_index.items()
-    _check_found(defining, [entry.yaml_path for _, entry in entries])
+    known = {entry.yaml_path.resolve() for _, entry in entries if entry.yaml_path}
+    for file in defining:
+        if file.resolve() not in known:  # lm-eval skips such files without a message
+            raise ConfigError(
+                f"{file}: lm-eval cannot read this task; its name must be a text that no other file defines, the files "
+                "that it includes must exist, and no tag but !function is known"
+            )
     index: dict[str, Any] = {name: entry for name, entry in entries if isinstance(name, str) and entry.cfg}
     chosen = {n: e for n, e in index.items() if path.is_dir() or Path(e.yaml_path).resolve() == path.resolve()}
     if not chosen:
@@ -99,19 +108,22 @@ def find_tasks(path: Path) -> TaskList:
 def evaluate_tasks(
     found: FoundModel, tasks: TaskList, config: HarnessConfig, progress: Progress, *, engine: EngineConfig | None = None
 ) -> dict[str, Any]:
-    """lm-eval's results, with the model's digest under `config`. engine: other sizes than usual."""
-    folder = found.source.folder
+    """Returns lm-eval's results, with the model's digest under `config`. engine: sizes other than the defaults."""
+    folder, digest = found.source.folder, found.source.digest
+    if not digest:  # over the files of a model folder without a manifest, as a manifest's would be
+        files = {path.name: describe_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
+        digest = Manifest(kind="", digest="", files=files).content_digest
     model, _ = load_folder(folder, Int8WeightsConfig())
     sizes = engine or EngineConfig(kv_cache_tokens=max(EngineConfig.kv_cache_tokens, 2 * model.config.max_seq_len))
     lm = import_module("modelwright.evaluate.harness").EngineLM(
         Engine(model.to(resolved_device("auto")), sizes),
         Tokenizer.load(folder),
         uses_chat=config.uses_chat,
-        info={"model": found.source.describe(), "model_digest": found.source.digest or folder_digest(folder)},
+        info={"model": found.source.describe(), "model_digest": digest},
         progress=progress,
     )
     evaluator = import_module("lm_eval.evaluator")
-    # Its own way to the working folder's commit lets git print "fatal: not a git repository".
+    # lm-eval's own function for the commit lets git print "fatal: not a git repository".
     setattr(evaluator, "get_git_commit_hash", lambda: git_commit(Path.cwd()) or None)  # noqa: B010
     results = evaluator.simple_evaluate(
         model=lm,
@@ -127,54 +139,26 @@ def evaluate_tasks(
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """lm-eval's own tables, of tasks and, where there are any, of groups."""
+    """Returns lm-eval's own tables, of tasks and of any groups."""
     make_table = import_module("lm_eval.utils").make_table
     return "\n".join(make_table(results, *of) for of in ((), ("groups",)) if not of or results.get("groups"))
 
 
 def as_json(results: Mapping[str, Any]) -> str:
-    """Everything that lm-eval returns, single answers included."""
+    """Returns all results of lm-eval, single answers included."""
     plain = import_module("lm_eval.utils").handle_non_serializable
     return json.dumps(results, indent=1, ensure_ascii=False, default=plain)
 
 
 def write_results(results: Mapping[str, Any], path: Path) -> Path:
-    """Write them atomically; returns `path`."""
+    """Writes them atomically; returns `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, as_json(results))
     return path
 
 
-def folder_digest(folder: Path) -> str:
-    """SHA-256 over the files of a model folder without a manifest, as a manifest's would be."""
-    files = {path.name: describe_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
-    return Manifest(kind="", digest="", files=files).content_digest
-
-
-def _defines_task(file: Path) -> bool:
-    """Whether a file is a task or a group, and not only a part that others include. Raises `ConfigError` for a file
-    that is not YAML.
-    """
-    try:
-        top = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: is not valid YAML ({' '.join(str(error).split())})") from None
-    return isinstance(top, yaml.MappingNode) and any(key.value in ("task", "group") for key, _ in top.value)
-
-
-def _check_found(files: Sequence[Path], found: Sequence[Path | None]) -> None:
-    """Raise `ConfigError` for a file that lm-eval has skipped, which it does without a word."""
-    known = {path.resolve() for path in found if path}
-    for file in files:
-        if file.resolve() not in known:
-            raise ConfigError(
-                f"{file}: lm-eval cannot read this task; its name must be a text that no other file defines, the files "
-                "that it includes must exist, and no tag but !function is known"
-            )
-
-
 def _check_data(name: str, config: Any, file: str) -> None:
-    """Raise `ConfigError` if a task, or one that a group defines, would download its data."""
+    """Raises `ConfigError` if a task, or one that a group defines, would download its data."""
     if isinstance(config, Sequence) and not isinstance(config, str):
         for one in config:
             _check_data(name, one, file)
@@ -211,7 +195,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[str]:
-    """The names of tasks, groups and tags that a group consists of."""
+    """Yields the names of tasks, groups and tags that a group consists of."""
     if "group" not in config:
         return
     for one in config.get("task") or ():

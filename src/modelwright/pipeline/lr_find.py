@@ -3,7 +3,7 @@
 The start of the run's first training with the real trainer, in which the rate grows by equal factors from step to step,
 stopped when the loss diverges. It proposes a peak rate: a tenth of the rate at which the smoothed loss was lowest, a
 usual choice, because at the lowest point the run is about to diverge. It also reports the rate of the steepest descent,
-which is Smith's. Works in its own folders: the run's folder is read, if its rows are there, and never written to.
+which is Smith's. Works in its own folders: the run's folder is read, if it contains rows, and never written to.
 """
 
 import json
@@ -33,7 +33,6 @@ from modelwright.pipeline.report.page import render
 from modelwright.pipeline.run import resolve_config
 from modelwright.pipeline.stage import StageInputs
 from modelwright.train.build import train
-from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
 from modelwright.train.runtime import observer
 from modelwright.train.technique import StepInfo
@@ -41,14 +40,14 @@ from modelwright.train.technique import StepInfo
 SMOOTHING = 0.9
 """Weight of the past in the smoothed loss, with Adam's correction at the start."""
 AWAY = 1.25
-"""The test ends when the smoothed loss is so many times its lowest value, after a tenth of the steps."""
+"""Ratio of the smoothed loss to its lowest value at which the test ends, after a tenth of the steps."""
 SAFETY = 0.1
-"""The proposal, as a share of the rate of the lowest loss."""
+"""Proposed rate as a share of the rate of the lowest loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RangeConfig:
-    """The range of rates and the number of steps."""
+    """Range of rates and number of steps."""
 
     min_lr: float = 1e-6
     max_lr: float = 1.0
@@ -65,8 +64,8 @@ class RangeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The result of the test. points: (rate, loss); smoothed: the same, smoothed; lowest, steepest: rates; diverged:
-    whether it ended before its last step.
+    """Result of the test. points: (rate, loss); smoothed: the same, smoothed; lowest, steepest: rates; diverged: True
+    if the test ended before its last step.
     """
 
     points: Sequence[tuple[float, float]]
@@ -81,7 +80,7 @@ class Sweep:
 
 
 class RanAwayError(ModelwrightError):
-    """The loss has diverged: higher rates give no further information."""
+    """Raised once the loss has diverged: higher rates give no further information."""
 
 
 @dataclass
@@ -93,6 +92,7 @@ class Follow:
 
     def observe(self, info: StepInfo) -> None:
         self.points.append((info.learning_rate, info.loss))
+        # The first tenth of the steps is exempt: few losses have a noisy average.
         values = [value for _, value in smooth(self.points, SMOOTHING)]
         away = len(values) > self.num_steps // 10 and values[-1] > AWAY * min(values)
         if away or not math.isfinite(info.loss):
@@ -102,16 +102,16 @@ class Follow:
 def range_test(
     config: RunConfig, run: RunDir, folder: Path, test: RangeConfig, *, words: Sequence[str], progress: Progress
 ) -> Sweep:
-    """Sweep the rate of the run's first training; writes `folder/lr-find.html` and `.json`. run: of the real run, whose
-    packed rows are used if they match `config`; otherwise some are made below `folder`.
+    """Sweeps the rate of the run's first training; writes `folder/lr-find.html` and `.json`. run: folder of the real
+    run, whose packed rows are used if they match `config`; otherwise rows are made below `folder`.
     """
     if not config.trainings:
-        raise ConfigError("stages: none of them trains, so there is no learning rate to find; add one that does")
+        raise ConfigError("stages: none of them trains, and lr-find searches the rate of a training; add one")
     first = config.trainings[0]
     assert first.rows is not None
     if first.rows.learned == "completions":
         raise ConfigError(
-            f"stages: {first.name} generates what it learns from, which lr-find does not; name an earlier stage"
+            f"stages: {first.name} generates its training data, which lr-find does not; name an earlier stage"
         )
     config = resolve_config(config, run, progress)
     rows = borrowed_rows(config, run, folder, words, progress)
@@ -122,11 +122,23 @@ def range_test(
 
 
 def sweep(config: RunConfig, rows: BorrowedRows, test: RangeConfig, progress: Progress) -> Sweep:
-    """The run itself, on packed rows, in this process alone; leaves nothing behind."""
+    """Trains on packed rows, in this process alone; leaves no files."""
     packed = PackedRows(rows.folder / "train")
-    stage = config.trainings[0]
+    stage, configured = config.trainings[0], config.first_training
     assert stage.fresh is not None
-    training = range_settings(config.first_training, test)
+    # The stage's own settings, except length, rate and everything that costs time in addition to the steps.
+    training = replace(
+        configured,
+        num_steps=test.num_steps,
+        num_tokens=0,
+        num_epochs=0.0,
+        learning_rate=test.max_lr,
+        schedule=ScheduleConfig(kind="exponential", warmup_fraction=0.0, initial_lr_fraction=test.min_lr / test.max_lr),
+        eval_every_steps=0,
+        checkpoint_every_steps=0,
+        checkpoint_every_minutes=0.0,
+        loss_spikes=replace(configured.loss_spikes, num_sigmas=0.0, rollback_after=0),
+    )
     loader = PackedLoader(
         packed,
         batch_rows=training.batch_rows(packed.seq_len * stage.trained_rows),
@@ -169,31 +181,15 @@ def sweep(config: RunConfig, rows: BorrowedRows, test: RangeConfig, progress: Pr
     return judge(follow.points, diverged=diverged)
 
 
-def range_settings(training: TrainConfig, test: RangeConfig) -> TrainConfig:
-    """The stage's own settings, except length, rate and everything that costs time besides the steps."""
-    return replace(
-        training,
-        num_steps=test.num_steps,
-        num_tokens=0,
-        num_epochs=0.0,
-        learning_rate=test.max_lr,
-        schedule=ScheduleConfig(kind="exponential", warmup_fraction=0.0, initial_lr_fraction=test.min_lr / test.max_lr),
-        eval_every_steps=0,
-        checkpoint_every_steps=0,
-        checkpoint_every_minutes=0.0,
-        loss_spikes=replace(training.loss_spikes, num_sigmas=0.0, rollback_after=0),
-    )
-
-
 def judge(points: Sequence[tuple[float, float]], *, diverged: bool) -> Sweep:
-    """The lowest point and the steepest descent of the smoothed loss over the logarithm of the rate. Raises
+    """Finds the lowest point and the steepest descent of the smoothed loss over the logarithm of the rate. Raises
     `ModelwrightError` if the loss diverged at once.
     """
     finite = [(rate, loss) for rate, loss in points if math.isfinite(loss)]
     smoothed = smooth(finite, SMOOTHING)
     if len(smoothed) < 3:
         raise ModelwrightError("the loss diverged within the first steps; start at a lower rate (--min-lr)")
-    # over two steps each, about the one between
+    # Central differences: each slope spans two steps and belongs to the step between them.
     slopes = [(b[1] - a[1]) / math.log(b[0] / a[0]) for a, b in zip(smoothed, smoothed[2:], strict=False)]
     return Sweep(
         points=finite,
@@ -205,7 +201,7 @@ def judge(points: Sequence[tuple[float, float]], *, diverged: bool) -> Sweep:
 
 
 def write_sweep(found: Sweep, config: RunConfig, test: RangeConfig, folder: Path) -> None:
-    """The chart as one page, and the figures."""
+    """Writes the chart as one page, and the figures as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {**vars(found), "proposal": found.proposal, "test": vars(test)}
     write_atomic(folder / "lr-find.json", json.dumps(record, indent=1))

@@ -1,7 +1,7 @@
 """A model card in the form of the Hugging Face hub: a README.md with front matter, written from the run's records."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from modelwright.core.redact import redact_text
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import count
 from modelwright.pipeline.report.page import figures
-from modelwright.pipeline.report.run_data import RunData, StageData
+from modelwright.pipeline.report.run_data import RunData
 from modelwright.pipeline.stage import StageSpec
 from modelwright.train.config import TrainConfig
 
@@ -19,77 +19,49 @@ CARD = "README.md"
 
 
 def model_card(data: RunData, stage: str, *, library: str = "transformers", use: Sequence[str] = ()) -> str:
-    """The card of the model that a stage of the run has made. library: what loads it; use: lines that say how, those
-    for `transformers` without.
+    """Returns the card of the model that a stage of the run has made. library: library that loads it; use: lines about
+    its use, by default those for `transformers`.
     """
-    config = data.config
-    spec = next(spec for spec in config.stages if spec.name == stage)
+    config, shape = data.config, data.config.model
+    names = [spec.name for spec in config.stages]
+    spec = config.stages[names.index(stage)]
+    trainings = [one for one in config.trainings if names.index(one.name) <= names.index(stage)]
+    if stage in config.model_names[:-1]:
+        evaluation = ["The run evaluated a later model than this one."]
+    else:
+        evaluation = [f"- {' '.join(line.split())}" for line in figures(data)] or ["Nothing was held out or evaluated."]
+    sources = [Path(source).name or source for source in map(redact_text, config.text_sources)]
+    texts = [f"- Sources: {', '.join(sources)}"]
+    cleaned = data.done("clean")
+    kept: Mapping[str, Any] = cleaned.facts.get("clean", {}).get("kept", {}) if cleaned else {}
+    titles = {"prose": "Prose", "code": "Source code", "qa": "Conversations", "image": "Images"}
+    for kind, splits in kept.items():
+        counts = [splits.get(split, {}).get("documents", 0) for split in ("train", "heldout")]
+        texts.append(f"- {titles.get(kind, kind)}: {counts[0]:,} for training, {counts[1]:,} held out")
     sections = {
-        "Data": _data_lines(data),
-        "Training": [line for spec in _trainings(config, stage) for line in _training_lines(data, spec)],
-        "Evaluation": _evaluation_lines(data, stage),
+        "Data": texts,
+        "Training": [line for one in trainings for line in _training_lines(data, one)],
+        "Evaluation": evaluation,
         "Lineage": _lineage_lines(data, stage),
-        "Use": list(use) or (_image_use_lines(config, spec) if spec.reads_images else _use_lines(config)),
+        "Use": list(use) or _use_lines(config, spec),
     }
     task = "image-text-to-text" if spec.reads_images else "text-generation"
-    text = [_front_matter(config, library, task), f"# {config.name}", "", _summary(config, spec)]
+    fields: dict[str, Any] = {"library_name": library, "pipeline_tag": task}
+    fields["tags"] = ["modelwright", *(one.name for one in config.trainings)]
+    start = "random weights"
+    if config.init_from:  # the name of the folder, or of its run, without the path on this machine
+        folder = Path(config.init_from)
+        start = folder.parents[1].name if folder.name == "artifact" and len(folder.parents) > 1 else folder.name
+        fields["base_model"] = start
+    kind = "model that reads images, with a decoder" if spec.reads_images else f"{spec.model_title} model"
+    summary = (
+        f"A {kind} of {count(shape.num_parameters)} parameters, trained from {start} with Modelwright. Context of "
+        f"{shape.max_seq_len:,} tokens, vocabulary of {shape.vocab_size:,}."
+    )
+    text = [f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n", f"# {config.name}", "", summary]
     for title, lines in sections.items():
         text += ["", f"## {title}", "", *lines]
     return "\n".join(text) + "\n"
-
-
-def _front_matter(config: RunConfig, library: str, task: str) -> str:
-    fields: dict[str, Any] = {"library_name": library, "pipeline_tag": task}
-    fields["tags"] = ["modelwright", *(stage.name for stage in config.trainings)]
-    if config.init_from:
-        fields["base_model"] = _base_name(config)
-    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n"
-
-
-def _base_name(config: RunConfig) -> str:
-    """The name of the folder that the run started from, without the path on this machine."""
-    folder = Path(config.init_from)
-    return folder.parents[1].name if folder.name == "artifact" and len(folder.parents) > 1 else folder.name
-
-
-def _summary(config: RunConfig, spec: StageSpec) -> str:
-    kind = "model that reads images, with a decoder" if spec.reads_images else f"{spec.model_title} model"
-    start = f"from {_base_name(config)}" if config.init_from else "from random weights"
-    shape = config.model
-    return (
-        f"A {kind} of {count(shape.num_parameters)} parameters, trained {start} with Modelwright. Context of "
-        f"{shape.max_seq_len:,} tokens, vocabulary of {shape.vocab_size:,}."
-    )
-
-
-def _data_lines(data: RunData) -> list[str]:
-    sources = [Path(source).name or source for source in map(redact_text, data.config.text_sources)]
-    lines = [f"- Sources: {', '.join(sources)}"]
-    cleaned = data.done("clean")
-    if cleaned is not None:
-        lines += list(_kept_lines(cleaned))
-    return lines
-
-
-def _kept_lines(stage: StageData) -> Iterator[str]:
-    kept: Mapping[str, Mapping[str, Mapping[str, int]]] = stage.facts.get("clean", {}).get("kept", {})
-    names = {"prose": "Prose", "code": "Source code", "qa": "Conversations", "image": "Images"}
-    for kind, splits in kept.items():
-        counts = {split: table.get("documents", 0) for split, table in splits.items()}
-        parts = f"{counts.get('train', 0):,} for training, {counts.get('heldout', 0):,} held out"
-        yield f"- {names.get(kind, kind)}: {parts}"
-
-
-def _evaluation_lines(data: RunData, stage: str) -> list[str]:
-    if stage in data.config.model_names[:-1]:
-        return ["The run evaluated a later model than this one."]
-    return [f"- {' '.join(line.split())}" for line in figures(data)] or ["Nothing was held out or evaluated."]
-
-
-def _trainings(config: RunConfig, stage: str) -> list[StageSpec]:
-    """The trainings up to this stage."""
-    names = [spec.name for spec in config.stages]
-    return [spec for spec in config.trainings if names.index(spec.name) <= names.index(stage)]
 
 
 def _training_lines(data: RunData, spec: StageSpec) -> list[str]:
@@ -132,7 +104,25 @@ def _lineage_lines(data: RunData, stage: str) -> list[str]:
     return lines or ["The run's journal is missing."]
 
 
-def _use_lines(config: RunConfig) -> list[str]:
+def _use_lines(config: RunConfig, spec: StageSpec) -> list[str]:
+    if spec.reads_images:
+        # The question is the one on which the model was trained.
+        question = json.dumps("\n" + config.section(spec).question, ensure_ascii=False)
+        return [
+            "```python",
+            "from PIL import Image",
+            "from transformers import AutoProcessor, LlavaForConditionalGeneration",
+            "",
+            f'processor = AutoProcessor.from_pretrained("{config.name}")',
+            f'model = LlavaForConditionalGeneration.from_pretrained("{config.name}")',
+            f'chat = [{{"role": "user", "content": processor.image_token + {question}}}]',
+            "prompt = processor.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)",
+            'image = Image.open("image.png").convert("RGB")',
+            'inputs = processor(images=image, text=prompt, add_special_tokens=False, return_tensors="pt")',
+            "answer = model.generate(**inputs, max_new_tokens=100)",
+            'print(processor.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+            "```",
+        ]
     return [
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
@@ -145,25 +135,5 @@ def _use_lines(config: RunConfig) -> list[str]:
         ")",
         "answer = model.generate(**inputs, max_new_tokens=100)",
         'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
-        "```",
-    ]
-
-
-def _image_use_lines(config: RunConfig, spec: StageSpec) -> list[str]:
-    """How `transformers` is asked what the model has learned to answer."""
-    question = json.dumps("\n" + config.section(spec).question, ensure_ascii=False)
-    return [
-        "```python",
-        "from PIL import Image",
-        "from transformers import AutoProcessor, LlavaForConditionalGeneration",
-        "",
-        f'processor = AutoProcessor.from_pretrained("{config.name}")',
-        f'model = LlavaForConditionalGeneration.from_pretrained("{config.name}")',
-        f'chat = [{{"role": "user", "content": processor.image_token + {question}}}]',
-        "prompt = processor.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)",
-        'image = Image.open("image.png").convert("RGB")',
-        'inputs = processor(images=image, text=prompt, add_special_tokens=False, return_tensors="pt")',
-        "answer = model.generate(**inputs, max_new_tokens=100)",
-        'print(processor.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
         "```",
     ]

@@ -1,4 +1,4 @@
-"""The processes of a run, with timeouts that suit a pipeline.
+"""Process group of a run, with timeouts that suit a pipeline.
 
 While rank 0 prepares data the others wait at a barrier, perhaps for hours. Training collectives keep their short
 timeout, so that a hang is noticed there; hence a second process group that only waits. Rank numbers and the layout are
@@ -27,7 +27,6 @@ from modelwright.parallel.topology.rank_mapping import DEFAULT_TRAFFIC, AxisTraf
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.layout import expected_traffic, planned
 from modelwright.pipeline.resolve import check_device, resolve_model, resolved_device
-from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.train.config import TrainConfig
 
@@ -36,19 +35,19 @@ _LEFT = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Socket is not connected",
     "Connection refused",
 )  # fmt: skip
-"""What gloo, NCCL and the store say in a process whose peer has gone."""
+"""Messages of gloo, NCCL and the store in a process whose peer has exited."""
 
 
 class PeerLost(ModelwrightError):
-    """Another process of the run has ended; its own error is reported elsewhere."""
+    """Raised if another process of the run has ended; its own error is reported elsewhere."""
 
     exit_code = 3
 
 
 @dataclass(frozen=True)
 class RunGroup:
-    """`world` for training, laid out as `layout` describes; `barrier` waits indefinitely; `placement`: how the ranks
-    were renumbered, None if they were not.
+    """`world` for training, laid out as `layout` describes; `barrier` waits indefinitely; `placement`: the new order of
+    the ranks, None if they were not renumbered.
     """
 
     world: World
@@ -65,7 +64,7 @@ class RunGroup:
         return self.world.size
 
     def barrier(self) -> None:
-        """Wait until all processes have arrived. Raises `PeerLost` if one of them is gone."""
+        """Waits until all processes have arrived. Raises `PeerLost` if one of them has exited."""
         if self.size == 1:
             return
         try:
@@ -75,7 +74,7 @@ class RunGroup:
 
 
 def as_lost_peer(error: RuntimeError) -> RuntimeError | PeerLost:
-    """`PeerLost` for a collective that failed because another process has left, any other error unchanged."""
+    """Returns `PeerLost` for a collective that failed because another process has left, any other error unchanged."""
     text = str(error)
     if isinstance(error, dist.DistNetworkError) or any(words in text for words in _LEFT):
         reason = text.strip().splitlines()[0][:200]
@@ -85,13 +84,22 @@ def as_lost_peer(error: RuntimeError) -> RuntimeError | PeerLost:
 
 @contextmanager
 def join_ranks(config: RunConfig, *, links: Path, num_rows: int = 0, host: str = "") -> Iterator[RunGroup | None]:
-    """All processes that were started, or this one alone; None for a process that has no place in the layout.
+    """Joins all processes that were started, or this one alone; yields None for a process that the layout cannot use.
 
     links: cache file of measured links. num_rows: if above 0 (`shared_rows`), the layout is fitted to the processes
     that exist, and one that is left over waits at the end of the context. host: this process's host, "" for its network
     name.
     """
-    device = _own_device(resolved_device(config.hardware.device))
+    device = torch.device("cpu")
+    if (kind := resolved_device(config.hardware.device)) != "cpu":
+        check_device(kind)
+        num_cards, num_here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if num_here > num_cards:
+            raise ConfigError(
+                f"--nproc: {num_here} processes need one GPU each, and this machine has {num_cards}; start fewer, or "
+                "choose hardware.device cpu"
+            )
+        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
     fitted = join_as_fits(config.parallel, num_rows=num_rows, device=device) if num_rows else None
     with fitted or _join_all(config.parallel, device) as joined:
         if joined is None:
@@ -105,13 +113,14 @@ def join_ranks(config: RunConfig, *, links: Path, num_rows: int = 0, host: str =
             traffic = _traffic(config, layout, world.size)
             placement = find_places(world, axes, LinksConfig(cache=str(links)), traffic, host=host)
             world = take_places(world, placement.order)
+        # A group of its own: with that timeout, a collective of training would hang for days unnoticed.
         waiting = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
         with Heartbeat(world, lost_after_s=layout.heartbeat_timeout_s):
             yield RunGroup(world, layout, waiting, placement)
 
 
 def _traffic(config: RunConfig, layout: ParallelConfig, num_processes: int) -> dict[str, AxisTraffic]:
-    """The estimated traffic along each axis in the first training of the run, before its data exists."""
+    """Estimates the traffic along each axis in the first training of the run, before its data exists."""
     if not config.trainings:
         return DEFAULT_TRAFFIC
     config = resolve_model(config)
@@ -119,7 +128,7 @@ def _traffic(config: RunConfig, layout: ParallelConfig, num_processes: int) -> d
         job, placed = planned(config, config.first_training, layout, num_processes)
         return DEFAULT_TRAFFIC | expected_traffic(job, placed)
     except ConfigError:
-        return DEFAULT_TRAFFIC  # what is wrong is told where all of the request is checked
+        return DEFAULT_TRAFFIC  # the check of the whole request reports the error
 
 
 @contextmanager
@@ -129,34 +138,19 @@ def _join_all(parallel: ParallelConfig, device: torch.device) -> Iterator[tuple[
 
 
 def shared_rows(config: RunConfig) -> int:
-    """The number that the replicas of the model must divide: rows, or groups of rows, of a microbatch over all
+    """Returns the number that the replicas of the model must divide: rows, or groups of rows, of a microbatch over all
     replicas, in every training of the run.
     """
-
-    def num_rows(stage: StageSpec) -> int:
+    divisor = 0
+    for stage in config.trainings:
         training: TrainConfig = config.section(stage)
         num_groups = training.batch_rows(config.section(PACK).seq_len * stage.trained_rows)
-        return num_groups // training.gradient_accumulation_steps
-
-    return math.gcd(*map(num_rows, config.trainings)) or 1
-
-
-def _own_device(device: str) -> torch.device:
-    if device == "cpu":
-        return torch.device("cpu")
-    check_device(device)
-    num_cards, num_here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if num_here > num_cards:
-        raise ConfigError(
-            f"--nproc: {num_here} processes need one GPU each, and this machine has {num_cards}; start fewer, or "
-            "choose "
-            "hardware.device cpu"
-        )
-    return torch.device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        divisor = math.gcd(divisor, num_groups // training.gradient_accumulation_steps)
+    return divisor or 1
 
 
 def use_threads(num_threads: int) -> int:
-    """Divide `num_threads` among the processes of this machine and return this process's share (at least 1)."""
+    """Divides `num_threads` among the processes of this machine and returns this process's share (at least 1)."""
     share = max(1, num_threads // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch.set_num_threads(share)
     return share

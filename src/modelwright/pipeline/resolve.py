@@ -1,8 +1,8 @@
-"""Resolve `auto` settings once, when a run is created: device, threads, precision, GEMM kernels; make paths absolute.
+"""Resolves `auto` settings once, when a run is created: device, threads, precision, GEMM kernels; makes paths absolute.
 
-Resolved values are kept as long as the setting stays `auto`, so that a rerun on a busier machine cannot change them.
-The kernels for CPUs are written to run.json and are the same on all processes of the run, so that its bits stay the
-same when it is resumed.
+Resolved values are kept while the setting stays `auto`, so that a rerun on a busier machine cannot change them. The
+kernels for CPUs are written to run.json and are the same on all processes of the run, so that its bits stay the same
+when it is resumed.
 """
 
 import glob
@@ -45,7 +45,7 @@ from modelwright.precision.policy import resolve as resolve_precision
 
 PROBE_TOKENS = 2048
 BUDGET_S = 2.0
-"""Tokens that rates are measured with at most, and seconds for each format."""
+"""Maximum tokens with which rates are measured, and seconds for each format."""
 CLEARLY_FASTER = 1.2
 """Speed-up from which oneDNN makes FP32 products: 1.9 to 2.2 on AMD EPYC with AVX-512 (`docs/claims.md`,
 adaptive_precision), and no measurement of equally fast ones is off by so much."""
@@ -54,12 +54,18 @@ _REMEDY = "run again when the machine is quiet, or set precision.policy yourself
 
 
 def resolve(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
-    """The configuration with every `auto` replaced by a value for this machine.
+    """Returns the configuration with every `auto` replaced by a value for this machine.
 
     `previous`: the resolved configuration of the same run folder; its choices are kept if the model is the same.
     """
     config = resolve_paths(resolve_model(config))
-    config = replace(config, hardware=_resolve_hardware(config.hardware, previous))
+    wish, kept = config.hardware, previous.hardware if previous else None
+    check_threads(wish.num_threads)
+    # A resumed run keeps its threads, because its bits depend on them, unless fewer cores exist now.
+    threads = wish.num_threads or (min(kept.num_threads, num_usable_cores()) if kept else default_num_threads())
+    device = kept.device if kept and wish.device == "auto" else resolved_device(wish.device)
+    check_device(device)
+    config = replace(config, hardware=HardwareConfig(device=device, num_threads=threads))
     same_model = previous is not None and dump(previous.model) == dump(config.model)  # a file has no constants
     config = _resolve_onednn(config, previous if same_model else None, progress)
     config = _resolve_precision(config, previous if same_model else None, progress)
@@ -74,13 +80,13 @@ def resolved_device(device: str) -> Literal["cpu", "cuda"]:
 
 
 def check_device(device: str) -> None:
-    """Raise `ConfigError` if the machine lacks the device."""
+    """Raises `ConfigError` if the machine lacks the device."""
     if device == "cuda" and not torch.cuda.device_count():
-        raise ConfigError("hardware.device: is cuda, and this machine has no CUDA device; choose cpu or auto")
+        raise ConfigError("hardware.device: PyTorch finds no CUDA device on this machine; choose cpu or auto")
 
 
 def check_threads(num_threads: int) -> None:
-    """Raise `ConfigError` for more threads than cores: they would only make every stage slower."""
+    """Raises `ConfigError` for more threads than cores: they would only make every stage slower."""
     if num_threads > num_usable_cores():
         raise ConfigError(
             f"hardware.num_threads: must be at most {num_usable_cores()}, the cores that this process may use, got "
@@ -89,7 +95,7 @@ def check_threads(num_threads: int) -> None:
 
 
 def check_size(model: ModelConfig) -> None:
-    """Raise `ConfigError` for a model whose weights alone need more memory than the machine has."""
+    """Raises `ConfigError` for a model whose weights alone need more memory than the machine has."""
     needed, memory = 4 * model.num_parameters, hardware()["memory_bytes"]
     if needed > memory:
         raise ConfigError(
@@ -100,7 +106,9 @@ def check_size(model: ModelConfig) -> None:
 
 
 def resolve_model(config: RunConfig) -> RunConfig:
-    """With `init_from` the shape is the folder's. Raises `ConfigError` if rows exceed its context."""
+    """Returns the configuration with the model's shape, with `init_from` that of the folder. Raises `ConfigError` if
+    rows exceed its context.
+    """
     if not config.init_from:
         return config
     from modelwright.model.hf import load_config
@@ -112,10 +120,10 @@ def resolve_model(config: RunConfig) -> RunConfig:
 
 
 def resolve_paths(config: RunConfig) -> RunConfig:
-    """Paths of what the data stages read made absolute, so that config.yaml means the same from any folder."""
-    data = config.data
+    """Makes the paths that the data stages read absolute, so that config.yaml means the same from any folder."""
+    data, other = config.data, config.rows_from
     data = replace(data, sources=tuple(map(_absolute, data.sources)), schema=_absolute_path(data.schema))
-    config = replace(config, data=data, rows_from=_absolute_folder(config.rows_from))
+    config = replace(config, data=data, rows_from=other.rstrip("/") if "://" in other else _absolute_path(other))
     config = replace(config, cache=replace(config.cache, folder=_absolute_path(config.cache.folder)))
     if STUDENT.name in config.sections:
         student: StudentConfig = config.section(STUDENT)
@@ -128,25 +136,22 @@ def resolve_paths(config: RunConfig) -> RunConfig:
 
 
 def local_inputs(config: RunConfig) -> dict[str, str]:
-    """By setting, a file or folder of this machine that a run reads, and which other machines do not have."""
+    """Returns the files and folders of this machine that a run reads, by setting; other machines may lack them."""
     inputs: dict[str, str] = {}
     for name, value in flatten(dump(resolve_paths(config))):
         words = [value]
         for word in words:  # which grows by the entries of lists and their settings
             if isinstance(word, (list, dict)):
                 words += word.values() if isinstance(word, dict) else word
-            elif isinstance(word, str) and _is_here(word) and not name.startswith("cache."):  # which a run makes itself
+            elif not isinstance(word, str) or os.sep not in word or name.startswith("cache."):
+                continue  # a run makes the folder of its cache
+            elif any(glob.iglob(os.path.expanduser(word), recursive=True)):
                 inputs.setdefault(name, word)
     return inputs
 
 
-def _is_here(path: str) -> bool:
-    """Whether a text is a path or a glob of paths that exist."""
-    return os.sep in path and any(glob.iglob(os.path.expanduser(path), recursive=True))
-
-
 def matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:
-    """(outputs, inputs) of each distinct matrix of a model: attention, FFN, head."""
+    """Returns (outputs, inputs) of each distinct matrix of a model: attention, FFN, head."""
     heads, pairs = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     width, wide = model.model_dim, model.ffn_dim
     shapes = [(heads, width), (pairs, width), (width, heads), (wide, width), (width, wide), (model.vocab_size, width)]
@@ -154,8 +159,8 @@ def matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:
 
 
 def measured_rates(config: RunConfig, precision: PrecisionConfig, note: Callable[[str], None]) -> dict[str, float]:
-    """FLOP/s of this process's matrix products in training, at the model's own shapes, by compute format; FP32's with
-    the kernels that `precision` selects. note: called if other processes kept the machine busy throughout.
+    """Measures FLOP/s of this process's matrix products in training, at the model's own shapes, by compute format; FP32
+    with the kernels that `precision` selects. note: called if other processes kept the machine busy throughout.
     """
     check_size(config.model)
     device = resolved_device(config.hardware.device)
@@ -172,25 +177,15 @@ def _probe_tokens(config: RunConfig) -> int:
 
 
 def product_rate(config: RunConfig, precision: PrecisionConfig, note: Callable[[str], None]) -> float:
-    """FLOP/s of `measured_rates` in the format of most products; FP16 and FP8 count as BF16 and INT8 as FP32, the
-    formats of the rest of such a model.
+    """Returns FLOP/s of `measured_rates` in the format of most products; FP16 and FP8 count as BF16 and INT8 as FP32,
+    the formats of the rest of such a model.
     """
     known_as = {"fp16": "bf16", "fp8": "bf16", "int8": "fp32"}.get(precision.compute, precision.compute)
     return measured_rates(config, precision, note)[known_as]
 
 
-def _resolve_hardware(wish: HardwareConfig, previous: RunConfig | None) -> HardwareConfig:
-    kept = previous.hardware if previous else None
-    check_threads(wish.num_threads)
-    # A resumed run keeps its threads, because its bits depend on them, unless there are fewer cores now.
-    threads = wish.num_threads or (min(kept.num_threads, num_usable_cores()) if kept else default_num_threads())
-    device = kept.device if kept and wish.device == "auto" else resolved_device(wish.device)
-    check_device(device)
-    return HardwareConfig(device=device, num_threads=threads)
-
-
 def _resolve_onednn(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
-    """The kernels of FP32 matrix products on the CPU."""
+    """Chooses the kernels of FP32 matrix products on the CPU."""
     open_stages = _open_stages(config, "fp32_matmul")
     kept = _kept(previous, "fp32_matmul", open_stages)
     if not open_stages:
@@ -211,13 +206,14 @@ def _resolve_onednn(config: RunConfig, previous: RunConfig | None, progress: Pro
 
 
 def _with_precision(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """Replace fields of `precision`. changes: by stage."""
+    """Replaces fields of `precision`. changes: new values by stage."""
     sections = {name: config.section(name) for name in changes}
     precisions = {name: replace(section.precision, **changes[name]) for name, section in sections.items()}
     config = config.with_sections(
         {name: replace(section, precision=precisions[name]) for name, section in sections.items()}
     )
     of_all = next(iter(changes.values()))
+    # A choice that all trainings share moves to the section that they inherit, which keeps config.yaml short.
     if len(changes) == len(config.trainings) and all(change == of_all for change in changes.values()):
         precision = replace(config.training.precision, **of_all)
         config = replace(config, training=replace(config.training, precision=precision))
@@ -225,12 +221,12 @@ def _with_precision(config: RunConfig, changes: Mapping[str, Mapping[str, Any]])
 
 
 def _open_stages(config: RunConfig, setting: str) -> list[str]:
-    """The trainings in which a setting of `precision` is `auto`."""
+    """Returns the trainings in which a setting of `precision` is `auto`."""
     return [one.name for one in config.trainings if getattr(config.section(one).precision, setting) == "auto"]
 
 
 def _kept(previous: RunConfig | None, setting: str, stages: Sequence[str]) -> dict[str, Any]:
-    """What a setting of `precision` was resolved to before, by stage. A training that is new in the run takes the
+    """Returns the earlier choices of a setting of `precision`, by stage. A training that is new in the run uses the
     choice of the run's first one. Empty if nothing was resolved.
     """
     if not previous or not previous.trainings:
@@ -250,7 +246,7 @@ def _resolve_precision(config: RunConfig, previous: RunConfig | None, progress: 
         torch.set_num_threads(config.hardware.num_threads)
         rates = measured_rates(config, config.first_training.precision, progress.note)
         if is_emulated(torch.bfloat16, torch.device(config.hardware.device)):
-            # FP32's products and casts beside them: never the faster, whatever other work makes of a measurement
+            # Emulated BF16 is FP32 products with casts: never faster, even if a disturbed measurement says so.
             rates = {name: rate for name, rate in rates.items() if name != "bf16"}
         best = resolve_precision(PrecisionConfig(policy="auto"), rates)
         chosen = dict.fromkeys(open_stages, best.policy)
@@ -268,7 +264,6 @@ def _resolve_int8(config: RunConfig, previous: RunConfig | None, progress: Progr
         )
     torch.set_num_threads(config.hardware.num_threads)
     matrices = [quantize_rows(torch.randn(shape)) for shape in matrix_shapes(config.model)]
-
     times = undisturbed(partial(backend_times, matrices, num_rounds=INT8_ROUNDS), OtherProcesses()).value
     best = min(times, key=lambda name: times[name])
     shown = ", ".join(
@@ -283,13 +278,8 @@ def _absolute_path(path: str) -> str:
     return str(Path(path).expanduser().absolute()) if path else ""
 
 
-def _absolute_folder(place: str) -> str:
-    """A folder made absolute, or the address of one, without a slash at the end."""
-    return place.rstrip("/") if "://" in place else _absolute_path(place)
-
-
 def _absolute(source: str) -> str:
-    """A local path or glob made absolute; addresses and names of built-in corpora stay as they are."""
+    """Makes a local path or glob absolute; returns addresses and names of built-in corpora unchanged."""
     if "://" in source:
         return source
     looks_local = os.sep in source or "." in source or glob.has_magic(source) or Path(source).exists()
@@ -298,7 +288,7 @@ def _absolute(source: str) -> str:
 
 @contextmanager
 def kernels_of_run(run: RunDir, world: World, progress: Progress) -> Iterator[Mapping[str, Any]]:
-    """Within the block all ranks use the kernels that the first one decides on, what they start included. Yields
+    """Makes all ranks, and the processes that they start, use the kernels of the first rank within the block. Yields
     `{"instruction_set", "used"}` of the first rank, for run.json.
     """
     choices = world.gather_json(_choice(run, progress))
@@ -306,6 +296,7 @@ def kernels_of_run(run: RunDir, world: World, progress: Progress) -> Iterator[Ma
     if others := {other["instruction_set"] for other in choices} - {choice["instruction_set"]}:
         names = ", ".join(sorted(_shown(name) for name in others))
         progress.note(f"kernels: ranks compute with {_shown(choice['instruction_set'])} and {names}")
+    # As environment variables, which the processes that a rank starts inherit.
     variables = cpu_kernels.as_setting(choice["used"])
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -319,28 +310,25 @@ def kernels_of_run(run: RunDir, world: World, progress: Progress) -> Iterator[Ma
 
 
 def _choice(run: RunDir, progress: Progress) -> dict[str, Any]:
-    """What the run used last, on the same instruction set; else what is faster here. The user's own setting wins."""
+    """Returns the kernels that the run used last, on the same instruction set; else the faster ones here. The user's
+    own setting wins.
+    """
     now = {"instruction_set": cpu_kernels.instruction_set(), "used": sorted(cpu_kernels.used())}
-    last = _last_choice(run)
+    try:
+        invocations = run.read_info()["invocations"]
+    except ArtifactError:
+        invocations = []  # a new run
+    last: dict[str, Any] | None = next((one["kernels"] for one in reversed(invocations) if "kernels" in one), None)
     if last is None or last == now:
         return now
     if last["instruction_set"] != now["instruction_set"]:
         before, here = _shown(last["instruction_set"]), _shown(now["instruction_set"])
-        progress.note(f"kernels: the run began with {before} and goes on with {here}; the last bits of results differ")
+        progress.note(f"kernels: the run began with {before} and continues with {here}; last bits of results differ")
         return now
     if cpu_kernels.SWITCH in os.environ:
-        progress.note(f"kernels: {cpu_kernels.SWITCH} differs from what the run used; the last bits of results differ")
+        progress.note(f"kernels: {cpu_kernels.SWITCH} differs from what the run used; last bits of results differ")
         return now
     return {**now, "used": [name for name in last["used"] if name in KERNELS]}
-
-
-def _last_choice(run: RunDir) -> dict[str, Any] | None:
-    """That of the run's last invocation; None for a new run and for one of an earlier version."""
-    try:
-        invocations = run.read_info()["invocations"]
-    except ArtifactError:
-        return None
-    return next((entry["kernels"] for entry in reversed(invocations) if "kernels" in entry), None)
 
 
 def _shown(instruction_set: str) -> str:

@@ -1,5 +1,5 @@
-"""One run from its configuration to its outcome: checks before any data is prepared, folder, lock, run.json,
-config.yaml, stages, signals. The only module that knows all of them; stages and the terminal are elsewhere.
+"""A run from its configuration to its outcome: checks before any data is prepared, folder, lock, run.json,
+config.yaml, stages, signals. The only module that connects all of them; stages and the terminal are elsewhere.
 """
 
 import math
@@ -15,14 +15,7 @@ from modelwright.core.artifacts import Manifest
 from modelwright.core.busy import OtherProcesses, busy_machine
 from modelwright.core.compatibility import feature
 from modelwright.core.config import save_yaml
-from modelwright.core.errors import (
-    STOPPING,
-    ArtifactError,
-    ConfigError,
-    ModelwrightError,
-    StorageError,
-    prefix_errors,
-)
+from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError, prefix_errors
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.redact import redact_words
 from modelwright.core.resources import git_commit, hardware, versions
@@ -34,7 +27,6 @@ from modelwright.parallel.context_parallel import check_context, local_spans
 from modelwright.parallel.elastic import fit, num_restarts, num_used
 from modelwright.parallel.pipeline.stages import check_microbatches, check_ties, layers_of_stages
 from modelwright.parallel.tensor_parallel import check_shape, stage_tokens
-from modelwright.parallel.topology.rank_mapping import Placement
 from modelwright.pipeline.augmenting import is_augmented
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.time_budget import fit_to_minutes, with_lengths_of
@@ -63,8 +55,8 @@ from modelwright.train.techniques.augmentation_strength import NEEDS as AUGMENTA
 
 
 def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: int, stages: Sequence[str]) -> None:
-    """Check whether `num_processes` laid out as `layout` can do the trainings among `stages` (names).
-    `config.model` is the model that is trained. Raises `ConfigError`.
+    """Checks that `num_processes` laid out as `layout` can do the trainings among `stages` (names). `config.model` is
+    the model that is trained. Raises `ConfigError`.
     """
     trainings = {stage.name: stage for stage in config.trainings if stage.name in stages}
     if not trainings:
@@ -72,7 +64,19 @@ def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: 
     check_size(config.model)
     with prefix_errors("parallel"):
         axes = layout.axes(num_processes)
-    _check_model(config, layout)
+    try:
+        check_shape(config.model, layout.tensor)
+    except ConfigError as error:
+        raise ConfigError(f"parallel.tensor: {layout.tensor} does not fit the model (model.{error})") from None
+    row_len = config.section(PACK).seq_len
+    with prefix_errors("parallel"):
+        if layout.pipeline > 1:
+            layers_of_stages(config.model, layout)
+            check_ties(config.model, layout)
+        if layout.context > 1:
+            local_spans(row_len, layout.context, 0)
+            check_context(config.model, layout.context, layout.context_attention)
+        stage_tokens(row_len // layout.context, layout.tensor, sequence_parallel=layout.sequence_parallel)
     for name, stage in trainings.items():
         learned = [feature(name, needs=stage.run_needs)]
         if is_augmented(config, stage):
@@ -90,29 +94,13 @@ def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: 
                 )
 
 
-def _check_model(config: RunConfig, layout: ParallelConfig) -> None:
-    try:
-        check_shape(config.model, layout.tensor)
-    except ConfigError as error:
-        raise ConfigError(f"parallel.tensor: {layout.tensor} does not fit the model (model.{error})") from None
-    row_len = config.section(PACK).seq_len
-    with prefix_errors("parallel"):
-        if layout.pipeline > 1:
-            layers_of_stages(config.model, layout)
-            check_ties(config.model, layout)
-        if layout.context > 1:
-            local_spans(row_len, layout.context, 0)
-            check_context(config.model, layout.context, layout.context_attention)
-        stage_tokens(row_len // layout.context, layout.tensor, sequence_parallel=layout.sequence_parallel)
-
-
 def _check_stage(stage: StageSpec, layout: ParallelConfig, config: RunConfig, axes: Mapping[str, int]) -> None:
     training: TrainConfig = config.section(stage)
     learns_tokens = type(training) is TrainConfig and stage.rows is not None and stage.rows.learned == "tokens"
     if training.objective and not learns_tokens:
         raise ConfigError(
-            f"objective: {', '.join(training.objective)} would take the place of what {stage.name} learns by settings "
-            "and rows of its own; name it in a stage that learns the next token, such as pretrain or sft"
+            f"objective: {', '.join(training.objective)} would replace the objective of {stage.name}, which has its "
+            "own settings and rows; name it in a stage that learns the next token, such as pretrain or sft"
         )
     num_copies = training.num_copies(axes)
     group_tokens = config.section(PACK).seq_len * stage.trained_rows
@@ -124,7 +112,7 @@ def _check_stage(stage: StageSpec, layout: ParallelConfig, config: RunConfig, ax
     if training.precision.fp32_matmul == "onednn" and not on_cpu:
         raise ConfigError("precision.fp32_matmul: onednn needs a CPU, and this run uses a GPU; choose default or tf32")
     if training.optimizer_cpu_offload and on_cpu:
-        raise ConfigError("optimizer_cpu_offload: has no effect on a CPU run; disable it")
+        raise ConfigError("optimizer_cpu_offload: needs a GPU, and this run uses the CPU; disable it")
     if training.optimizer_cpu_offload and training.async_updates.mode == "hogwild":
         raise ConfigError(
             "optimizer_cpu_offload: async_updates.mode hogwild shares the optimizer states; disable one of them"
@@ -148,11 +136,11 @@ LOCK_PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended: the result of each stage; `is_first` on the process that may print.
+    """Result of a run: the outcome of each stage; `is_first`: True on the process that may print.
 
-    model: the folder of the last model that is finished, in the Hugging Face layout; None without one
-    report: the page about these stages; None if the stage `report` is not one of those that are finished now
-    lines: the figures of the finished stages, for the terminal
+    model: folder of the last finished model, in the Hugging Face layout; None without one
+    report: page about these stages; None if the stage `report` is not one of them
+    lines: figures of the finished stages, for the terminal
     """
 
     outcomes: Sequence[Outcome]
@@ -173,12 +161,12 @@ def execute(
     elastic: bool = False,
     restart: bool = False,
 ) -> RunResult:
-    """Carry out the run in `run` and return what was done.
+    """Executes the run in the folder `run` and returns its result.
 
-    `only`: the stages to run (empty: all), which must be stages of the configuration; `words`: the command line, for
-    run.json; `elastic`: the layout is fitted to the processes that exist; `restart`: training whose checkpoints are all
-    damaged starts over, and another run in the same folder is replaced. Called by every process that was started.
-    Raises `ModelwrightError` for anything that a person can fix, `Stopped` if training was asked to stop.
+    `only`: stages to run (empty: all), which must be stages of the configuration; `words`: command line, for run.json;
+    `elastic`: the layout is fitted to the processes that exist; `restart`: training whose checkpoints are all damaged
+    starts over, and another run in the same folder is replaced. Called by every process that was started. Raises
+    `ModelwrightError` for anything that a person can fix, `Stopped` if training was asked to stop.
     """
     run.create()
     num_rows = shared_rows(config) if elastic else 0
@@ -196,14 +184,22 @@ def execute(
             config = resolve_config(config, run, shown)
             stages = _stages(config, run, only, ranks)
             to_do = _to_do(run, stages, only)
+            # Checked first: a run that is refused must not replace the configuration in the folder.
             check_training(config, ranks.layout, num_processes=ranks.size, stages=to_do)
             save_yaml(run.config, config)
-            _tell_places(ranks.placement, shown)
-        ranks.barrier()
+            if places := ranks.placement:
+                before, after = (f"{1e3 * time_s:.3g} ms" for time_s in (places.seconds_before, places.seconds_after))
+                order = ", ".join(map(str, places.order))
+                shown.note(
+                    f"placement: messages of a step take {after} instead of {before} by the links; order {order}"
+                    if places.seconds_after < places.seconds_before
+                    else f"placement: the ranks stay where they are; messages of a step take {before} by the links"
+                )
+        ranks.barrier()  # config.yaml exists from here on; the others read the first rank's choices from it
         if ranks.rank != 0:
             config = read_run_config(run.config)
             stages = _stages(config, run, only, ranks)
-        use_tensor_heap()  # in every stage, so that tensors that outlive one leave no gaps for the next
+        use_tensor_heap()  # in every stage: tensors that outlive a stage then leave no gaps in the heap of the next
         num_threads = use_threads(config.hardware.num_threads)
         if ranks.rank == 0 and (busy := busy_machine(OtherProcesses(), num_threads)):
             shown.note(busy)
@@ -239,7 +235,7 @@ def check_request(
     elastic: bool = False,
     restart: bool = False,
 ) -> None:
-    """Raise `ConfigError` for everything that `execute` would reject before its first stage, without starting or
+    """Raises `ConfigError` for everything that `execute` would reject before its first stage, without starting or
     writing anything.
     """
     previous = previous_config(run)
@@ -261,7 +257,7 @@ def check_request(
 
 
 def is_finished(config: RunConfig, run: RunDir, only: Sequence[str]) -> bool:
-    """Whether nothing of the request remains to be done."""
+    """Returns True if nothing of the request remains to be done."""
     previous = previous_config(run)
     if previous is None:
         return False
@@ -271,12 +267,12 @@ def is_finished(config: RunConfig, run: RunDir, only: Sequence[str]) -> bool:
 
 
 def resolve_config(config: RunConfig, run: RunDir, progress: Progress) -> RunConfig:
-    """The configuration resolved for this machine and the contents of the folder."""
+    """Returns the configuration resolved for this machine and the contents of the folder."""
     return resolve(config, previous_config(run), progress)
 
 
 def _stages(config: RunConfig, run: RunDir, only: Sequence[str], ranks: RunGroup) -> list[Stage]:
-    """Use the layout of the processes that exist now; config.yaml keeps the requested one."""
+    # With the layout of the processes that exist now; config.yaml keeps the requested one.
     return build_stages(replace(config, parallel=ranks.layout), run, only)
 
 
@@ -286,7 +282,7 @@ def _to_do(run: RunDir, stages: Sequence[Stage], only: Sequence[str]) -> list[st
 
 
 def _hold(run: RunDir, held: ExitStack, patience_s: float) -> None:
-    """Lock the run; an earlier process that died with its host may appear to hold it for a while."""
+    """Locks the run; an earlier process that died with its host may appear to hold the lock for a while."""
     give_up = time.monotonic() + patience_s
     while True:
         try:
@@ -300,19 +296,8 @@ def _hold(run: RunDir, held: ExitStack, patience_s: float) -> None:
         time.sleep(1.0)
 
 
-def _tell_places(placement: Placement | None, progress: Progress) -> None:
-    if placement is None:
-        return
-    before, after = (f"{1e3 * seconds:.3g} ms" for seconds in (placement.seconds_before, placement.seconds_after))
-    if placement.seconds_after < placement.seconds_before:
-        order = ", ".join(map(str, placement.order))
-        progress.note(f"placement: messages of a step take {after} instead of {before} by the links; order {order}")
-    else:
-        progress.note(f"placement: the ranks stay where they are; messages of a step take {before} by the links")
-
-
 def previous_config(run: RunDir) -> RunConfig | None:
-    """The configuration that the run last used, `None` for a new run."""
+    """Returns the configuration that the run last used, `None` for a new run."""
     if not run.config.exists():
         return None
     try:
@@ -323,14 +308,9 @@ def previous_config(run: RunDir) -> RunConfig | None:
 
 @contextmanager
 def _journal(
-    run: RunDir,
-    config: RunConfig,
-    origin: str,
-    words: Sequence[str],
-    ranks: RunGroup,
-    kernels: Mapping[str, Any],
+    run: RunDir, config: RunConfig, origin: str, words: Sequence[str], ranks: RunGroup, kernels: Mapping[str, Any]
 ) -> Iterator[Callable[[Stage, Manifest], None]]:
-    """Maintain run.json on the first process: how the block ends, and each stage reported to the yielded function. A
+    """Maintains run.json on the first process: the end of the block, and each stage reported to the yielded function. A
     collective that fails because another process has left is raised as `PeerLost`.
     """
     journal = _RunJournal(run, config, origin, words, ranks, kernels) if ranks.rank == 0 else None
@@ -358,7 +338,7 @@ class _RunJournal:
         ranks: RunGroup,
         kernels: Mapping[str, Any],
     ) -> None:
-        self._run = run
+        self._run, folder = run, Path(__file__).resolve().parents[1]
         try:
             self._info = run.read_info()
         except ArtifactError:
@@ -367,7 +347,8 @@ class _RunJournal:
             "started": now(),
             "command": ["modelwright", *redact_words(words)],
             "origin": origin,
-            "commit": own_commit(),
+            # The commit of this package's own checkout; "" if it is installed from a wheel.
+            "commit": "" if "site-packages" in folder.parts else git_commit(folder),
             "versions": {"modelwright": __version__, **versions(*PACKAGES)},
             "hardware": hardware() | {"device": str(ranks.world.device), "num_threads": config.hardware.num_threads},
             "kernels": dict(kernels),
@@ -390,11 +371,5 @@ class _RunJournal:
 
     def end(self, state: str, error: str) -> None:
         self._entry |= {"ended": now(), "state": state} | ({"error": error} if error else {})
-        with nullcontext() if state == "done" else suppress(OSError):
+        with nullcontext() if state == "done" else suppress(OSError):  # a full disk must not hide the failure
             self._run.write_info(self._info)
-
-
-def own_commit() -> str:
-    """The commit of this package's own checkout, "" if it is installed from a wheel."""
-    folder = Path(__file__).resolve().parents[1]
-    return "" if "site-packages" in folder.parts else git_commit(folder)

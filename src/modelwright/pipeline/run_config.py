@@ -1,4 +1,4 @@
-"""Reads a run's configuration from its plain form: which stages it has, the sections of these, and whether they agree.
+"""Reads a run's configuration from its plain form: its stages, their sections, and the checks that they agree.
 
 A stage's section is a top-level key of its name. The section of a stage that the run does not have is checked and left
 out. A training stage inherits from the sections `training`, `lora`, `ewc` and `energy`. Two configurations are the
@@ -6,8 +6,8 @@ same run if their sources and the model that is trained are the same.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, field, fields, make_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_type_hints
 
@@ -28,56 +28,62 @@ from modelwright.pipeline.stages.tokenize import TOKENIZE
 
 @functools.cache
 def run_schema() -> type:
-    """A dataclass with one field per top-level key of a run's YAML: what all runs share, and every stage's section."""
+    """Returns a dataclass with a field for each top-level key of a run's YAML: the settings that all runs share, and
+    every stage's section.
+    """
     hints, docs = get_type_hints(RunConfig), field_docs(RunConfig)
     names: Any = Literal[stage_names()]
+    new_field: Any = field  # its overloads know no default that may be MISSING
     common: list[tuple[str, Any, Any]] = []
     for one in fields(RunConfig):
         if one.name == "stages":
             default = tuple(stage.name for stage in STAGES if not (stage.is_implied or stage.only_if_named))
             common.append(("stages", tuple[names, ...], field(default=default, metadata={"doc": docs["stages"]})))
         elif one.name not in ("sections", "further_sections"):
-            common.append((one.name, hints[one.name], _documented(one, docs.get(one.name, ""))))
+            metadata = {**one.metadata, **({"doc": docs[one.name]} if docs.get(one.name) else {})}
+            shared = new_field(default=one.default, default_factory=one.default_factory, metadata=metadata)
+            common.append((one.name, hints[one.name], shared))
     own = [(stage.name, stage.config, field(default_factory=stage.config)) for stage in known_stages() if stage.config]
     return make_dataclass("Run", [*common, *own], frozen=True, kw_only=True)
 
 
 def training_names() -> tuple[str, ...]:
-    """The stages that train, in order: their sections inherit from `training`."""
+    """Returns the stages that train, in order: their sections inherit from `training`."""
     return tuple(stage.name for stage in known_stages() if stage.objective)
 
 
 def parse_run(data: Mapping[str, Any]) -> RunConfig:
-    """The configuration with this plain form. Raises `ConfigError` that starts with the path of the field to change."""
-    schema = run_schema()
-    data = _with_model(data)
+    """Parses the plain form of a configuration. Raises `ConfigError` that starts with the path of the field to change.
+
+    A run with `init_from` needs no section `model`: it is that of the folder.
+    """
+    schema, start = run_schema(), data.get("init_from")
+    if "model" not in data and start and isinstance(start, str):
+        data = {**data, "model": dump(load_config(initial_folder(start)))}
     stages = stages_of(data)
     names = {part.name for stage in stages for part in (stage, *stage.reads) if part.config}
     sections = {stage.name: stage.config for stage in known_stages() if stage.config}
     for name, config in sections.items():
+        # Sections of stages that are left out are checked, too: an error would appear only once the stage is added.
         if name in data and name not in names:
             parse(config, data[name], name)
     kept = {key: value for key, value in data.items() if key not in sections or key in names}
-    settings = parse(schema, _inherited(kept, stages))
-    shared = {one.name: getattr(settings, one.name) for one in fields(RunConfig) if hasattr(settings, one.name)}
+    # Each training stage inherits the shared settings that it does not set itself; parsing refuses malformed sections.
+    shared, others = kept.get("training", {}), {name: kept[name] for name in INHERITED if kept.get(name)}
+    if all(isinstance(section, Mapping) for section in (shared, *others.values())):
+        shared = {**shared, **others}
+        of_trainings = {stage.name: kept.get(stage.name, {}) for stage in stages if stage.objective}
+        kept |= {name: merge(shared, one) for name, one in of_trainings.items() if isinstance(one, Mapping)}
+    settings = parse(schema, kept)
+    common = {one.name: getattr(settings, one.name) for one in fields(RunConfig) if hasattr(settings, one.name)}
     own = {name: getattr(settings, name) for name in sections if name in names}
-    config = RunConfig(**{**shared, "stages": stages, "sections": own})
+    config = RunConfig(**{**common, "stages": stages, "sections": own})
     _check_lengths(config)
     return config
 
 
-def _with_model(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With a section `model`: that of the folder for a run that starts from one."""
-    if "model" in data:
-        return data
-    start = data.get("init_from")
-    if not start or not isinstance(start, str):
-        return data
-    return {**data, "model": dump(load_config(initial_folder(start)))}
-
-
 def read_run_config(path: Path) -> RunConfig:
-    """The configuration in a run's YAML file, with its sections of stages that the run does not have. Raises
+    """Reads the configuration in a run's YAML file, with its sections of stages that the run does not have. Raises
     `ConfigError` that names the file.
     """
     data = load_yaml(path)
@@ -89,22 +95,13 @@ def read_run_config(path: Path) -> RunConfig:
 
 
 def left_out(data: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """The sections in `data` that belong to stages which the run does not have."""
+    """Returns the sections in `data` that belong to stages which the run does not have."""
     known = [stage.name for stage in known_stages() if stage.config]
     return [name for name in known if name in data and name not in config.sections]
 
 
-def _documented(one: Field[Any], doc: str) -> Any:
-    metadata = {**one.metadata, **({"doc": doc} if doc else {})}
-    if one.default is not MISSING:
-        return field(default=one.default, metadata=metadata)
-    if one.default_factory is not MISSING:
-        return field(default_factory=one.default_factory, metadata=metadata)
-    return field(metadata=metadata)
-
-
 def stages_of(data: Mapping[str, Any]) -> tuple[StageSpec, ...]:
-    """The stages of a run, those included that `init_from` implies and without those that it replaces."""
+    """Returns the stages of a run, including those that `init_from` implies and without those that it replaces."""
     given = {key: data[key] for key in ("stages", "init_from") if key in data}
     selection = cast(Any, parse(_selection(), given))
     names: tuple[str, ...] = selection.stages
@@ -123,7 +120,7 @@ def stages_of(data: Mapping[str, Any]) -> tuple[StageSpec, ...]:
 
 @functools.cache
 def _selection() -> type:
-    """What decides which stages a run has, as a part of `run_schema`."""
+    """Returns the part of `run_schema` that decides the stages of a run."""
     schema = run_schema()
     hints = get_type_hints(schema)
     parts = {one.name: one for one in fields(schema)}
@@ -131,18 +128,8 @@ def _selection() -> type:
     return make_dataclass("Selection", chosen, frozen=True, kw_only=True)
 
 
-def _inherited(data: Mapping[str, Any], stages: Sequence[StageSpec]) -> Mapping[str, Any]:
-    """Give each training stage the shared settings that it does not set itself."""
-    shared, others = data.get("training", {}), {name: data[name] for name in INHERITED if data.get(name)}
-    if not all(isinstance(section, Mapping) for section in (shared, *others.values())):
-        return data  # which parsing refuses
-    shared = {**shared, **others}
-    own = {stage.name: data.get(stage.name, {}) for stage in stages if stage.objective}
-    return {**data, **{name: merge(shared, one) for name, one in own.items() if isinstance(one, Mapping)}}
-
-
-def check_stages(config: RunConfig) -> None:
-    """Raise `ConfigError` if a stage lacks one that it needs."""
+def _check_lengths(config: RunConfig) -> None:
+    """Checks that the run has the stages that its stages need, and that their sections agree."""
     present = {stage.name for stage in config.stages}
     known = {stage.name: stage for stage in known_stages()}
     for stage in config.stages:
@@ -152,16 +139,11 @@ def check_stages(config: RunConfig) -> None:
                 replaced = needed.model_title or needed.with_init_from == "never"
                 way_out = " or start from a model folder with init_from" if replaced else ""
                 raise ConfigError(f"stages: {stage.name} needs {name}; add it{way_out}")
-
-
-def _check_lengths(config: RunConfig) -> None:
-    """Check that the sections of the run's stages agree; other stages do not matter."""
-    check_stages(config)
-    if not config.init_from:
+    if not config.init_from:  # else the context is that of the folder, which `resolve_model` checks
         check_context(config)
     if config.has(TOKENIZE) and config.tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
-            f"model.vocab_size: {config.model.vocab_size} has no room for the tokenizer's "
+            f"model.vocab_size: {config.model.vocab_size} is less than the tokenizer's "
             f"{config.tokenizer.vocab_size} (tokenizer.vocab_size); make it at least as large"
         )
     for stage in config.trainings:
@@ -172,22 +154,25 @@ def _check_lengths(config: RunConfig) -> None:
 
 
 SHOWN = 3
-"""Differences that an error lists."""
+"""Number of differences that an error lists."""
 
 
 def is_same_run(config: RunConfig, previous: RunConfig) -> bool:
-    """Whether both, with their paths and models resolved, describe one run."""
+    """Returns True if both, with their paths and models resolved, describe the same run."""
     return not _differences(config, previous)
 
 
 def check_same_run(config: RunConfig, previous: RunConfig | None, run: RunDir) -> None:
-    """Raise `ConfigError` if `run` has results of another run, which this one would replace.
+    """Raises `ConfigError` if `run` has results of another run, which this one would replace.
 
     config: with paths and model resolved
     previous: the configuration that the folder was last used with, None for a new folder
     """
-    changes = _differences(config, previous) if previous else []
-    if not changes or not has_results(run):
+    if not (changes := _differences(config, previous) if previous else []):
+        return
+    # Results are finished stages, and checkpoints of a training.
+    stages = [run.stage(path.parent.name) for path in run.path.glob("*/stage.json")]
+    if not any(is_finished(one.artifact) or any(one.checkpoints.glob("*")) for one in stages):
         return
     more = [f"{len(changes) - SHOWN} more"] if len(changes) > SHOWN else []
     raise ConfigError(
@@ -196,14 +181,8 @@ def check_same_run(config: RunConfig, previous: RunConfig | None, run: RunDir) -
     )
 
 
-def has_results(run: RunDir) -> bool:
-    """Whether a stage has finished or a training has checkpoints."""
-    stages = [run.stage(path.parent.name) for path in run.path.glob("*/stage.json")]
-    return any(is_finished(stage.artifact) or any(stage.checkpoints.glob("*")) for stage in stages)
-
-
 def _differences(config: RunConfig, previous: RunConfig) -> list[str]:
-    """Each differing setting, as `model.num_layers: was 6, now 2`."""
+    """Returns each differing setting, as `model.num_layers: was 6, now 2`."""
     before, now = _identity(previous), _identity(config)
     keys = dict.fromkeys([*before, *now])
     return [f"{key}: was {_text(before[key])}, now {_text(now[key])}" for key in keys if before[key] != now[key]]

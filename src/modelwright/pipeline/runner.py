@@ -1,4 +1,4 @@
-"""The runner: completes every stage of a run and does only what is not done yet.
+"""The runner: completes every stage of a run, and skips finished ones.
 
 A finished stage whose digest (settings, parents' contents, versions) is unchanged is skipped. An interrupted stage
 keeps its folder and resumes from its checkpoints; a stage whose digest changed starts from an empty folder. Results of
@@ -24,7 +24,7 @@ State = Literal["done", "begun", "changed", "new"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one stage: its `state` before the run, and whether it was run."""
+    """Result of a stage: its `state` before the run, and `ran`, True if it was run."""
 
     stage: str
     state: State
@@ -33,15 +33,15 @@ class Outcome:
 
 @dataclass
 class Survey:
-    """The state of a run: of each stage, and the content digests known so far."""
+    """State of each stage of a run, and the content digests known so far."""
 
     states: dict[str, State] = field(default_factory=dict)
     contents: dict[str, str] = field(default_factory=dict)
 
 
 def survey(run: RunDir, stages: Sequence[Stage]) -> Survey:
-    """The state of every stage, without changing anything. A stage below an unfinished one is never `done`. Raises
-    `ArtifactError` if a file of a finished stage is missing or has another size; contents are not read.
+    """Returns the state of every stage, without changing anything. A stage below an unfinished one is never `done`.
+    Raises `ArtifactError` if a file of a finished stage is missing or has another size; contents are not read.
     """
     result = Survey()
     for stage in stages:
@@ -61,27 +61,29 @@ def run_stages(
     restart: bool = False,
     after_stage: Callable[[Stage, Manifest], None] = lambda stage, manifest: None,
 ) -> list[Outcome]:
-    """Complete `stages` (in order, parents first).
+    """Completes `stages` (in order, parents first).
 
     `only`: names of the stages that may run now (empty: all); the others must be finished with the present settings,
     else `ConfigError`. `restart`: as in `StageContext`. `after_stage` is called for every finished stage, including
-    skipped ones, on rank 0. Errors of a stage propagate; what it finished before stays. Raises `ArtifactError` for a
+    skipped ones, on rank 0. Errors of a stage propagate; earlier stages remain finished. Raises `ArtifactError` for a
     damaged file of a finished stage: repeating the stage may take days, so a person decides by removing the file.
     """
     contents: dict[str, str] = {}
     outcomes = []
     for stage in stages:
         ranks.barrier()
+        # Hashing all files takes minutes for a large artifact; one rank does it for all.
         state = _state(run, stage, contents, verify=ranks.rank == 0)
         ranks.barrier()  # nobody writes before everybody has looked
         allowed = not only or stage.name in only
         if not allowed and state != "done":
             if any(stage.name in other.parents for other in stages if other.name in only):
-                raise ConfigError(_not_allowed(stage, state))
+                why = {"new": "was never run", "begun": "was cut off", "changed": "was made with other settings"}[state]
+                raise ConfigError(f"stages: {stage.name} {why} and is needed; add {stage.name} to --stages")
             continue
         if state != "done":
             _work(run, stage, stage.digest(contents), contents, ranks, progress, restart=restart)
-            give_back_memory()  # the next stage begins with what it needs itself
+            give_back_memory()  # the next stage begins without the freed memory of this one
             ranks.barrier()
         manifest = read_manifest(run.stage(stage.name).artifact, kind=stage.name)
         contents[stage.name] = manifest.content_digest
@@ -92,7 +94,7 @@ def run_stages(
 
 
 def _state(run: RunDir, stage: Stage, contents: Mapping[str, str], *, verify: bool = False) -> State:
-    """The state of a stage. `verify`: read the files of a finished one and compare their SHA-256."""
+    """Returns the state of a stage. `verify`: read the files of a finished one and compare their SHA-256."""
     folder = run.stage(stage.name)
     if not folder.path.exists():
         return "new"
@@ -106,14 +108,10 @@ def _state(run: RunDir, stage: Stage, contents: Mapping[str, str], *, verify: bo
                 read_manifest(folder.artifact, verify=verify)
                 return "done"
         except ArtifactError:
+            # With other settings the stage is made again anyway; with these, a damaged result is an error.
             if begun:
                 raise
     return "begun" if begun else "changed"
-
-
-def _not_allowed(stage: Stage, state: State) -> str:
-    why = {"new": "was never run", "begun": "was cut off", "changed": "was made with other settings"}
-    return f"stages: {stage.name} {why.get(state, state)} and is needed; add {stage.name} to --stages"
 
 
 def _work(
@@ -129,6 +127,7 @@ def _work(
     folder = run.stage(stage.name)
     first = ranks.rank == 0
     if first and read_stage_digest(folder) != digest:
+        # Checkpoints and logs of other settings: nothing in the folder may be used.
         shutil.rmtree(folder.path, ignore_errors=True)
     if first:
         with writing(folder.path):
@@ -154,8 +153,8 @@ def _work(
 
 
 def check_order(stages: Sequence[Stage]) -> None:
-    """Check that every parent precedes its child; only a bug in the chain can break it."""
+    """Checks that every parent precedes its child, which only a bug in the chain can break."""
     seen: set[str] = set()
     for stage in stages:
-        assert set(stage.parents) <= seen, f"{stage.name} stands before one of {stage.parents}"
+        assert set(stage.parents) <= seen, f"{stage.name} precedes one of {stage.parents}"
         seen.add(stage.name)

@@ -1,8 +1,8 @@
 """A stage: one arrow of the pipeline, from its parents' artifacts to its own.
 
-`StageSpec` says all that the rest of the pipeline knows about a kind of stage; `stages/specs.py` lists them. It builds
-a `Stage` for a run's configuration, a plain function of a `StageContext`. The runner decides when that runs, whether it
-may be skipped, and what happens to an unfinished one.
+`StageSpec` contains everything that the rest of the pipeline knows about a kind of stage; `stages/specs.py` lists them.
+It builds a `Stage` for a run's configuration, a plain function of a `StageContext`. The runner decides when that
+function runs, whether it may be skipped, and how an unfinished stage is treated.
 
 A run's configuration and data are made of these types, so they are `Any` here: `Config` is `pipeline.config.RunConfig`,
 `Results` and `StageResults` are `RunData` and `StageData` of `pipeline.report.run_data`.
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from modelwright.parallel.mesh import World
     from modelwright.pipeline.estimate.cost import StageEstimate
     from modelwright.pipeline.report.blocks import Block, Fact, Section
-    from modelwright.train.config import TrainConfig
     from modelwright.train.objective import BatchSource, Objective
 
 Config: TypeAlias = Any
@@ -55,10 +54,10 @@ class Ranks(Protocol):
 class StageContext:
     """Arguments of a stage's function.
 
-    `folder`: where checkpoints, metrics and the log go while it runs; `output`: the draft of its artifact, which only
-    rank 0 may write to; `parents`: the finished artifacts by stage name; `digest`: of everything that determines the
-    result, so that a checkpoint of another configuration is never used; `restart`: training whose checkpoints are all
-    damaged starts over at step 0.
+    `folder`: folder of checkpoints, metrics and the log while the stage runs; `output`: draft of its artifact, which
+    only rank 0 may write to; `parents`: finished artifacts by stage name; `digest`: digest of everything that
+    determines the result, so that a checkpoint of another configuration is never used; `restart`: training whose
+    checkpoints are all damaged starts over at step 0.
     """
 
     folder: StageDir
@@ -72,7 +71,7 @@ class StageContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One step of a run.
+    """A step of a run.
 
     `settings`: plain data, everything that determines the result besides the parents' contents; `every_rank`: whether
     all processes take part (training) or only the first (data); `version`: increased when this stage's output changes
@@ -89,6 +88,7 @@ class Stage:
 
     def digest(self, contents: Mapping[str, str]) -> str:
         """Digest of the settings, the versions and the parents' content digests (`contents`, by name)."""
+        # Contents instead of the parents' settings: a parent that was made again with equal contents changes nothing.
         return core_config.digest(
             {
                 "stage": self.name,
@@ -99,11 +99,6 @@ class Stage:
         )
 
 
-def nothing_else(config: Config) -> Mapping[str, Any]:
-    """`RowSet.decides` of rows that only the settings of packing decide."""
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowSet:
     """Rows of one kind."""
@@ -111,146 +106,117 @@ class RowSet:
     name: str
     """Folder in the artifact of the stage pack."""
     title: str
-    """What the rows are for, for tables."""
-    pack: Callable[[Any, Split], None]
+    """Name of the rows in tables."""
+    pack: Callable[[Any, Split], object]
     """Packs the documents of one split: gets a `PackJob` of `pipeline.stages.rows` and calls its `pack` with the name
     `<name>/<split>`."""
     encoder: "Callable[[PackConfig, Path], RowEncoder] | None" = None
-    """From the settings of packing and the tokenizer's folder: encodes a document as `pack` did, for augmentation while
-    a model trains. None if documents of these rows cannot be augmented."""
+    """Makes, from the settings of packing and the tokenizer's folder, an encoder that encodes documents as `pack` did,
+    for augmentation during training. None if documents of these rows cannot be augmented."""
     documents: str = "prose or code document"
-    """What the rows are made from, for messages."""
+    """Singular name of the documents that become rows, for messages."""
     learned: Literal["tokens", "images", "completions"] = "tokens"
-    """What a training learns from: the tokens of the rows, images that belong to them, or completions of them that it
-    generates. Only what learns from tokens can be tried before a run on rows of random ones."""
+    """Training data: the tokens of the rows, images that belong to them, or completions of them that the stage
+    generates. Only trainings on tokens can be timed before a run, on rows of random tokens."""
     trained_rows: int = 1
-    """Rows of a group that a training learns from, which count in `batch_tokens`; 1 where rows are not grouped."""
+    """Number of rows of a group that count in `batch_tokens`, because training learns from them; 1 without groups."""
     if_empty: str = ""
     """Why a training without rows passes its model on unchanged; "" if that is an error."""
     stdlib_bytes: float = 0.0
-    """Size of the built-in corpus as these rows."""
-    decides: Callable[[Config], Mapping[str, Any]] = nothing_else
-    """What decides these rows besides the settings of packing: settings of the stage that learns from them."""
+    """Size of the part of the built-in corpus that becomes these rows."""
+    decides: Callable[[Config], Mapping[str, Any]] = lambda config: {}
+    """Further settings that decide these rows, in addition to those of packing: those of the stage that trains on
+    them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageInputs:
-    """What the objective of a training stage is made from."""
+    """Arguments from which a training stage builds its objective."""
 
     config: Config
-    training: "TrainConfig"
-    """Settings of the stage."""
+    training: Any
+    """Settings of the stage: a `TrainConfig`, as `StageSpec.config` defines it."""
     loader: "BatchSource"
     """Batches of the stage's rows."""
     plan: "PlannedRows"
-    """The same batches before documents in them are changed. It knows the rows of a batch before they are read."""
+    """The same batches before augmentation. It knows the rows of a batch before they are read."""
     images: "ImageStore | None"
-    """The images of the rows, None if they have none."""
+    """Images of the rows; None for rows without images."""
     parents: Mapping[str, Path]
-    """The artifacts that the stage reads, by stage name: a reference model, for example."""
+    """Artifacts that the stage reads, by stage name: a reference model, for example."""
     world: "World"
-    """The processes of the run, for models that work beside the one in training."""
+    """Processes of the run, over which further models may be divided."""
     folder: Path
-    """The folder of the stage, for what the objective keeps on disk."""
+    """Folder of the stage, for files of the objective."""
     note: Callable[[str], None]
     """Shows a line to the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What estimates of a run's cost are based on."""
+    """Compute rates on which estimates of a run's cost are based."""
 
     flops_per_s: Mapping[str, float]
     """Rate of a host's matrix products in training, by compute format."""
     num_hosts: int = 1
 
 
-def needs_nothing(config: Config) -> tuple[str, ...]:
-    """`StageSpec.needs` of a stage that depends on no other."""
-    return ()
-
-
-def no_section(data: Results, stage: StageResults) -> "Section | None":
-    """`StageSpec.report` of a stage with no section of its own."""
-    return None
-
-
-def no_facts(data: Results, stage: StageResults) -> "Sequence[Fact]":
-    """`StageSpec.headline` of a stage with no figure at the top of the report."""
-    return ()
-
-
-def no_blocks(data: Results, stage: StageResults) -> "Sequence[Block]":
-    """`StageSpec.highlight` of a stage that the first screen of the report leaves out."""
-    return ()
-
-
-def no_lines(data: Results, stage: StageResults) -> Sequence[str]:
-    """`StageSpec.closing` of a stage whose figures are all that there is to say."""
-    return ()
-
-
-def no_warnings(stage: StageResults) -> Sequence[str]:
-    """`StageSpec.warnings` of a stage about whose result nobody has to be warned."""
-    return ()
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageSpec:
-    """A kind of stage: what a run has to know to check, plan, carry out and report it."""
+    """A kind of stage, with everything that a run needs to check, plan, execute and report it."""
 
     name: str
-    """Its name in `stages` and on the command line, its folder in the run directory, and the key of its section."""
+    """Name in `stages` and on the command line, of the folder in the run directory, and of the section of settings."""
     title: str
-    """What it does, for the log."""
+    """Activity, for the log: `Training the tokenizer`."""
     build: Callable[[Config, RunDir, Sequence[str]], Stage]
     """Makes the stage for a resolved configuration. The last argument names the stages that are finished or will be
     worked on: a stage may read the ones among them that it does not need."""
     estimate: "Callable[[Config, RunDir, Rates], StageEstimate]"
-    """Cost of the stage, for `--dry-run`. Must not need more than configuration and finished artifacts."""
+    """Estimates the cost of the stage, for `--dry-run`, from the configuration and finished artifacts alone."""
     config: type | None = None
     """Dataclass of its section, which must be valid with its defaults; None for a stage without settings."""
     reads: "tuple[StageSpec, ...]" = ()
     """Other stages whose sections it reads; a run with this stage has these sections."""
-    needs: Callable[[Config], tuple[str, ...]] = needs_nothing
+    needs: Callable[[Config], tuple[str, ...]] = lambda config: ()
     """Names of the stages that a run must have for this one."""
     only_if_named: bool = False
-    """Whether a run whose `stages` are not set leaves it out."""
+    """Leave it out of a run whose `stages` are not set."""
     with_init_from: Literal["kept", "only", "never"] = "kept"
     """`only`: part of every run with `init_from`, without being named in `stages`; `never`: `init_from` replaces it."""
-    report: "Callable[[Results, StageResults], Section | None]" = no_section
-    """The section of the report about the finished stage."""
-    headline: "Callable[[Results, StageResults], Sequence[Fact]]" = no_facts
+    report: "Callable[[Results, StageResults], Section | None]" = lambda data, stage: None
+    """Section of the report about the finished stage."""
+    headline: "Callable[[Results, StageResults], Sequence[Fact]]" = lambda data, stage: ()
     """Figures of the finished stage at the top of the report."""
-    highlight: "Callable[[Results, StageResults], Sequence[Block]]" = no_blocks
-    """What the first screen of the report shows of the finished stage, below the figures."""
-    closing: Callable[[Results, StageResults], Sequence[str]] = no_lines
+    highlight: "Callable[[Results, StageResults], Sequence[Block]]" = lambda data, stage: ()
+    """Blocks about the finished stage on the first screen of the report, below the figures."""
+    closing: Callable[[Results, StageResults], Sequence[str]] = lambda data, stage: ()
     """Lines that the terminal shows when the run ends; without any it shows the figures of `headline`."""
-    warnings: Callable[[StageResults], Sequence[str]] = no_warnings
-    """What the top of the report warns about in the finished stage."""
+    warnings: Callable[[StageResults], Sequence[str]] = lambda stage: ()
+    """Warnings about the finished stage at the top of the report."""
     model_title: str = ""
-    """The model that the stage produces, for tables: `fine-tuned`; "" for a stage that produces none."""
+    """Name of the model that the stage produces, for tables: `fine-tuned`; "" for a stage that produces none."""
     objective: "Callable[[StageInputs], Objective] | None" = None
-    """What a training stage learns; its section is a `TrainConfig`. None for a stage that does not train."""
+    """Makes the objective of a training stage, whose section is a `TrainConfig`. None for a stage without training."""
     reads_images: bool = False
-    """Whether its artifact is a model that reads images: it is served, while later stages go on with the language model
-    before."""
+    """True if its artifact is a model that reads images: it is served, while later stages continue with the language
+    model from before it."""
     is_reward_model: bool = False
-    """Whether its artifact is a reward model, which later stages may score answers with."""
+    """True if its artifact is a reward model, with which later stages may score answers."""
     run_needs: frozenset[str] = frozenset()
     """Properties of a run (`core/compatibility.py`) that the objective and the techniques of a training stage rely on,
-    besides those that its settings need."""
+    in addition to those that its settings need."""
     rows: RowSet | None = None
-    """The rows of tokens that a training stage learns from."""
+    """Rows of tokens that a training stage learns from."""
     fresh: "Callable[[Config], Decoder] | None" = None
     """Makes the model with random weights that a training stage starts from if no stage before it has made one."""
     time_weight: float = 1.0
     """Share of the time budget (`--minutes`) that a training stage gets, relative to the other training stages."""
     follows: str = ""
-    """The stage after which a stage from another package comes in the pipeline's order."""
+    """Stage of this package that a stage from another package follows in the pipeline's order."""
 
     def new_objective(self, inputs: StageInputs) -> "Objective":
-        """What a training stage learns: the objective that its settings name, or its own."""
+        """Returns the objective of a training stage: the one that its settings name, or its own."""
         from modelwright.train.outside import named_objectives  # imports PyTorch
 
         assert self.objective is not None
@@ -260,10 +226,10 @@ class StageSpec:
 
     @property
     def trained_rows(self) -> int:
-        """Rows that a training stage learns from together: those of a group, or one."""
+        """Number of rows that a training stage learns from together: those of a group, or one."""
         return self.rows.trained_rows if self.rows else 1
 
     @property
     def is_implied(self) -> bool:
-        """Whether a user cannot name it, because `init_from` alone decides whether a run has it."""
+        """True if users cannot name the stage, because `init_from` alone decides whether a run has it."""
         return self.with_init_from == "only"

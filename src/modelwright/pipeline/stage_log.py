@@ -1,4 +1,4 @@
-"""The journal of a stage: `stage.json` (digest, attempts and what each used) and `log.txt`.
+"""Journal of a stage: `stage.json` (digest, and attempts with their use of resources) and `log.txt`.
 
 `stage.json` is written before the stage's first byte, so that the folder of a killed process shows which settings it
 belongs to.
@@ -26,7 +26,7 @@ LOG_EVERY_S = 5.0
 
 @dataclass
 class Attempt:
-    """One attempt at a stage. `state`: running, done, stopped, failed, killed (found still running by the next
+    """An attempt at a stage. `state`: running, done, stopped, failed, killed (found still running by the next
     attempt).
     """
 
@@ -41,23 +41,24 @@ class Attempt:
 
 
 def now() -> str:
-    """The current UTC time, to the second, as ISO 8601."""
+    """Returns the current UTC time, to the second, as ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def read_stage_digest(folder: StageDir) -> str:
-    """The digest that the stage's folder belongs to, "" if nothing was started there."""
+    """Returns the digest to which the stage's folder belongs, "" if nothing was started there."""
     return str(_read(folder).get("digest", ""))
 
 
 def read_attempts(folder: StageDir) -> list[dict[str, Any]]:
-    """All attempts at the stage, oldest first."""
+    """Returns all attempts at the stage, oldest first."""
     return list(_read(folder).get("attempts", []))
 
 
 @contextmanager
 def begin_attempt(folder: StageDir, digest: str, ranks: int) -> Iterator[Attempt]:
-    """Record the start of an attempt, and at its end the outcome and the resources used (this process, rank 0)."""
+    """Records the start of an attempt, and at its end the outcome and the resources used (this process, rank 0)."""
+    # A process that is killed cannot write its end: an attempt that still counts as running has died.
     before = [entry | {"state": "killed"} if entry["state"] == "running" else entry for entry in read_attempts(folder)]
     attempt = Attempt(started=now(), ranks=ranks)
     _write(folder, digest, [*before, asdict(attempt)])
@@ -74,7 +75,8 @@ def begin_attempt(folder: StageDir, digest: str, ranks: int) -> Iterator[Attempt
         raise
     finally:
         attempt.wall_s, attempt.cpu_s, attempt.peak_bytes = use.wall_s, use.cpu_s, use.peak_bytes
-        with nullcontext() if attempt.state == "done" else suppress(OSError):  # it must not hide the failure
+        # A full disk must not hide the failure that is being raised.
+        with nullcontext() if attempt.state == "done" else suppress(OSError):
             _write(folder, digest, [*before, asdict(attempt)])
 
 
@@ -113,7 +115,8 @@ class StageLog:
     def advance(self, done: float, **fields: float | str) -> None:
         if time.monotonic() - self._last_line >= LOG_EVERY_S:
             self._last_line = time.monotonic()
-            shown = " ".join(f"{key}={_short(value)}" for key, value in fields.items())
+            texts = {key: f"{one:.5g}" if isinstance(one, float) else str(one) for key, one in fields.items()}
+            shown = " ".join(f"{key}={text}" for key, text in texts.items())
             self._line(f"{self._name}: {done:.0f}/{self._total:.0f} {self._unit} {shown}".rstrip())
         self._shown.advance(done, **fields)
 
@@ -131,12 +134,8 @@ class StageLog:
             self._file.flush()
 
 
-def _short(value: float | str) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
 def _read(folder: StageDir) -> dict[str, Any]:
-    """The content of `stage.json`; empty, so that the stage starts over, if it is missing or damaged."""
+    """Reads `stage.json`; empty, so that the stage starts over, if it is missing or damaged."""
     try:
         result = json.loads((folder.path / "stage.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,5 +1,5 @@
-"""Shows while a model trains how it continues one fixed prompt, after the first step and then about once a minute, and
-keeps that for the report.
+"""Samples of a model in training: its continuation of a fixed prompt, after the first step and then about once a
+minute, on the terminal and in a file for the report.
 """
 
 import math
@@ -27,13 +27,13 @@ FILE = "samples.jsonl"
 EVERY_S = 60.0
 NUM_PROMPT_TOKENS = 16
 SAMPLING = SamplingParams(max_tokens=40, temperature=0.7, top_p=0.9, seed=1)
-"""One seed for all samples, so that only the weights differ between two of them."""
+"""The seed is the same for all samples, so that only the weights differ between two of them."""
 NUM_SHOWN = 6
 
 
 def first_prompt(heldout: Sequence[TokenBatch]) -> list[int]:
-    """The beginning of the first held-out row: what precedes its first target, such as a question with its template, or
-    its first tokens if every token is a target. Empty if nothing is held out.
+    """Returns the beginning of the first held-out row: the tokens before its first target, such as a question with its
+    template, or its first tokens if every token is a target. Empty if nothing is held out.
     """
     if not heldout:
         return []
@@ -45,7 +45,9 @@ def first_prompt(heldout: Sequence[TokenBatch]) -> list[int]:
 
 
 def text_samples(folder: Path, tokenizer: Tokenizer, prompt: Sequence[int]) -> TechniqueBuilder:
-    """A technique that shows how the model continues `prompt` and appends it to `samples.jsonl` in `folder`."""
+    """Returns a technique that shows the model's continuation of `prompt` and appends it to `samples.jsonl` in
+    `folder`.
+    """
     return partial(_build, folder=folder, tokenizer=tokenizer, prompt=prompt)
 
 
@@ -57,9 +59,8 @@ def _build(
     prompt: Sequence[int],
     clock: Callable[[], float] = time.monotonic,
 ) -> Technique | None:
-    """Build the technique; None where there is nothing to continue, where another rank does it, and where this rank has
-    only a part of the model. Training does not depend on a sample.
-    """
+    # None without a prompt, if another rank samples, and if this rank has only a part of the model: training does not
+    # depend on a sample.
     model = run.model
     is_whole = len(model.blocks) == model.config.num_layers
     is_divided = any(isinstance(one, DTensor) for one in model.parameters())
@@ -75,6 +76,7 @@ def _build(
             return
         with run.formats.evaluating():
             (completion,) = generate(model, [prompt], params, config)
+        # A long sample must not look like a hang of this rank.
         run.alive()
         # A model may have rows beyond the tokenizer's vocabulary, which are hardly trained and mean nothing.
         text = tokenizer.decode([one for one in completion.token_ids if one < tokenizer.vocab_size])
@@ -86,13 +88,13 @@ def _build(
 
 
 def _keep(path: Path, sample: Mapping[str, Any]) -> None:
-    """Write the sample after those of earlier steps; samples of later steps are from before a crash and are dropped."""
+    """Writes the sample after those of earlier steps; samples of later steps, from before a crash, are dropped."""
     earlier = [record for record in read_records(path) if record["step"] < sample["step"]]
     write_atomic(path, "".join(json_line(record) for record in [*earlier, sample]))
 
 
 def sample_block(folder: Path) -> list[Samples]:
-    """What the report shows of a stage's samples: at most six, from the first to the last; none without samples."""
+    """Returns a stage's samples for the report: at most six, from the first to the last; none without samples."""
     records = read_records(folder / FILE)
     if not records:
         return []

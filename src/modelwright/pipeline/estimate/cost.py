@@ -1,6 +1,6 @@
-"""What a stage will cost: parameters, FLOPs, memory by part and wall time, without running it.
+"""Cost of a stage before it runs: parameters, FLOPs, memory by part and wall time.
 
-Memory is that of `estimate/memory.py` for one rank. Time is FLOPs over a measured rate, and what is assumed of all
+Memory is that of `estimate/memory.py` for one rank. Time is FLOPs over a measured rate, plus an assumed share for all
 other work.
 """
 
@@ -21,15 +21,15 @@ ASSUMED_TRAIN_MFU = 0.60
 the optimizer and Python. Prototypes of 7 M parameters reached 0.59-0.73 on two AVX2 cores."""
 
 ASSUMED_OTHER_WORK = 0.58
-"""Time of a training step on a CPU that no product takes, as a multiple of what its products take in FP32: norms,
-attention, softmax, the optimizer and Python. It does not shrink with products in 16 bits, so a share of the step's own
-products would be too little by the ratio of the two rates. The quickstart took 0.56 in pretraining, Muon's products
-apart, and 0.58 in fine-tuning (FP32, one thread on AVX2, processor time of steps and of products in turn)."""
+"""Time of a training step on a CPU outside its matrix products (norms, attention, softmax, the optimizer and Python),
+as a multiple of the time of these products in FP32. It does not shrink with products in 16 bits, so a share of the
+step's own products would be too little by the ratio of the two rates. The quickstart took 0.56 in pretraining, Muon's
+products apart, and 0.58 in fine-tuning (FP32, one thread on AVX2, processor time of steps and of products in turn)."""
 
 ASSUMED_FORWARD_MFU = 0.70
-"""The same for scoring: packing is less even and the log-softmax weighs more without a backward pass. The
-quickstart's evaluation, of 8.6 million parameters then, reached 0.95 on two AVX-512 cores."""
-
+"""Share of the products' measured rate that scoring reaches: packing is less even than in training, and the log-softmax
+weighs more without a backward pass. The quickstart's evaluation, of 8.6 million parameters then, reached 0.95 on two
+AVX-512 cores."""
 
 TRAINING_OVERHEAD_S = 12.0
 """Seconds of a training stage outside its steps and validations: the rate of products is measured before and after it,
@@ -42,7 +42,7 @@ WITHOUT_ADAPTERS = AdapterConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class StageEstimate:
-    """One line of a plan. 0 stands for "none" (FLOPs) or "small" (memory)."""
+    """A line of a plan. 0 stands for "none" (FLOPs) or "small" (memory)."""
 
     name: str
     tokens: float
@@ -50,10 +50,10 @@ class StageEstimate:
     seconds: float
     peak_bytes: int
     further_bytes: int = 0
-    """The part of the peak that models beside the one in training take. It is counted whole on each process, although a
-    layout may divide those that are trained."""
+    """Part of the peak that is due to models in addition to the one in training. It is counted whole on each process,
+    although a layout may divide those that are trained."""
     overhead_s: float = 0.0
-    """The part of the seconds that no training step takes."""
+    """Part of the seconds outside of training steps."""
 
 
 def training_memory(
@@ -68,8 +68,9 @@ def training_memory(
     fused: bool = False,
     adapters: AdapterConfig = WITHOUT_ADAPTERS,
 ) -> MemoryEstimate:
-    """Memory of training on one rank that holds everything; `tokens_per_microbatch`: padding included; fused: see
-    `BlockShape`."""
+    """Estimates memory of training on one rank with the whole model; `tokens_per_microbatch`: tokens with padding;
+    fused: see `BlockShape`.
+    """
     part = _whole_model(model, tokens_per_microbatch, compute, activations, fused=fused)
     part = replace(part, num_microbatches=num_microbatches, head_chunk_tokens=head_chunk_tokens)
     return rank_memory(model, replace(part, async_checkpoints=async_checkpoints, adapters=adapters))
@@ -78,7 +79,6 @@ def training_memory(
 def _whole_model(
     model: ModelConfig, num_tokens: int, compute: Compute, activations: ActivationCheckpointingConfig, *, fused: bool
 ) -> RankPart:
-    """The part of a rank that holds everything, with one microbatch of `num_tokens` tokens."""
     shape = block_shape(model, compute=compute, mean_context=model.max_seq_len / 2, fused=fused)
     segments = segments_for(activations, model.num_layers, shape=shape, num_tokens=num_tokens)
     return RankPart(segments=tuple(segments), shape=shape, num_tokens=num_tokens)
@@ -102,9 +102,9 @@ def training_stage(
     validation_tokens: float = 0.0,
     update_flops: float = 0.0,
 ) -> StageEstimate:
-    """A training stage. `flops_per_s`: measured rate of the model's products on one rank (`doctor.measure_rates`);
-    `fp32_flops_per_s`: the same in FP32; `validation_tokens`: of all evaluations together; `update_flops`: products of
-    the optimizer in one step.
+    """Estimates a training stage. `flops_per_s`: measured rate of the model's products on one rank
+    (`doctor.measure_rates`); `fp32_flops_per_s`: the same in FP32; `validation_tokens`: tokens of all evaluations
+    together; `update_flops`: products of the optimizer in one step.
     """
     num_tokens = float(num_steps * batch_tokens)
     # forward and twice that for backward (PaLM, appendix B)
@@ -112,6 +112,7 @@ def training_stage(
     flops += adapter_step_flops(model, adapters, num_tokens=num_tokens, num_targets=num_tokens)
     tokens_per_microbatch = batch_tokens // (num_microbatches * world_size)
     part = _whole_model(model, tokens_per_microbatch, compute, activations, fused=fused)
+    # Recomputation costs time, but is not part of the model's FLOPs (utilization counts only these).
     again = num_tokens * total_recomputed_flops(replace(part.shape, mean_context=mean_context), part.segments)
     memory = rank_memory(model, replace(part, num_microbatches=num_microbatches, adapters=adapters))
     products_s = (flops + again + num_steps * update_flops) / (flops_per_s * world_size)
@@ -138,7 +139,7 @@ def scoring_stage(
     flops_per_s: float,
     mfu: float = ASSUMED_FORWARD_MFU,
 ) -> StageEstimate:
-    """Evaluation of `num_tokens` tokens, with others that are computed once more as their context."""
+    """Estimates the scoring of `num_tokens` tokens, with further tokens that are computed again as their context."""
     run = num_tokens + num_context_tokens
     flops = run * model.flops_per_token(model.max_seq_len / 2)
     shape = block_shape(model, compute="fp32", mean_context=0)
@@ -151,12 +152,12 @@ def scoring_stage(
 
 
 def data_stage(name: str, *, num_bytes: float, bytes_per_s: float, peak_bytes: int = PROCESS_BYTES) -> StageEstimate:
-    """A stage that moves text: its time is bytes over a rate that the caller knows or assumes."""
+    """Estimates a stage that moves text: its time is bytes over a rate that the caller knows or assumes."""
     return StageEstimate(name=name, tokens=0.0, flops=0.0, seconds=num_bytes / bytes_per_s, peak_bytes=peak_bytes)
 
 
 def plan_text(model: ModelConfig, stages: Sequence[StageEstimate], memory: Mapping[str, MemoryEstimate]) -> str:
-    """The plan as plain text: parameters, a line per stage, the memory by part of each stage in `memory`."""
+    """Returns the plan as plain text: parameters, a line per stage, the memory by part of each stage in `memory`."""
     lines = [
         f"parameters  {model.num_parameters:,} (blocks {model.num_layers} x {model.block_parameters:,}, "
         f"embedding {model.embedding_parameters:,})",
@@ -177,7 +178,7 @@ def plan_text(model: ModelConfig, stages: Sequence[StageEstimate], memory: Mappi
 
 
 def size(num_bytes: float) -> str:
-    """Bytes as text, in powers of 1024."""
+    """Formats bytes in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit in ("B", "KiB", "MiB") else f"{num_bytes:.1f} {unit}"
@@ -186,7 +187,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as text: `45 s`, `12 min`, `3 h 05 min`."""
+    """Formats seconds: `45 s`, `12 min`, `3 h 05 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

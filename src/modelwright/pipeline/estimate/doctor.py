@@ -1,10 +1,11 @@
-"""`doctor`: what the machine is, and how fast it multiplies matrices of a model's own shapes.
+"""`doctor`: a survey of the machine, with rates of matrix products at a model's own shapes.
 
-The rates settle two questions by measurement: which compute format is fastest here, and what the denominator of model
-FLOPs utilization is. Changes nothing on the machine. Attention's own products are not among the shapes: they are a few
-percent of the FLOPs at the contexts trained here.
+The rates decide the fastest compute format on this machine, and the denominator of model FLOPs utilization. Changes
+nothing on the machine. Attention's own products are not among the shapes: they are a few percent of the FLOPs at the
+contexts trained here.
 """
 
+import contextlib
 import math
 import os
 import shutil
@@ -34,7 +35,7 @@ Rate = Callable[[int, int, int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """`count` products [m, k] x [k, n]; `name` of the layer, `during` which part of the step."""
+    """`count` products [m, k] x [k, n]; `name`: layer; `during`: part of the step."""
 
     name: str
     during: Pass
@@ -54,7 +55,7 @@ class Product:
 
 
 def forward_products(model: ModelConfig, *, num_tokens: int, head_chunk_tokens: int) -> list[Product]:
-    """The linears of one forward pass over `num_tokens` tokens; the head works on chunks (`ops.cross_entropy`)."""
+    """Returns the linears of a forward pass over `num_tokens` tokens; the head works in chunks (ops.cross_entropy)."""
     query_dim, kv_dim = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     layers = {
         "q_proj": (model.model_dim, query_dim),
@@ -79,7 +80,7 @@ def forward_products(model: ModelConfig, *, num_tokens: int, head_chunk_tokens: 
 
 
 def training_products(model: ModelConfig, *, num_tokens: int, head_chunk_tokens: int) -> list[Product]:
-    """Forward products and, for each, its two backward products: gradients of input and of weight."""
+    """Returns the forward products and, for each, its two backward products: gradients of input and of weight."""
     products = []
     for p in forward_products(model, num_tokens=num_tokens, head_chunk_tokens=head_chunk_tokens):
         products.append(p)
@@ -89,7 +90,7 @@ def training_products(model: ModelConfig, *, num_tokens: int, head_chunk_tokens:
 
 
 def effective_rate(products: Iterable[Product], rate: Rate) -> float:
-    """FLOP/s of all products done one after the other: total FLOPs over total time; each shape is looked up once."""
+    """Returns FLOP/s of all products in sequence: total FLOPs over total time; each shape is looked up once."""
     known: dict[tuple[int, int, int], float] = {}
     flops = seconds = 0.0
     for product in products:
@@ -103,16 +104,16 @@ def effective_rate(products: Iterable[Product], rate: Rate) -> float:
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INT8_BACKENDS = ("fbgemm", "int_mm")
 INT8_TOKENS = {"decode": 8, "prefill": 256}
-"""Rows of the products that INT8 is measured at: a few streams decoding, a prompt."""
+"""Rows of the products on which INT8 is measured: a few streams decoding, a prompt."""
 _PROBE_TOKENS = 64
 NUM_ROUNDS = 2
 _REPEATS = 2
-"""In each round."""
+"""Measurements of each product in a round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Formats:
-    """products: of a step, as each format was measured; best: FLOP/s by format and shape."""
+    """products: products of a step, as each format was measured; best: FLOP/s by format and shape."""
 
     products: Mapping[str, list[Product]]
     best: Mapping[Any, float]
@@ -127,51 +128,53 @@ class DtypeRate(Protocol):
 def survey(
     model: ModelConfig, *, num_tokens: int, folder: Path, device: str = "cpu", budget_s: float = 6.0
 ) -> dict[str, Any]:
-    """Everything `doctor` knows, as plain data: `machine`, `torch`, `training`, `int8`, `kernels`, `recommended`.
+    """Returns all facts of `doctor` as plain data: `machine`, `torch`, `training`, `int8`, `kernels` (this package's
+    kernels for CPUs, with the table of their measurements), `recommended`.
 
-    `num_tokens`: tokens of one microbatch on one rank; `folder`: where runs are written; `budget_s`: approximate time
-    to measure each format.
+    `num_tokens`: tokens of one microbatch on one rank; `folder`: folder of runs; `budget_s`: approximate time to
+    measure each format.
     """
     training = measure_rates(model, num_tokens=num_tokens, device=device, budget_s=budget_s)
     int8 = measure_int8(model, budget_s=budget_s) if device == "cpu" else {}
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    instruction_set = cpu_kernels.instruction_set()
     return {
         "machine": machine(folder),
-        "torch": torch_facts(),
+        "torch": {
+            "version": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "mkldnn": torch.backends.mkldnn.is_available(),
+            "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
+        },
         "training": training,
         "int8": int8,
-        "kernels": kernel_facts(),
+        "kernels": {
+            "instruction_set": instruction_set,
+            "used": sorted(cpu_kernels.used()),
+            "rows": list(rows_of(instruction_set)),
+        },
         "recommended": recommend(training, int8),
     }
 
 
 def machine(folder: Path) -> dict[str, Any]:
-    """Processor, cores, memory (whole, available, and the limit of the control group), free disk under `folder`."""
+    """Returns processor, cores, memory (whole, available, and the limit of the control group), free disk under
+    `folder`.
+    """
     existing = next((f for f in (folder, *folder.resolve().parents) if f.is_dir()), Path("/"))
+    limit = 0
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int(Path(path).read_text())
+            break
     return {
         **hardware(),
         "memory_available_bytes": available_memory(),
-        "memory_limit_bytes": _memory_limit(),
+        "memory_limit_bytes": limit if limit < 1 << 60 else 0,  # cgroup v1 writes a huge number for "no limit"
         "disk_free_bytes": shutil.disk_usage(existing).free,
         "load": load(),
     }
-
-
-def torch_facts() -> dict[str, Any]:
-    """Version, threads, CPU capability and accelerators, as reported by torch."""
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return {
-        "version": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "mkldnn": torch.backends.mkldnn.is_available(),
-        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
-    }
-
-
-def kernel_facts() -> dict[str, Any]:
-    """This package's kernels for CPUs: the instruction set, which of them are used, and what was measured."""
-    name = cpu_kernels.instruction_set()
-    return {"instruction_set": name, "used": sorted(cpu_kernels.used()), "rows": list(rows_of(name))}
 
 
 def measure_rates(
@@ -184,12 +187,12 @@ def measure_rates(
     rate: DtypeRate | None = None,
     others: LoadMeter | None = None,
 ) -> dict[str, Any]:
-    """Rates of the model's products in a training step, forward and both backward products of every linear.
+    """Measures rates of the model's products in a training step, forward and both backward products of every linear.
 
     Returns `{"threads", "products": [{name, during, m, k, n, flops, "fp32": FLOP/s, "bf16": FLOP/s}],
     "effective": {"fp32": FLOP/s, "bf16": FLOP/s}, "tokens": {"fp32": n, ...}, "busy_cores", "measured_threads"}`.
-    `effective` weighs the products by the time they take; it is what `precision.policy.resolve` and the loop's
-    `peak_flops` want. A format that is too slow for the budget is measured with fewer tokens, which `tokens` tells.
+    `effective` weighs the products by their time; `precision.policy.resolve` and the loop's `peak_flops` use it.
+    `tokens`: tokens with which each format was measured, fewer for one that is too slow for the budget.
     busy_cores: see `Undisturbed`; measured_threads: one on a busy machine, and rates are its rate times `threads`.
     `rate` and `others` replace the measurements in tests.
     """
@@ -202,7 +205,13 @@ def measure_rates(
         for name, dtype in COMPUTE_DTYPES.items():
             tokens = _affordable_tokens(whole, num_tokens, partial(measure, dtype=dtype), budget_s)
             products[name] = training_products(model, num_tokens=tokens, head_chunk_tokens=head_chunk_tokens)
-        return _Formats(products=products, best=_best_rates(products, measure))
+        # The formats alternate at every product, so that a change of the clock affects both alike.
+        measures = {
+            (name, product.shape): partial(measure, *product.shape, dtype=COMPUTE_DTYPES[name])
+            for same_product in zip(*products.values(), strict=True)
+            for name, product in zip(products, same_product, strict=True)
+        }
+        return _Formats(products=products, best=_best_of_rounds(measures))
 
     if device == "cpu":
         result = undisturbed(measure_formats, others or OtherProcesses())
@@ -226,7 +235,7 @@ def measure_rates(
 
 
 def busy_note(busy_cores: float, *, remedy: str) -> str:
-    """How to read rates that were measured on a busy machine, "" if it was quiet."""
+    """Returns a note about rates that were measured on a busy machine, "" if it was quiet."""
     if not busy_cores:
         return ""
     return (
@@ -236,9 +245,9 @@ def busy_note(busy_cores: float, *, remedy: str) -> str:
 
 
 def measure_int8(model: ModelConfig, *, budget_s: float = 6.0) -> dict[str, Any]:
-    """Dynamic INT8 against FP32 at the model's linears (the head aside), by backend and number of rows.
+    """Measures dynamic INT8 against FP32 at the model's linears (the head aside), by backend and number of rows.
 
-    `{"decode" | "prefill": {"fp32": FLOP/s, "fbgemm": FLOP/s, "int_mm": FLOP/s}}`; a backend that this build or
+    Returns `{"decode" | "prefill": {"fp32": FLOP/s, "fbgemm": FLOP/s, "int_mm": FLOP/s}}`; a backend that this build or
     processor lacks is left out.
     """
     table: dict[str, Any] = {}
@@ -248,6 +257,7 @@ def measure_int8(model: ModelConfig, *, budget_s: float = 6.0) -> dict[str, Any]
         ]
         kinds: dict[str, Rate] = {"fp32": partial(_float_rate, dtype=torch.float32, device="cpu")}
         for backend in INT8_BACKENDS:
+            # Only a trial shows whether this build and processor have the backend.
             try:
                 int8_linear_rate(*products[0].shape, backend=backend, repeats=1)
             except (ConfigError, RuntimeError, AttributeError):
@@ -265,8 +275,8 @@ def measure_int8(model: ModelConfig, *, budget_s: float = 6.0) -> dict[str, Any]
 
 
 def recommend(training: dict[str, Any], int8: dict[str, Any]) -> dict[str, Any]:
-    """The fastest training format, the fastest INT8 backend for decoding ("none" if FP32 is faster), and threads, each
-    with the reason.
+    """Returns the fastest training format, the fastest INT8 backend for decoding ("none" if FP32 is faster), and the
+    threads, with reasons.
     """
     effective = training["effective"]
     compute = max(effective, key=effective.__getitem__)
@@ -289,8 +299,8 @@ def _plural(number: int, noun: str) -> str:
 
 
 def survey_text(facts: dict[str, Any]) -> str:
-    """The survey as a plain-text table."""
-    box, library, training = facts["machine"], facts["torch"], facts["training"]
+    """Returns the survey as a plain-text table."""
+    box, library, training, kernels = facts["machine"], facts["torch"], facts["training"], facts["kernels"]
     limit = f", limited to {size(box['memory_limit_bytes'])}" if box["memory_limit_bytes"] else ""
     gpus = ", ".join(f"{gpu['name']} ({size(gpu['memory_bytes'])})" for gpu in library["gpus"]) or "none"
     lines = [
@@ -303,13 +313,36 @@ def survey_text(facts: dict[str, Any]) -> str:
         f"GFLOP/s of the model's products in training ({_plural(training['threads'], 'thread')}; "
         + ", ".join(f"{name} at {tokens} tokens" for name, tokens in training["tokens"].items())
         + ")",
-        *_product_lines(training),
     ]
+    formats, total = list(training["effective"]), sum(row["flops"] for row in training["products"])
+    lines.append(f"{'':<24}{'m x k x n':>22}{'share':>8}" + "".join(f"{name:>8}" for name in formats))
+    for row in training["products"]:
+        shape = f"{row['m']} x {row['k']} x {row['n']}"
+        cells = "".join(f"{row[name] / 1e9:>8.1f}" for name in formats)
+        lines.append(f"{row['name'] + ' ' + row['during']:<24}{shape:>22}{row['flops'] / total:>8.1%}{cells}")
+    cells = "".join(f"{training['effective'][name] / 1e9:>8.1f}" for name in formats)
+    lines.append(f"{'effective':<24}{'':>22}{'100.0%':>8}{cells}")
     if busy := busy_note(training["busy_cores"], remedy="run this again when the machine is quiet"):
         lines.append(f"note: {busy}")
     if facts["int8"]:
-        lines += ["", "GFLOP/s of the blocks' linears in serving", *_int8_lines(facts["int8"])]
-    lines += ["", *_kernel_lines(facts["kernels"])]
+        names = list(dict.fromkeys(name for rates in facts["int8"].values() for name in rates))
+        lines += ["", "GFLOP/s of the blocks' linears in serving"]
+        lines.append(f"{'':<16}{'rows':>6}" + "".join(f"{name:>9}" for name in names))
+        for use, rates in facts["int8"].items():
+            cells = "".join(f"{rates[name] / 1e9:>9.1f}" if name in rates else f"{'-':>9}" for name in names)
+            lines.append(f"{use:<16}{INT8_TOKENS[use]:>6}{cells}")
+    lines.append("")
+    if not kernels["instruction_set"]:
+        lines.append("own kernels: none; PyTorch's operators do their work")
+    elif not kernels["rows"]:
+        used = ", ".join(kernels["used"]) or "none"
+        measure = "not measured (benchmarks/kernels.py --write)"
+        lines.append(f"own kernels on {kernels['instruction_set']}: {used}, {measure}")
+    else:
+        title = f"own kernels on {kernels['instruction_set']} against PyTorch's operators, microseconds of one thread"
+        lines += [f"{title} (from the table of this version)", *speed_lines(kernels["rows"], kernels["used"])]
+        if unmeasured := ", ".join(sorted({*kernels["used"]} - {row["kernel"] for row in kernels["rows"]})):
+            lines.append(f"used without a measurement: {unmeasured}")
     advice = facts["recommended"]
     lines += ["", f"recommended compute: {advice['compute']} ({advice['compute_reason']})"]
     if "int8_backend" in advice:
@@ -317,56 +350,12 @@ def survey_text(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _kernel_lines(kernels: dict[str, Any]) -> list[str]:
-    if not kernels["instruction_set"]:
-        return ["own kernels: none; PyTorch's operators do their work"]
-    if not kernels["rows"]:
-        names = ", ".join(kernels["used"]) or "none"
-        return [f"own kernels on {kernels['instruction_set']}: {names}, not measured (benchmarks/kernels.py --write)"]
-    title = f"own kernels on {kernels['instruction_set']} beside PyTorch's operators, microseconds of one thread"
-    lines = [f"{title} (from the table of this version)", *speed_lines(kernels["rows"], kernels["used"])]
-    if unmeasured := ", ".join(sorted({*kernels["used"]} - {row["kernel"] for row in kernels["rows"]})):
-        lines.append(f"used without a measurement: {unmeasured}")
-    return lines
-
-
-def _product_lines(training: dict[str, Any]) -> list[str]:
-    names = list(training["effective"])
-    lines = [f"{'':<24}{'m x k x n':>22}{'share':>8}" + "".join(f"{name:>8}" for name in names)]
-    total = sum(row["flops"] for row in training["products"])
-    for row in training["products"]:
-        shape = f"{row['m']} x {row['k']} x {row['n']}"
-        rates = "".join(f"{row[name] / 1e9:>8.1f}" for name in names)
-        lines.append(f"{row['name'] + ' ' + row['during']:<24}{shape:>22}{row['flops'] / total:>8.1%}{rates}")
-    effective = "".join(f"{training['effective'][name] / 1e9:>8.1f}" for name in names)
-    return [*lines, f"{'effective':<24}{'':>22}{'100.0%':>8}{effective}"]
-
-
-def _int8_lines(table: dict[str, Any]) -> list[str]:
-    names = list(dict.fromkeys(name for rates in table.values() for name in rates))
-    lines = [f"{'':<16}{'rows':>6}" + "".join(f"{name:>9}" for name in names)]
-    for use, rates in table.items():
-        values = "".join(f"{rates[n] / 1e9:>9.1f}" if n in rates else f"{'-':>9}" for n in names)
-        lines.append(f"{use:<16}{INT8_TOKENS[use]:>6}{values}")
-    return lines
-
-
 def _float_rate(m: int, k: int, n: int, dtype: torch.dtype, device: str) -> float:
     return matmul_rate(m, k, n, dtype=dtype, device=device, repeats=_REPEATS)
 
 
-def _best_rates(products: Mapping[str, list[Product]], rate: DtypeRate) -> dict[Any, float]:
-    """Rates by format and shape; the formats alternate at every product."""
-    measures = {
-        (name, product.shape): partial(rate, *product.shape, dtype=COMPUTE_DTYPES[name])
-        for same_product in zip(*products.values(), strict=True)
-        for name, product in zip(products, same_product, strict=True)
-    }
-    return _best_of_rounds(measures)
-
-
 def _best_of_rounds(measures: Mapping[Any, Callable[[], float]]) -> dict[Any, float]:
-    """The highest rate of every measure, so that one busy moment does not lower any for good."""
+    # The highest rate of each measure: a busy moment in one round does not lower it.
     return {key: max(rates) for key, rates in in_turn(measures, num_rounds=NUM_ROUNDS).items()}
 
 
@@ -377,7 +366,7 @@ def _known_rate(best: Mapping[Any, float], kind: str, times: float, m: int, k: i
 def _affordable_tokens(
     products: list[Product], num_tokens: int, rate: Callable[[int, int, int], float], budget_s: float
 ) -> int:
-    """The most tokens, a power of two if below `num_tokens`, at which every shape can be measured in time."""
+    """Returns the most tokens, a power of two if below `num_tokens`, with which every shape can be measured in time."""
     largest = max(products, key=lambda p: p.k * p.n)
     probed = rate(min(_PROBE_TOKENS, num_tokens), largest.k, largest.n)
     unique = {p.shape: 2.0 * p.m * p.k * p.n for p in products}
@@ -396,14 +385,3 @@ def available_memory() -> int:
     except OSError:
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _memory_limit() -> int:
-    """Memory limit of the control group in bytes, 0 if there is none."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limit = int(Path(path).read_text())
-        except (OSError, ValueError):
-            continue
-        return limit if limit < 1 << 60 else 0
-    return 0

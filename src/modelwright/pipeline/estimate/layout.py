@@ -1,10 +1,10 @@
-"""One layout of a training job over its devices: what its ranks hold, and the bytes that they send along each axis.
+"""A layout of a training job over its devices: the memory of its ranks, and the bytes that they send along each axis.
 
 Ring algorithms: an all-gather or reduce-scatter of S bytes over n ranks sends (n - 1) / n * S from each, an all-reduce
 twice that. Traffic follows the model passes: FSDP2 as `parallel.zero_stage` sets it up, FP32 weights and gradients;
 tensor parallelism as Shoeybi et al. 2019 and, with sequence parallelism, Korthikanti et al. 2022 (equal bytes).
 
-A run's training in the planner's terms: what is trained, and how it is laid out over the processes.
+`planned` expresses a run's training in these terms: the job, and its layout over the processes.
 """
 
 import math
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from modelwright.memory.activations import FP32_BYTES, BlockShape, Compute, Segment, block_shape
+from modelwright.memory.activations import FP32_BYTES, Compute, Segment, block_shape
 from modelwright.memory.checkpointing import segments_for
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
@@ -35,7 +35,7 @@ from modelwright.pipeline.stages.pack import PACK
 from modelwright.train.config import TrainConfig
 
 ComputeFormat = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
-"""What products are computed in."""
+"""Number format of matrix products."""
 PLANNED_AS: dict[ComputeFormat, Compute] = {
     "fp32": "fp32",
     "tf32": "fp32",
@@ -43,12 +43,12 @@ PLANNED_AS: dict[ComputeFormat, Compute] = {
     "fp16": "bf16",
     "fp8": "bf16",
 }
-"""The format whose bytes the results of products take."""
+"""Format in which the results of products are stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """What is trained: rows of `seq_len` tokens, `batch_tokens` to an update."""
+    """A model in training on rows of `seq_len` tokens, with `batch_tokens` tokens in an update."""
 
     model: ModelConfig
     seq_len: int
@@ -62,7 +62,7 @@ class TrainingJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a job is laid out; `microbatch_rows`: rows of one replica of the model at a time."""
+    """Layout of a job over devices; `microbatch_rows`: rows of one replica of the model at a time."""
 
     parallel: ParallelConfig
     num_devices: int
@@ -75,21 +75,21 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Replicas of the model, each with its own rows."""
+        """Number of replicas of the model, each with its own rows."""
         return self.axes["replicate"] * self.axes["shard"]
 
 
 def fullest_memory(job: TrainingJob, layout: Layout) -> MemoryEstimate:
-    """Memory of the layout's fullest rank, of the process itself included. Raises `ConfigError` if the layout does not
-    divide the model or the batch.
+    """Returns the memory of the layout's fullest rank, that of the process included. Raises `ConfigError` if the layout
+    does not divide the model or the batch.
     """
     parts = rank_parts(job, layout).values()
     return max((rank_memory(job.model, part) for part in parts), key=lambda memory: memory.total)
 
 
 def expected_traffic(job: TrainingJob, layout: Layout) -> dict[str, AxisTraffic]:
-    """The traffic of the first rank with the most layers on each hop of every axis of more than one rank in a step.
-    Raises `ConfigError` like `fullest_memory`.
+    """Returns the traffic in a step of the first rank with the most layers, on each hop of every axis of more than one
+    rank. Raises `ConfigError` like `fullest_memory`.
     """
     part = max(rank_parts(job, layout).values(), key=lambda part: part.num_layers)
     result = {}
@@ -101,80 +101,72 @@ def expected_traffic(job: TrainingJob, layout: Layout) -> dict[str, AxisTraffic]
 
 
 def rank_parts(job: TrainingJob, layout: Layout) -> dict[int, RankPart]:
-    """The parts of the pipeline's ranks that can be fullest or slowest: those with embedding and head, and the first of
-    those with most layers (earlier ranks hold more microbatches). Raises `ConfigError` like `fullest_memory`.
+    """Returns the parts of the pipeline's ranks that can be fullest or slowest: those with embedding and head, and the
+    first of those with most layers (earlier ranks hold more microbatches). Raises `ConfigError` like `fullest_memory`.
     """
-    layers = layers_per_stage(job, layout)
-    owners, held = rank_of_stage(layout.parallel), [0] * layout.parallel.pipeline
+    parallel, axes, layers = layout.parallel, layout.axes, layers_per_stage(job, layout)
+    owners, held = rank_of_stage(parallel), [0] * parallel.pipeline
     for stage, owner in enumerate(owners):
         held[owner] += layers[stage]
-    ranks = sorted({owners[0], owners[-1], held.index(max(held))})
-    num_microbatches, shape = job.num_rows // (layout.copies * layout.microbatch_rows), _shape(job, layout)
-    return {rank: _part(job, layout, shape, layers, rank, num_microbatches) for rank in ranks}
-
-
-def layers_per_stage(job: TrainingJob, layout: Layout) -> tuple[int, ...]:
-    """The layers of each pipeline stage, as configured or as training would split them."""
-    parallel = layout.parallel
-    return parallel.layers_per_stage or _split(job.model, parallel.pipeline * parallel.stages_per_rank, job.seq_len)
-
-
-@lru_cache
-def _split(model: ModelConfig, num_stages: int, seq_len: int) -> tuple[int, ...]:
-    """The pipeline split that training would use."""
-    return split_layers(flop_costs(model, mean_context=seq_len / 2), num_stages)
-
-
-def _shape(job: TrainingJob, layout: Layout) -> BlockShape:
-    parallel = layout.parallel
-    return block_shape(
+    num_microbatches = job.num_rows // (layout.copies * layout.microbatch_rows)
+    shape = block_shape(
         job.model,
         compute=PLANNED_AS[job.compute],
         mean_context=job.seq_len / 2,
         tensor=parallel.tensor,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
     )
+    parts: dict[int, RankPart] = {}
+    for rank in sorted({owners[0], owners[-1], held.index(max(held))}):
+        stages = [stage for stage, owner in enumerate(owners) if owner == rank]
+        num_layers = held[rank]
+        in_flight = microbatches_in_flight(
+            parallel.schedule,
+            pipeline=parallel.pipeline,
+            rank=rank,
+            stages_per_rank=parallel.stages_per_rank,
+            num_microbatches=num_microbatches,
+        )
+        part = RankPart(
+            segments=(Segment(num_layers=num_layers, recompute=False),) if num_layers else (),
+            shape=shape,
+            num_tokens=layout.microbatch_rows * job.seq_len // axes["context"],
+            num_microbatches=num_microbatches,
+            in_flight=in_flight,
+            has_embedding=0 in stages,
+            has_head=len(layers) - 1 in stages,
+            tensor=parallel.tensor,
+            zero_stage=parallel.zero_stage,
+            sharing=axes["shard"] * axes["context"],
+            # The ranks of a context see different tokens: without sharding they sum gradients like replicas.
+            copies=axes["replicate"] * (axes["context"] if parallel.zero_stage == 0 else 1),
+        )
+        segments = segments_for(
+            layout.activations,
+            num_layers,
+            shape=shape,
+            num_tokens=part.num_tokens,
+            in_flight=math.ceil(in_flight),
+            end_bytes=head_workspace(job.model, part),
+        )
+        parts[rank] = replace(part, segments=tuple(segments))
+    return parts
 
 
-def _part(
-    job: TrainingJob, layout: Layout, shape: BlockShape, layers: tuple[int, ...], rank: int, num_microbatches: int
-) -> RankPart:
-    parallel, axes = layout.parallel, layout.axes
-    stages = [stage for stage, owner in enumerate(rank_of_stage(parallel)) if owner == rank]
-    num_layers = sum(layers[stage] for stage in stages)
-    in_flight = microbatches_in_flight(
-        parallel.schedule,
-        pipeline=parallel.pipeline,
-        rank=rank,
-        stages_per_rank=parallel.stages_per_rank,
-        num_microbatches=num_microbatches,
-    )
-    part = RankPart(
-        segments=(Segment(num_layers=num_layers, recompute=False),) if num_layers else (),
-        shape=shape,
-        num_tokens=layout.microbatch_rows * job.seq_len // axes["context"],
-        num_microbatches=num_microbatches,
-        in_flight=in_flight,
-        has_embedding=0 in stages,
-        has_head=len(layers) - 1 in stages,
-        tensor=parallel.tensor,
-        zero_stage=parallel.zero_stage,
-        sharing=axes["shard"] * axes["context"],
-        copies=axes["replicate"] * (axes["context"] if parallel.zero_stage == 0 else 1),
-    )
-    segments = segments_for(
-        layout.activations,
-        num_layers,
-        shape=shape,
-        num_tokens=part.num_tokens,
-        in_flight=math.ceil(in_flight),
-        end_bytes=head_workspace(job.model, part),
-    )
-    return replace(part, segments=tuple(segments))
+def layers_per_stage(job: TrainingJob, layout: Layout) -> tuple[int, ...]:
+    """Returns the layers of each pipeline stage, as configured or as training would split them."""
+    parallel = layout.parallel
+    return parallel.layers_per_stage or _split(job.model, parallel.pipeline * parallel.stages_per_rank, job.seq_len)
+
+
+@lru_cache
+def _split(model: ModelConfig, num_stages: int, seq_len: int) -> tuple[int, ...]:
+    # Cached: a search of layouts asks for the same split thousands of times.
+    return split_layers(flop_costs(model, mean_context=seq_len / 2), num_stages)
 
 
 def sent_along(axis: str, model: ModelConfig, part: RankPart, axes: Mapping[str, int]) -> tuple[float, float]:
-    """Bytes that one rank sends along an axis in a step, and sequential messages."""
+    """Returns the bytes that one rank sends along an axis in a step, and its number of sequential messages."""
     ranks, rounds = axes[axis], part.num_microbatches
     share = (ranks - 1) / ranks
     weights = FP32_BYTES * (root_parameters(model, part) + part.num_layers * block_parameters(model, part.tensor))
@@ -185,37 +177,29 @@ def sent_along(axis: str, model: ModelConfig, part: RankPart, axes: Mapping[str,
         sums = 4 * part.num_layers + 2 * again
         return rounds * sums * 2 * share * stream, rounds * sums * 2 * (ranks - 1)
     if axis == "context":
+        # Keys and values travel around the ring in the forward pass, with their gradients in the backward pass.
         pairs = part.num_tokens * 2 * part.shape.kv_dim * part.shape.width
         return rounds * part.num_layers * 3 * (ranks - 1) * pairs, rounds * part.num_layers * 3 * (ranks - 1)
     if axis == "shard":
-        return _shard_traffic(part, weights, share, ranks)
+        # Stage 3 gathers weights forward and backward and scatters gradients, for every microbatch; stage 2 gathers
+        # them once for every microbatch; stage 1 scatters gradients once per step.
+        fetches = rounds * (2 if part.zero_stage == 3 else 1)
+        scatters = 1 if part.zero_stage == 1 else rounds
+        return (fetches + scatters) * share * weights, (fetches + scatters) * (part.num_layers + 1) * (ranks - 1)
     if axis == "replicate":
         return 2 * share * weights / part.pieces, 2 * (ranks - 1)
     return rounds * 2 * stream / part.tensor, rounds * 2
 
 
-def _shard_traffic(part: RankPart, weights: float, share: float, ranks: int) -> tuple[float, float]:
-    """Stage 3 gathers weights forward and backward and scatters gradients, for every microbatch; stage 2 gathers them
-    once for every microbatch; stage 1 scatters gradients once per step.
-    """
-    fetches = part.num_microbatches * (2 if part.zero_stage == 3 else 1)
-    scatters = 1 if part.zero_stage == 1 else part.num_microbatches
-    messages = (fetches + scatters) * (part.num_layers + 1) * (ranks - 1)
-    return (fetches + scatters) * share * weights, messages
-
-
 def planned(
     config: RunConfig, training: TrainConfig, layout: ParallelConfig, num_processes: int
 ) -> tuple[TrainingJob, Layout]:
-    """The job and layout of one training stage. Raises `ConfigError` if the layout does not divide the batch."""
+    """Returns the job and layout of a training stage. Raises `ConfigError` if the layout does not divide the batch."""
     copies = training.num_copies(layout.axes(num_processes))
     seq_len = config.section(PACK).seq_len
     rows = training.batch_rows(seq_len, num_copies=copies)
     job = TrainingJob(
-        model=config.model,
-        seq_len=seq_len,
-        batch_tokens=training.batch_tokens,
-        compute=training.precision.planned_as,
+        model=config.model, seq_len=seq_len, batch_tokens=training.batch_tokens, compute=training.precision.planned_as
     )
     placed = Layout(
         parallel=layout,

@@ -25,8 +25,8 @@ PyTorch 2.13 on Linux: 373 MiB in a run of `tiny` with large microbatches, 455 a
 pretraining (681 MiB, of which 226 in the heap for tensors)."""
 
 HEAP_GAPS = 0.03
-"""What the gaps of the heap for tensors (`memory.tensor_heap`) add to what is alive in it at the peak: measured 0.01 in
-the quickstart's pretraining, with an evaluation and text samples in between."""
+"""Gaps of the heap for tensors (`memory.tensor_heap`) as a share of the tensors in it at the peak: measured 0.01 in the
+quickstart's pretraining, with an evaluation and text samples in between."""
 
 ADAM_STATES = 2
 
@@ -35,7 +35,7 @@ PROJECTION_BYTES: Mapping[BaseFormat, float] = {
     "int8": 1 + FP32_BYTES / RUN_LEN,
     "nf4": 0.5 + FP32_BYTES / RUN_LEN,
 }
-"""Bytes of one weight of a frozen projection, its share of the scales included."""
+"""Bytes of a weight of a frozen projection, its share of the scales included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class MemoryEstimate:
     weights, gradients, optimizer: this rank's share; gathered: whole weights that FSDP has gathered, with its messages;
     activations: saved from forward to backward; workspace: temporary memory (a chunk of logits, recomputation, one
     block's backward pass); transport: flat copies of gradients in flight; checkpoint_copy: source of an asynchronous
-    checkpoint, in host memory; process: before the model exists; heap_gaps: see `resident`; further_models: beside the
-    one in training, with gradients and states if they are trained.
+    checkpoint, in host memory; process: memory before the model exists; heap_gaps: see `resident`; further_models:
+    models in addition to the one in training, with gradients and states if they are trained.
     """
 
     process: int = 0
@@ -67,29 +67,29 @@ class MemoryEstimate:
 
     @property
     def states(self) -> int:
-        """Weights, gradients and optimizer states: what ZeRO divides."""
+        """Weights, gradients and optimizer states, which ZeRO divides."""
         return self.weights + self.gradients + self.optimizer
 
     def on_device(self, device: str) -> "MemoryEstimate":
-        """What counts against the device's memory: on a CPU everything in `resident`; an accelerator holds neither the
-        process nor checkpoint copies.
+        """Returns the part that uses the device's memory: on a CPU everything in `resident`; on an accelerator without
+        the process and checkpoint copies.
         """
         return self.resident() if device == "cpu" else replace(self, process=0, checkpoint_copy=0)
 
     def resident(self) -> "MemoryEstimate":
-        """Including the gaps of the heap in training on a CPU."""
+        """Returns the estimate with the gaps of the heap in training on a CPU."""
         tensors = self.total - self.process - self.heap_gaps
         return replace(self, heap_gaps=int(HEAP_GAPS * tensors))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPart:
-    """The work of one rank in a training step.
+    """The work of a rank in a training step.
 
-    segments: how its blocks treat activations; shape: their widths on this rank; num_tokens: of one microbatch on this
-    rank; in_flight: microbatches whose activations it holds at once (fractional if a rank has several stages); tensor:
-    ranks that share each matrix; zero_stage, sharing: what is sharded over how many ranks; copies: ranks whose
-    gradients are summed; adapters: with them nothing else is trained.
+    segments: treatment of activations in its blocks; shape: their widths on this rank; num_tokens: tokens of a
+    microbatch on this rank; in_flight: microbatches whose activations it stores at once (fractional if a rank has
+    several stages); tensor: ranks that share each matrix; zero_stage, sharing: sharded states, and the ranks over which
+    they are sharded; copies: ranks whose gradients are summed; adapters: with them nothing else is trained.
     """
 
     segments: tuple[Segment, ...]
@@ -155,7 +155,7 @@ def trained_of_root(model: ModelConfig, part: RankPart) -> int:
 
 
 def rank_memory(model: ModelConfig, part: RankPart) -> MemoryEstimate:
-    """Memory of training with FP32 master weights and AdamW."""
+    """Estimates the memory of training with FP32 master weights and AdamW."""
     weights = FP32_BYTES * root_parameters(model, part) + part.num_layers * block_bytes(model, part)
     trained = FP32_BYTES * _num_trained(model, part) // part.pieces
     states = MemoryEstimate(
@@ -164,8 +164,7 @@ def rank_memory(model: ModelConfig, part: RankPart) -> MemoryEstimate:
         optimizer=ADAM_STATES * trained,
         checkpoint_copy=(1 + ADAM_STATES) * trained if part.async_checkpoints else 0,
     )
-    moments = [*_forward_moments(model, part), *_backward_moments(model, part), *_end_moments(model, part)]
-    peak = max(moments, key=lambda moment: moment.total)
+    peak = max(_moments(model, part), key=lambda moment: moment.total)
     parts = {name: value for name, value in asdict(peak).items() if value}
     return replace(states, **parts)
 
@@ -179,29 +178,36 @@ def head_workspace(model: ModelConfig, part: RankPart) -> int:
     )
 
 
-def _forward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:
-    """After all blocks: the root's weights are gathered again, then the head computes."""
-    root = FP32_BYTES * root_parameters(model, part)
+def _moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:
+    """Yields the moments of a step that may be its peak, without the parts that are constant."""
+    root, block = FP32_BYTES * root_parameters(model, part), block_bytes(model, part)
+    # Gradients that earlier microbatches of the step have accumulated: whole in stage 1, else sharded.
+    whole = 0 if part.num_microbatches == 1 else FP32_BYTES * _num_trained(model, part)
+    earlier = whole if part.zero_stage == 1 else whole // part.pieces
+    # Bytes that the blocks save for one microbatch; rotary tables and the gradient of the residual stream.
+    kept_of_one = part.num_tokens * total_kept_bytes(part.shape, part.segments)
+    tables = FP32_BYTES * part.num_tokens * 2 * model.head_dim
+
+    # After all blocks the root's weights are gathered again, then the head computes. Outside the blocks, the final
+    # norm's normalized input and output are alive, and the gradient that the head computes at once.
     gathered = _gathered_bytes(model, part, part.num_layers)
-    gradients = _earlier_gradients(model, part) + sum(_fresh_gradients(model, part, part.num_layers))
-    kept = int(part.in_flight * _kept(part))
-    here = MemoryEstimate(activations=kept + _outside_blocks(model, part), gradients=gradients)
+    gradients = earlier + sum(_fresh_gradients(model, part, part.num_layers))
+    outside = tables + FP32_BYTES * part.num_tokens * 3 * model.model_dim * part.has_head
+    here = MemoryEstimate(activations=int(part.in_flight * kept_of_one) + outside, gradients=gradients)
     if part.zero_stage != 0:
         yield replace(here, gathered=gathered + root)
     yield replace(here, gathered=gathered, workspace=head_workspace(model, part))
 
-
-def _backward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:
-    """Each segment's backward, with the activations saved before it and the gradients of what came after it."""
-    block = block_bytes(model, part)
+    # Each segment's backward, with the activations saved before it and the gradients of the layers after it.
     messages = 0 if part.zero_stage == 0 else 2 * block
-    kept, layer = (part.in_flight - 1) * _kept(part), 0
+    kept, layer = (part.in_flight - 1) * kept_of_one, 0
     for place, segment in enumerate(part.segments):
         layer += segment.num_layers
         kept += part.num_tokens * part.shape.kept_bytes(segment)
         if part.segments[place - 1 : place] == part.segments[place + 1 : place + 2] == (segment,):
-            continue  # amid equal segments everything rises or falls evenly: a peak is at an end
+            continue  # between equal segments everything rises or falls evenly: a peak is at an end
         fetched = segment.num_layers if part.zero_stage == 3 else 0
+        # Products in 16 bits need casts of the weights: of all blocks that are recomputed together, else of a matrix.
         widest = 2 * model.model_dim * max(part.shape.ffn_dim, part.shape.query_dim)
         casts = segment.num_layers * block // 2 if segment.recompute else widest
         casts = 0 if part.shape.compute == "fp32" else casts
@@ -209,20 +215,17 @@ def _backward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEsti
             casts += FP32_BYTES * min(CHUNK_ELEMENTS, widest // 2)
         whole, divided = _fresh_gradients(model, part, layer - 1)
         yield MemoryEstimate(
-            activations=int(kept) + _tables(model, part),
+            activations=int(kept) + tables,
             workspace=part.num_tokens * part.shape.moment_bytes(segment) + casts,
             gathered=_gathered_bytes(model, part, layer) + fetched * block + messages,
-            gradients=_earlier_gradients(model, part) + whole + divided,
+            gradients=earlier + whole + divided,
         )
 
-
-def _end_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:
-    """The embedding's gradient arrives, then replicas sum their gradients."""
-    root = FP32_BYTES * root_parameters(model, part)
+    # The embedding's gradient arrives, then replicas sum their gradients.
     table = FP32_BYTES * model.vocab_size * model.model_dim // part.tensor
-    whole, divided = _fresh_gradients(model, part, 0)
-    gradients = _earlier_gradients(model, part) + whole + divided
-    others = int((part.in_flight - 1) * _kept(part))
+    gradients = earlier + sum(_fresh_gradients(model, part, 0))
+    others = int((part.in_flight - 1) * kept_of_one)
+    # A new gradient of the table is added to an existing one: of an earlier microbatch, or of the tied head.
     added = (
         not part.adapters.r
         and part.has_embedding
@@ -230,7 +233,7 @@ def _end_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]
     )
     yield MemoryEstimate(
         gradients=gradients,
-        activations=others + _tables(model, part),
+        activations=others + tables,
         gathered=0 if part.zero_stage == 0 else 2 * root,
         workspace=table if added else 0,
     )
@@ -256,14 +259,6 @@ def _fresh_gradients(model: ModelConfig, part: RankPart, first_layer: int) -> tu
     return outside, blocks // part.pieces if part.num_microbatches == 1 else 0
 
 
-def _earlier_gradients(model: ModelConfig, part: RankPart) -> int:
-    """Gradients accumulated by earlier microbatches of the step."""
-    if part.num_microbatches == 1:
-        return 0
-    whole = FP32_BYTES * _num_trained(model, part)
-    return whole if part.zero_stage == 1 else whole // part.pieces
-
-
 def _gathered_bytes(model: ModelConfig, part: RankPart, num_layers: int) -> int:
     """Whole weights that are held while the first `num_layers` blocks still have to run backward."""
     root = FP32_BYTES * root_parameters(model, part)
@@ -276,18 +271,3 @@ def _gathered_bytes(model: ModelConfig, part: RankPart, num_layers: int) -> int:
 
 def _num_trained(model: ModelConfig, part: RankPart) -> int:
     return trained_of_root(model, part) + part.num_layers * trained_of_block(model, part)
-
-
-def _kept(part: RankPart) -> int:
-    """Bytes that the blocks save for one microbatch."""
-    return part.num_tokens * total_kept_bytes(part.shape, part.segments)
-
-
-def _tables(model: ModelConfig, part: RankPart) -> int:
-    """Rotary tables, and the gradient of the residual stream."""
-    return FP32_BYTES * part.num_tokens * 2 * model.head_dim
-
-
-def _outside_blocks(model: ModelConfig, part: RankPart) -> int:
-    """Rotary tables; the final norm's normalized input and output, and the gradient that the head computes at once."""
-    return _tables(model, part) + FP32_BYTES * part.num_tokens * 3 * model.model_dim * part.has_head

@@ -33,28 +33,31 @@ _MEMORY_NOTES = {
     "(heap_gaps), and\nPython with its libraries (process). The system's cache of files comes on top.",
     "cuda": "Peak memory of training is what tensors take on the accelerator, without the gaps of its allocator.",
 }
-_WORDS = {"done": "finished, kept", "begun": "begun, goes on", "changed": "to be made again", "new": "to be made"}
+_WORDS = {"done": "finished, kept", "begun": "begun, continues", "changed": "to be made again", "new": "to be made"}
 
 
 def describe_plan(
-    config: RunConfig,
-    run: RunDir,
-    only: Sequence[str],
-    *,
-    num_processes: int = 1,
-    num_hosts: int = 1,
+    config: RunConfig, run: RunDir, only: Sequence[str], *, num_processes: int = 1, num_hosts: int = 1
 ) -> str:
-    """The plan as plain text. Measures the machine's rates (seconds); raises what the run itself would raise.
+    """Returns the plan as plain text. Measures the machine's rates, which takes seconds; raises the errors that the run
+    itself would raise.
 
-    num_processes: of all hosts, which are assumed to be like this one
+    num_processes: processes of all hosts, which are assumed to be like this one
     """
+    # Notes on a busy machine are collected: they belong below the plan.
     previous, busy = previous_config(run), []
     config = resolve(config, previous, SilentProgress())
     torch.set_num_threads(config.hardware.num_threads)
     flops_per_s = measured_rates(config, config.first_training.precision, busy.append)
     rates = Rates(flops_per_s=flops_per_s, num_hosts=num_hosts)
-    if config.minutes:
-        config = _within(config, previous, run, rates)
+    if config.minutes and previous and is_same_run(config, previous):
+        config = with_lengths_of(config, previous)
+    elif config.minutes:
+        # The lengths of training that fit into the budget, by estimated times of steps.
+        one_step = with_lengths(config, {stage.name: 1 for stage in config.trainings})
+        steps = [stage.estimate(one_step, run, rates) for stage in config.trainings]
+        step_s = {one.name: one.seconds - one.overhead_s for one in steps}
+        config = with_lengths(config, num_steps_within(config, training_seconds(config, run, rates), step_s))
     states = survey(run, build_stages(config, run, only)).states
     estimates, memories = stage_estimates(config, run, rates, num_processes)
     lines = [f"run         {config.name} in {run.path}", f"sources     {', '.join(config.text_sources)}"]
@@ -62,7 +65,9 @@ def describe_plan(
         axes = ", ".join(f"{axis} {size}" for axis, size in config.parallel.axes(num_processes).items() if size > 1)
         lines.append(f"processes   {num_processes} on {num_hosts} host{'s' * (num_hosts > 1)}: {axes}")
     lines += [plan_text(config.model, estimates, memories), "", _MEMORY_NOTES[config.hardware.device], "", "state"]
-    lines += [f"  {name:<12}{_words(state, name, only)}" for name, state in states.items()]
+    for name, state in states.items():
+        is_left_out = only and name not in only and state != "done"
+        lines.append(f"  {name:<12}{'left out this time' if is_left_out else _WORDS[state]}")
     to_do = [e.seconds for e in estimates if states[e.name] != "done" and (not only or e.name in only)]
     threads = plural(config.hardware.num_threads, "thread")
     if config.minutes:
@@ -76,33 +81,13 @@ def describe_plan(
 def stage_estimates(
     config: RunConfig, run: RunDir, rates: Rates, num_processes: int = 1
 ) -> tuple[list[StageEstimate], dict[str, MemoryEstimate]]:
-    """The cost of each stage of a resolved configuration, and the parts of the memory of those that train."""
+    """Estimates the cost of each stage of a resolved configuration, and the memory, by part, of each that trains: that
+    of the fullest process. Each process counts weights in shared memory in full.
+    """
     estimates = [stage.estimate(config, run, rates) for stage in config.stages]
     further = {one.name: one.further_bytes for one in estimates}
-    memories = {
-        name: replace(memory, further_models=further[name]) for name, memory in _memories(config, num_processes).items()
-    }
-    estimates = [replace(e, peak_bytes=memories[e.name].total) if e.name in memories else e for e in estimates]
-    return estimates, memories
-
-
-def _within(config: RunConfig, previous: RunConfig | None, run: RunDir, rates: Rates) -> RunConfig:
-    """The lengths of training that fit into the budget, by estimated times of steps; those of a run that has them."""
-    if previous and is_same_run(config, previous):
-        return with_lengths_of(config, previous)
-    one_step = with_lengths(config, {stage.name: 1 for stage in config.trainings})
-    estimates = [stage.estimate(one_step, run, rates) for stage in config.trainings]
-    seconds = {one.name: one.seconds - one.overhead_s for one in estimates}
-    return with_lengths(config, num_steps_within(config, training_seconds(config, run, rates), seconds))
-
-
-def _words(state: str, name: str, only: Sequence[str]) -> str:
-    return "left out this time" if only and name not in only and state != "done" else _WORDS[state]
-
-
-def _memories(config: RunConfig, num_processes: int) -> dict[str, MemoryEstimate]:
-    """Memory of the fullest process by training stage; each process counts weights in shared memory in full."""
-    result, device = {}, config.hardware.device
+    memories: dict[str, MemoryEstimate] = {}
+    device = config.hardware.device
     for stage in config.trainings:
         training: TrainConfig = config.section(stage)
         if num_processes > 1:
@@ -118,5 +103,7 @@ def _memories(config: RunConfig, num_processes: int) -> dict[str, MemoryEstimate
                 fused=cpu_kernels.are_used_on(device),
                 adapters=training.lora,
             )
-        result[stage.name] = memory.on_device(device)
-    return result
+        memories[stage.name] = replace(memory.on_device(device), further_models=further[stage.name])
+    # The stages' own estimates assume a whole model on one process.
+    estimates = [replace(e, peak_bytes=memories[e.name].total) if e.name in memories else e for e in estimates]
+    return estimates, memories

@@ -1,6 +1,6 @@
 """Fits the length of training to the time budget of the run, from steps that are timed when it is created.
 
-What the other stages are expected to take comes off first. The lengths are written into the run's config.yaml as
+The expected time of the other stages is subtracted first. The lengths are written into the run's config.yaml as
 `num_steps`, so that a resumed run ends with the same bits as an uninterrupted one. They are measured once: the same
 command keeps them.
 """
@@ -43,13 +43,13 @@ FOLDER = "time-budget"
 
 
 def fit_to_minutes(config: RunConfig, run: RunDir, ranks: RunGroup, progress: Progress) -> RunConfig:
-    """The configuration with a `num_steps` for each training stage, such that the run takes about `config.minutes`.
+    """Returns the configuration with a `num_steps` for each training stage, such that the run takes `config.minutes`.
 
     Called on all ranks, before the run's config.yaml is written. A stage that the run already has keeps its length.
     Raises `ConfigError` if the budget is too small for a useful number of steps.
     """
     previous = read_run_config(run.config) if run.config.exists() else None
-    ranks.barrier()
+    ranks.barrier()  # all have read it before the first rank may write another one
     if previous and is_same_run(resolve_paths(resolve_model(config)), previous):
         config = with_lengths_of(config, previous)
         new = [stage for stage in config.trainings if not previous.has(stage)]
@@ -63,7 +63,7 @@ def fit_to_minutes(config: RunConfig, run: RunDir, ranks: RunGroup, progress: Pr
         learns = f"the objective {objective}" if objective else f"from {stage.rows.learned}"
         if objective or stage.rows.learned != "tokens":  # updates are timed by predicting random tokens
             raise ConfigError(
-                f"minutes: the updates of {stage.name} cannot be timed before its rows are there, because it learns "
+                f"minutes: the updates of {stage.name} cannot be timed before its rows exist, because it learns "
                 f"{learns}; set minutes to 0, and {stage.name}.num_steps"
             )
     started = time.monotonic()
@@ -82,6 +82,7 @@ def fit_to_minutes(config: RunConfig, run: RunDir, ranks: RunGroup, progress: Pr
     share = sum(one.time_weight for one in new) / sum(one.time_weight for one in config.trainings)
     lengths = num_steps_within(resolved, -least_s * share, seconds)
     fitted = with_lengths(resolved, lengths)
+    # All ranks have finished their steps before the first one removes the folder.
     ranks.barrier()
     if ranks.rank == 0:
         shutil.rmtree(folder)
@@ -96,8 +97,8 @@ def fit_to_minutes(config: RunConfig, run: RunDir, ranks: RunGroup, progress: Pr
 
 
 def time_plan(config: RunConfig, run: RunDir, rates: Rates, trained_s: Mapping[str, float]) -> str:
-    """One line that says how the time will be spent, stage by stage. trained_s: of the training stages that are known
-    better than by their estimate.
+    """Returns a line with the time of each stage. trained_s: seconds of training stages that are known better than by
+    their estimates.
     """
     spent = {one.name: trained_s.get(one.name) or one.estimate(config, run, rates).seconds for one in config.stages}
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in spent.items())
@@ -105,30 +106,31 @@ def time_plan(config: RunConfig, run: RunDir, rates: Rates, trained_s: Mapping[s
 
 
 def training_s(config: RunConfig, name: str, num_steps: int, step_s: float) -> float:
-    """Seconds of a training stage with its validations; step_s: of one update. A validation token costs a third of a
-    training token (no backward pass).
+    """Returns the seconds of a training stage with its validations; step_s: seconds of one update. A validation token
+    costs a third of a training token (no backward pass).
     """
     training = config.section(name)
+    # The loop evaluates once at the end, in addition to the validations at intervals.
     every = training.eval_every_steps
     num_validations = 1 + (num_steps / every if every else 0)
     return step_s * (num_steps + num_validations * config.validation_tokens / training.batch_tokens / 3)
 
 
 def training_seconds(config: RunConfig, run: RunDir, rates: Rates) -> float:
-    """What the stages that do not train leave of `config.minutes`."""
+    """Returns the seconds of `config.minutes` that remain after the stages that do not train."""
     others = [stage for stage in config.stages if not stage.objective]
     return 60.0 * config.minutes - sum(stage.estimate(config, run, rates).seconds for stage in others)
 
 
 def with_lengths_of(config: RunConfig, other: RunConfig) -> RunConfig:
-    """The configuration with the lengths of `other` in the trainings that both have."""
+    """Returns the configuration with the lengths of `other` in the trainings that both have."""
     names = [stage.name for stage in config.trainings if other.has(stage)]
     lengths = {name: {one: getattr(other.section(name), one) for one in LENGTHS} for name in names}
     return config.with_sections({name: replace(config.section(name), **lengths[name]) for name in names})
 
 
 def with_lengths(config: RunConfig, num_steps: Mapping[str, int]) -> RunConfig:
-    """The configuration with these numbers of updates, by stage."""
+    """Returns the configuration with these numbers of updates, by stage."""
     return config.with_sections(
         {
             name: replace(config.section(name), num_steps=count, num_tokens=0, num_epochs=0.0)
@@ -138,9 +140,9 @@ def with_lengths(config: RunConfig, num_steps: Mapping[str, int]) -> RunConfig:
 
 
 def num_steps_within(config: RunConfig, budget_s: float, seconds: Mapping[str, float]) -> dict[str, int]:
-    """Updates of training stages that together take `budget_s`: what each does outside of its updates comes first, and
-    they share the rest by their weights, validation included, as in `training_s`. seconds: of one update, by stage, for
-    the stages to fit.
+    """Returns the number of updates by stage with which the training stages together take `budget_s`. Their time
+    outside of updates is subtracted first, and they share the rest by their weights, validation included, as in
+    `training_s`. seconds: seconds of one update, by stage, for the stages to fit.
     """
     budget_s -= TRAINING_OVERHEAD_S * len(seconds)
     weights = {stage.name: stage.time_weight for stage in config.trainings if stage.name in seconds}
@@ -154,14 +156,14 @@ def num_steps_within(config: RunConfig, budget_s: float, seconds: Mapping[str, f
             needed_s = (FEWEST_STEPS * each_s + validation_s) / fraction - budget_s
             least = math.ceil(10 * (config.minutes + needed_s / 60)) / 10  # rounded up, or it would be too few again
             raise ConfigError(
-                f"minutes: {config.minutes:g} are too few for {FEWEST_STEPS} steps of {name} beside the other stages; "
+                f"minutes: {config.minutes:g} are too few for {FEWEST_STEPS} steps of {name} and the other stages; "
                 f"give at least {least:g}, or a smaller model or batch"
             )
     return lengths
 
 
 def step_seconds(config: RunConfig, stage: StageSpec, folder: Path, ranks: RunGroup, progress: Progress) -> float:
-    """Median seconds of an update of a training stage, on random tokens in full rows, as the layout trains it."""
+    """Returns the median seconds of an update of a training stage on random tokens in full rows, with its layout."""
     name, training, fresh = stage.name, config.section(stage), stage.fresh
     assert fresh is not None
     timed = Timed()

@@ -1,1 +1,1 @@
-"""The forms of a model for other programs, one file each; `formats` lists them."""
+"""Formats of models for other programs, one file each; `formats` lists them."""

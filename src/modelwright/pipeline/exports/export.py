@@ -1,4 +1,4 @@
-"""What a form of a model for other programs is, and what those that write folders share."""
+"""Type of an export of a model for other programs, and shared parts of those that write folders."""
 
 import json
 from collections.abc import Callable, Generator
@@ -14,8 +14,8 @@ from modelwright.pipeline.models import FoundModel
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What a user chooses beside the format. dtype: one of `Export.dtypes`, "" for a format without any; overwrite:
-    replace an earlier export.
+    """Options of an export in addition to the format. dtype: one of `Export.dtypes`, "" for a format without any;
+    overwrite: replace an earlier export.
     """
 
     dtype: str = ""
@@ -24,27 +24,28 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """One form of a model."""
+    """A format in which models are written for other programs."""
 
     name: str
-    """Its word after `--to`."""
+    """Name of the format after `--to`."""
     summary: str
-    """What is written, as a noun phrase for the command's help."""
+    """Noun phrase for the written file or folder, for the command's help."""
     write: Callable[[FoundModel, Path, ExportOptions], Path]
-    """Writes the model to a path and returns what it has written."""
+    """Writes the model to a path and returns the path of the written file or folder."""
     target: Callable[[FoundModel, ExportOptions], Path]
-    """Where to, unless a user says so."""
+    """Returns the default path."""
     dtypes: tuple[str, ...] = ()
-    """Number formats that `--dtype` chooses from, the default first."""
+    """Number formats for `--dtype`, the default first."""
     takes_integers: bool = False
-    """Whether a quantized model has this form, too (`--int8`)."""
+    """True if quantized models can be written, too (`--int8`)."""
     needs_run: bool = False
-    """Whether only the model of a run is written, because model folders have this form already."""
+    """True if only models of runs are written, because model folders have this format already."""
 
 
 @contextmanager
 def replaced(target: Path, *, holds: str, overwrite: bool) -> Generator[ArtifactDraft]:
-    """A folder that appears whole, in place of an earlier export at most: one with the file `holds`."""
+    """Writes a folder atomically; it replaces an earlier export at most: one with the file `holds`."""
+    # A mistyped path with --overwrite must not delete a folder of other files.
     if overwrite and target.is_dir() and any(target.iterdir()) and not (target / holds).is_file():
         raise ConfigError(
             f"{target}: contains something other than a model, so it is not replaced; choose another folder"
@@ -55,11 +56,12 @@ def replaced(target: Path, *, holds: str, overwrite: bool) -> Generator[Artifact
         raise ConfigError(f"{target}: exists; choose another folder or add --overwrite")
     with write_artifact(target, kind="export", digest="") as draft:
         yield draft
+    # An export is not an artifact of a run: with a manifest, a later edit of its files would count as damage.
     (target / MANIFEST).unlink()
 
 
 def require_exportable(source: Path) -> None:
-    """Raise `ConfigError` for a model that `transformers`, and so llama.cpp, has no type for."""
+    """Raises `ConfigError` for a model whose type `transformers`, and so llama.cpp, lacks."""
     settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if settings.get("model_type") == OWN_TYPE:
         if settings["attention_gate"] == "none":

@@ -1,12 +1,10 @@
-"""A GGUF file for llama.cpp, with a Modelfile for Ollama beside it.
+"""A GGUF file for llama.cpp, next to a Modelfile, with which `ollama create` makes a model of the GGUF file.
 
-A Modelfile, with which `ollama create` makes a model of a GGUF file.
-
-Ollama renders chats by a template in Go's notation. It is derived from what the model's own chat template renders, and
-left out where such a template would not give the same text.
+Ollama renders chats by a template in Go's notation. It is derived from the output of the model's own chat template, and
+left out if such a template would not give the same text.
 """
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast, get_args
 
@@ -14,18 +12,17 @@ from modelwright.compress.gguf.export import GgufFormat, export_gguf
 from modelwright.compress.gguf.vocabulary import read_vocabulary
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.data.document import Message
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_config
-from modelwright.pipeline.exports.export import Export, ExportOptions, require_exportable
+from modelwright.pipeline.exports.export import Export, require_exportable
 from modelwright.pipeline.models import FoundModel
 
 _SYSTEM, _USER, _ANSWER, _USER2, _ANSWER2 = "\ue001", "\ue002", "\ue003", "\ue004", "\ue005"
-"""Contents of turns that no template has."""
+"""Contents of turns: characters for private use, which do not occur in templates."""
 
 
 def modelfile(tokenizer: Tokenizer, gguf_name: str, *, max_seq_len: int, adds_bos: bool) -> str:
-    """The text of the file, which lies beside the GGUF file. adds_bos: whether llama.cpp adds the begin token."""
+    """Returns the text of the Modelfile next to the GGUF file. adds_bos: True if llama.cpp adds the begin token."""
     stops = [tokenizer.token_text(token_id) for token_id in tokenizer.stop_ids]
     lines = [f"FROM ./{gguf_name}", f"PARAMETER num_ctx {max_seq_len}"]
     lines += [f'PARAMETER stop "{stop}"' for stop in stops]
@@ -35,14 +32,18 @@ def modelfile(tokenizer: Tokenizer, gguf_name: str, *, max_seq_len: int, adds_bo
 
 
 def go_template(tokenizer: Tokenizer, *, adds_bos: bool) -> str:
-    """The chat template in Go's notation, for system, user and assistant turns; "" if it has no such form."""
+    """Returns the chat template in Go's notation, for system, user and assistant turns; "" if that cannot express
+    it.
+    """
     try:
         parts = _parts(tokenizer)
     except (DataError, ValueError):
         return ""
     opening, with_system, after_system, user, after_user, answer, after_answer = parts
+    # llama.cpp adds the begin token itself: the template must not write it a second time.
     bos = tokenizer.special_tokens.get("bos_token", "") if adds_bos else ""
     opening, with_system = opening.removeprefix(bos), with_system.removeprefix(bos)
+    # Such text would open an action of the template, or close its quotes in the Modelfile.
     if any("{{" in part or '"""' in part for part in parts):
         return ""
     return (
@@ -55,13 +56,10 @@ def go_template(tokenizer: Tokenizer, *, adds_bos: bool) -> str:
 
 
 def _parts(tokenizer: Tokenizer) -> tuple[str, str, str, str, str, str, str]:
-    """The text that opens a chat without a system turn, and those before and after the content of a system turn, a
-    user's and an answer. Raises `ValueError` if they depend on more than the role of a turn.
+    """Returns the text that opens a chat without a system turn, and those before and after the content of a system
+    turn, a user's and an answer. Raises `ValueError` if they depend on more than the role of a turn.
     """
-
-    def rendered(turns: Sequence[Message], *, prompt: bool = False) -> str:
-        return tokenizer.render_chat(turns, add_generation_prompt=prompt)
-
+    rendered = partial(tokenizer.render_chat, add_generation_prompt=False)
     user, other = {"role": "user", "content": _USER}, {"role": "user", "content": _USER2}
     turns = [user, {"role": "assistant", "content": _ANSWER}, other, {"role": "assistant", "content": _ANSWER2}]
     before, rest = rendered(turns).split(_USER)
@@ -74,12 +72,13 @@ def _parts(tokenizer: Tokenizer) -> tuple[str, str, str, str, str, str, str]:
     with_system, rest = rendered([{"role": "system", "content": _SYSTEM}, user]).split(_SYSTEM)
     after_system = rest.split(_USER)[0].removesuffix(before_user)
     opening = before.removesuffix(before_user)
+    # Each part must be the same wherever it occurs, because the Go template has one text for each role.
     agree = (
         to_answer == to_answer2 == after_user + answer
         and between == after_answer + before_user
         and before == opening + before_user
         and rest == after_system + before_user + _USER + after_user
-        and rendered([user], prompt=True) == before + _USER + after_user + answer
+        and rendered([user], add_generation_prompt=True) == before + _USER + after_user + answer
     )
     if not agree:
         raise ValueError("the rendering of a turn depends on the others")
@@ -87,7 +86,7 @@ def _parts(tokenizer: Tokenizer) -> tuple[str, str, str, str, str, str, str]:
 
 
 def export_gguf_file(found: FoundModel, target: Path, *, number_format: GgufFormat, overwrite: bool) -> Path:
-    """Write a model as the GGUF file `target`, with a Modelfile for Ollama beside it. Returns `target`."""
+    """Writes a model as the GGUF file `target`, with a Modelfile for Ollama next to it. Returns `target`."""
     if target.suffix != ".gguf":
         raise ConfigError(f"--to: {target} does not end in .gguf; give the path of a file")
     if target.exists() and not overwrite:
@@ -103,17 +102,14 @@ def export_gguf_file(found: FoundModel, target: Path, *, number_format: GgufForm
     return target
 
 
-def _target(found: FoundModel, options: ExportOptions) -> Path:
-    name = f"{found.source.name}-{options.dtype.upper()}.gguf"
-    return found.run.path / "gguf" / name if found.run else Path(name)
-
-
 EXPORT = Export(
     name="gguf",
-    summary="a GGUF file for llama.cpp, with a Modelfile for Ollama beside it",
+    summary="a GGUF file for llama.cpp, with a Modelfile for Ollama next to it",
     write=lambda found, target, options: export_gguf_file(
         found, target, number_format=cast(GgufFormat, options.dtype), overwrite=options.overwrite
     ),
-    target=_target,
+    target=lambda found, options: (
+        (found.run.path / "gguf" if found.run else Path()) / f"{found.source.name}-{options.dtype.upper()}.gguf"
+    ),
     dtypes=get_args(GgufFormat),
 )

@@ -1,4 +1,4 @@
-"""A model's graph for a runtime, in FP32 or with the integers of a quantized model: what these formats share."""
+"""Shared parts of the formats that are a model's graph for a runtime, in FP32 or with a quantized model's integers."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,9 +7,8 @@ from pathlib import Path
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
 from modelwright.core.errors import ModelError
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.model.decoder import Decoder
 from modelwright.model.hf import is_sequence_classifier, load_model
-from modelwright.pipeline.exports.export import Export, ExportOptions, replaced
+from modelwright.pipeline.exports.export import Export, replaced
 from modelwright.pipeline.model_card import CARD, model_card
 from modelwright.pipeline.models import FoundModel
 from modelwright.pipeline.report.run_data import read_run
@@ -19,16 +18,12 @@ from modelwright.pipeline.run_config import read_run_config
 def graph_export(
     runtime: str, title: str, *, file: str, use: Sequence[str], require: Callable[[], None], write: Callable[..., Path]
 ) -> Export:
-    """The format of a runtime. title: its name for people; the rest as in `export_graph`."""
+    """Returns the format of a runtime. title: its name for people; the others are those of `export_graph`."""
     export = partial(export_graph, runtime=runtime, file=file, use=use, require=require, write=write)
-
-    def write_graph(found: FoundModel, target: Path, options: ExportOptions) -> Path:
-        return export(found, target, overwrite=options.overwrite)
-
     return Export(
         name=runtime,
         summary=f"a folder with the model's graph for {title}",
-        write=write_graph,
+        write=lambda found, target, options: export(found, target, overwrite=options.overwrite),
         target=lambda found, _: found.run.path / runtime if found.run else Path(f"{found.source.name}-{runtime}"),
         takes_integers=True,
     )
@@ -45,14 +40,22 @@ def export_graph(
     write: Callable[..., Path],
     overwrite: bool,
 ) -> Path:
-    """Write a model's graph with tokenizer and card as the folder `target`, atomically. Returns `target`.
+    """Writes a model's graph with tokenizer and card as the folder `target`, atomically. Returns `target`.
 
-    runtime: the library that runs it; file: the one that holds the graph; use: how a card says that it is run; require:
-    raises `ConfigError` where a package is missing; write: as `write_onnx`.
+    runtime: library that runs it; file: name of the graph's file; use: lines of the card on its use; require: raises
+    `ConfigError` if a package is missing; write: as `write_onnx`.
     """
     require()
     source = found.source
-    model = _loaded(source.folder)
+    if is_int8_folder(source.folder):
+        # The back-end whose weights are plain INT8 tensors, which a graph can contain.
+        model = load_int8(source.folder, Int8WeightsConfig(backend="int_mm"))
+    elif is_sequence_classifier(source.folder):
+        raise ModelError(
+            f"{source.folder}: architectures: a model that scores texts does not compute logits of tokens to export"
+        )
+    else:
+        model = load_model(source.folder)
     context = model.config.max_seq_len
     notes = {"name": source.name, "stage": source.stage, "sha256": source.digest, "max_seq_len": str(context)}
     lines = (
@@ -68,23 +71,13 @@ def export_graph(
     with replaced(target, holds=file, overwrite=overwrite) as draft:
         write(model, draft.path, source=str(source.folder), notes={name: one for name, one in notes.items() if one})
         Tokenizer.load(source.folder).save(draft.path)
-        (draft.path / CARD).write_text(_graph_card(found, runtime, lines), encoding="utf-8")
+        if found.run is None:  # a folder whose training is unknown
+            card = "\n".join([f"# {source.name}", "", f"Exported for {runtime} by Modelwright.", "", *lines, ""])
+        else:
+            data = read_run(read_run_config(found.run.config), found.run)
+            stages = data.config.model_names
+            # The stage quantize is not among them: its model has the card of the model that was quantized.
+            stage = source.stage if source.stage in stages else stages[-1]
+            card = model_card(data, stage, library=runtime, use=lines)
+        (draft.path / CARD).write_text(card, encoding="utf-8")
     return target
-
-
-def _graph_card(found: FoundModel, runtime: str, use: tuple[str, ...]) -> str:
-    """A run's model card, or a short one of a folder of whose making nothing is known."""
-    if found.run is None:
-        return "\n".join([f"# {found.source.name}", "", f"Exported for {runtime} by Modelwright.", "", *use, ""])
-    data = read_run(read_run_config(found.run.config), found.run)
-    stages = data.config.model_names
-    stage = found.source.stage if found.source.stage in stages else stages[-1]
-    return model_card(data, stage, library=runtime, use=use)
-
-
-def _loaded(folder: Path) -> Decoder:
-    if is_int8_folder(folder):
-        return load_int8(folder, Int8WeightsConfig(backend="int_mm"))
-    if is_sequence_classifier(folder):
-        raise ModelError(f"{folder}: architectures: a model that scores texts has no logits of tokens to export")
-    return load_model(folder)

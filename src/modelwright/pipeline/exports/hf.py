@@ -12,7 +12,7 @@ from modelwright.pipeline.run_config import read_run_config
 
 
 def export_hf(found: FoundModel, target: Path, *, overwrite: bool) -> Path:
-    """Copy a model to `target`, atomically, with a model card if it is that of a run. Returns `target`."""
+    """Copies a model to `target`, atomically, with a model card if it is that of a run. Returns `target`."""
     source = found.source.folder
     require_exportable(source)
     with replaced(target, holds="config.json", overwrite=overwrite) as draft:

@@ -1,5 +1,5 @@
-"""The building blocks of a report: sections of figures, tables, samples and text, independent of HTML and of stages,
-and numbers formatted for reading.
+"""Building blocks of a report: sections of figures, tables, samples and text, independent of HTML and of stages, and
+numbers formatted for reading.
 """
 
 import math
@@ -11,7 +11,7 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def compact(value: float) -> str:
-    """A short form for an axis: `12k`, `3.4M`, `0.002`, `2e-05`."""
+    """Formats a number for an axis: `12k`, `3.4M`, `0.002`, `2e-05`."""
     if not math.isfinite(value):
         return str(value)
     for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -21,7 +21,7 @@ def compact(value: float) -> str:
 
 
 def first_lines(lines: Sequence[str], most: int, rest_in: str = "") -> str:
-    """The first `most` lines as one text, with the number of lines omitted and the file that has them all."""
+    """Joins the first `most` lines, with the number of omitted lines and the file that contains all of them."""
     rest = [f"... and {len(lines) - most} more{f' in {rest_in}' if rest_in else ''}"] if len(lines) > most else []
     return "\n".join([*lines[:most], *rest])
 
@@ -39,17 +39,19 @@ def plural(number: int, noun: str) -> str:
 
 
 def kind_title(kind: str) -> str:
-    """The words for a domain of documents."""
+    """Returns the words for a domain of documents."""
     return {"qa": "question-answer pairs"}.get(kind, kind)
 
 
 def count(value: float) -> str:
-    """An integer with grouped thousands."""
+    """Formats an integer with grouped thousands."""
     return f"{value:,.0f}"
 
 
 def number(value: float, digits: int = 4) -> str:
-    """`digits` significant digits, thousands grouped; one less and a power of ten for very small and large ones."""
+    """Formats a number with `digits` significant digits and grouped thousands; very small and large numbers with one
+    digit less and a power of ten.
+    """
     if not math.isfinite(value):
         return "not finite"
     if value == 0:
@@ -57,18 +59,19 @@ def number(value: float, digits: int = 4) -> str:
     if abs(value) < 1e-3 or abs(value) >= 1e9:
         mantissa, _, exponent = f"{value:.{max(0, digits - 2)}e}".partition("e")
         return power_of_ten(mantissa, int(exponent))
+    # Significant digits, not decimals: digits before the point count, too.
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def power_of_ten(mantissa: str, exponent: int) -> str:
-    """`8.2×10⁻⁵`, in which no line can break, as it can after the hyphen of `8.2e-5`."""
+    """Formats `8.2×10⁻⁵`: no line can break inside it, while it can after the hyphen of `8.2e-5`."""
     return f"{mantissa}×10{str(exponent).translate(_SUPERSCRIPTS)}"
 
 
 def size(value: float) -> str:
-    """Bytes in decimal units: `34.2 MB`."""
+    """Formats bytes in decimal units: `34.2 MB`."""
     for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(value) >= limit:
             return f"{value / limit:.3g} {unit}"
@@ -86,13 +89,13 @@ def seconds(value: float) -> str:
 
 
 def percent(value: float, digits: int = 1) -> str:
-    """A fraction as a percentage: `26.1%`."""
+    """Formats a fraction as a percentage: `26.1%`."""
     return f"{100 * value:.{digits}f}%"
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A large figure at the top: `value` with its `label`, and a small line with what it is compared with."""
+    """A large figure at the top: `value` with its `label`, and a small line with figures for comparison."""
 
     label: str
     value: str
@@ -101,7 +104,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Chart:
-    """An inline SVG with a description (`title`) and how to read it (`caption`)."""
+    """An inline SVG with a description (`title`) and an explanation (`caption`)."""
 
     title: str
     svg: str
@@ -137,8 +140,8 @@ class Note:
 
 @dataclass(frozen=True)
 class TextSample:
-    """A question and its answer, with a small line of details. image: what the question is about, answer_images: what
-    belongs to the answer, as `data:` URLs.
+    """A question and its answer, with a small line of details. image: image of the question; answer_images: images of
+    the answer; both as `data:` URLs.
     """
 
     question: str
@@ -179,7 +182,7 @@ Block = Chart | Table | Note | Samples | Fold
 
 @dataclass(frozen=True)
 class Section:
-    """One section of the report. Neighboring charts share a row if there is room."""
+    """A section of the report. Neighboring charts share a row if they fit."""
 
     anchor: str
     title: str

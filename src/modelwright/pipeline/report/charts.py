@@ -16,7 +16,9 @@ from modelwright.pipeline.report.blocks import compact
 WIDTH_IN, HEIGHT_IN = 4.5, 2.45
 FONT_PT = 8.5
 LEAST_LOG_SPAN = 20.0
-"""Below this ratio of largest to smallest value a logarithmic axis has too few ticks to read."""
+"""Ratio of largest to smallest value below which a logarithmic axis has too few ticks to read."""
+MOST_POINTS = 700
+"""Points of a line that are drawn, evenly chosen, and the last one: more only enlarge the file."""
 
 # Stand-ins that matplotlib draws with; each is replaced by a CSS variable of the page.
 _INK, _MUTED, _GRID = "#010101", "#020202", "#030303"
@@ -50,16 +52,20 @@ def line_chart(
     from_zero: bool = False,
     top: float = 0.0,
 ) -> str:
-    """Lines over a common axis; `level` draws a dashed horizontal line (0: none); the axis begins at
-    zero with `from_zero` and ends at `top` (0: where the data end). Returns an `<svg>` element.
+    """Draws lines over a common axis; `level` adds a dashed horizontal line (0: none); the axis begins at zero with
+    `from_zero` and ends at `top` (0: where the data end). Returns an `<svg>` element.
 
     Non-finite values are gaps. With `log`, values of zero and below are left out.
     """
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     figure, axes = _figure()
     for line in lines:
-        points = _visible(_thin(line.points), log)
+        stride = max(1, math.ceil(len(line.points) / MOST_POINTS))
+        thinned = list(line.points[::stride])
+        if thinned and thinned[-1] != line.points[-1]:
+            thinned.append(line.points[-1])
+        points = [(x, y if math.isfinite(y) else math.nan) for x, y in thinned if not log or y > 0]
         if points:
             axes.plot(
                 [x for x, _ in points],
@@ -73,8 +79,11 @@ def line_chart(
             )
     if level:
         axes.axhline(level, color=_MUTED, linewidth=1, linestyle=(0, (4, 3)), label=level_label)
-    if log and _spans(lines) > LEAST_LOG_SPAN:
-        _log_scale(axes)
+    positive = [y for line in lines for _, y in line.points if math.isfinite(y) and y > 0]
+    if log and positive and max(positive) / min(positive) > LEAST_LOG_SPAN:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
@@ -98,10 +107,10 @@ def bar_chart(
     values: Sequence[Sequence[str]] = (),
     largest: float = math.inf,
 ) -> str:
-    """Horizontal bars: one group per entry of `groups`, one bar per series, its value written at its end.
+    """Draws horizontal bars: one group per entry of `groups`, one bar per series, its value written at its end.
 
-    `values`: the words at the bars' ends by series, when a plain number is not enough; `largest`: the largest possible
-    value, above which the axis has no ticks (the room that it has there is for the words).
+    `values`: words at the bars' ends by series, when a plain number is not enough; `largest`: largest possible value,
+    the last with a tick (the axis extends beyond it to leave room for the words).
     """
     rows = len(groups) * (len(series) + (0.6 if len(series) > 1 else 0.35))
     figure, axes = _figure(height_in=0.55 + 0.2 * rows)
@@ -115,6 +124,7 @@ def bar_chart(
             axes.text(value + top * 0.015, place, words, va="center", color=_INK, fontsize=FONT_PT - 0.5)
     axes.set_yticks(range(len(groups)), groups)
     axes.invert_yaxis()
+    # Beyond the longest bar, to leave room for the words at its end.
     axes.set_xlim(0, top * 1.2)
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= min(largest, top * 1.2)])
     axes.set_xlabel(x_label)
@@ -129,7 +139,7 @@ def bar_chart(
 def tornado_chart(
     names: Sequence[str], ranges: Sequence[tuple[float, float]], *, base: float, name: str, x_label: str
 ) -> str:
-    """Horizontal bars from the result at one end of an assumption to that at its other end, `base` as a vertical line.
+    """Draws bars from the result at one end of an assumption to that at its other end, `base` as a vertical line.
 
     `ranges`: (lowest, highest) result of each of `names`.
     """
@@ -147,10 +157,9 @@ def tornado_chart(
 
 
 def smooth(points: Sequence[tuple[float, float]], weight: float = 0.0) -> list[tuple[float, float]]:
-    """Exponential moving average of the finite values; weight: of the past, 0 for an average over about a fortieth of
-    the points (two at least, fifty at most).
-
-    With bias correction (Adam's), so that the start is not biased toward zero.
+    """Returns the exponential moving average of the finite values, with Adam's bias correction, so that the start is
+    not biased toward zero. weight: weight of the past; 0 averages over about a fortieth of the points (two at least,
+    fifty at most).
     """
     weight = weight or 1 - 1 / min(50.0, max(2.0, len(points) / 40))
     result, mean, norm = [], 0.0, 0.0
@@ -177,45 +186,21 @@ def _figure(height_in: float = HEIGHT_IN):
     return figure, axes
 
 
-def _log_scale(axes) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_minor_locator(NullLocator())
-
-
-def _spans(lines: Sequence[Line]) -> float:
-    """Largest over smallest positive value."""
-    values = [y for line in lines for _, y in line.points if math.isfinite(y) and y > 0]
-    return max(values) / min(values) if values else 1.0
-
-
 def _legend(axes, *, above: bool = False, columns: int = 1) -> None:
     place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "borderaxespad": 0.2} if above else {"loc": "best"}
     axes.legend(frameon=False, fontsize=FONT_PT, labelcolor=_INK, handlelength=1.3, ncols=columns, **place)
-
-
-def _thin(points: Sequence[tuple[float, float]], most: int = 700) -> Sequence[tuple[float, float]]:
-    """At most about `most` points, evenly chosen, always including the last."""
-    if len(points) <= most:
-        return points
-    stride = math.ceil(len(points) / most)
-    kept = list(points[::stride])
-    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
-
-
-def _visible(points: Sequence[tuple[float, float]], log: bool) -> list[tuple[float, float]]:
-    return [(x, y if math.isfinite(y) else math.nan) for x, y in points if not log or y > 0]
 
 
 def _svg(figure, name: str) -> str:
     import matplotlib
 
     buffer = io.StringIO()
+    # Without the salt, ids would be random and the same report would differ from one writing to the next.
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": f"chart-{name}", "font.family": ["sans-serif"]}
     with matplotlib.rc_context(settings):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    # What only a file of its own needs is removed: XML header, metadata, namespaces, and the fixed size, without which
+    # the picture scales with the page.
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
@@ -225,11 +210,7 @@ def _svg(figure, name: str) -> str:
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
     for color, variable in _VARIABLES.items():
         svg = svg.replace(color, f"var({variable})")
-    return _own_ids(svg, name)
-
-
-def _own_ids(svg: str, name: str) -> str:
-    """Prefix every id with the chart's name, because several charts share one page."""
+    # Every id gets the chart's name as a prefix, because several charts share one page.
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
     return re.sub(r'xlink:href="#([^"]+)"', rf'href="#{name}-\1"', svg)

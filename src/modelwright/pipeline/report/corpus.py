@@ -1,9 +1,9 @@
-"""The report's sections on the text: what was read, what was dropped and why, tokens and rows.
+"""The report's sections on the text: documents read and dropped with reasons, tokens and rows.
 
-Charts of the text: what each step left, lengths, languages, personal data and clusters of near-duplicates.
+Charts of the text: documents left after each step, lengths, languages, personal data and clusters of near-duplicates.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelwright.core.redact import redact_text
@@ -32,16 +32,31 @@ from modelwright.pipeline.report.run_data import RunData, StageData
 _EXCERPT_CHARS = 600
 _EXAMPLES_AT_MOST = 40
 NUM_DROPPED_EXAMPLES = 3
-"""Examples of dropped text for each reason."""
+"""Number of examples of dropped text for each reason."""
 
 
 def corpus_section(data: RunData, stage: StageData) -> Section:
-    """What was read, kept and dropped, with reasons and examples."""
+    """Returns the documents read, kept and dropped, with reasons and examples."""
     sources, clean = stage.facts["sources"], stage.facts["clean"]
-    blocks: list[Block] = [_kinds_table(sources, clean), _funnel(clean)]
+    rows: list[list[str]] = []
+    for kind in sources["documents"]:
+        splits = clean["kept"].get(kind, {})
+        cells = [f"{count(sources['documents'][kind])} ({size(sources['bytes'][kind])})"]
+        for split in ("train", "heldout"):
+            entry = splits.get(split, {"documents": 0, "bytes": 0})
+            cells.append(f"{count(entry['documents'])} ({size(entry['bytes'])})")
+        left = sources["documents"][kind] - sum(entry["documents"] for entry in splits.values())
+        rows.append([kind_title(kind), *cells, count(left)])
+    header = ["kind", "read", "training", "held out", "dropped"]
+    blocks: list[Block] = [Table(header, rows, "Documents by kind", numeric=range(1, 5)), _funnel(clean)]
     blocks += [*corpus_charts(clean), *_evaluation_sets(clean), *_noise_blocks(clean)]
     blocks += _dropped_blocks(stage, NUM_DROPPED_EXAMPLES)
-    blocks += _skipped_blocks(sources)
+    if reasons := {**sources["skipped"], **sources.get("passed_over", {})}:
+        rows = [
+            [reason, count(times), ", ".join(redact_text(where) for where in sources["examples"].get(reason, [])[:3])]
+            for reason, times in reasons.items()
+        ]
+        blocks.append(Table(["reason", "records or files", "examples"], rows, "Not read", numeric=(1,)))
     places = ", ".join((CORPORA[s].title if s in CORPORA else "") or redact_text(s) for s in data.config.text_sources)
     kept = sum(entry["documents"] for splits in clean["kept"].values() for entry in splits.values())
     lead = (
@@ -52,7 +67,7 @@ def corpus_section(data: RunData, stage: StageData) -> Section:
 
 
 def corpus_lines(data: RunData, stage: StageData) -> Sequence[str]:
-    """What the terminal shows of the text when the run has ended."""
+    """Returns the line about the text that the terminal shows at the end of the run."""
     kept: Mapping[str, Any] = stage.facts["clean"]["kept"]
     parts = [
         f"{size(sum(entry['bytes'] for entry in splits.values()))} of {kind_title(kind)}"
@@ -64,9 +79,9 @@ def corpus_lines(data: RunData, stage: StageData) -> Sequence[str]:
 
 
 def tokens_section(packed: StageData, tokenizer: StageData | None, titles: Mapping[str, str], row_len: int) -> Section:
-    """The tokenizer and the packed rows.
+    """Returns the section on the tokenizer and the packed rows.
 
-    titles: what each split of each set of rows is for, by its folder
+    titles: purpose of each split of each set of rows, by its folder
     row_len: tokens of a row
     """
     rows = []
@@ -91,22 +106,8 @@ def tokens_section(packed: StageData, tokenizer: StageData | None, titles: Mappi
     return Section("tokens", "Tokens", blocks, lead)
 
 
-def _kinds_table(sources: Mapping[str, Any], clean: Mapping[str, Any]) -> Table:
-    rows = []
-    for kind in sources["documents"]:
-        kept = clean["kept"].get(kind, {})
-        cells = [f"{count(sources['documents'][kind])} ({size(sources['bytes'][kind])})"]
-        for split in ("train", "heldout"):
-            entry = kept.get(split, {"documents": 0, "bytes": 0})
-            cells.append(f"{count(entry['documents'])} ({size(entry['bytes'])})")
-        left = sources["documents"][kind] - sum(entry["documents"] for entry in kept.values())
-        rows.append([kind_title(kind), *cells, count(left)])
-    header = ["kind", "read", "training", "held out", "dropped"]
-    return Table(header, rows, "Documents by kind", numeric=range(1, 5))
-
-
 def _funnel(clean: Mapping[str, Any]) -> Table:
-    """What each step of cleaning that ran left of the documents and their bytes."""
+    """Returns the documents and bytes left after each step of cleaning that ran."""
     left = {"documents": clean["num_documents"], "bytes": clean["num_bytes"]}
     kept = {unit: sum(e[unit] for splits in clean["kept"].values() for e in splits.values()) for unit in left}
     rows: list[list[str]] = []
@@ -129,7 +130,7 @@ def _funnel(clean: Mapping[str, Any]) -> Table:
 
 
 def _evaluation_sets(clean: Mapping[str, Any]) -> list[Block]:
-    """Which share of each evaluation set was in the corpus."""
+    """Returns a table with the share of each evaluation set that was found in the corpus."""
     figures = clean.get("figures", {}).get(DECONTAMINATION.name, {})
     rows = [
         [redact_text(name), count(each["documents"]), percent(each["found"], 1), percent(each["passages_found"], 1)]
@@ -179,63 +180,60 @@ def _dropped_blocks(stage: StageData, num_examples: int) -> list[Block]:
     ]
     header = ["step", "reason", "documents", "share", "bytes"]
     blocks: list[Block] = [Table(header, rows, "Dropped documents by reason", numeric=(2, 3, 4))]
-    examples = _examples(stage, num_examples, sum(map(len, dropped.values())))
-    return [*blocks, Fold("Examples of dropped text", examples)] if examples else blocks
-
-
-def _examples(stage: StageData, most: int, num_reasons: int) -> list[Excerpt]:
-    """The first `most` dropped documents of each reason."""
-    seen: dict[tuple[str, str], list[Excerpt]] = {}
-    for dropped in read_dropped(stage.folder.artifact):
-        document, step, reason = dropped.document, dropped.step, dropped.reason
-        result = seen.setdefault((step, reason), [])
-        if len(result) < most:
-            detail = f": {redact_text(dropped.detail)}" if dropped.detail else ""
+    examples: dict[tuple[str, str], list[Excerpt]] = {}
+    num_reasons = sum(map(len, dropped.values()))
+    for record in read_dropped(stage.folder.artifact):
+        document, step, reason = record.document, record.step, record.reason
+        of_reason = examples.setdefault((step, reason), [])
+        if len(of_reason) < num_examples:
+            detail = f": {redact_text(record.detail)}" if record.detail else ""
             text = document.text[:_EXCERPT_CHARS] + (" …" if len(document.text) > _EXCERPT_CHARS else "")
-            result.append(Excerpt(f"{step}: {reason} ({document.kind}, {redact_text(document.id)}){detail}", text))
-        if len(seen) == num_reasons and all(len(items) >= most for items in seen.values()):
+            of_reason.append(Excerpt(f"{step}: {reason} ({document.kind}, {redact_text(document.id)}){detail}", text))
+        # The file may have gigabytes: it is read no further than the last reason's examples.
+        if len(examples) == num_reasons and all(len(items) >= num_examples for items in examples.values()):
             break
-    return [excerpt for result in seen.values() for excerpt in result][:_EXAMPLES_AT_MOST]
-
-
-def _skipped_blocks(sources: Mapping[str, Any]) -> list[Block]:
-    """Records and files that were not read."""
-    reasons = {**sources["skipped"], **sources.get("passed_over", {})}
-    if not reasons:
-        return []
-    rows = [
-        [reason, count(times), ", ".join(redact_text(where) for where in sources["examples"].get(reason, [])[:3])]
-        for reason, times in reasons.items()
-    ]
-    return [Table(["reason", "records or files", "examples"], rows, "Not read", numeric=(1,))]
+    excerpts = [excerpt for of_reason in examples.values() for excerpt in of_reason][:_EXAMPLES_AT_MOST]
+    return [*blocks, Fold("Examples of dropped text", excerpts)] if excerpts else blocks
 
 
 _MOST_BARS = 12
-_OTHERS = "others"
 
 
 def corpus_charts(clean: Mapping[str, Any]) -> list[Block]:
-    """Those charts for which the report of cleaning has figures."""
-    return [chart for draw in _CHARTS for chart in draw(clean)]
-
-
-def _left_by_step(clean: Mapping[str, Any]) -> list[Block]:
-    """The documents left after each step that dropped some; none where nothing was dropped."""
-    left, bars = clean["num_documents"], [("read", clean["num_documents"])]
+    """Returns the charts for which the report of cleaning has figures."""
+    left = clean["num_documents"]
+    bars = [("read", left)]
     for step, reasons in clean["dropped"].items():
         left -= sum(entry["documents"] for entry in reasons.values())
         bars.append((f"after {step}", left))
-    return _bars("Documents left after each step", "funnel", bars) if len(bars) > 1 else []
+    charts = _bars("Documents left after each step", "funnel", bars) if len(bars) > 1 else []
+    charts += _lengths(clean)
+    caption = (
+        "A sample: every 20th kept document of prose and pairs, by its beginning. Short texts are often mistaken, and "
+        "parts of the corpus with fewer than 500 documents (shards of few or of long texts) are not sampled."
+    )
+    charts += _bars("Languages", "languages", _most_frequent(clean.get("languages", {})), caption)
+    replaced = _most_frequent(clean.get("replaced", {}))
+    charts += _bars("Personal data replaced in kept documents", "personal", replaced, x_label="values")
+    sizes: Mapping[str, int] = clean.get("figures", {}).get(DUPLICATES.name, {}).get("cluster_sizes", {})
+    clusters_by_size: dict[str, int] = {}
+    for members, clusters in sorted((int(members), clusters) for members, clusters in sizes.items()):
+        low = 1 << members.bit_length() - 1  # larger clusters together, by doubling sizes
+        name = str(members) if members < 4 else f"{count(low)} to {count(2 * low - 1)}"
+        clusters_by_size[name] = clusters_by_size.get(name, 0) + clusters
+    bars, title = list(clusters_by_size.items()), "Clusters of near-duplicates by size"
+    caption = "A cluster is a kept document with those that were dropped because they nearly repeat it."
+    return [*charts, *_bars(title, "clusters", bars, caption, x_label="clusters")]
 
 
 def _lengths(clean: Mapping[str, Any]) -> list[Block]:
-    """Kept and dropped documents by length."""
     kept, dropped = clean.get("kept_lengths", {}), clean.get("dropped_lengths", {})
     sizes = sorted({int(size) for size in (*kept, *dropped)})
     if not sizes:
         return []
     while sizes[-1] != sizes[0] and len(sizes) <= sizes[-1].bit_length() - sizes[0].bit_length():
-        sizes = sorted({*sizes, *(size * 2 for size in sizes if size < sizes[-1])})  # no gap between two bars
+        # Lengths without documents get a bar of zero, so that the axis has no gap.
+        sizes = sorted({*sizes, *(size * 2 for size in sizes if size < sizes[-1])})
     names = [f"{count(size)} to {count(2 * size - 1)}" if size > 1 else "up to 1" for size in sizes]
     series = [("kept", [kept.get(str(size), 0) for size in sizes])]
     if dropped:
@@ -245,36 +243,11 @@ def _lengths(clean: Mapping[str, Any]) -> list[Block]:
     return [Chart("Documents by length in characters", svg)]
 
 
-def _languages(clean: Mapping[str, Any]) -> list[Block]:
-    bars = sorted(clean.get("languages", {}).items(), key=lambda bar: (-bar[1], bar[0]))
-    caption = (
-        "A sample: every 20th kept document of prose and pairs, by its beginning. Short texts are often mistaken, and "
-        "parts of the corpus with fewer than 500 documents (shards of few or of long texts) are not sampled."
-    )
-    return _bars("Languages", "languages", _first(bars), caption)
-
-
-def _personal_data(clean: Mapping[str, Any]) -> list[Block]:
-    bars = sorted(clean.get("replaced", {}).items(), key=lambda bar: (-bar[1], bar[0]))
-    return _bars("Personal data replaced in kept documents", "personal", _first(bars), x_label="values")
-
-
-def _clusters(clean: Mapping[str, Any]) -> list[Block]:
-    """Clusters by size, larger ones together by doubling sizes."""
-    sizes: Mapping[str, int] = clean.get("figures", {}).get(DUPLICATES.name, {}).get("cluster_sizes", {})
-    bars: dict[str, int] = {}
-    for members, clusters in sorted((int(members), clusters) for members, clusters in sizes.items()):
-        low = 1 << members.bit_length() - 1
-        name = str(members) if members < 4 else f"{count(low)} to {count(2 * low - 1)}"
-        bars[name] = bars.get(name, 0) + clusters
-    caption = "A cluster is a kept document with those that were dropped because they nearly repeat it."
-    return _bars("Clusters of near-duplicates by size", "clusters", list(bars.items()), caption, x_label="clusters")
-
-
-def _first(bars: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """The first bars, and one for all others."""
+def _most_frequent(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Returns the largest bars, and one for all others."""
+    bars = sorted(counts.items(), key=lambda bar: (-bar[1], bar[0]))
     rest = sum(number for _, number in bars[_MOST_BARS:])
-    return [*bars[:_MOST_BARS], *([(_OTHERS, rest)] if rest else [])]
+    return [*bars[:_MOST_BARS], *([("others", rest)] if rest else [])]
 
 
 def _bars(
@@ -285,8 +258,3 @@ def _bars(
     names, numbers = zip(*bars, strict=True)
     svg = bar_chart(names, [(x_label, numbers)], name=name, x_label=x_label, values=[list(map(count, numbers))])
     return [Chart(title, svg, caption)]
-
-
-_CHARTS: tuple[Callable[[Mapping[str, Any]], list[Block]], ...] = (
-    _left_by_step, _lengths, _languages, _personal_data, _clusters
-)  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelwright.core.event_log import EventKind
-from modelwright.core.records import column, summarize
+from modelwright.core.records import column, read_records, summarize
 from modelwright.pipeline.report.blocks import (
     Block,
     Chart,
@@ -29,8 +29,8 @@ from modelwright.pipeline.report.blocks import (
 )
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.config import TrainConfig
+from modelwright.train.techniques.adaptive_precision import CHANGES
 
 NATS_PER_TOKEN = "nats per token"
 _SUMMARIES = {
@@ -46,21 +46,38 @@ _EVENTS_SHOWN = 40
 
 
 def training_section(stage: StageData, config: TrainConfig, title: str, *, loss_unit: str = NATS_PER_TOKEN) -> Section:
-    """Curves and figures of one training stage. title: of the section. loss_unit: "" for a number without one."""
-    name = stage.name
-    if "skipped" in stage.facts:
-        return Section(name, title, [Note(str(stage.facts["skipped"]).capitalize() + ".")])
-    records = _with_final_peak(stage)
-    has_peak = bool(stage.facts.get("peak_flops"))
+    """Returns curves and figures of a training stage. title: title of the section. loss_unit: "" without a unit."""
+    name, facts = stage.name, stage.facts
+    if "skipped" in facts:
+        return Section(name, title, [Note(str(facts["skipped"]).capitalize() + ".")])
+    records, has_peak = stage.records(), bool(facts.get("peak_flops"))
+    if has_peak:  # utilization relative to the stage's final peak rate, not to the rate known at each step
+        live, peak = facts["live_peak_flops"], facts["peak_flops"]
+        records = [
+            record | {"mfu": record["mfu"] * record.get("peak_flops", live) / peak} if "mfu" in record else record
+            for record in records
+        ]
     blocks: list[Block] = [*_charts(records, name, config.max_grad_norm, has_peak, loss_unit)]
     blocks += [*scale_blocks(stage, records), *_format_blocks(stage, records)]
-    blocks.append(_summary_table(records, stage.facts["world_size"], loss_unit))
+    rows: list[list[str]] = []
+    for key, label in _SUMMARIES.items():
+        summary = summarize([value for _, value in column(records, key)])
+        # Without a peak rate utilization is 0, and a single process does not communicate.
+        is_void = (key == "mfu" and summary.get("max") == 0) or (key == "comm_s" and facts["world_size"] == 1)
+        if "mean" not in summary or is_void:
+            continue
+        if key == "loss" and loss_unit:
+            label += f", {loss_unit}"
+        parts = [summary[part] for part in ("mean", "std", "min", "p05", "p50", "p95", "p99", "max")]
+        rows.append([label, *[percent(part) if key == "mfu" else number(part, 3) for part in parts]])
+    header = ["metric", "mean", "std", "min", "p5", "median", "p95", "p99", "max"]
+    blocks.append(Table(header, rows, "Metrics over all steps", numeric=range(1, 9)))
     blocks += [*watch_blocks(stage), *spike_blocks(stage)]
-    return Section(name, title, blocks, _lead(stage, config))
+    return Section(name, title, blocks, _lead(facts, config))
 
 
 def training_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
-    """Tokens, speed and utilization of a training stage."""
+    """Returns tokens, speed and utilization of a training stage."""
     facts = stage.facts
     if not facts.get("train_time_s"):
         return []
@@ -74,7 +91,7 @@ def training_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
 
 
 def loss_highlight(stage: StageData, loss_unit: str) -> Sequence[Block]:
-    """The loss curve of a training; none without losses."""
+    """Returns the loss curve of a training; none without losses."""
     records = stage.records()
     if not column(records, "loss"):
         return ()
@@ -82,7 +99,7 @@ def loss_highlight(stage: StageData, loss_unit: str) -> Sequence[Block]:
 
 
 def training_lines(data: RunData, stage: StageData) -> Sequence[str]:
-    """What the terminal shows of a training on text when the run has ended."""
+    """Returns the line about a training on text that the terminal shows at the end of the run."""
     facts = stage.facts
     if not facts.get("train_time_s"):
         return ()
@@ -91,33 +108,16 @@ def training_lines(data: RunData, stage: StageData) -> Sequence[str]:
     return (f"learned  {tokens} tokens in {time_s}, {speed} tokens/s, with {parameters} parameters",)
 
 
-def _with_final_peak(stage: StageData) -> list[dict[str, Any]]:
-    """The records with utilization relative to the stage's final peak rate, not the rate known at each step."""
-    facts = stage.facts
-    if not facts.get("peak_flops"):
-        return stage.records()
-    live, peak = facts["live_peak_flops"], facts["peak_flops"]
-    return [
-        record | {"mfu": record["mfu"] * record.get("peak_flops", live) / peak} if "mfu" in record else record
-        for record in stage.records()
-    ]
-
-
-def _formats(precision: PrecisionConfig) -> str:
-    """`attention BF16, ffn BF16, head FP32`, or one format if all are equal."""
-    formats = precision.formats
+def _lead(facts: Mapping[str, Any], config: TrainConfig) -> str:
+    formats = config.precision.formats
+    described = ", ".join(f"{kind} {chosen.upper()}" for kind, chosen in formats.items())
     if len(set(formats.values())) == 1:
-        return f"all in {formats['ffn'].upper()}"
-    return ", ".join(f"{kind} {chosen.upper()}" for kind, chosen in formats.items())
-
-
-def _lead(stage: StageData, config: TrainConfig) -> str:
-    facts = stage.facts
+        described = f"all in {formats['ffn'].upper()}"
     words = [
         f"{count(facts['num_steps'])} steps of {count(config.batch_tokens)} tokens, "
         f"{count(facts['num_tokens'])} tokens in all ({number(facts['num_epochs'], 3)} epochs), "
         f"trained in {seconds(facts['train_time_s'])}. "
-        f"The precision policy was {config.precision.policy} ({_formats(config.precision)}) with FP32 master weights"
+        f"The precision policy was {config.precision.policy} ({described}) with FP32 master weights"
     ]
     if config.gradient_accumulation_steps > 1:
         words.append(f"; gradients were accumulated over {config.gradient_accumulation_steps} microbatches")
@@ -142,11 +142,28 @@ def _charts(
         [Line("learning rate", column(records, "learning_rate"), color=3)],
         name=f"{name}-rate", x_label="step", y_label="learning rate",
     )  # fmt: skip
+    rates = column(records, "tokens_per_s")
+    title, y_label = "Throughput", "tokens per second"
+    caption = f"The median is {count(summarize([y for _, y in rates]).get('p50', 0))} tokens per second"
+    if has_peak:
+        rates = column(records, "mfu")
+        title, y_label, middle = (
+            f"{title}: model FLOPs utilization",
+            "MFU",
+            summarize([y for _, y in rates]).get("p50", 0.0),
+        )
+        caption += (
+            f"; the median utilization is {percent(middle)} of the matrix-product rate measured at the model's shapes"
+        )
+    lines = [Line("every step", rates, faint=True), Line("smoothed", smooth(rates))]
+    speed = line_chart(
+        lines, name=f"{name}-speed", x_label="step", y_label=y_label, percent=has_peak, from_zero=not has_peak
+    )
     return [
         _loss_chart(records, name, loss_unit),
         Chart("Learning rate", rate),
         Chart("Gradient norm", norm),
-        _speed_chart(records, name, has_peak),
+        Chart(title, speed, f"{caption}."),
     ]
 
 
@@ -157,58 +174,18 @@ def _loss_chart(records: Sequence[dict[str, Any]], name: str, loss_unit: str) ->
         Line("training", smooth(losses)),
         Line("held out", heldout, marks=True, color=1),
     ]
-    svg = line_chart(lines, name=f"{name}-loss", x_label="step", y_label=loss_unit or "loss", top=_ceiling(losses))
-    return Chart("Loss", svg, _loss_words(losses, heldout))
-
-
-def _speed_chart(records: Sequence[dict[str, Any]], name: str, has_peak: bool) -> Chart:
-    rates = column(records, "tokens_per_s")
-    caption = f"The median is {count(summarize([y for _, y in rates]).get('p50', 0))} tokens per second"
-    if not has_peak:
-        lines = [Line("every step", rates, faint=True), Line("smoothed", smooth(rates))]
-        svg = line_chart(lines, name=f"{name}-speed", x_label="step", y_label="tokens per second", from_zero=True)
-        return Chart("Throughput", svg, caption + ".")
-    mfu = column(records, "mfu")
-    lines = [Line("every step", mfu, faint=True), Line("smoothed", smooth(mfu))]
-    svg = line_chart(lines, name=f"{name}-speed", x_label="step", y_label="MFU", percent=True)
-    middle = summarize([y for _, y in mfu]).get("p50", 0.0)
-    caption += (
-        f"; the median utilization is {percent(middle)} of the matrix-product rate measured at the model's shapes."
-    )
-    return Chart("Throughput: model FLOPs utilization", svg, caption)
-
-
-def _ceiling(points: Sequence[tuple[int, float]]) -> float:
-    """Upper end of the loss axis, such that a spike does not flatten the curve."""
-    finite = [y for _, y in points if math.isfinite(y)]
-    if len(finite) < 20:
-        return 0.0
-    return max(finite[0], summarize(finite)["p99"]) * 1.05
-
-
-def _loss_words(losses: Sequence[tuple[int, float]], heldout: Sequence[tuple[int, float]]) -> str:
+    # The axis ends above the first loss and 99% of all, so that a spike does not flatten the curve.
+    finite = [y for _, y in losses if math.isfinite(y)]
+    top = max(finite[0], summarize(finite)["p99"]) * 1.05 if len(finite) >= 20 else 0.0
+    svg = line_chart(lines, name=f"{name}-loss", x_label="step", y_label=loss_unit or "loss", top=top)
     words = f"The last training loss is {number(smooth(losses)[-1][1])} (smoothed)" if losses else ""
-    return words + (f", the last held-out loss {number(heldout[-1][1])}." if heldout else ".")
-
-
-def _summary_table(records: Sequence[dict[str, Any]], world_size: int, loss_unit: str) -> Table:
-    """Omits utilization if no peak rate is known, and communication if there is one process."""
-    rows = []
-    for key, label in _SUMMARIES.items():
-        summary = summarize([value for _, value in column(records, key)])
-        if "mean" not in summary or (key == "mfu" and summary["max"] == 0) or (key == "comm_s" and world_size == 1):
-            continue
-        names = ("mean", "std", "min", "p05", "p50", "p95", "p99", "max")
-        if key == "loss" and loss_unit:
-            label += f", {loss_unit}"
-        rows.append([label, *[percent(summary[part]) if key == "mfu" else number(summary[part], 3) for part in names]])
-    header = ["metric", "mean", "std", "min", "p5", "median", "p95", "p99", "max"]
-    return Table(header, rows, "Metrics over all steps", numeric=range(1, 9))
+    words += f", the last held-out loss {number(heldout[-1][1])}." if heldout else "."
+    return Chart("Loss", svg, words)
 
 
 def _format_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Block]:
-    """Which parts changed their number format, and why; empty if formats were fixed."""
-    shares, changes = column(records, "low_precision_fraction"), stage.format_changes()
+    """Returns the modules that changed their number format, with reasons; empty if formats were fixed."""
+    shares, changes = column(records, "low_precision_fraction"), read_records(stage.folder.path / CHANGES)
     if not shares:
         return []
     svg = line_chart(
@@ -237,7 +214,7 @@ _LAYERS = {
 
 
 def scale_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Block]:
-    """A chart of the scale, its overflows and changes; empty if losses were not scaled."""
+    """Returns a chart of the loss scale, its overflows and changes; empty if losses were not scaled."""
     state = stage.facts.get("loss_scale")
     if not state:
         return []
@@ -258,11 +235,18 @@ def scale_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Bl
     blocks: list[Block] = [Chart("Loss scale", chart, words)]
     if len(changes) > 1:  # the first entry is the initial scale
         blocks.append(Fold("Changes of the loss scale", [Excerpt("", text)]))
-    return [*blocks, _layer_table(layers)] if layers else blocks
+    if layers:
+        rows = [
+            [str(layer), _power(value), str(overflows)]
+            for layer, (value, overflows) in enumerate(zip(layers["values"], layers["num_overflows"], strict=True))
+        ]
+        header = ["layer", "loss scale", "overflows"]
+        blocks.append(Table(header, rows, "Loss scales of the layers, at the end", numeric=(0, 1, 2)))
+    return blocks
 
 
 def spike_blocks(stage: StageData) -> list[Block]:
-    """Batches skipped as spikes and rollbacks; empty if there were none."""
+    """Returns batches skipped as spikes, and rollbacks; empty without any."""
     events = stage.facts.get("left_out") or []
     if not events:
         return []
@@ -272,28 +256,22 @@ def spike_blocks(stage: StageData) -> list[Block]:
     if rollbacks:
         lost = sum(event["batches"][1] - event["batches"][0] + 1 for event in rollbacks)
         words += f"; {plural(len(rollbacks), 'rollback')} undid {plural(lost, 'update')}"
-    text = first_lines([*map(_event_words, events)], _CHANGES_SHOWN, "loss_spikes.jsonl")
+    lines: list[str] = []
+    for event in events:
+        first, last = event["batches"]
+        if event["kind"] == "rollback":
+            lines.append(f"step {event['step']:>6}  rolled back to step {first}: batches {first} to {last} undone")
+            continue
+        # JSON stores non-finite numbers as texts.
+        loss, norm = (value if isinstance(value, str) else number(value) for value in (event["loss"], event["norm"]))
+        lines.append(f"step {event['step']:>6}  batch {first} skipped: loss {loss}, gradient norm {norm}")
+    text = first_lines(lines, _CHANGES_SHOWN, "loss_spikes.jsonl")
     return [Note(words + ".", "warning"), Fold("Skipped batches", [Excerpt("", text)])]
 
 
-def _layer_table(layers: Mapping[str, Any]) -> Table:
-    rows = [
-        [str(layer), _power(value), str(overflows)]
-        for layer, (value, overflows) in enumerate(zip(layers["values"], layers["num_overflows"], strict=True))
-    ]
-    return Table(["layer", "loss scale", "overflows"], rows, "Loss scales of the layers, at the end", numeric=(0, 1, 2))
-
-
-def _event_words(event: Mapping[str, Any]) -> str:
-    first, last = event["batches"]
-    if event["kind"] == "rollback":
-        return f"step {event['step']:>6}  rolled back to step {first}: batches {first} to {last} undone"
-    loss, norm = (value if isinstance(value, str) else number(value) for value in (event["loss"], event["norm"]))
-    return f"step {event['step']:>6}  batch {first} skipped: loss {loss}, gradient norm {norm}"
-
-
 def _power(value: float) -> str:
-    """Format a scale, usually a power of two."""
+    """Formats a loss scale, usually a power of two."""
+    # The hexadecimal form has the exact exponent; log2 would round.
     mantissa, exponent = value.hex().split("p")
     return f"2^{int(exponent)}" if float.fromhex(mantissa) == 1.0 else number(value)
 
@@ -335,12 +313,12 @@ EVENT_KINDS = {
         "steps out of memory", "Raise gradient_accumulation_steps, so that no step is made twice."
     ),
 }
-"""By the kind that a monitor reports."""
+"""Kinds of events with their advice, by the name that a monitor reports."""
 
 
 def watch_blocks(stage: StageData) -> list[Block]:
-    """The kinds of events with advice, and the first steps; amber only if a kind is not ordinary."""
-    events = stage.watch()
+    """Returns the kinds of events with advice, and the first steps; amber only if a kind is not ordinary."""
+    events = read_records(stage.folder.path / "anomalies.jsonl")
     if not events:
         return [Note("Watch list: no loss spike, gradient-norm outlier, non-finite step or data stall.", "good")]
     kinds = Counter(event["kind"] for event in events)

@@ -1,5 +1,5 @@
 """The whole report from a run's folder: figures at the top, then the section of each stage, as one self-contained HTML
-file without network and scripts. The terminal shows the figures of its last lines.
+file without scripts and network access. Also the lines that the terminal shows at the end of a run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,27 +32,28 @@ from modelwright.pipeline.report.environment import (
     settings_section,
     used,
 )
-from modelwright.pipeline.report.run_data import RunData, StageData, read_run
+from modelwright.pipeline.report.run_data import RunData, read_run
 from modelwright.pipeline.stage import StageSpec
 
 
 def render(page: Page) -> str:
-    """The page as HTML. All text is escaped; only the charts' SVG is inserted as it is."""
+    """Returns the page as HTML. All text is escaped; only the charts' SVG is inserted unchanged."""
+    # Escaped, because texts and paths come from users' data; strict, so that a misspelled name is an error.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["runs"] = _runs
+
+    def runs(blocks: Sequence[Block]) -> list[tuple[str, list[Block]]]:
+        # Neighbors of the same kind form a group, so that charts can share a row.
+        return [(kind, list(group)) for kind, group in groupby(blocks, key=lambda block: block.kind)]
+
+    environment.filters["runs"] = runs
     source = files("modelwright.pipeline.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
     return environment.from_string(source).render(page=page)
 
 
-def _runs(blocks: Sequence[Block]) -> list[tuple[str, list[Block]]]:
-    """Group neighbors of the same kind, so that charts can share a row."""
-    return [(kind, list(group)) for kind, group in groupby(blocks, key=lambda block: block.kind)]
-
-
 def build_page(config: RunConfig, run: RunDir, *, without: StageSpec) -> Page:
-    """The report of the stages that have finished so far.
+    """Returns the report of the stages that have finished so far.
 
-    without: the stage that writes it, which has not finished when it is first written
+    without: the stage that writes the report, which has not finished when the report is first written
     """
     data = read_run(config, run)
     specs = [spec for spec in config.stages if spec.name != without.name]
@@ -63,50 +64,37 @@ def build_page(config: RunConfig, run: RunDir, *, without: StageSpec) -> Page:
     invocations = data.info.get("invocations", [])
     last = invocations[-1] if invocations else {}
     words = [last.get("started", "")[:10], machine_words(last)]
+    highlights = [block for spec, stage in finished for block in spec.highlight(data, stage)]
+    charts_first = sorted(highlights, key=lambda block: block.kind != "chart")  # next to each other, then the rest
+    overview = Section("overview", "At a glance", charts_first) if highlights else None
+    if missing := [spec.name for spec in specs if not data.done(spec.name)]:
+        warnings.insert(0, f"Not finished: {', '.join(missing)}. This report shows the finished stages.")
+    model, wall_s = config.model, sum(used(stage)["wall_s"] for stage in timed)
+    shape = f"{model.num_layers} layers of width {model.model_dim}, {count(model.vocab_size)} tokens"
     return Page(
         title=config.name,
         subtitle=" · ".join(word for word in words if word),
         facts=[
-            _model_fact(data),
+            Fact("Parameters", compact(model.num_parameters), shape),
             *(fact for spec, stage in finished for fact in spec.headline(data, stage)),
-            _cost(timed),
+            Fact("Whole run", seconds(wall_s), plural(len(timed), "stage")),
             *energy_facts(timed),
         ],
         sections=[
-            *filter(None, [_overview(data, finished), *sections, cost_section(timed), energy_section(timed)]),
+            *filter(None, [overview, *sections, cost_section(timed), energy_section(timed)]),
             settings_section(data),
         ],
         footer=f"Written by Modelwright {__version__}"
         + (f", commit {last['commit']}" if last.get("commit") else "")
         + ". This file needs no network.",
-        warnings=[*_unfinished(data, specs), *warnings],
+        warnings=warnings,
     )
 
 
-def _overview(data: RunData, finished: Sequence[tuple[StageSpec, StageData]]) -> Section | None:
-    """What is worth seeing first: charts side by side, then the rest. None if no stage has anything."""
-    blocks = [block for spec, stage in finished for block in spec.highlight(data, stage)]
-    charts_first = sorted(blocks, key=lambda block: block.kind != "chart")
-    return Section("overview", "At a glance", charts_first) if blocks else None
-
-
-def _model_fact(data: RunData) -> Fact:
-    model = data.config.model
-    shape = f"{model.num_layers} layers of width {model.model_dim}, {count(model.vocab_size)} tokens"
-    return Fact("Parameters", compact(model.num_parameters), shape)
-
-
-def _cost(stages: Sequence[StageData]) -> Fact:
-    return Fact("Whole run", seconds(sum(used(stage)["wall_s"] for stage in stages)), plural(len(stages), "stage"))
-
-
-def _unfinished(data: RunData, specs: Sequence[StageSpec]) -> list[str]:
-    missing = [spec.name for spec in specs if not data.done(spec.name)]
-    return [f"Not finished: {', '.join(missing)}. This report shows the finished stages."] if missing else []
-
-
 def answer_blocks(results: Mapping[str, Any], titles: Mapping[str, str]) -> list[Block]:
-    """The table of the models' perplexities; empty without held-out conversations. titles: of the models, by stage."""
+    """Returns the table of the models' perplexities; empty without held-out conversations. titles: names of the models,
+    by stage.
+    """
     rows = [
         [
             titles[name],
@@ -127,7 +115,7 @@ def answer_blocks(results: Mapping[str, Any], titles: Mapping[str, str]) -> list
 
 
 def answer_facts(results: Mapping[str, Any], titles: Mapping[str, str]) -> Sequence[Fact]:
-    """The perplexity of the final model's answers, beside that of the model before it."""
+    """Returns the perplexity of the final model's answers, with that of the model before it."""
     tables = _tables(results)
     if not tables:
         return ()
@@ -137,18 +125,18 @@ def answer_facts(results: Mapping[str, Any], titles: Mapping[str, str]) -> Seque
 
 
 def _tables(results: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The summaries of the models that were scored on answers, in the order in which they were trained."""
+    """Returns the summaries of the models that were scored on answers, in the order in which they were trained."""
     models: Mapping[str, Any] = results["models"]
     return [(name, model["answers"]) for name, model in reversed(list(models.items())) if model.get("answers")]
 
 
 LABEL_LEN = 8
-"""Characters of the first word of a line, so that what follows is aligned."""
+"""Width of the first word of a line in characters, so that the rest is aligned."""
 
 
 def closing_lines(config: RunConfig, run: RunDir) -> Sequence[str]:
-    """The lines of each finished stage, of a stage without any its figures; at last the time of each stage, all its
-    attempts together.
+    """Returns the lines of each finished stage, or its figures if it has no lines, and last the time of each stage, all
+    its attempts together.
     """
     data = read_run(config, run)
     finished = [(spec, stage) for spec in config.stages if (stage := data.done(spec.name))]
@@ -163,7 +151,7 @@ def closing_lines(config: RunConfig, run: RunDir) -> Sequence[str]:
 
 
 def figures(data: RunData) -> list[str]:
-    """The figures of the finished stages, one line each."""
+    """Returns the figures of the finished stages, one line each."""
     finished = [(spec, stage) for spec in data.config.stages if (stage := data.done(spec.name))]
     facts = [fact for spec, stage in finished for fact in spec.headline(data, stage)]
     return _fact_lines(facts, width=max((len(fact.label) for fact in facts), default=0) + 1)

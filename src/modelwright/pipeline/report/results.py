@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelwright.evaluate.multiple_choice import WITHOUT_QUESTION, best_rival
@@ -33,23 +33,38 @@ from modelwright.serve.load import expectation
 
 
 def evaluation_section(data: RunData, stage: StageData) -> Section:
-    """Bits per byte with the baselines, multiple choice with chance."""
+    """Returns bits per byte with the baselines, and multiple choice with chance."""
     results, titles = stage.json("results.json"), data.model_titles
     models = results["models"]
     blocks: list[Block] = []
-    if any(model["bits_per_byte"] for model in models.values()):
-        choice_chart = [_choice_chart(models, titles)] if _asks(models) else []
-        blocks += [_bits_chart(results, titles, name="bits"), *choice_chart, _bits_table(results, titles)]
-    else:
-        if not any(model.get("answers") for model in models.values()):
-            blocks.append(Note("No text was held out, so bits per byte were not measured."))
-        if _asks(models):
-            blocks.append(_choice_chart(models, titles))
+    has_bits = any(model["bits_per_byte"] for model in models.values())
+    if has_bits:
+        blocks.append(_bits_chart(results, titles, name="bits"))
+    elif not any(model.get("answers") for model in models.values()):
+        blocks.append(Note("No text was held out, so bits per byte were not measured."))
+    if any(model["multiple_choice"]["questions"] for model in models.values()):
+        blocks.append(_choice_chart(models, titles))
+    if has_bits:
+        blocks.append(_bits_table(results, titles))
     blocks += answer_blocks(results, titles)
     choice = models[results["final"]]["multiple_choice"]
     if choice["questions"]:
-        blocks += [_choice_table(results, titles), _choice_examples(stage, results["final"])]
-    blocks.append(_method_note(choice))
+        rows: list[list[str]] = []
+        for name, model in reversed(models.items()):
+            table = model["multiple_choice"]
+            interval = f"{percent(table['accuracy_low'])} to {percent(table['accuracy_high'])}"
+            right = f"{count(table['correct'])} of {count(table['questions'])}"
+            rows.append([titles[name], right, percent(table["accuracy"]), interval, power(table["log10_p_value"])])
+        header = ["model", "right", "accuracy", "95% interval (Wilson)", "p against chance"]
+        blocks.append(Table(header, rows, "Multiple choice in numbers", numeric=range(1, 5)))
+        blocks.append(_choice_examples(stage, results["final"]))
+    rule = {"byte": "byte", "token": "token", "pmi": "byte, minus that without the question"}.get(choice["score"], "")
+    method = (
+        "Every token of a held-out document is predicted once, with at most the model's context length before it. "
+        "Bytes are those of the UTF-8 text, so models with different tokenizers and compressors can be compared. "
+        f"Multiple choice ranks the candidates by log-likelihood per {rule}; the rule is set before the run."
+    )
+    blocks.append(Note(method))
     lead = (
         "Measured on held-out documents, which were never trained on. Lower bits per byte and perplexities are better."
     )
@@ -57,15 +72,16 @@ def evaluation_section(data: RunData, stage: StageData) -> Section:
 
 
 def evaluation_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
-    """Bits per byte of the best model in each domain and the multiple-choice accuracy, with the best rival of each."""
+    """Returns bits per byte of the best model in each domain and the multiple-choice accuracy, with the best rivals."""
     results = stage.json("results.json")
     rows = bits_rows(results, data.model_titles)
     models = [data.model_titles[name] for name in reversed(results["models"])]
     facts = []
     for kind in next(iter(rows.values()), {}):
-        best = min(models, key=lambda name: rows[name][kind])
-        baseline = best_baseline(rows, kind, models)
-        hint = f"{best}" + (f"; best baseline {baseline[1]:.2f} ({baseline[0]})" if baseline else "")
+        best = hint = min(models, key=lambda name: rows[name][kind])
+        if baselines := {name: row[kind] for name, row in rows.items() if name not in models and kind in row}:
+            rival = min(baselines, key=lambda name: baselines[name])
+            hint += f"; best baseline {baselines[rival]:.2f} ({rival})"
         facts.append(Fact(f"Bits per byte, {kind_title(kind)}", f"{rows[best][kind]:.2f}", hint))
     facts += answer_facts(results, data.model_titles)
     choice = results["models"][results["final"]]["multiple_choice"]
@@ -76,7 +92,7 @@ def evaluation_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
 
 
 def evaluation_highlight(data: RunData, stage: StageData) -> Sequence[Block]:
-    """The chart that compares the models with the baselines."""
+    """Returns the chart that compares the models with the baselines."""
     results = stage.json("results.json")
     if not any(model["bits_per_byte"] for model in results["models"].values()):
         return ()
@@ -84,8 +100,8 @@ def evaluation_highlight(data: RunData, stage: StageData) -> Sequence[Block]:
 
 
 def evaluation_lines(data: RunData, stage: StageData) -> Sequence[str]:
-    """What the terminal shows of the evaluation: a line for each kind of text, with all baselines on the whole corpus,
-    and one for the answers; nothing if no text was scored.
+    """Returns the lines that the terminal shows: one for each kind of text, with all baselines on the whole corpus, and
+    one for the answers; none if no text was scored.
     """
     results = stage.json("results.json")
     rows, lines = bits_rows(results, data.model_titles), []
@@ -104,18 +120,16 @@ def evaluation_lines(data: RunData, stage: StageData) -> Sequence[str]:
 
 
 def rival_words(choice: Mapping[str, Any]) -> str:
-    """How the accuracy compares with the strongest rival: `below the best rival, shared parts of words, 44.3%`."""
+    """Compares the accuracy with the strongest rival: `below the best rival, shared parts of words, 44.3%`."""
     name, accuracy = best_rival(choice)
     place = "below" if choice["accuracy"] < accuracy else "above" if choice["accuracy"] > accuracy else "equal to"
     return f"{place} the best rival, {name}, {percent(accuracy)}"
 
 
-def _asks(models: Mapping[str, Any]) -> bool:
-    return any(model["multiple_choice"]["questions"] for model in models.values())
-
-
 def bits_rows(results: Mapping[str, Any], titles: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """Bits per byte by model and domain: the models, the bigram, the compressors. titles: of the models, by stage."""
+    """Returns bits per byte by model and domain: the models, the bigram, the compressors. titles: names of the models,
+    by stage.
+    """
     models: dict[str, Any] = results["models"]
     rows: dict[str, dict[str, float]] = {
         titles[name]: {kind: table["bits_per_byte"] for kind, table in model["bits_per_byte"].items()}
@@ -133,16 +147,8 @@ def bits_rows(results: Mapping[str, Any], titles: Mapping[str, str]) -> dict[str
     return rows
 
 
-def best_baseline(
-    rows: Mapping[str, Mapping[str, float]], kind: str, models: Collection[str]
-) -> tuple[str, float] | None:
-    """The strongest baseline of a kind, `None` without baselines. models: the rows that are no baselines."""
-    others = {name: row[kind] for name, row in rows.items() if name not in models and kind in row}
-    return min(others.items(), key=lambda item: item[1]) if others else None
-
-
 def int8_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
-    """How much smaller and faster the quantized model is."""
+    """Returns the factors by which the quantized model is smaller and faster."""
     comparison = stage.json("results.json")["comparison"]
     ratio = comparison["reference_bytes"] / comparison["int8_bytes"]
     speeds = [pair["int8_tokens_per_s"] / pair["reference_tokens_per_s"] for pair in comparison["speed"]]
@@ -150,16 +156,11 @@ def int8_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
 
 
 def int8_section(data: RunData, stage: StageData) -> Section:
-    """Size, speed and accuracy of the quantized model."""
-    results = stage.json("results.json")
-    comparison = results["comparison"]
-    agreement = comparison["agreement"]
-    rows = [*_int8_size_and_speed_rows(comparison), *_int8_accuracy_rows(results)]
-    before, after = agreement["reference_loss"], agreement["int8_loss"]
-    rows.append(["loss, nats per token", number(before), number(after), f"{after - before:+.4f}", ""])
-    name = _integers(stage)
+    """Returns size, speed and accuracy of the quantized model."""
+    results, name = stage.json("results.json"), _integers(stage)
+    agreement = results["comparison"]["agreement"]
     header = ["measure", "FP32", name, "change", "95% interval"]
-    table = Table(header, rows, f"FP32 and {name} in numbers", numeric=range(1, 5))
+    table = Table(header, _int8_rows(results), f"FP32 and {name} in numbers", numeric=range(1, 5))
     words = (
         f"Both models predict the same next token at {percent(agreement['same_first'])} of "
         f"{count(agreement['num_tokens'])} positions. The mean KL divergence is "
@@ -180,16 +181,16 @@ def int8_section(data: RunData, stage: StageData) -> Section:
 
 
 def _integers(stage: StageData) -> str:
-    """The weights' number format: INT8, INT4."""
+    """Returns the weights' number format: INT8, INT4."""
     return f"INT{stage.json('results.json')['bits']}"
 
 
 NUM_SHOWN_ANSWERS = 3
-"""Answers on the first screen of the report and on the terminal."""
+"""Number of answers on the first screen of the report and on the terminal."""
 
 
 def serving_highlight(data: RunData, stage: StageData) -> Sequence[Block]:
-    """The first answers of the server."""
+    """Returns the first answers of the server."""
     items = [
         TextSample(entry["question"], entry["answer"].strip() or "(an empty answer)")
         for entry in stage.json("answers.json")["answers"][:NUM_SHOWN_ANSWERS]
@@ -198,7 +199,7 @@ def serving_highlight(data: RunData, stage: StageData) -> Sequence[Block]:
 
 
 def serving_section(data: RunData, stage: StageData) -> Section:
-    """The questions that the real server was asked, with its answers."""
+    """Returns the questions that the real server was asked, with its answers."""
     result = stage.json("answers.json")
     items = [
         TextSample(
@@ -212,10 +213,17 @@ def serving_section(data: RunData, stage: StageData) -> Section:
     total = sum(entry["num_tokens"] for entry in result["answers"])
     spent = sum(entry["latency_s"] for entry in result["answers"])
     asked = f"{plural(len(items), 'question')} {'was' if len(items) == 1 else 'were'} asked"
+    stream = ""
+    if streamed := result["streamed"]:
+        same = "the same" if streamed["answer"] == result["answers"][0]["answer"] else "a different"
+        text = f"; its first text arrived after {1000 * streamed['first_text_s']:.0f} ms."
+        stream = (
+            f"As a stream, the first question got {same} answer{text if streamed['answer'] else ', which was empty.'}"
+        )
     lead = (
         f"The server was ready {seconds(result['start_s'])} after its start. {asked} through the official openai "
         f"client, one after the other; the server generated {number(total / max(spent, 1e-9), 3)} tokens per second. "
-        f"{_stream_words(result)}"
+        f"{stream}"
     )
     hint = expectation(data.config.model.num_parameters)
     blocks: list[Block] = [Note(hint)] if hint else []
@@ -223,18 +231,6 @@ def serving_section(data: RunData, stage: StageData) -> Section:
     if result.get("left_out"):
         blocks.insert(0, Note(f"{result['left_out']}.", "warning"))
     return Section("serving", "Served answers", blocks, lead)
-
-
-def _stream_words(result: Mapping[str, Any]) -> str:
-    """How the streamed answer to the first question compares with the plain one; "" if no question was asked."""
-    streamed = result["streamed"]
-    if not streamed:
-        return ""
-    same = "the same" if streamed["answer"] == result["answers"][0]["answer"] else "a different"
-    words = f"As a stream, the first question got {same} answer"
-    if not streamed["answer"]:
-        return f"{words}, which was empty."
-    return f"{words}; its first text arrived after {1000 * streamed['first_text_s']:.0f} ms."
 
 
 def _bits_chart(results: Mapping[str, Any], titles: Mapping[str, str], *, name: str) -> Chart:
@@ -269,12 +265,17 @@ def _choice_chart(models: dict[str, Any], titles: Mapping[str, str]) -> Chart:
 
 
 def _bits_table(results: Mapping[str, Any], titles: Mapping[str, str]) -> Table:
-    rows = []
-    for name, model in reversed(results["models"].items()):
-        for kind, table in model["bits_per_byte"].items():
-            rows.append([titles[name], kind_title(kind), *_bits_cells(table)])
-    for kind, table in (results.get("baselines") or {}).get("bigram", {}).get("kinds", {}).items():
-        rows.append(["token bigram", kind_title(kind), *_bits_cells(table)])
+    tables: list[tuple[str, Mapping[str, Any]]] = [
+        (titles[name], model["bits_per_byte"]) for name, model in reversed(results["models"].items())
+    ]
+    tables.append(("token bigram", (results.get("baselines") or {}).get("bigram", {}).get("kinds", {})))
+    rows: list[list[str]] = []
+    for name, kinds in tables:
+        for kind, table in kinds.items():
+            interval = _interval(table, f"{table['bits_per_byte_low']:.3f} to {table['bits_per_byte_high']:.3f}")
+            tokens, documents = f"{table['nats_per_token']:.3f}", count(table["documents"])
+            bits = f"{table['bits_per_byte']:.3f}"
+            rows.append([name, kind_title(kind), bits, interval, tokens, documents, size(table["bytes"])])
     header = ["model", "text", "bits per byte", "95% interval", "nats per token", "documents", "bytes"]
     caption = (
         "Intervals are bootstrapped over documents. The bigram is counted over all training tokens; the model was "
@@ -283,38 +284,22 @@ def _bits_table(results: Mapping[str, Any], titles: Mapping[str, str]) -> Table:
     return Table(header, rows, "Bits per byte in numbers", caption, numeric=range(2, 7))
 
 
-def _bits_cells(table: Mapping[str, Any]) -> list[str]:
-    interval = _interval(table, f"{table['bits_per_byte_low']:.3f} to {table['bits_per_byte_high']:.3f}")
-    tokens, documents = f"{table['nats_per_token']:.3f}", count(table["documents"])
-    return [f"{table['bits_per_byte']:.3f}", interval, tokens, documents, size(table["bytes"])]
-
-
 def _interval(table: Mapping[str, Any], words: str) -> str:
-    """A bootstrap interval over documents is meaningless for a single document."""
+    # A bootstrap interval over documents is meaningless for a single document.
     return words if table["documents"] > 1 else "needs 2 documents"
 
 
-def _choice_table(results: Mapping[str, Any], titles: Mapping[str, str]) -> Table:
-    rows = []
-    for name, model in reversed(results["models"].items()):
-        table = model["multiple_choice"]
-        interval = f"{percent(table['accuracy_low'])} to {percent(table['accuracy_high'])}"
-        right = f"{count(table['correct'])} of {count(table['questions'])}"
-        rows.append([titles[name], right, percent(table["accuracy"]), interval, power(table["log10_p_value"])])
-    header = ["model", "right", "accuracy", "95% interval (Wilson)", "p against chance"]
-    return Table(header, rows, "Multiple choice in numbers", numeric=range(1, 5))
-
-
 def power(log10_value: float) -> str:
-    """A small probability from its logarithm: `3.2×10⁻¹⁴`."""
+    """Formats a small probability, given its logarithm: `3.2×10⁻¹⁴`."""
     if log10_value > -3:
         return f"{10**log10_value:.3f}"
+    # From the logarithm, because 10**log10_value of a strong test is 0 in a float.
     exponent = math.floor(log10_value)
     return power_of_ten(f"{10 ** (log10_value - exponent):.1f}", exponent)
 
 
 NUM_QUESTIONS = 6
-"""Benchmark questions that are shown."""
+"""Number of benchmark questions that are shown."""
 
 
 def _choice_examples(stage: StageData, model: str) -> Fold:
@@ -329,34 +314,17 @@ def _choice_examples(stage: StageData, model: str) -> Fold:
     return Fold("Examples of questions, with the chosen answers", items)
 
 
-def _method_note(choice: Mapping[str, Any]) -> Note:
-    rule = {"byte": "byte", "token": "token", "pmi": "byte, minus that without the question"}.get(choice["score"], "")
-    return Note(
-        "Every token of a held-out document is predicted once, with at most the model's context length before it. "
-        "Bytes are those of the UTF-8 text, so models with different tokenizers and compressors can be compared. "
-        f"Multiple choice ranks the candidates by log-likelihood per {rule}; the rule is set before the run."
-    )
-
-
-def _int8_size_and_speed_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
+def _int8_rows(results: Mapping[str, Any]) -> list[list[str]]:
+    comparison, agreement = results["comparison"], results["comparison"]["agreement"]
     before, after = comparison["reference_bytes"], comparison["int8_bytes"]
     rows = [["weights", size(before), size(after), f"{before / after:.2f}x smaller", ""]]
     for pair in comparison["speed"]:
         fast, slow = pair["int8_tokens_per_s"], pair["reference_tokens_per_s"]
-        rows.append([f"tokens/s, {_pass_words(pair)}", count(slow), count(fast), f"{fast / slow:.2f}x", ""])
-    return rows
-
-
-def _pass_words(pair: Mapping[str, Any]) -> str:
-    """The shape of a timed forward pass: one token of each sequence is decoding, several are prefill."""
-    sequences = plural(pair["num_streams"], "sequence")
-    if pair["num_tokens"] == 1:
-        return f"decode, {sequences}"
-    return f"prefill, {sequences} of {count(pair['num_tokens'])} tokens"
-
-
-def _int8_accuracy_rows(results: Mapping[str, Any]) -> list[list[str]]:
-    rows = []
+        # A forward pass over one token of each sequence is decoding, over several it is prefill.
+        shape = f"decode, {plural(pair['num_streams'], 'sequence')}"
+        if pair["num_tokens"] > 1:
+            shape = f"prefill, {plural(pair['num_streams'], 'sequence')} of {count(pair['num_tokens'])} tokens"
+        rows.append([f"tokens/s, {shape}", count(slow), count(fast), f"{fast / slow:.2f}x", ""])
     for kind, table in results["fp32"]["bits_per_byte"].items():
         after = results["int8"]["bits_per_byte"][kind]["bits_per_byte"]
         change = results["change"]["bits_per_byte"][kind]
@@ -374,6 +342,8 @@ def _int8_accuracy_rows(results: Mapping[str, Any]) -> list[list[str]]:
         test = results["change"]["multiple_choice"]
         words = f"{test['won']} won, {test['lost']} lost"
         rows.append(["multiple choice", percent(before["accuracy"]), percent(after["accuracy"]), words, ""])
+    before, after = agreement["reference_loss"], agreement["int8_loss"]
+    rows.append(["loss, nats per token", number(before), number(after), f"{after - before:+.4f}", ""])
     return rows
 
 

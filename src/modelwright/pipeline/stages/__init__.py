@@ -1,1 +1,1 @@
-"""One module per stage: the settings and parents it depends on, and what it does with them."""
+"""One module per stage: the settings and parents on which it depends, and its work."""

@@ -9,8 +9,8 @@ examples.
 import base64
 import io
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,9 @@ from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.retrieval import bag_of_words, chance, recall
 from modelwright.objectives.aligned_model import AlignedModel, save_alignment
 from modelwright.objectives.contrastive import AlignConfig, Contrastive
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Block, Fact, Samples, Table, TextSample, count, percent
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import RowSet, StageInputs
+from modelwright.pipeline.stage import RowSet
 from modelwright.pipeline.stages.alignment import metric_charts
 from modelwright.pipeline.stages.cached_rows import TrainingData
 from modelwright.pipeline.stages.model_folder import save_model_folder
@@ -44,11 +43,11 @@ from modelwright.pipeline.stages.rows import PackJob, RowUse, Sequences
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
 
 SIDE = 64
-"""Most pixels of a side."""
+"""Maximum pixels per side of a thumbnail."""
 
 
 def thumbnail(data: bytes) -> str:
-    """An image file as a small PNG in a `data:` URL."""
+    """Returns an image file as a small PNG in a `data:` URL."""
     image, file = pillow().fromarray(decode(data)), io.BytesIO()
     image.thumbnail((SIDE, SIDE))
     image.save(file, format="PNG")
@@ -56,17 +55,9 @@ def thumbnail(data: bytes) -> str:
 
 
 MOST_IMAGES = 2**24 - 2
-"""Numbers of images travel as FP32."""
+"""Largest number of an image: numbers are stored as FP32, which is exact for integers up to 2^24."""
 ROWS_READ_AT_ONCE = 64
-"""Rows, or groups of them, that are read together where all are read in their order."""
-
-
-@dataclass
-class _WaitingPairs:
-    """Pairs whose texts are being encoded, in order."""
-
-    pairs: deque[tuple[Document, int]] = field(default_factory=deque[tuple[Document, int]])
-    """A document, and the number of its image or -1 for code."""
+"""Rows, or groups of them, that are read together where all are read in order."""
 
 
 def _pack_aligned(job: PackJob, split: Split) -> None:
@@ -75,40 +66,36 @@ def _pack_aligned(job: PackJob, split: Split) -> None:
 
 
 def _sequences(job: PackJob, split: Split, images: StoreWriter) -> Sequences:
-    waiting = _WaitingPairs()
+    # Documents are encoded some blocks ahead; their pairs wait in the same order, with the number of the image or -1.
+    waiting: deque[tuple[Document, int]] = deque()
 
     def texts() -> Iterator[str]:
-        """The text of each pair, and its code where it has any."""
         for document in read_kept(job.clean, split=split, kinds=("image", "code")):
             if document.kind == "image":
                 number = images.add(StoredImage.from_plain(document.meta[KEY]).data)
                 if number > MOST_IMAGES:
                     raise DataError(f"pack: there are more than {MOST_IMAGES:,} images; pack them in several runs")
-                waiting.pairs.append((document, number))
+                waiting.append((document, number))
                 yield document.text
             elif document.kind == "code":
                 for pair in described_functions(document.text):
-                    waiting.pairs.append((document, -1))
+                    waiting.append((document, -1))
                     yield pair.text
                     yield pair.code
 
     encoded = job.tokenizer.encode_documents(texts(), num_threads=job.config.hardware.num_threads)
     for text_ids in encoded:
-        document, number = waiting.pairs.popleft()
+        document, number = waiting.popleft()
         other_ids = next(encoded) if number < 0 else np.full(2, job.tokenizer.end_id)
         source, value = row_source(document, job.settings.group_by), float(number + 1)
         for ids in (text_ids, other_ids):
-            yield TokenSequence(_fitted(ids, job.settings.seq_len), source=source, value=value)
-
-
-def _fitted(ids: np.ndarray, seq_len: int) -> np.ndarray:
-    """The beginning of a sequence, with room for its end token."""
-    return ids if len(ids) <= seq_len - 1 else ids[: seq_len - 1]
+            # Cut, with room for the end token: both sides of a pair must stay one sequence each.
+            yield TokenSequence(ids[: job.settings.seq_len - 1], source=source, value=value)
 
 
 @dataclass(frozen=True)
 class AlignedPair:
-    """A pair as it was packed, cut to the length of a row. image: its number; -1 for code."""
+    """A packed pair, cut to the length of a row. image: number of its image; -1 for code."""
 
     text: str
     text_ids: np.ndarray
@@ -117,7 +104,7 @@ class AlignedPair:
 
 
 def read_pairs(rows: PackedRows, tokenizer: Tokenizer) -> Iterator[AlignedPair]:
-    """The pairs of packed rows, in their order."""
+    """Reads the pairs of packed rows, in order."""
     for batch in rows.batches(ROWS_READ_AT_ONCE):
         whole = (batch.input_ids_BT, batch.segments_BT, batch.extras["values_BT"])
         groups = (one.unflatten(0, (-1, 2)).numpy() for one in whole)
@@ -141,24 +128,30 @@ ALIGNED_ROWS = RowSet(
 
 
 MOST_PAIRS = 1000
-"""Held-out pairs of each kind that are searched among."""
+"""Number of held-out pairs of each kind in the search for the right partner."""
 MOST_NEIGHBORS = 10_000
-"""Training pairs among which the baseline of images looks for the nearest pixels."""
+"""Training pairs among which the baseline of images searches for the nearest pixels."""
 NUM_EXAMPLES, NUM_SHOWN, SHOWN_CHARS = 3, 3, 160
 NEIGHBOR_SIDE = 16
-"""Pixels of a side in the baseline's comparison."""
+"""Pixels per side in the baseline's comparison."""
 
 
 def measure_retrieval(model: AlignedModel, training: TrainingData, rows: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Recall by task, `recall`, and some queries with what was found, `examples`. training: what the model learned
-    from; rows: folder of the set of rows.
+    """Returns recall by task, `recall`, and some queries with the best candidates, `examples`. training: training data
+    of the model; rows: folder of the set of rows.
     """
     pairs = list(read_pairs(PackedRows(rows / "heldout"), tokenizer))
     with_code = [pair for pair in pairs if pair.image < 0][:MOST_PAIRS]
     with_image = [pair for pair in pairs if pair.image >= 0][:MOST_PAIRS]
     result: dict[str, Any] = {"recall": {}, "examples": {}}
     if with_code:
-        _code_tasks(model, with_code, tokenizer, result)
+        texts, code = [one.text for one in with_code], [tokenizer.decode(one.code_ids).strip() for one in with_code]
+        text_vectors = model.embed_texts([pair.text_ids for pair in with_code])
+        scores = text_vectors @ model.embed_code([pair.code_ids for pair in with_code]).T
+        is_right = _same(texts, texts)
+        words = bag_of_words(texts, code)
+        _add(result, "code: text to code", scores, words, is_right, texts, code)
+        _add(result, "code: code to text", scores.T, words.T, is_right.T, code, texts)
     if with_image:
         store = open_images(rows, "heldout")
         assert store is not None
@@ -167,24 +160,12 @@ def measure_retrieval(model: AlignedModel, training: TrainingData, rows: Path, t
     return result
 
 
-def _code_tasks(
-    model: AlignedModel, pairs: Sequence[AlignedPair], tokenizer: Tokenizer, result: dict[str, Any]
-) -> None:
-    texts, code = [pair.text for pair in pairs], [tokenizer.decode(pair.code_ids).strip() for pair in pairs]
-    text_vectors = model.embed_texts([pair.text_ids for pair in pairs])
-    scores = text_vectors @ model.embed_code([pair.code_ids for pair in pairs]).T
-    is_right = _same(texts, texts)
-    words = bag_of_words(texts, code)
-    _add(result, "code: text to code", scores, words, is_right, texts, code)
-    _add(result, "code: code to text", scores.T, words.T, is_right.T, code, texts)
-
-
 def _image_tasks(
     model: AlignedModel, pairs: Sequence[AlignedPair], store: ImageStore, neighbors: Sequence[str],
     result: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Captions that several images share are one query, or one candidate."""
     captions = [pair.text for pair in pairs]
+    # A caption that several images share is one query, or one candidate: each of its images is a right answer.
     first_with = {caption: place for place, caption in reversed(list(enumerate(captions)))}
     texts = list(first_with)
     text_vectors = model.embed_texts([pairs[first_with[text]].text_ids for text in texts])
@@ -192,20 +173,12 @@ def _image_tasks(
     is_right = _same(texts, captions)
     words = bag_of_words(texts, neighbors)
     names = [f"image {pair.image}: {pair.text}" for pair in pairs]
-    images = _Pictures(store, [pair.image for pair in pairs])
-    _add(result, "image: text to image", scores, words, is_right, texts, names, found=images)
-    _add(result, "image: image to text", scores.T, words.T, is_right.T, names, texts, asked=images)
 
+    def image_at(place: int) -> str:
+        return thumbnail(store.data(pairs[place].image))
 
-@dataclass(frozen=True)
-class _Pictures:
-    """Images of a store, by their places in a list of numbers."""
-
-    store: ImageStore
-    numbers: Sequence[int]
-
-    def at(self, place: int) -> str:
-        return thumbnail(self.store.data(self.numbers[place]))
+    _add(result, "image: text to image", scores, words, is_right, texts, names, candidate_image=image_at)
+    _add(result, "image: image to text", scores.T, words.T, is_right.T, names, texts, query_image=image_at)
 
 
 def _same(texts: Sequence[str], others: Sequence[str]) -> NDArray[np.bool_]:
@@ -214,10 +187,9 @@ def _same(texts: Sequence[str], others: Sequence[str]) -> NDArray[np.bool_]:
 
 def _add(
     result: dict[str, Any], name: str, scores: NDArray[Any], words: NDArray[Any], is_right: NDArray[np.bool_],
-    queries: Sequence[str], candidates: Sequence[str], *, asked: _Pictures | None = None,
-    found: _Pictures | None = None,
+    queries: Sequence[str], candidates: Sequence[str], *, query_image: Callable[[int], str] | None = None,
+    candidate_image: Callable[[int], str] | None = None,
 ) -> None:  # fmt: skip
-    """asked, found: the pictures of queries and of candidates that are images."""
     result["recall"][name] = {
         "num_queries": len(queries),
         "num_candidates": len(candidates),
@@ -228,14 +200,15 @@ def _add(
     examples: list[dict[str, Any]] = []
     shown: list[int] = np.linspace(0, len(queries) - 1, NUM_EXAMPLES).astype(int).tolist()
     for query in shown:
+        # Stable, so that equal scores keep the order of the candidates on every machine.
         order: list[int] = np.argsort(-scores[query], kind="stable").tolist()
         place = int(np.flatnonzero(is_right[query][order])[0]) + 1
         lines = [f"{rank}. {_short(candidates[one])}" for rank, one in enumerate(order[:NUM_SHOWN], start=1)]
         example: dict[str, Any] = {"query": _short(queries[query]), "found": lines, "place": place}
-        if asked:
-            example["query_image"] = asked.at(query)
-        if found:
-            example["found_images"] = [found.at(one) for one in order[:NUM_SHOWN]]
+        if query_image:
+            example["query_image"] = query_image(query)
+        if candidate_image:
+            example["found_images"] = [candidate_image(one) for one in order[:NUM_SHOWN]]
         examples.append(example)
     result["examples"][name] = examples
 
@@ -243,19 +216,19 @@ def _add(
 def _nearest_captions(
     pairs: Sequence[AlignedPair], store: ImageStore, training: TrainingData, tokenizer: Tokenizer
 ) -> list[str]:
-    """For each held-out image the caption of the training image with the nearest pixels; "" without any."""
+    """Returns for each held-out image the caption of the training image with the nearest pixels; "" without any."""
     if training.images is None:
         return [""] * len(pairs)
     with_image = (one for one in read_pairs(training.rows, tokenizer) if one.image >= 0)
     known = list(islice(with_image, MOST_NEIGHBORS))
     of_training, of_heldout = _small(training.images, known), _small(store, pairs)
-    squares = (of_training**2).sum(axis=1)
+    squares = (of_training**2).sum(axis=1)  # |a - b|^2 without |b|^2, which is the same for all training images
     nearest = (squares - 2 * of_heldout @ of_training.T).argmin(axis=1)
     return [known[place].text for place in nearest]
 
 
 def _small(store: ImageStore, pairs: Sequence[AlignedPair]) -> NDArray[np.float32]:
-    """The pixels of the images of pairs, [pairs, values]."""
+    """Returns the pixels of the images of pairs, [pairs, values]."""
     images = list(store.squares([one.image for one in pairs], size=NEIGHBOR_SIDE, fit="stretch"))
     return np.stack(images).reshape(len(images), -1).astype(np.float32) / np.float32(255)
 
@@ -271,18 +244,6 @@ _TITLES = {
     "code: text to code": "docstrings to code",
     "code: code to text": "code to docstrings",
 }
-
-
-def _objective(inputs: StageInputs) -> Contrastive:
-    config = inputs.training
-    assert isinstance(config, AlignConfig)
-    rows = inputs.parents[PACK.name] / ALIGNED_ROWS.name
-    return Contrastive(inputs.plan, config, images=inputs.images, heldout_images=open_images(rows, "heldout"))
-
-
-def _further(run: RunConfig, config: AlignConfig) -> FurtherModels:
-    folder = config.vision.init_from
-    return FurtherModels(folders={"vision.init_from": folder} if folder else {})
 
 
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
@@ -319,11 +280,8 @@ def _blocks(stage: StageData) -> Sequence[Block]:
             "Scale of cosines": {"scale": "scale"},
         },
     )
-    retrieval = stage.facts.get("retrieval")
-    return [*_retrieval_blocks(retrieval), *charts] if retrieval else charts
-
-
-def _retrieval_blocks(retrieval: Mapping[str, Any]) -> list[Block]:
+    if not (retrieval := stage.facts.get("retrieval")):
+        return charts
     header = ["held-out pairs", "queries", "candidates", "recall@1", "chance", "bag of words", "recall@5", "chance",
               "bag of words"]  # fmt: skip
     rows = [
@@ -345,15 +303,20 @@ def _retrieval_blocks(retrieval: Mapping[str, Any]) -> list[Block]:
             for one in examples
         ]  # fmt: skip
         blocks.append(Samples(items, f"Examples, {_TITLES[name]}"))
-    return blocks
+    return [*blocks, *charts]
 
 
 ALIGN = training_spec(
     name="align",
     title="Aligning texts, code and images",
     report_title="Texts, code and images in one space",
-    model_title="",  # not a model that later stages go on with
-    objective=_objective,
+    model_title="",  # not a model that later stages continue
+    objective=lambda inputs: Contrastive(
+        inputs.plan,
+        inputs.training,
+        images=inputs.images,
+        heldout_images=open_images(inputs.parents[PACK.name] / ALIGNED_ROWS.name, "heldout"),
+    ),
     rows=ALIGNED_ROWS,
     run_needs=Contrastive.needs,
     needs=lambda config: (PACK.name,),
@@ -362,7 +325,9 @@ ALIGN = training_spec(
     only_if_named=True,
     loss_unit="",
     blocks=_blocks,
-    further=_further,
+    further=lambda run, config: FurtherModels(
+        folders={"vision.init_from": config.vision.init_from} if config.vision.init_from else {}
+    ),
     row_use=RowUse(compares_rows=True, learns_by_heart=False),
     save=_save,
 )

@@ -1,8 +1,8 @@
-"""What the stages dpo and kto share: rows of preference pairs and of labeled answers, the reference model, and charts
-of rewards.
+"""Shared parts of the stages dpo and kto: rows of preference pairs and of labeled answers, the reference model, and
+charts of rewards.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import tee
 from pathlib import Path
 
@@ -10,39 +10,42 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.records import column
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document, Split
-from modelwright.data.rows.fit import ConversationFit, PreferenceFit, PromptedAnswer, with_mismatched_answers
+from modelwright.data.rows.fit import PreferenceFit, PromptedAnswer, with_mismatched_answers
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.model.hf import deferred_model
 from modelwright.pipeline.report.blocks import Block, Chart
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import RowSet, StageInputs
-from modelwright.pipeline.stages.rows import PackJob, Sequences, suggest_row_len
+from modelwright.pipeline.stages.rows import PackJob, Sequences, new_fit, suggest_row_len
 from modelwright.pipeline.stages.stage_inputs import model_before
 from modelwright.train.frozen_model import FrozenModel
 
 
 def _pack_pairs(job: PackJob, split: Split) -> None:
-    """Groups of two rows: chosen answers, and the rejected answers to the same prompts. The value of a sequence is the
-    margin of its pair, 0 if it has none.
+    """Packs groups of two rows: chosen answers, and the rejected answers to the same prompts. The value of a sequence
+    is the margin of its pair, 0 without one.
     """
-    fit = _new_fit(job)
+    fit = PreferenceFit(tokenizer=job.tokenizer, answers=new_fit(job))
 
     def sequences() -> Sequences:
-        for document in _documents(job, split, "rejected"):
+        for document in read_kept(job.clean, split=split, kinds=("qa",)):
+            if "rejected" not in document.meta:
+                continue
             if answers := fit.pair(document):
-                value = float(document.meta.get("margin", 0.0))
-                yield from _sequences(job, document, answers, value)
+                yield from _sequences(job, document, answers, float(document.meta.get("margin", 0.0)))
 
     _pack(job, PAIR_ROWS, split, sequences(), fit)
 
 
 def _pack_labeled(job: PackJob, split: Split) -> None:
-    """Groups of two rows: answers, and the same prompts with answers to other prompts. The value of a sequence is 1 for
-    a desirable answer, else 0.
+    """Packs groups of two rows: answers, and the same prompts with answers to other prompts. The value of a sequence is
+    1 for a desirable answer, else 0.
     """
-    fit = _new_fit(job)
-    kept = ((one, answer) for one in _documents(job, split, "desirable") if (answer := fit.single(one)))
+    fit = PreferenceFit(tokenizer=job.tokenizer, answers=new_fit(job))
+    documents = (one for one in read_kept(job.clean, split=split, kinds=("qa",)) if "desirable" in one.meta)
+    kept = ((one, answer) for one in documents if (answer := fit.single(one)))
+    # Mismatching runs some answers ahead, so documents are paired with its results through a second iterator.
     ordered, encoded = tee(kept)
 
     def sequences() -> Sequences:
@@ -57,17 +60,6 @@ def _pack_labeled(job: PackJob, split: Split) -> None:
         )
 
 
-def _new_fit(job: PackJob) -> PreferenceFit:
-    overlong = "skip" if job.settings.long_documents == "skip" else "split"
-    return PreferenceFit(
-        tokenizer=job.tokenizer, answers=ConversationFit(seq_len=job.settings.seq_len, overlong=overlong)
-    )
-
-
-def _documents(job: PackJob, split: Split, field: str) -> Iterator[Document]:
-    return (one for one in read_kept(job.clean, split=split, kinds=("qa",)) if field in one.meta)
-
-
 def _sequences(
     job: PackJob, document: Document, answers: tuple[PromptedAnswer, PromptedAnswer], value: float
 ) -> Sequences:
@@ -76,32 +68,25 @@ def _sequences(
 
 
 def _pack(job: PackJob, rows: RowSet, split: Split, sequences: Sequences, fit: PreferenceFit) -> bool:
-    """Pack the groups of a split; returns whether there were any. Raises `DataError` if all of them were skipped."""
+    """Packs the groups of a split; returns False without any. Raises `DataError` if all of them were skipped."""
     report = job.pack(f"{rows.name}/{split}", sequences, group_size=2)
     if report:
         report |= {"num_sequences": fit.num_preferences, "num_cut": fit.answers.num_truncated}
         report["skipped"] = dict(fit.skipped)
     if split == "train" and fit.skipped:
-        _tell_skipped(job, rows, fit)
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(fit.skipped.items()))
+        text = f"pack: of {fit.num_preferences:,} {rows.documents}s, some are left out ({reasons})"
+        if fit.answers.num_overlong:
+            suggestion = suggest_row_len(job.config, fit.answers)
+            text += f"; a row has {fit.answers.seq_len} tokens (pack.seq_len): {suggestion}"
+        if fit.num_preferences == sum(fit.skipped.values()):
+            raise DataError(f"{text}; none is left")
+        job.context.progress.note(text)
     return bool(report)
 
 
-def _tell_skipped(job: PackJob, rows: RowSet, fit: PreferenceFit) -> None:
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(fit.skipped.items()))
-    text = f"pack: of {fit.num_preferences:,} {rows.documents}s, some are left out ({reasons})"
-    if fit.answers.num_overlong:
-        text += f"; a row has {fit.answers.seq_len} tokens (pack.seq_len): {suggest_row_len(job.config, fit.answers)}"
-    if fit.num_preferences == sum(fit.skipped.values()):
-        raise DataError(f"{text}; none is left")
-    job.context.progress.note(text)
-
-
 PAIR_ROWS = RowSet(
-    name="preference_pairs",
-    title="preference pairs",
-    pack=_pack_pairs,
-    documents="preference pair",
-    trained_rows=2,
+    name="preference_pairs", title="preference pairs", pack=_pack_pairs, documents="preference pair", trained_rows=2
 )
 LABELED_ROWS = RowSet(
     name="labeled_answers", title="answers with a label", pack=_pack_labeled, documents="answer with a label"
@@ -109,13 +94,12 @@ LABELED_ROWS = RowSet(
 
 
 def reference_model(inputs: StageInputs, stage: str, folder: str) -> FrozenModel:
-    """The model of a folder, or, for "", the one that the stage starts from; frozen. Where the model in training is
-    divided over ranks, it is, too.
-
-    Raises `ConfigError` if the folder's model does not fit the tokens of the run.
+    """Returns the model of a folder, or, for "", the one from which the stage starts; frozen, and divided over ranks
+    like the model in training. Raises `ConfigError` if the folder's model does not fit the tokens of the run.
     """
     start = inputs.parents[model_before(inputs.config, stage)]
     model = deferred_model(Path(folder) if folder else start)
+    # Log-probabilities of both models are compared token by token, so the reference must know every id and position.
     needed, found = inputs.config.model, model.config
     if found.vocab_size < needed.vocab_size or found.max_seq_len < needed.max_seq_len:
         raise ConfigError(
@@ -129,8 +113,8 @@ def reference_model(inputs: StageInputs, stage: str, folder: str) -> FrozenModel
 
 
 def metric_charts(stage: StageData, charts: Mapping[str, Mapping[str, str]]) -> Sequence[Block]:
-    """Charts of an objective's metrics, smoothed in training and as they are on held-out rows. charts: for each title
-    the label of each metric.
+    """Returns charts of an objective's metrics, smoothed in training and unsmoothed on held-out rows. charts: for each
+    title the label of each metric.
     """
     records = stage.records()
     blocks: list[Block] = []

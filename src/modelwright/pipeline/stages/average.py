@@ -24,8 +24,7 @@ from modelwright.evaluate.record_costs import record_costs
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimate.cost import StageEstimate
-from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import fixed_estimate
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.model_folder import save_model_folder
@@ -37,15 +36,14 @@ class AverageConfig:
     """Weight averaging with the model that the run started from."""
 
     old: tuple[str, ...] = ()
-    """Files with validation texts of what the old model can do."""
+    """Files with validation texts of the old model's tasks."""
     new: tuple[str, ...] = ()
-    """Files with validation texts of what the training was for."""
+    """Files with validation texts of the tasks that were trained."""
     shares: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-    """Shares of the old model to choose from; one alone is taken without a choice."""
-
+    """Shares of the old model to choose from; a single share is used without a choice."""
     margin: float = 0.02
-    """Most by which bits per byte of old texts may grow, relative to the old model's; of the shares within it, the one
-    is taken that is best for new texts."""
+    """Largest allowed growth of bits per byte on old texts, relative to the old model; among the shares within it, the
+    stage chooses the one that is best for new texts."""
 
     def __post_init__(self) -> None:
         if self.margin < 0:
@@ -55,15 +53,16 @@ class AverageConfig:
 
 
 def averaged(old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
-    """`share` x old + (1 - share) x new for each tensor, exactly old at 1 and new at 0."""
+    """Returns `share` x old + (1 - share) x new for each tensor, exactly old at 1 and new at 0."""
     if old.keys() != new.keys():
         raise ValueError("the two models have different tensors")
     return {name: torch.lerp(new[name].float(), tensor.float(), share).to(tensor.dtype) for name, tensor in old.items()}
 
 
 def best_share(costs: Mapping[float, tuple[float, float]], before: float, margin: float) -> float:
-    """The share with the lowest cost of new texts among those that raise the cost of old ones by at most `margin` of
-    what it was `before`; if there is none, the share with the lowest cost of old texts. Ties go to the smallest.
+    """Returns the share with the lowest cost of new texts among those that raise the cost of old texts, `before`, by at
+    most the fraction `margin`; if all raise it more, the share with the lowest cost of old texts. Ties go to the
+    smallest.
 
     costs: bits per byte of old and of new texts by share.
     """
@@ -80,35 +79,39 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
         raise ConfigError("stages: average mixes a trained model with its start; name a training and set init_from")
     if len(settings.shares) > 1 and not (settings.old and settings.new):
         raise ConfigError("average.old: name validation files of old and of new tasks (average.new), or one share")
+    digests: list[str] = []
+    for path in (*settings.old, *settings.new):
+        try:
+            digests.append(hashlib.sha256(Path(path).read_bytes()).hexdigest())
+        except OSError as error:
+            raise ConfigError(
+                f"average: {path} cannot be read ({error.strerror}); name a file of validation texts"
+            ) from None
     return Stage(
         name=AVERAGE.name,
         title=AVERAGE.title,
-        settings=dump(settings) | {"sha256": [_fingerprint(path) for path in (*settings.old, *settings.new)]},
+        settings=dump(settings) | {"sha256": digests},
         parents=(INIT.name, trained),
         run=lambda context: _run(context, settings, trained, tokenizer_stage(config)),
     )
 
 
-def _fingerprint(path: str) -> str:
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError as error:
-        raise ConfigError(
-            f"average: {path} cannot be read ({error.strerror}); name a file of validation texts"
-        ) from None
-
-
 def _run(context: StageContext, settings: AverageConfig, trained: str, tokenizer_from: str) -> None:
     model, tokenizer = load_model(context.parents[trained]), Tokenizer.load(context.parents[tokenizer_from])
+    # Copies: `model` is overwritten with each average.
     old = {name: tensor.clone() for name, tensor in load_model(context.parents[INIT.name]).state_dict().items()}
     new = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.eval()
     facts: dict[str, Any] = {}
     share = settings.shares[0]
     if len(settings.shares) > 1:
-        groups = [_read(files) for files in (settings.old, settings.new)]
+        configs = [
+            SourceConfig(sources=files, validation_fraction=0.0, own_answers="train")
+            for files in (settings.old, settings.new)
+        ]
+        groups = [list(read_documents(source, report=SourceReport())) for source in configs]
         costs: dict[float, tuple[float, float]] = {}
-        for one in sorted({*settings.shares, 1.0}):
+        for one in sorted({*settings.shares, 1.0}):  # 1 is the old model, the reference of the margin
             model.load_state_dict(averaged(old, new, one))
             of_old, of_new = (bits_per_byte(model, tokenizer, group, context) for group in groups)
             costs[one] = (of_old, of_new)
@@ -120,20 +123,11 @@ def _run(context: StageContext, settings: AverageConfig, trained: str, tokenizer
     context.progress.note(f"average: {share:g} of the old model")
 
 
-def _read(files: tuple[str, ...]) -> list[Document]:
-    config = SourceConfig(sources=files, validation_fraction=0.0, own_answers="train")
-    return list(read_documents(config, report=SourceReport()))
-
-
 def bits_per_byte(model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], context: StageContext) -> float:
-    """Bits per byte of all documents together: of the answers in conversations, of the text in other documents."""
+    """Returns bits per byte of all documents together: of the answers in conversations, of the text in others."""
     rows = record_costs(model, tokenizer, documents, EvaluateConfig(), progress=context.progress)
     every = [row for of_one_kind in rows.values() for row in of_one_kind]
     return sum(row["nats"] for row in every) / math.log(2) / sum(row["num_bytes"] for row in every)
-
-
-def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
-    return fixed_estimate(AVERAGE.name, seconds=10.0)
 
 
 AVERAGE = StageSpec(
@@ -144,5 +138,5 @@ AVERAGE = StageSpec(
     only_if_named=True,
     model_title="averaged",
     build=_build,
-    estimate=_estimate,
+    estimate=lambda config, run, rates: fixed_estimate("average", seconds=10.0),
 )

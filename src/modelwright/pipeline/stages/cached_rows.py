@@ -19,7 +19,7 @@ from modelwright.pipeline.estimate.cost import size
 from modelwright.pipeline.report.blocks import Block, Table, count, percent, seconds
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import StageContext
-from modelwright.train.runtime import Runtime, TechniqueBuilder
+from modelwright.train.runtime import TechniqueBuilder
 from modelwright.train.technique import Technique
 
 ROW_CACHE = "row_cache"
@@ -29,21 +29,21 @@ _PLACES = {MEMORY: "memory of the host", DISK: "local disk", SOURCE: "where the 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a stage trains on. images: those of the rows, None if they have none."""
+    """Training data of a stage. images: images of the rows; None for rows without images."""
 
     rows: PackedRows
     images: ImageStore | None
 
     @property
     def readers(self) -> list[BlockReader[Any]]:
-        """What reads rows and images that are not mapped into memory."""
+        """Readers of rows and images that are not mapped into memory."""
         readers = [self.rows.reader, *([self.images.reader] if self.images else [])]
         return [reader for reader in readers if isinstance(reader, BlockReader)]
 
 
 @contextmanager
 def training_data(folder: Path, config: RowCacheConfig, context: StageContext) -> Iterator[TrainingData]:
-    """The packed rows in a folder and their images, for as long as a stage trains on them."""
+    """Opens the packed rows in a folder and their images; closes them, and leaves the cache, on exit."""
     num_ahead = config.num_batches_ahead
     if config.enabled:
         images = images_folder(folder.parent, folder.name)
@@ -52,6 +52,7 @@ def training_data(folder: Path, config: RowCacheConfig, context: StageContext) -
             stores = [ImageStore(images, reader, num_ahead=num_ahead) for reader in others]
             yield TrainingData(PackedRows(folder, rows), stores[0] if stores else None)
         return
+    # The cache may have been switched off after a run that was killed left files in its folder.
     remove_leftovers(config)
     data = TrainingData(PackedRows(folder), open_images(folder.parent, folder.name, num_ahead=num_ahead))
     try:
@@ -64,8 +65,8 @@ def training_data(folder: Path, config: RowCacheConfig, context: StageContext) -
 def read_ahead(
     loader: PlannedRows, data: TrainingData, config: RowCacheConfig
 ) -> tuple[PlannedRows, Sequence[TechniqueBuilder]]:
-    """The loader with its rows read before they are needed, and what records how long batches waited; the loader itself
-    where rows are mapped into memory.
+    """Returns a loader that reads rows before they are needed, with a technique that records how long batches waited;
+    where rows are mapped into memory, the loader itself.
     """
     reader = loader.rows.reader
     if not isinstance(reader, BlockReader):
@@ -74,29 +75,32 @@ def read_ahead(
 
 
 def recorded(readers: Sequence[BlockReader[Any]]) -> TechniqueBuilder:
-    """A technique that adds the figures of each step to the record, and their sums to the facts of the stage."""
-    before: dict[str, float] = dict.fromkeys(_figures(readers), 0.0)
+    """Returns a technique that adds the figures of each step to the record, and their sums to the facts of the
+    stage.
+    """
+    before: dict[str, float] = {}
 
     def metrics() -> Mapping[str, float]:
-        now = _figures(readers)
-        changes = {name: value - before[name] for name, value in now.items()}
+        # The readers count from their start; a record has the changes since the one before it.
+        sums = _sums(readers)
+        blocks = {f"cache/{name}_blocks": float(number) for name, number in sums["blocks"].items()}
+        now = {**blocks, "cache/source_bytes": float(sums["bytes"][SOURCE]), "cache/wait_s": sums["wait_s"]}
+        changes = {name: value - before.get(name, 0.0) for name, value in now.items()}
         before.update(now)
         return changes
 
-    def build(run: Runtime) -> Technique:
-        return Technique(name=ROW_CACHE, metrics=metrics, summary=lambda: _sums(readers), needs=frozenset())
-
-    return build
+    return lambda run: Technique(name=ROW_CACHE, metrics=metrics, summary=lambda: _sums(readers), needs=frozenset())
 
 
 def _sums(readers: Sequence[BlockReader[Any]]) -> dict[str, Any]:
-    """The figures of the readers and of the tiers that they read from, added up."""
+    """Adds up the figures of the readers and of the tiers that they read from."""
+    # Rows and images may read through the same tiers, which count once.
     tiers = {id(reader.tiers): reader.tier_figures for reader in readers}
     return _added([asdict(reader.figures) for reader in readers]) | _added([asdict(one) for one in tiers.values()])
 
 
 def _added(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Numbers, and numbers by tier, of the same names."""
+    """Adds up numbers, and numbers by tier, that have the same names."""
     first = figures[0]
     return {
         name: _added([one[name] for one in figures]) if isinstance(value, dict) else sum(one[name] for one in figures)
@@ -104,14 +108,8 @@ def _added(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _figures(readers: Sequence[BlockReader[Any]]) -> dict[str, float]:
-    sums = _sums(readers)
-    blocks = {f"cache/{name}_blocks": float(number) for name, number in sums["blocks"].items()}
-    return {**blocks, "cache/source_bytes": float(sums["bytes"][SOURCE]), "cache/wait_s": sums["wait_s"]}
-
-
 def cache_blocks(stage: StageData) -> Sequence[Block]:
-    """The table of the report about the cache; none where rows were mapped into memory."""
+    """Returns the table of the report about the cache; none where rows were mapped into memory."""
     facts = stage.facts.get(ROW_CACHE)
     if not facts:
         return []
@@ -127,8 +125,8 @@ def cache_blocks(stage: StageData) -> Sequence[Block]:
     if waits:
         p99 = waits[min(len(waits) - 1, int(0.99 * len(waits)))]
         caption += f"; batches waited {seconds(statistics.median(waits))} (median) and {seconds(p99)} (p99)"
-    caption += f". Blocks moved towards memory {count(facts['num_promoted'])} times, and {count(facts['num_demoted'])} "
     caption += (
+        f". Blocks moved towards memory {count(facts['num_promoted'])} times, and {count(facts['num_demoted'])} "
         "were displaced from memory or the disk; these are the figures of the first process since its last start."
     )
     if facts["num_damaged"]:

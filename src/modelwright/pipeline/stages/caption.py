@@ -1,4 +1,4 @@
-"""caption: the decoder learns to answer about images, which it reads by a vision tower and a projector.
+"""caption: the decoder learns to answer questions about images, which it reads by a vision tower and a projector.
 
 Rows are conversations and captions, with a loss mask as in fine-tuning; an image is as many image tokens as its tower
 has patches, at the beginning of the first question; the value of a sequence is the number of its image plus 1 in the
@@ -43,17 +43,18 @@ from modelwright.model.vision.llava import save_llava
 from modelwright.objectives.aligned_model import VISION_FOLDER
 from modelwright.objectives.captioning import CaptionConfig, Captioning
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.report.blocks import Block, Fact, Samples, Table, TextSample, count, percent
-from modelwright.pipeline.report.run_data import RunData, StageData
+from modelwright.pipeline.report.blocks import Block, Samples, TextSample, count, percent
+from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import RowSet, StageInputs
 from modelwright.pipeline.stages.align import ALIGN, MOST_IMAGES, ROWS_READ_AT_ONCE, thumbnail
 from modelwright.pipeline.stages.cached_rows import TrainingData
-from modelwright.pipeline.stages.image_accuracy import accuracy_table, baseline_hint, logistic_regression
+from modelwright.pipeline.stages.image_accuracy import accuracy_facts, accuracy_table, logistic_regression
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import (
     PackJob,
     RowUse,
     Sequences,
+    new_fit,
     num_empty_answers,
     suggest_row_len,
     tell_empty_answers,
@@ -62,13 +63,14 @@ from modelwright.pipeline.stages.stage_inputs import needed_start, tokenizer_sta
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
 
 NAME = "caption"
-"""The stage whose settings decide the rows."""
+"""Stage whose settings decide the rows."""
 
 
 def tower_shape(run: RunConfig) -> VisionConfig:
-    """The shape of the vision tower: of a folder, of the one that align trains, or as configured. Raises `ModelError`
-    for a folder that cannot be read, `ConfigError` for a tower that would never learn anything.
+    """Returns the shape of the vision tower: that of a folder, of the tower that align trains, or as configured. Raises
+    `ModelError` for a folder that cannot be read, `ConfigError` for a random tower that is never trained.
     """
+    # A folder that caption names wins; else the tower that align has trained is used with its shape.
     own: VisionConfig = run.section(NAME).vision
     if run.has(ALIGN) and not own.init_from:
         own = run.section(ALIGN).vision
@@ -83,32 +85,33 @@ def tower_shape(run: RunConfig) -> VisionConfig:
 
 
 def image_token_id(tokenizer: Tokenizer, config: CaptionConfig) -> int:
-    """The id of the image token. Raises `ConfigError` if the tokenizer has none."""
+    """Returns the id of the image token. Raises `ConfigError` if the tokenizer has no such token."""
     found = tokenizer.id_of(config.image_token)
-    if not found:  # rows of padding hold token 0
+    # Not 0 either, which is the token of padding: each padded position would be read as an image.
+    if not found:
         raise ConfigError(
-            f"caption.image_token: the tokenizer has no special token {config.image_token!r}; name one of its own, or "
-            f"let a new tokenizer have it: --tokenizer.special_tokens '[\"{config.image_token}\"]'"
+            f"caption.image_token: the tokenizer lacks the special token {config.image_token!r}; name one that it has, "
+            f"or let a new tokenizer have it: --tokenizer.special_tokens '[\"{config.image_token}\"]'"
         )
     return found
 
 
 def turns_about(document: Document, question: str) -> list[Message]:
-    """The conversation of a document with the mark of its image at the beginning of the first question."""
-    turns = document.messages if document.has_turns else _captioned(document.text, question)
+    """Returns the conversation of a document, with the mark of its image at the beginning of the first question; a
+    caption is the answer to `question`.
+    """
+    captioned: list[Message] = [{"role": "user", "content": question}, {"role": "assistant", "content": document.text}]
+    turns = document.messages if document.has_turns else captioned
+    # Marks in the text itself would be rendered as further images.
     turns = [{**turn, "content": turn["content"].replace(IMAGE_MARK, "")} for turn in turns]
     first = next(number for number, turn in enumerate(turns) if turn["role"] == "user")
     marked = {**turns[first], "content": f"{IMAGE_MARK}\n{turns[first]['content']}"}
     return [*turns[:first], marked, *turns[first + 1 :]]
 
 
-def _captioned(caption: str, question: str) -> list[Message]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": caption}]
-
-
 @dataclass
 class _Labels:
-    """The labels of the images that are written. classes: of both splits; empty if not all images have one."""
+    """Labels of the images that are written. classes: names in both splits; empty if not all images have one."""
 
     classes: list[str]
     numbers: list[int] = field(default_factory=list[int])
@@ -122,9 +125,15 @@ def _pack(job: PackJob, split: Split) -> None:
             "pack.chat_loss: all would make image tokens targets, which no model can predict; choose assistant or "
             "last_answer, or leave out the stage caption"
         )
-    overlong = "skip" if job.settings.long_documents == "skip" else "split"
-    fit = ConversationFit(seq_len=job.settings.seq_len, overlong=overlong)
-    labels = _Labels(_classes(job.clean))
+    fit = new_fit(job)
+    # All images need a label, and most labels several images: else these are not classes that could be learned.
+    fields = [
+        document.meta.get(LABEL_FIELD)
+        for each in SPLITS
+        for document in read_kept(job.clean, split=each, kinds=("image",))
+    ]
+    names = sorted({str(label) for label in fields if label})
+    labels = _Labels(names if all(fields) and 1 < len(names) <= len(fields) / 2 else [])
     folder = images_folder(job.context.output.path / CAPTION_ROWS.name, split)
     with write_images(folder) as images:
         report = job.pack(f"{CAPTION_ROWS.name}/{split}", _sequences(job, config, split, images, labels, fit))
@@ -135,7 +144,13 @@ def _pack(job: PackJob, split: Split) -> None:
     if split == "train":
         tell_empty_answers(job, fit)
         if fit.num_overlong:
-            _tell_overlong(job, fit)
+            text = (
+                f"pack: {fit.num_overlong:,} of {fit.num_conversations:,} conversations about images are longer than a "
+                f"row (pack.seq_len {fit.seq_len}); {suggest_row_len(job.config, fit)}"
+            )
+            if fit.num_dropped == fit.num_conversations:
+                raise DataError(f"{text}; no answer fits into a row with its image")
+            job.context.progress.note(text)
 
 
 def _sequences(
@@ -147,10 +162,7 @@ def _sequences(
         fit.num_empty_answers += num_empty_answers(turns)
         try:
             chats = job.tokenizer.encode_training_chats(
-                turns,
-                tools=document.tools,
-                loss=job.settings.chat_loss,
-                image_text=image_text,
+                turns, tools=document.tools, loss=job.settings.chat_loss, image_text=image_text
             )
         except DataError as error:
             raise DataError(f"{document.id}: {error}") from None
@@ -167,30 +179,7 @@ def _sequences(
             yield TokenSequence(ids, mask, source=source, score=score, value=float(number + 1))
 
 
-def _classes(clean: Path) -> list[str]:
-    """The labels of all images, sorted; [] where some have none, or nearly each its own."""
-    labels = [
-        document.meta.get(LABEL_FIELD)
-        for split in SPLITS
-        for document in read_kept(clean, split=split, kinds=("image",))
-    ]
-    names = sorted({str(label) for label in labels if label})
-    return names if all(labels) and 1 < len(names) <= len(labels) / 2 else []
-
-
-def _tell_overlong(job: PackJob, fit: ConversationFit) -> None:
-    """Report the conversations that are longer than a row. Raises `DataError` if none is left."""
-    text = (
-        f"pack: {fit.num_overlong:,} of {fit.num_conversations:,} conversations about images are longer than a row "
-        f"(pack.seq_len {fit.seq_len}); {suggest_row_len(job.config, fit)}"
-    )
-    if fit.num_dropped == fit.num_conversations:
-        raise DataError(f"{text}; no answer fits beside an image")
-    job.context.progress.note(text)
-
-
 def _decides(run: RunConfig) -> dict[str, Any]:
-    """What decides the rows besides the settings of packing."""
     config: CaptionConfig = run.section(NAME)
     shape = dump(tower_shape(run))
     patches = {name: shape[name] for name in ("image_size", "patch_size")}
@@ -199,7 +188,7 @@ def _decides(run: RunConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """A conversation about an image as it was packed, up to its first answer, and that answer. image: its number."""
+    """A packed conversation about an image, up to its first answer, and that answer. image: its number."""
 
     image: int
     prompt_ids: list[int]
@@ -207,7 +196,7 @@ class ImagePrompt:
 
 
 def read_image_prompts(rows: PackedRows) -> Iterator[ImagePrompt]:
-    """The conversations of packed rows by the numbers of their images, each image once."""
+    """Reads the conversations of packed rows by the numbers of their images, each image once."""
     found: dict[int, ImagePrompt] = {}
     for batch in rows.batches(ROWS_READ_AT_ONCE):
         whole = (batch.input_ids_BT, batch.segments_BT, batch.labels_BT, batch.extras["values_BT"])
@@ -234,28 +223,28 @@ CAPTION_ROWS = RowSet(
 
 
 MOST_DESCRIBED = 500
-"""Held-out images that are described; longer lists take minutes."""
+"""Number of held-out images that are described; longer lists take minutes."""
 NUM_SHOWN = 12
 ENOUGH_NAMED = 0.95
-"""Share of the held-out references that must name the right class for the accuracy of captions to mean anything."""
+"""Share of the held-out references that must name the right class; below it the accuracy of captions means nothing."""
 _WORDS = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
 class ClassWords:
-    """The class that a text names, by words that training captions of no other class have."""
+    """Finds the class that a text names, by words that occur in training captions of one class only."""
 
     classes: Mapping[str, int]
-    """The class of each such word."""
+    """Class of each such word."""
 
     def named(self, text: str) -> int:
-        """The number of the class that the words of a text name; -1 for none and for several."""
+        """Returns the number of the class that the words of a text name; -1 for none and for several."""
         found = {self.classes[word] for word in _words(text) if word in self.classes}
         return found.pop() if len(found) == 1 else -1
 
 
 def class_words(captions: Sequence[str], labels: Sequence[int]) -> ClassWords:
-    """The words that occur in captions of one class only, and in at least two of them."""
+    """Collects the words that occur in captions of one class only, and in at least two of them."""
     seen: dict[str, list[int]] = {}
     for caption, label in zip(captions, labels, strict=True):
         for word in _words(caption):
@@ -270,8 +259,8 @@ def _words(text: str) -> set[str]:
 def measure_captions(
     model: Decoder, training: TrainingData, rows: Path, tokenizer: Tokenizer, shape: VisionConfig, *, max_tokens: int
 ) -> dict[str, Any]:
-    """The share of exact captions, examples, and where images have classes that captions name, `classes`. training:
-    what the model learned from; rows: the folder of the set of rows.
+    """Returns the share of exact captions, examples, and, for images with classes that captions name, `classes`.
+    training: training data of the model; rows: folder of the set of rows.
     """
     store = ImageStore(images_folder(rows, "heldout"))
     prompts = list(read_image_prompts(PackedRows(rows / "heldout")))[:MOST_DESCRIBED]
@@ -299,8 +288,8 @@ def _named_classes(
     data: TrainingData, store: ImageStore, tokenizer: Tokenizer, prompts: Sequence[ImagePrompt],
     written: Sequence[str], references: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
-    """How often captions name the right class; {} where images have no classes, or captions do not name them. store:
-    has the held-out images.
+    """Measures the share of captions that name the right class; {} if images are without classes, or if captions do not
+    name them. store: held-out images.
     """
     if data.images is None or not (data.images.folder / LABELS).is_file():
         return {}
@@ -310,6 +299,7 @@ def _named_classes(
     words = class_words(captions, [int(training.labels[one.image]) for one in known])
     labels = np.array([heldout.labels[one.image] for one in prompts])
     is_named = np.array([words.named(text) for text in references]) == labels
+    # If references do not name their class, the accuracy of captions measures their wording.
     if is_named.mean() < ENOUGH_NAMED:
         return {}
     named = np.array([words.named(text) for text in written])
@@ -331,13 +321,9 @@ def _named_classes(
     }
 
 
-def _needs(config: RunConfig) -> tuple[str, ...]:
-    return (PACK.name, *needed_start(config, NAME), *([ALIGN.name] if config.has(ALIGN) else []))
-
-
 def _objective(inputs: StageInputs) -> Captioning:
-    config, rows = inputs.training, inputs.parents[PACK.name] / CAPTION_ROWS.name
-    assert isinstance(config, CaptionConfig)
+    config: CaptionConfig = inputs.training
+    rows = inputs.parents[PACK.name] / CAPTION_ROWS.name
     tower = Path(config.vision.init_from) if config.vision.init_from else None
     if tower is None and ALIGN.name in inputs.parents:
         tower = inputs.parents[ALIGN.name] / VISION_FOLDER
@@ -351,11 +337,6 @@ def _objective(inputs: StageInputs) -> Captioning:
         images=inputs.images,
         heldout_images=open_images(rows, "heldout"),
     )
-
-
-def _further(run: RunConfig, config: CaptionConfig) -> FurtherModels:
-    folder = config.vision.init_from
-    return FurtherModels(folders={"vision.init_from": folder} if folder else {})
 
 
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
@@ -392,13 +373,6 @@ def _save(trained: TrainedModel) -> Mapping[str, Any]:
     }
 
 
-def _headline(data: RunData, stage: StageData) -> Sequence[Fact]:
-    classes = stage.facts.get("captions", {}).get("classes")
-    if not classes:
-        return []
-    return [Fact("Captions that name the right class", percent(classes["accuracy"], 1), baseline_hint(classes))]
-
-
 def _blocks(stage: StageData) -> Sequence[Block]:
     captions = stage.facts.get("captions")
     if not captions:
@@ -408,33 +382,38 @@ def _blocks(stage: StageData) -> Sequence[Block]:
         for one in captions["examples"]
     ]
     title = f"Held-out images; {percent(captions['exact'], 1)} of {count(captions['num_images'])} captions are exact"
-    classes = captions.get("classes")
-    return [*([_class_table(classes)] if classes else []), Samples(items, title)]
-
-
-def _class_table(classes: Mapping[str, Any]) -> Table:
-    remark = (
-        "A caption names a class by words that training captions of no other class have; "
-        f"{percent(classes['nothing_named'], 1)} of the captions name none or several, and count as wrong."
-    )
-    return accuracy_table(classes, method="the captions of this model", title="The class that is named", remark=remark)
+    blocks: list[Block] = [Samples(items, title)]
+    if classes := captions.get("classes"):
+        remark = (
+            "A caption names a class by words that training captions of no other class have; "
+            f"{percent(classes['nothing_named'], 1)} of the captions name none or several, and count as wrong."
+        )
+        table = accuracy_table(
+            classes, method="the captions of this model", title="The class that is named", remark=remark
+        )
+        blocks.insert(0, table)
+    return blocks
 
 
 CAPTION = training_spec(
     name=NAME,
     title="Learning to describe images",
     report_title="Captions of images",
-    model_title="",  # not a language model that later stages go on with
+    model_title="",  # not a language model that later stages continue
     objective=_objective,
     rows=CAPTION_ROWS,
     run_needs=Captioning.needs,
-    needs=_needs,
+    needs=lambda run: (PACK.name, *needed_start(run, NAME), *([ALIGN.name] if run.has(ALIGN) else [])),
     config=CaptionConfig,
-    headline=_headline,
+    headline=lambda data, stage: accuracy_facts(
+        "Captions that name the right class", stage.facts.get("captions", {}).get("classes")
+    ),
     only_if_named=True,
     reads_images=True,
     blocks=_blocks,
-    further=_further,
+    further=lambda run, config: FurtherModels(
+        folders={"vision.init_from": config.vision.init_from} if config.vision.init_from else {}
+    ),
     row_use=RowUse(learns_by_heart=False),
     save=_save,
 )

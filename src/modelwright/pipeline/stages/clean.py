@@ -14,14 +14,13 @@ from modelwright.data.clean.folder import DROPPED
 from modelwright.data.clean.report import describe_drops
 from modelwright.pipeline.cleaning import clean_into, fingerprint, noise_warnings
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.corpus import corpus_lines, corpus_section
-from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
-from modelwright.pipeline.stages.estimates import IMPORT_S, fixed_estimate, moving_estimate
+from modelwright.pipeline.stage import Stage, StageContext, StageSpec
+from modelwright.pipeline.stages.estimates import moving_estimate
 from modelwright.pipeline.stages.imported import imported_stage
 
 BYTES_PER_S = 0.28e6
-"""Measured on the built-in corpus, whose documents are short, with two worker processes."""
+"""Cleaning rate, measured on the built-in corpus, whose documents are short, with two worker processes."""
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
@@ -29,9 +28,10 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     if config.rows_from:
         return imported_stage(config, CLEAN)
     clean: CleanConfig = config.section(CLEAN)
+    # The result does not depend on how, and in how many processes, the shards are cleaned.
     settings = {name: value for name, value in dump(clean).items() if name not in ("engine", "num_workers")}
     if clean.duplicates.pairs_by == "answer":
-        del settings["duplicates"]["pairs_by"]  # as before there was a choice
+        del settings["duplicates"]["pairs_by"]  # as before the setting existed: artifacts of those runs stay valid
     if clean.noise.enabled:
         settings["seed"] = config.seed
     return Stage(
@@ -58,7 +58,7 @@ def _run(context: StageContext, config: RunConfig) -> None:
     except DataError as error:
         if not (out / DROPPED).exists():
             raise
-        kept = context.folder.path / DROPPED  # the artifact goes; what was dropped and why must stay to be looked at
+        kept = context.folder.path / DROPPED  # the draft is deleted; the record of dropped text must outlive it
         shutil.copyfile(out / DROPPED, kept)
         raise DataError(f"{error}; the dropped text is in {kept}") from None
     context.output.facts |= {"sources": sources, "clean": cleaned.plain()}
@@ -71,18 +71,12 @@ def _run(context: StageContext, config: RunConfig) -> None:
     note(f"clean: {cleaned.num_kept:,} documents kept, {describe_drops(cleaned)}{where}")
 
 
-def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
-    if config.rows_from:
-        return fixed_estimate(CLEAN.name, seconds=IMPORT_S)
-    return moving_estimate(CLEAN.name, config, bytes_per_s=BYTES_PER_S)
-
-
 CLEAN = StageSpec(
     name="clean",
     title="Reading and cleaning",
     config=CleanConfig,
     build=_build,
-    estimate=_estimate,
+    estimate=lambda config, run, rates: moving_estimate("clean", config, bytes_per_s=BYTES_PER_S),
     report=corpus_section,
     closing=corpus_lines,
 )

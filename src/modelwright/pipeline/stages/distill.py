@@ -2,9 +2,8 @@
 its tokenizer in the Hugging Face layout.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import read_manifest
@@ -14,12 +13,10 @@ from modelwright.core.errors import ConfigError, prefix_errors
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.clean.folder import read_kept
-from modelwright.data.document import Document
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.bits_per_byte import score_documents, select_documents, summarize_scores
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.infer.speed import measure_speed
-from modelwright.model.decoder import Decoder
 from modelwright.objectives.attention_targets import AttentionForm
 from modelwright.objectives.distillation import (
     PART_NEEDS,
@@ -37,7 +34,7 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.blocks import Fact, Section, Table, count, kind_title, number
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs
+from modelwright.pipeline.stage import Rates, Stage, StageInputs
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import ALL_ROWS, TEXT_KINDS
@@ -57,23 +54,21 @@ from modelwright.train.objective import Objective
 
 FP32_BYTES = 4
 COMPARED_BYTES = 200_000
-"""Held-out text of each kind that teacher and student are compared on."""
+"""Bytes of held-out text of each kind on which teacher and student are compared."""
 SPEED_SHAPES = {"decoding, 8 streams": (8, 1), "prompt of 256 tokens": (1, 256)}
-"""What speed is measured at: streams, and tokens of each."""
+"""Batches on which speed is measured: streams, and tokens of each."""
 
 Window = tuple[float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(TrainConfig):
-    """What the student learns of the teacher, and when: a weight, and the shares of the training at which it begins and
-    ends.
-    """
+    """Parts of the distillation loss, each with a weight and the shares of the training at which it begins and ends."""
 
     hidden: Window = (1.0, 0.0, 0.1)
     """Hidden states of mapped layers: mean squared error after a learned projection (TinyBERT)."""
     attention: Window = (1.0, 0.1, 0.2)
-    """Attention: divergence of what `attention_form` says."""
+    """Attention: divergence of the part that `attention_form` names."""
     logits: Window = (1.0, 0.0, 1.0)
     """Logits: `divergence` from the teacher, mixed with the cross-entropy of the labels."""
     temperature: float = 1.0
@@ -85,12 +80,12 @@ class DistillConfig(TrainConfig):
     """The teacher's likeliest tokens that are stored on disk for each token, so that later epochs need no teacher; 0
     computes all logits anew. The rest of the probability counts as one more outcome."""
     layer_map: tuple[int, ...] = ()
-    """For each layer of the student, from its first, the layer of the teacher that it is compared with, from 0, or -1
-    for none: [2, 5] or [-1, 5]. Empty maps evenly, the last to the last."""
+    """Layer of the teacher, from 0, with which each layer of the student is compared, from its first; -1 for none:
+    [2, 5] or [-1, 5]. Empty maps evenly, the last to the last."""
     attention_form: AttentionForm = "relations"
-    """What of attention is compared: `relations` between queries, keys and values of the last layers (MiniLMv2), of any
-    two models, or `distributions`, the softmax of queries times keys in every head of the mapped layers (MiniLM), of a
-    student with as many heads as the teacher."""
+    """Part of attention that is compared: `relations` between queries, keys and values of the last layers (MiniLMv2),
+    for any two models, or `distributions`, the softmax of queries times keys in every head of the mapped layers
+    (MiniLM), for a student with as many heads as the teacher."""
     divergence: DivergenceName = "forward_kl"
     """Divergence of the logits: `forward_kl` KL(teacher || student), `reverse_kl` KL(student || teacher), or `jsd`, a
     generalized Jensen-Shannon divergence between the two (GKD, Agarwal et al. 2024)."""
@@ -129,14 +124,14 @@ class DistillConfig(TrainConfig):
             raise ConfigError("on_policy.share: is the share of the part logits, whose weight is 0; give it a weight")
 
     def features(self) -> list[Feature]:
-        """What the parts of the loss need; what lacks it is refused before anything is read."""
+        """Returns the properties of a run that the parts of the loss need, for a check before anything is read."""
         parts = [feature(name, needs=PART_NEEDS[name]) for name, part in self.parts().items() if part.weight > 0]
         if self.on_policy.share:
             parts.append(feature("on_policy.share", needs=[EQUAL_REPLICAS, SYNCHRONOUS_UPDATES]))
         return [*super().features(), *parts]
 
     def parts(self) -> dict[PartName, LossPart]:
-        """The parts of the loss by name. Raises `ConfigError` that names the part."""
+        """Returns the parts of the loss by name. Raises `ConfigError` that names the part."""
         windows: dict[PartName, Window] = {"hidden": self.hidden, "attention": self.attention, "logits": self.logits}
         result: dict[PartName, LossPart] = {}
         for name, window in windows.items():
@@ -147,7 +142,7 @@ class DistillConfig(TrainConfig):
         return result
 
     def settings(self) -> DistillationSettings:
-        """What the objective is told of these settings."""
+        """Returns the settings of the objective."""
         return DistillationSettings(
             parts=self.parts(),
             temperature=self.temperature,
@@ -158,7 +153,7 @@ class DistillConfig(TrainConfig):
         )
 
     def identity(self) -> dict[str, Any]:
-        """Without settings that have the value that there always was."""
+        """Settings for the digest, without those with the value from before they existed."""
         always = {"attention_form": "relations", "divergence": "forward_kl", "on_policy": dump(OnPolicyConfig())}
         result = super().identity()
         without = {name for name, value in always.items() if result[name] == value}
@@ -167,8 +162,9 @@ class DistillConfig(TrainConfig):
 
 
 def _objective(inputs: StageInputs) -> Objective:
-    training, config = inputs.training, inputs.config
-    assert isinstance(training, DistillConfig)
+    config = inputs.config
+    training: DistillConfig = inputs.training
+    # A run whose student is divided over ranks has no memory for a whole teacher on each.
     sharded = config.parallel.zero_stage == 3 and inputs.world.size > 1
     teacher = TeacherModel.of(load_teacher(config, inputs.parents), inputs.world, sharded=sharded)
     distillation = Distillation(
@@ -189,7 +185,6 @@ def _objective(inputs: StageInputs) -> Objective:
 
 
 def _cache(inputs: StageInputs, training: DistillConfig, teacher: TeacherModel, *, sharded: bool) -> TeacherCache:
-    """In a folder of its own for each teacher, temperature and number of tokens."""
     if sharded:
         raise ConfigError(
             "distill.cache_top_k: rows that are not stored yet need the whole teacher on every process, which "
@@ -202,6 +197,7 @@ def _cache(inputs: StageInputs, training: DistillConfig, teacher: TeacherModel, 
     identity: Any = teacher_settings(inputs.config)
     if not identity:
         identity = read_manifest(inputs.parents[teacher_stage(inputs.config)]).content_digest
+    # One folder for each teacher, temperature and number of tokens: stored probabilities of others would be wrong.
     name = digest({"teacher": identity, "temperature": training.temperature, "top_k": training.cache_top_k})
     return TeacherCache(
         teacher=teacher,
@@ -213,8 +209,8 @@ def _cache(inputs: StageInputs, training: DistillConfig, teacher: TeacherModel, 
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
-    """The training, which reads the teacher and the held-out documents besides. Raises `ConfigError` for settings that
-    do not go with the shapes of teacher and student.
+    """Adds the teacher and the held-out documents to the training. Raises `ConfigError` for settings that do not fit
+    the shapes of teacher and student.
     """
     training: DistillConfig = config.section(DISTILL)
     shapes = student_shape(config), teacher_shape(config)  # errors about them name the section student
@@ -229,66 +225,53 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
 
 
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
+    """Writes the student, and compares parameters, bits per byte and speed of teacher and student, each a pair."""
     save_language_model(trained)
-    return {"comparison": _compare(trained.context, trained.config, trained.model)}
-
-
-def _compare(context: StageContext, config: RunConfig, student: Decoder) -> dict[str, Any]:
-    """Parameters, bits per byte and speed of teacher and student, each a pair."""
+    context, config = trained.context, trained.config
     device = context.ranks.world.device
     tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
-    models = [load_teacher(config, context.parents), student]
-    documents = _documents(context.parents[CLEAN.name])
-    bits = [_bits(model.to(device), tokenizer, documents, context) for model in models]
-    teacher, student = (model.cpu() for model in models)
+    models = [load_teacher(config, context.parents), trained.model]
+    documents = list(read_kept(context.parents[CLEAN.name], split="heldout"))
+    kinds = TEXT_KINDS if any(document.kind in TEXT_KINDS for document in documents) else ("qa",)
+    documents = select_documents(documents, kinds=kinds, max_bytes_per_kind=COMPARED_BYTES, seed=0)
+    bits: list[dict[str, dict[str, Any]]] = []
+    for model in models:
+        scores = score_documents(model.to(device), tokenizer, documents, EvaluateConfig(), progress=context.progress)
+        bits.append(summarize_scores(scores, resamples=1, seed=0))
+    teacher, student = (model.cpu() for model in models)  # speed is that of the engine on a CPU
     pairs = measure_speed(teacher, student, list(SPEED_SHAPES.values()))
-    speeds = {
-        name: [pair.reference_tokens_per_s, pair.int8_tokens_per_s]
-        for name, pair in zip(SPEED_SHAPES, pairs, strict=True)
-    }
-    return {
+    comparison = {
         "parameters": [model.config.num_parameters for model in models],
         "bits_per_byte": {kind: [one[kind]["bits_per_byte"] for one in bits] for kind in bits[0]},
-        "tokens_per_s": speeds,
+        "tokens_per_s": {
+            name: [pair.reference_tokens_per_s, pair.int8_tokens_per_s]
+            for name, pair in zip(SPEED_SHAPES, pairs, strict=True)
+        },
     }
-
-
-def _documents(clean: Path) -> list[Document]:
-    documents = list(read_kept(clean, split="heldout"))
-    kinds = TEXT_KINDS if any(document.kind in TEXT_KINDS for document in documents) else ("qa",)
-    return select_documents(documents, kinds=kinds, max_bytes_per_kind=COMPARED_BYTES, seed=0)
-
-
-def _bits(
-    model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], context: StageContext
-) -> dict[str, dict[str, Any]]:
-    scores = score_documents(model, tokenizer, documents, EvaluateConfig(), progress=context.progress)
-    return summarize_scores(scores, resamples=1, seed=0)
+    return {"comparison": comparison}
 
 
 def _report(data: RunData, stage: StageData) -> Section:
     section = _TRAINING.report(data, stage)
     assert section is not None
-    return replace(section, blocks=[_table(stage), *section.blocks]) if "comparison" in stage.facts else section
+    if "comparison" not in stage.facts:
+        return section
 
+    def row(title: str, pair: Sequence[float], cells: Iterable[str]) -> list[str]:
+        return [title, *cells, f"{pair[1] / pair[0]:.2f}x" if pair[0] else "-"]
 
-def _table(stage: StageData) -> Table:
     comparison = stage.facts["comparison"]
-    rows = [["parameters", *map(count, comparison["parameters"]), _ratio(comparison["parameters"])]]
+    rows = [row("parameters", comparison["parameters"], map(count, comparison["parameters"]))]
     for kind, pair in comparison["bits_per_byte"].items():
-        rows.append([f"bits per byte, {kind_title(kind)}", *(number(one, 4) for one in pair), _ratio(pair)])
+        rows.append(row(f"bits per byte, {kind_title(kind)}", pair, (number(one, 4) for one in pair)))
     for name, pair in comparison["tokens_per_s"].items():
-        rows.append([f"tokens per second, {name}", *map(count, pair), _ratio(pair)])
+        rows.append(row(f"tokens per second, {name}", pair, map(count, pair)))
     header = ["measure", "teacher", "student", "student / teacher"]
-    return Table(header, rows, "The student beside its teacher", numeric=range(1, 4))
-
-
-def _ratio(pair: Sequence[float]) -> str:
-    return f"{pair[1] / pair[0]:.2f}x" if pair[0] else "-"
+    table = Table(header, rows, "The student beside its teacher", numeric=range(1, 4))
+    return replace(section, blocks=[table, *section.blocks])
 
 
 def _facts(data: RunData, stage: StageData) -> Sequence[Fact]:
-    """The student's size and speed."""
     if "comparison" not in stage.facts:
         return []
     comparison = stage.facts["comparison"]
@@ -298,9 +281,8 @@ def _facts(data: RunData, stage: StageData) -> Sequence[Fact]:
 
 
 def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
-    """The student's training, and a forward pass, which is a third of a training step, of the teacher for each row, and
-    of the student for each row that it generates.
-    """
+    # To the student's training come forward passes, each a third of a training step: one of the teacher for each row,
+    # and one of the student for each row that it generates.
     student = _TRAINING.estimate(replace(config, model=student_shape(config)), run, rates)
     teacher = _TRAINING.estimate(config, run, rates)
     training: DistillConfig = config.section(DISTILL)

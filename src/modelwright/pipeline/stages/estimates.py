@@ -1,4 +1,4 @@
-"""What the estimates of several stages have in common: how much text there is, and what scoring and moving it costs."""
+"""Shared parts of the cost estimates of stages: the amount of text, and the cost of scoring and of moving it."""
 
 from dataclasses import replace
 
@@ -14,26 +14,33 @@ from modelwright.pipeline.stages.rows import CHAT_ROWS, TEXT_ROWS
 
 BYTES_PER_TOKEN = 3.7
 CHOICE_TOKENS = 110
-"""Tokens of one candidate with its question, and once more without it."""
+"""Tokens of one candidate with its question and, counted again, without it."""
 IMPORT_S = 5.0
-"""Seconds of a stage that takes over what another run has made, assumed without knowing the network."""
+"""Assumed seconds of a stage that copies the result of another run (`rows_from`); the network is unknown."""
 SCORED_FRACTION = 0.05
 """Share of the built-in text that is held out."""
 
 
 def text_bytes(data: SourceConfig, rows: RowSet) -> float:
-    """Bytes of text for one set of rows. A user's files count in full, because their content is not known yet."""
+    """Returns bytes of text for a set of rows. A user's files count in full, because their content is not known yet."""
     return _builtin_bytes(data, rows) + _own_bytes(data)
 
 
 def moving_estimate(name: str, config: RunConfig, *, bytes_per_s: float) -> StageEstimate:
-    """A stage that reads all text once. bytes_per_s: rate assumed on one core."""
+    """Estimates a stage that reads all text once, or, with `rows_from`, copies its result from another run.
+
+    bytes_per_s: rate assumed on one core.
+    """
+    if config.rows_from:
+        return fixed_estimate(name, seconds=IMPORT_S)
     builtin = sum(_builtin_bytes(config.data, rows) for rows in (TEXT_ROWS, CHAT_ROWS))
     return data_stage(name, num_bytes=builtin + _own_bytes(config.data), bytes_per_s=bytes_per_s)
 
 
 def fixed_estimate(name: str, *, seconds: float, library_bytes: int = 0) -> StageEstimate:
-    """A stage whose cost depends on no setting. library_bytes: memory of what it loads and leaves in the process."""
+    """Estimates a stage whose cost depends on no setting. library_bytes: memory of libraries that it loads, which stay
+    in the process.
+    """
     estimate = data_stage(name, num_bytes=0, bytes_per_s=1.0)
     return replace(estimate, seconds=seconds, peak_bytes=estimate.peak_bytes + library_bytes)
 
@@ -41,10 +48,11 @@ def fixed_estimate(name: str, *, seconds: float, library_bytes: int = 0) -> Stag
 def scoring_estimate(
     name: str, config: RunConfig, evaluate: EvaluateConfig, rates: Rates, *, num_models: int, library_bytes: int
 ) -> StageEstimate:
-    """A stage that scores the held-out text, answers and questions with some models."""
+    """Estimates a stage that scores the held-out text, answers and questions with some models."""
     builtin = sum(_builtin_bytes(config.data, rows) for rows in (TEXT_ROWS, CHAT_ROWS))
     heldout = SCORED_FRACTION * builtin + config.data.validation_fraction * _own_bytes(config.data)
-    most = evaluate.max_bytes_per_domain * (len(evaluate.domains) + 1)  # and the answers
+    # The answers are one more domain, with the same limit.
+    most = evaluate.max_bytes_per_domain * (len(evaluate.domains) + 1)
     num_bytes = min(most, heldout) if most else heldout
     text_tokens = num_bytes / BYTES_PER_TOKEN
     choice_tokens = NUM_CANDIDATES * CHOICE_TOKENS * evaluate.multiple_choice.num_questions

@@ -1,18 +1,16 @@
 """evaluate: held-out bits per byte and multiple choice of the final model, and of the one before fine-tuning.
 
-artifact/results.json, and per model a folder with the per-document and per-question records.
+Artifact: `results.json`, and for each model a folder with the records of documents and questions.
 """
 
 import json
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
 from modelwright.core.rundir import RunDir
 from modelwright.data.clean.folder import read_kept
-from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
@@ -27,7 +25,6 @@ from modelwright.pipeline.report.results import (
     evaluation_section,
     rival_words,
 )
-from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.estimates import BYTES_PER_TOKEN, scoring_estimate, text_bytes
@@ -38,14 +35,13 @@ from modelwright.pipeline.stages.stage_inputs import final_model, needed_model
 RESULTS = "results.json"
 ROWS_AT_ONCE = 64
 LIBRARY_BYTES = 30 * 2**20
-"""What the stage loads and leaves in the process, as measured in a run of all stages."""
+"""Memory of libraries that the stage loads, which stay in the process: measured in a run of all stages."""
 BIGRAM_BYTES = 26
-"""Of the bigram baseline for each pair of tokens that it learns from: the pair, a copy that is sorted, and the counts
-of the different ones."""
+"""Bytes of the bigram baseline for each pair of training tokens: the pair, its sorted copy, and the counts of distinct
+pairs."""
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
-    """Evaluates the last two models of the run, with baselines."""
     models = evaluated_models(config)
     return Stage(
         name=EVALUATE.name,
@@ -57,7 +53,7 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
 
 
 def evaluated_models(config: RunConfig) -> tuple[str, ...]:
-    """Stages whose models are evaluated, the final one first."""
+    """Returns the last two stages that produce a model, the final one first."""
     return tuple(reversed(config.model_names[-2:]))
 
 
@@ -68,7 +64,9 @@ def _run(context: StageContext, config: RunConfig, models: tuple[str, ...]) -> N
     for name in models:
         folder = context.parents[name]
         (out / name).mkdir()
-        rows = training_rows(context.parents[PACK.name]) if name == models[0] else ()
+        # The bigram baseline, which learns from the rows of pretraining, is measured once, with the final model.
+        train = context.parents[PACK.name] / TEXT_ROWS.name / "train"
+        rows = PackedRows(train).batches(ROWS_AT_ONCE) if name == models[0] and train.is_dir() else ()
         result = evaluate_model(
             load_model(folder).to(context.ranks.world.device),
             Tokenizer.load(folder),
@@ -87,15 +85,9 @@ def _run(context: StageContext, config: RunConfig, models: tuple[str, ...]) -> N
     write_atomic(out / RESULTS, json.dumps(results, indent=1))
 
 
-def training_rows(pack: Path) -> Iterable[TokenBatch]:
-    """The rows of pretraining, for the bigram; none if there are none."""
-    folder = pack / TEXT_ROWS.name / "train"
-    return PackedRows(folder).batches(ROWS_AT_ONCE) if folder.is_dir() else ()
-
-
 def headline(result: dict[str, Any]) -> str:
-    """`bits per byte prose 1.71, code 1.50; answers perplexity 8.12; multiple choice 41.2% of 600 (above the best
-    rival, chance, 25.0%)`, with a warning if the bits are too low.
+    """Returns a line such as `bits per byte prose 1.71, code 1.50; answers perplexity 8.12; multiple choice 41.2% of
+    600 (above the best rival, chance, 25.0%)`, with a warning if the bits are too low.
     """
     bits = ", ".join(f"{kind} {table['bits_per_byte']:.3f}" for kind, table in result["bits_per_byte"].items())
     choice = result["multiple_choice"]
@@ -105,11 +97,6 @@ def headline(result: dict[str, Any]) -> str:
     if choice["questions"]:
         parts.append(f"multiple choice {choice['accuracy']:.1%} of {choice['questions']} ({rival_words(choice)})")
     return "; ".join(parts or ["nothing held out"])
-
-
-def _warnings(stage: StageData) -> Sequence[str]:
-    models = stage.json(RESULTS)["models"].values()
-    return () if all(model["lossless"] for model in models) else (f"{LOSSY}.",)
 
 
 def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
@@ -138,5 +125,7 @@ EVALUATE = StageSpec(
     headline=evaluation_facts,
     highlight=evaluation_highlight,
     closing=evaluation_lines,
-    warnings=_warnings,
+    warnings=lambda stage: (
+        () if all(model["lossless"] for model in stage.json(RESULTS)["models"].values()) else (f"{LOSSY}.",)
+    ),
 )

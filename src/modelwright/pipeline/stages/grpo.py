@@ -3,21 +3,14 @@
 from modelwright.objectives.grpo import Grpo, GrpoConfig
 from modelwright.objectives.model_reward import model_terms, reward_model_folders
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.rollout_training import reward_terms, rollout_parts, rollout_training
 from modelwright.pipeline.stages.training import FurtherModels
-
-
-def _objective(inputs: StageInputs) -> Grpo:
-    config = inputs.training
-    assert isinstance(config, GrpoConfig)
-    return Grpo(config=config, **vars(rollout_parts(inputs, GRPO.name, config.rollout)))
 
 
 def _further(run: RunConfig, config: GrpoConfig) -> FurtherModels:
     terms = reward_terms(run, GRPO.name)
     count = int(config.beta > 0) + len(model_terms(terms))
-    num_forwards = (1 + count) / config.num_iterations  # completions
+    num_forwards = (1 + count) / config.num_iterations  # 1: generation of the completion
     return FurtherModels(num_models=count, num_forwards=num_forwards, folders=reward_model_folders(terms))
 
 
@@ -26,7 +19,9 @@ GRPO = rollout_training(
     title="Reinforcement learning from groups of completions (GRPO)",
     report_title="GRPO",
     model_title="GRPO",
-    objective=_objective,
+    objective=lambda inputs: Grpo(
+        config=inputs.training, **vars(rollout_parts(inputs, "grpo", inputs.training.rollout))
+    ),
     config=GrpoConfig,
     updates_per_row=lambda config: config.num_generations * config.num_iterations,
     further=_further,

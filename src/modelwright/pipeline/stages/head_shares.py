@@ -1,5 +1,5 @@
-"""How often each head of a trained model is open on held-out rows: a fact of a training stage, and a table of its
-section of the report. A model that does not select heads (`model/head_selection.py`) has neither.
+"""Share of tokens for which each head of a trained model is open on held-out rows: a fact of a training stage, and a
+table of its section of the report. A model that does not select heads (`model/head_selection.py`) has neither.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,11 +22,11 @@ HEAD_SHARES = "head_shares"
 """Key of the stage's facts."""
 ROWS_AT_ONCE, MOST_BATCHES = 8, 16
 ALWAYS, NEVER = 0.99, 0.01
-"""From and up to which share of tokens the report counts a head as always open or closed."""
+"""Shares of tokens from which, and up to which, the report counts a head as always or never open."""
 
 
 def head_shares(model: Decoder, heldout: Path) -> dict[str, Any]:
-    """Facts about a model and a folder of held-out rows, which may be missing; {} without either."""
+    """Returns the facts of a model on a folder of held-out rows; {} if it is missing or the model selects no heads."""
     if model.config.head_budget == 1.0 or not heldout.is_dir():
         return {}
     counts_LH, num_tokens = count_open(model, islice(PackedRows(heldout).batches(ROWS_AT_ONCE), MOST_BATCHES))
@@ -36,7 +36,7 @@ def head_shares(model: Decoder, heldout: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def count_open(model: Decoder, batches: Iterable[TokenBatch]) -> tuple[Tensor, int]:
-    """For how many tokens each head of each layer is open, int64 [L, H], and the number of tokens without padding."""
+    """Counts the tokens for which each head of each layer is open, int64 [L, H], and all tokens without padding."""
     counts_LH = torch.zeros(model.config.num_layers, model.config.num_heads, dtype=torch.int64)
     num_tokens, device, was_training = 0, model.norm.weight.device, model.training
     model.eval()
@@ -55,7 +55,7 @@ def count_open(model: Decoder, batches: Iterable[TokenBatch]) -> tuple[Tensor, i
 
 
 def head_blocks(stage: StageData) -> Sequence[Block]:
-    """The table of the report; none for a model that computes all heads."""
+    """Returns the table of the report; none for a model that computes all heads."""
     facts = stage.facts.get(HEAD_SHARES)
     if not facts:
         return []

@@ -1,4 +1,4 @@
-"""How well held-out images are classified, beside simple rules: facts of a stage, and a table of the report."""
+"""Accuracy on held-out images, compared with simple rules: facts of a stage, and a table of the report."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,19 +10,19 @@ from numpy.typing import NDArray
 from modelwright.data.images.labeled import LabeledImages
 from modelwright.evaluate.statistics import log10_sign_test, wilson_interval
 from modelwright.objectives.image_classifier import TrainedClassifier
-from modelwright.pipeline.report.blocks import Table, count, number, percent
+from modelwright.pipeline.report.blocks import Fact, Table, count, number, percent
 
 MOST_TRAINING_IMAGES = 10_000
-"""What logistic regression learns from; more take it minutes."""
+"""Images from which logistic regression learns; with more it takes minutes."""
 BASELINE_SIDE = 16
-"""Pixels of a side that it sees."""
+"""Pixels per side of its images."""
 MOST_CLASSES_SHOWN = 20
 MOST_ITERATIONS = 1000
 
 
 def measure_accuracy(classifier: TrainedClassifier, training: LabeledImages, heldout: LabeledImages) -> dict[str, Any]:
-    """Accuracy with a 95% interval (Wilson), that of the rules, the p-value of a paired sign test against logistic
-    regression, and which class was taken for which.
+    """Returns the accuracy with a 95% interval (Wilson), that of the rules, the p-value of a paired sign test against
+    logistic regression, and the confusion matrix.
     """
     labels, predicted = heldout.labels.astype(np.int64), _predicted(classifier, heldout)
     started = time.perf_counter()
@@ -47,7 +47,7 @@ def measure_accuracy(classifier: TrainedClassifier, training: LabeledImages, hel
 
 
 def share_right(classifier: TrainedClassifier, heldout: LabeledImages) -> float:
-    """The accuracy by itself."""
+    """Returns the held-out accuracy, without baselines or intervals."""
     return float((_predicted(classifier, heldout) == heldout.labels).mean())
 
 
@@ -57,17 +57,22 @@ def _predicted(classifier: TrainedClassifier, images: LabeledImages) -> NDArray[
     return classifier.probabilities(squares).argmax(axis=1)
 
 
-def baseline_hint(facts: Mapping[str, Any]) -> str:
-    """What the figure of an accuracy is of, and that of the rules."""
-    return (
+def accuracy_facts(title: str, facts: Mapping[str, Any] | None) -> Sequence[Fact]:
+    """Returns an accuracy with that of the rules, for the top of the report; nothing without facts."""
+    if not facts:
+        return []
+    hint = (
         f"of {count(facts['num_images'])} held-out images; logistic regression on pixels "
         f"{percent(facts['logistic_regression'], 1)}, the most frequent class "
         f"{percent(facts['most_frequent_class'], 1)}"
     )
+    return [Fact(title, percent(facts["accuracy"], 1), hint)]
 
 
 def accuracy_table(facts: Mapping[str, Any], *, method: str, title: str, remark: str = "") -> Table:
-    """An accuracy beside that of the rules. method: names the first line; remark: further sentences for the caption."""
+    """Returns a table of an accuracy and that of the rules. method: name of the first line; remark: further sentences
+    of the caption.
+    """
     low, high = facts["interval"]
     rows = [
         [method, percent(facts["accuracy"], 1)],
@@ -88,7 +93,8 @@ def accuracy_table(facts: Mapping[str, Any], *, method: str, title: str, remark:
 
 
 def confusion(labels: NDArray[np.int64], predicted: NDArray[np.int64], num_classes: int) -> Sequence[Sequence[int]]:
-    """How many images of each class (row) were taken for each class (column); [] with many classes."""
+    """Counts the images of each class (row) that were taken for each class (column); [] with many classes."""
+    # A larger table is unreadable on the page.
     if num_classes > MOST_CLASSES_SHOWN:
         return []
     counts = np.zeros((num_classes, num_classes), dtype=np.int64)
@@ -97,13 +103,15 @@ def confusion(labels: NDArray[np.int64], predicted: NDArray[np.int64], num_class
 
 
 def logistic_regression(training: LabeledImages, heldout: LabeledImages) -> NDArray[np.int64]:
-    """The classes of held-out images by scikit-learn's multinomial logistic regression on standardized pixels, learned
-    from at most `MOST_TRAINING_IMAGES` training images, drawn at random: they may be sorted by class.
+    """Predicts the classes of held-out images by scikit-learn's multinomial logistic regression on standardized pixels,
+    learned from at most `MOST_TRAINING_IMAGES` training images. These are drawn at random, because images may be sorted
+    by class.
     """
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
+    # Sorted again after drawing, so that the store is read in its order.
     drawn = np.sort(np.random.default_rng(0).permutation(len(training))[:MOST_TRAINING_IMAGES])
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=MOST_ITERATIONS))
     model.fit(_pixels(training, drawn), training.labels[drawn])

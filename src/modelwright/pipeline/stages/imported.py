@@ -1,4 +1,4 @@
-"""`rows_from`: what the data stages of another run have made, in place of this run's own.
+"""`rows_from`: a run that uses the results of another run's data stages instead of making its own.
 
 The stages clean, tokenize and pack copy the other run's artifacts, from a folder or a store, and check every file
 against its manifest. Only the training rows and their images stay where they are: the cache reads them from there
@@ -29,20 +29,16 @@ IMAGES = images_folder(Path(), TRAIN).name
 Check = Callable[[StageContext, Manifest], None]
 
 
-def no_check(context: StageContext, manifest: Manifest) -> None:
-    """`imported_stage(check=...)` of a stage whose result fits every run."""
-
-
 def imported_stage(
     config: RunConfig,
     spec: StageSpec,
     *,
     settings: Mapping[str, Any] | None = None,
     parents: tuple[str, ...] = (),
-    check: Check = no_check,
+    check: Check = lambda context, manifest: None,
 ) -> Stage:
-    """A stage that takes over the artifact of the same stage of the run that `rows_from` names. settings: what else
-    decides whether it fits; check: raises `ConfigError` if it does not fit this run.
+    """Returns a stage that copies the artifact of the same stage of the run that `rows_from` names. settings: further
+    settings on which its use depends; check: raises `ConfigError` if it does not fit this run.
     """
     return Stage(
         name=spec.name,
@@ -57,7 +53,13 @@ def _run(context: StageContext, url: str, stage: str, check: Check) -> None:
     store, output = ColdStore(url), context.output
     manifest = read_source_manifest(url, stage)
     check(context, manifest)
-    copied = {name: entry for name, entry in manifest.files.items() if not _stays(name)}
+    copied = dict(manifest.files)
+    for name in manifest.files:
+        path = PurePosixPath(name)
+        is_rows = path.parent.name == TRAIN and path.name.startswith(("tokens-", "mask-"))
+        if is_rows or (path.parent.name == IMAGES and path.name == FILE):
+            # Read by training from the other run, through the cache: it may be too large for this machine.
+            del copied[name]
     total_bytes, num_bytes = sum(int(entry["bytes"]) for entry in copied.values()), 0
     context.progress.begin(f"{stage} from {redact_text(url)}", total_bytes, "bytes")
     for name, entry in copied.items():
@@ -73,23 +75,10 @@ def _run(context: StageContext, url: str, stage: str, check: Check) -> None:
         context.progress.advance(num_bytes)
     context.progress.end()
     output.facts |= manifest.facts
-    _point_to_rows(output.path, f"{url}/{stage}/artifact")
-
-
-def _stays(name: str) -> bool:
-    """Whether a file of an artifact has training rows or their images."""
-    path = PurePosixPath(name)
-    if path.parent.name == TRAIN:
-        return path.name.startswith(("tokens-", "mask-"))
-    return path.parent.name == IMAGES and path.name == FILE
-
-
-def _point_to_rows(artifact: Path, url: str) -> None:
-    """Write beside training rows and their images where their large files are. Raises `ArtifactError` if these cannot
-    be read from there.
-    """
-    for folder in sorted([*artifact.glob(f"*/{TRAIN}"), *artifact.glob(f"*/{IMAGES}")]):
-        place = f"{url}/{folder.relative_to(artifact).as_posix()}"
+    # The large files are read from the other run: their address is written next to the copied index, and read at once,
+    # so that an unreadable file fails here and not in training.
+    for folder in sorted([*output.path.glob(f"*/{TRAIN}"), *output.path.glob(f"*/{IMAGES}")]):
+        place = f"{url}/{stage}/artifact/{folder.relative_to(output.path).as_posix()}"
         write_atomic(folder / ROWS_AT, json.dumps({"url": place}))
         try:
             if folder.name == IMAGES:
@@ -101,13 +90,13 @@ def _point_to_rows(artifact: Path, url: str) -> None:
 
 
 def read_source_manifest(url: str, stage: str) -> Manifest:
-    """The manifest of a finished stage of the run at `url`. Raises `ConfigError` if there is none."""
+    """Reads the manifest of a finished stage of the run at `url`. Raises `ConfigError` if it does not exist."""
     place = f"{url}/{stage}/artifact"
     content = ColdStore(url).read_whole(f"{stage}/artifact/{MANIFEST}")
     if content is None:
         raise ConfigError(
-            f"rows_from: {url} has no finished stage {stage} ({place}/{MANIFEST} is missing); give the folder of a "
-            "run, or its address, in which that stage is finished"
+            f"rows_from: the stage {stage} of {url} is not finished ({place}/{MANIFEST} is missing); give the folder "
+            "of a run, or its address, in which that stage is finished"
         )
     return parse_manifest(content, place, kind=stage)
 
@@ -115,17 +104,19 @@ def read_source_manifest(url: str, stage: str) -> Manifest:
 def check_packing(
     config: RunConfig, own: Mapping[str, Any], defaults: Mapping[str, Any], section: str, context: StageContext
 ) -> None:  # fmt: skip
-    """Raise `ConfigError` if the other run packed its rows with other settings. own: those of this run, by name;
-    defaults: those of a run that does not name them, because it is older; section: their key in a run's configuration.
+    """Raises `ConfigError` if the other run packed its rows with other settings. own: settings of this run, by name;
+    defaults: values for settings that an older run does not name; section: their key in a run's configuration.
     """
     content = ColdStore(config.rows_from).read_whole("config.yaml")
     if content is None:
-        raise ConfigError(f"rows_from: {config.rows_from} has no config.yaml; give the folder of a run, or its address")
+        raise ConfigError(
+            f"rows_from: {config.rows_from} does not contain a config.yaml; give the folder of a run, or its address"
+        )
     path = context.folder.path / "source.yaml"
     write_atomic(path, content)
     theirs = load_yaml(path).get(section)
     if not isinstance(theirs, Mapping):
-        raise ConfigError(f"rows_from: {config.rows_from}/config.yaml has no section {section}; copy it there again")
+        raise ConfigError(f"rows_from: {config.rows_from}/config.yaml lacks the section {section}; copy it there again")
     for name, value in own.items():
         if (other := theirs.get(name, defaults[name])) != value:
             raise ConfigError(
@@ -135,8 +126,8 @@ def check_packing(
 
 
 def check_tokenizer(config: RunConfig, own: Path, stage: str, context: StageContext) -> None:
-    """Raise `ConfigError` if the rows were packed with another tokenizer than the one in `own`. stage: the one of the
-    other run that has its tokenizer.
+    """Raises `ConfigError` if the rows were packed with another tokenizer than the one in `own`. stage: stage of the
+    other run whose artifact contains its tokenizer.
     """
     store, folder = ColdStore(config.rows_from), context.folder.path / "source-tokenizer"
     folder.mkdir(parents=True, exist_ok=True)
@@ -151,8 +142,8 @@ def check_tokenizer(config: RunConfig, own: Path, stage: str, context: StageCont
 
 
 def row_tokens(config: RunConfig, rows: RowSet, seq_len: int, stage: str) -> float:
-    """Tokens of an epoch of training before the rows are there: from the index of the other run, or estimated from the
-    size of the sources. stage: the one that packs.
+    """Returns the tokens of an epoch of training before the rows exist here: from the index of the other run, or
+    estimated from the size of the sources. stage: name of the stage that packs.
     """
     if not config.rows_from:
         return text_bytes(config.data, rows) / BYTES_PER_TOKEN

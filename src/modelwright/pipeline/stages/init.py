@@ -9,8 +9,7 @@ from modelwright.core.rundir import RunDir
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_model, stored_dtype
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimate.cost import StageEstimate
-from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import fixed_estimate
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
 
@@ -19,33 +18,30 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     """Artifact: the model and its tokenizer in the Hugging Face layout. Facts: the folder that they came from and, if a
     stage wrote that, `content`, its digest."""
     folder = Path(config.init_from)
+
+    def import_model(context: StageContext) -> None:
+        context.progress.begin("init", 0, "tensors")
+        manifest = verify_if_artifact(folder)
+        model, tokenizer = load_model(folder, dtype=stored_dtype(folder)), Tokenizer.load(folder)
+        # A larger vocabulary of the model is padding; a smaller one has no embedding for some tokens.
+        if tokenizer.vocab_size > model.config.vocab_size:
+            raise ModelError(
+                f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, its model only "
+                f"{model.config.vocab_size}; they do not match"
+            )
+        save_model_folder(model, tokenizer, context.output.path)
+        context.output.facts |= {"folder": str(folder), "num_parameters": model.config.num_parameters}
+        if manifest is not None:
+            context.output.facts["content"] = manifest.content_digest
+        context.progress.end()
+
     return Stage(
         name=INIT.name,
         title=INIT.title,
         settings={"files": folder_fingerprint(folder, "init_from")},
         parents=(),
-        run=lambda context: _run(context, folder),
+        run=import_model,
     )
-
-
-def _run(context: StageContext, folder: Path) -> None:
-    context.progress.begin("init", 0, "tensors")
-    manifest = verify_if_artifact(folder)
-    model, tokenizer = load_model(folder, dtype=stored_dtype(folder)), Tokenizer.load(folder)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise ModelError(
-            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, its model only "
-            f"{model.config.vocab_size}; they do not match"
-        )
-    save_model_folder(model, tokenizer, context.output.path)
-    context.output.facts |= {"folder": str(folder), "num_parameters": model.config.num_parameters}
-    if manifest is not None:
-        context.output.facts["content"] = manifest.content_digest
-    context.progress.end()
-
-
-def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
-    return fixed_estimate(INIT.name, seconds=2.0)
 
 
 INIT = StageSpec(
@@ -54,5 +50,5 @@ INIT = StageSpec(
     with_init_from="only",
     model_title="initial model",
     build=_build,
-    estimate=_estimate,
+    estimate=lambda config, run, rates: fixed_estimate("init", seconds=2.0),
 )

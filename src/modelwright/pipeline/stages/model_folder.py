@@ -24,7 +24,7 @@ def save_model_folder(model: Decoder, tokenizer: Tokenizer, folder: Path) -> Non
 
 
 def initial_folder(init_from: str) -> Path:
-    """The folder that `init_from` names. Raises `ConfigError` if there is none."""
+    """Returns the folder that `init_from` names. Raises `ConfigError` if it is not a folder."""
     folder = Path(init_from).expanduser().resolve()
     if not folder.is_dir():
         raise ConfigError(
@@ -35,10 +35,11 @@ def initial_folder(init_from: str) -> Path:
 
 
 def folder_fingerprint(folder: Path, setting: str) -> list[list[str | int]]:
-    """Name, size and modification time of each file of a model folder that decides what the model computes. setting:
-    names the folder. Raises `ConfigError` if there is no such folder.
+    """Returns name, size and modification time of each file of a model folder on which the model's outputs depend.
+    setting: names the folder. Raises `ConfigError` if it is not a folder.
     """
     if not folder.is_dir():
         raise ConfigError(f"{setting}: {folder} is not a folder; give a Hugging Face model folder on disk")
+    # Not a hash of the contents: it would read gigabytes before each start of the run.
     files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import Manifest
@@ -14,13 +13,12 @@ from modelwright.data.document import SPLITS, Kind
 from modelwright.data.rows.pack import PackConfig
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.blocks import Section
 from modelwright.pipeline.report.corpus import tokens_section
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import Rates, RowSet, Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import RowSet, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
-from modelwright.pipeline.stages.estimates import IMPORT_S, fixed_estimate, moving_estimate
+from modelwright.pipeline.stages.estimates import moving_estimate
 from modelwright.pipeline.stages.imported import check_packing, check_tokenizer, imported_stage
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.rows import CHAT_ROWS, TEXT_KINDS, TEXT_ROWS, PackJob
@@ -36,25 +34,32 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     conversations fitted into the rows, and `pretrain_kinds`."""
     tokenizer_from = tokenizer_stage(config)
     settings = with_labels(config)
+    # Settings with the value from before they existed stay out of the digest: artifacts of older runs remain valid.
+    always = {
+        "chat_loss": "assistant", "text_kinds": list(TEXT_KINDS), "chunk_overlap": 50, "min_chunk_tokens": 256,
+        "count_overlap": False,
+    }  # fmt: skip
+    identity = {name: one for name, one in dump(settings).items() if name not in always or always[name] != one}
     if config.rows_from:
-        return _imported(config, settings, tokenizer_from)
-    further = [rows.name for rows in row_sets(config)[2:]]
-    decided = {rows.name: dict(found) for rows in row_sets(config) if (found := rows.decides(config))}
+        return _imported(config, settings, identity, tokenizer_from)
+    labels = {"score": settings.score, "group_by": settings.group_by, "keep_documents": settings.keep_documents}
+    identity |= {name: value for name, value in labels.items() if value not in ("", "none", False)}
+    if further := [rows.name for rows in row_sets(config)[2:]]:
+        identity["rows"] = further
+    if decided := {rows.name: dict(decides) for rows in row_sets(config) if (decides := rows.decides(config))}:
+        identity["decided"] = decided
     return Stage(
         name=PACK.name,
         title=PACK.title,
-        settings=_settings(settings)
-        | _label_settings(settings)
-        | ({"rows": further} if further else {})
-        | ({"decided": decided} if decided else {}),
+        settings=identity,
         parents=(CLEAN.name, tokenizer_from),
         run=lambda context: _run(context, config, settings, Tokenizer.load(context.parents[tokenizer_from])),
         version=2,
     )
 
 
-def _imported(config: RunConfig, settings: PackConfig, tokenizer_from: str) -> Stage:
-    """Takes over rows that were packed with the same settings and tokenizer, for all trainings of the run."""
+def _imported(config: RunConfig, settings: PackConfig, identity: dict[str, Any], tokenizer_from: str) -> Stage:
+    """Reuses rows that were packed with the same settings and tokenizer, for all trainings of the run."""
 
     def check(context: StageContext, manifest: Manifest) -> None:
         check_packing(config, dump(settings), dump(PackConfig()), PACK.name, context)
@@ -64,16 +69,16 @@ def _imported(config: RunConfig, settings: PackConfig, tokenizer_from: str) -> S
         for stage in config.trainings:
             if stage.rows and not stage.rows.if_empty and f"{stage.rows.name}/train" not in manifest.facts:
                 raise ConfigError(
-                    f"rows_from: {config.rows_from} has no rows of {stage.rows.title}, which {stage.name} learns from; "
-                    f"pack them there in a run with the stage {stage.name}"
+                    f"rows_from: {config.rows_from} lacks the rows of {stage.rows.title} that {stage.name} learns "
+                    f"from; pack them there in a run with the stage {stage.name}"
                 )
 
-    return imported_stage(config, PACK, settings=_settings(settings), parents=(tokenizer_from,), check=check)
+    return imported_stage(config, PACK, settings=identity, parents=(tokenizer_from,), check=check)
 
 
 def with_labels(config: RunConfig) -> PackConfig:
-    """The settings of packing, with the labels of rows that the trainings of the run ask for. Raises `ConfigError` if
-    they ask for different ones.
+    """Returns the settings of packing, with the labels of rows that the trainings of the run ask for. Raises
+    `ConfigError` if they ask for different ones.
     """
     wanted = [config.section(stage).batching for stage in config.trainings]
     scores = sorted({batching.curriculum.score for batching in wanted} - {""})
@@ -91,38 +96,17 @@ def with_labels(config: RunConfig) -> PackConfig:
     )
 
 
-def _settings(config: PackConfig) -> dict[str, Any]:
-    """The settings for the digest; without those that have the value that there always was."""
-    always = {
-        "chat_loss": "assistant", "text_kinds": list(TEXT_KINDS), "chunk_overlap": 50, "min_chunk_tokens": 256,
-        "count_overlap": False,
-    }  # fmt: skip
-    return {name: value for name, value in dump(config).items() if name not in always or always[name] != value}
-
-
-def _label_settings(config: PackConfig) -> dict[str, str | bool]:
-    """The labels of rows that are not the default, for the digest."""
-    labels = {"score": config.score, "group_by": config.group_by, "keep_documents": config.keep_documents}
-    return {name: value for name, value in labels.items() if value not in ("", "none", False)}
-
-
 def _run(context: StageContext, config: RunConfig, settings: PackConfig, tokenizer: Tokenizer) -> None:
     clean, facts = context.parents[CLEAN.name], context.output.facts
-    kinds = pretraining_kinds(clean, settings.text_kinds)
+    has_text = not kept_files(clean).get("train", {}).keys().isdisjoint(settings.text_kinds)
+    kinds = settings.text_kinds if has_text else QA_ONLY
     facts["pretrain_kinds"] = list(kinds)
     if kinds != settings.text_kinds and any(stage.rows is TEXT_ROWS for stage in config.trainings):
         context.progress.note(
             f"pack: no training document of pack.text_kinds ({', '.join(settings.text_kinds)}) was kept; pretraining "
             "learns from question/answer pairs as text"
         )
-    job = PackJob(
-        context=context,
-        config=config,
-        settings=settings,
-        tokenizer=tokenizer,
-        clean=clean,
-        text_kinds=kinds,
-    )
+    job = PackJob(context=context, config=config, settings=settings, tokenizer=tokenizer, clean=clean, text_kinds=kinds)
     for split in SPLITS:
         for rows in row_sets(config):
             rows.pack(job, split)
@@ -133,18 +117,13 @@ def _run(context: StageContext, config: RunConfig, settings: PackConfig, tokeniz
 
 
 def row_sets(config: RunConfig) -> tuple[RowSet, ...]:
-    """Text and conversations, and what the run's training stages need besides."""
+    """Returns text and conversations, and the further sets of rows that the run's training stages need."""
     return tuple(dict.fromkeys([TEXT_ROWS, CHAT_ROWS, *(stage.rows for stage in config.trainings if stage.rows)]))
 
 
 def packed_row_len(config: RunConfig) -> int:
-    """Tokens of a row; of a run that packs none, the model's context."""
+    """Returns the tokens of a row; in a run without packing, the model's context."""
     return config.section(PACK).seq_len if config.has(PACK) else config.model.max_seq_len
-
-
-def pretraining_kinds(clean: Path, wanted: tuple[Kind, ...]) -> tuple[Kind, ...]:
-    """The kinds of documents that pretraining learns from: those that are wanted, or pairs where there are none."""
-    return wanted if not kept_files(clean).get("train", {}).keys().isdisjoint(wanted) else QA_ONLY
 
 
 def check_context(config: RunConfig) -> None:
@@ -162,12 +141,6 @@ def check_context(config: RunConfig) -> None:
     )
 
 
-def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
-    if config.rows_from:
-        return fixed_estimate(PACK.name, seconds=IMPORT_S)
-    return moving_estimate(PACK.name, config, bytes_per_s=BYTES_PER_S)
-
-
 def _report(data: RunData, stage: StageData) -> Section:
     titles = {
         f"{rows.name}/{split}": f"{rows.title}, {title}"
@@ -183,6 +156,6 @@ PACK = StageSpec(
     config=PackConfig,
     needs=lambda config: (*(() if config.rows_from else (CLEAN.name,)), tokenizer_stage(config)),
     build=_build,
-    estimate=_estimate,
+    estimate=lambda config, run, rates: moving_estimate("pack", config, bytes_per_s=BYTES_PER_S),
     report=_report,
 )

@@ -6,7 +6,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.tokenizer.tokenizer import Tokenizer, tokenizer_difference
 from modelwright.objectives.model_reward import model_terms, reward_model_folders, without_folder
 from modelwright.objectives.ppo import Ppo, PpoConfig
-from modelwright.objectives.value_function import SeparateValueModel, ValueFunction, ValueOnTrunk, separate_value_model
+from modelwright.objectives.value_function import ValueOnTrunk, separate_value_model
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.reward import REWARD
@@ -16,24 +16,14 @@ from modelwright.pipeline.stages.training import FurtherModels
 
 
 def _objective(inputs: StageInputs) -> Ppo:
-    config = inputs.training
-    assert isinstance(config, PpoConfig)
+    config: PpoConfig = inputs.training
     parts = rollout_parts(inputs, PPO.name, config.rollout)
-    return Ppo(config=config, value=_value_function(inputs, config), **vars(parts))
-
-
-def _value_function(inputs: StageInputs, config: PpoConfig) -> ValueFunction:
-    """Raises `ConfigError` if the model that the value model begins with does not read the tokens of the run."""
     if config.value_model == "head":
-        return ValueOnTrunk()
+        return Ppo(config=config, value=ValueOnTrunk(), **vars(parts))
     start = value_model_start(inputs.config)
     folder = start if isinstance(start, Path) else inputs.parents[start]
     value = separate_value_model(folder)
-    _check_tokens(inputs, value, folder)
-    return value
-
-
-def _check_tokens(inputs: StageInputs, value: SeparateValueModel, folder: Path) -> None:
+    # A reward model of another run scores token numbers: with another tokenizer it would train, and mean nothing.
     needed, shape = inputs.config.model, value.shape
     tokenizer = Tokenizer.load(inputs.parents[tokenizer_stage(inputs.config)])
     problem = tokenizer_difference(Tokenizer.load(folder), tokenizer)
@@ -47,16 +37,18 @@ def _check_tokens(inputs: StageInputs, value: SeparateValueModel, folder: Path) 
             f"{PPO.name}.value_model: the reward model {folder} does not read the tokens of this run ({problem}); set "
             "policy or head, or train the reward model in this run"
         )
+    return Ppo(config=config, value=value, **vars(parts))
 
 
 def value_model_start(run: RunConfig) -> str | Path:
-    """The stage, or the folder, whose weights a value model begins with: of several reward models that of the run.
-    Raises `ConfigError` if `ppo.rewards` names several folders and no model of the run.
+    """Returns the stage, or the folder, whose weights a value model starts from; among several reward models, the one
+    of the run. Raises `ConfigError` if `ppo.rewards` names several folders and no model of the run.
     """
     if run.section(PPO.name).value_model == "policy":
         return model_before(run, PPO.name)
     terms = reward_terms(run, PPO.name)
     folders = sorted(set(reward_model_folders(terms).values()))
+    # The run's own reward model, if a term uses it or if nothing else names a model.
     if without_folder(terms) or not folders:
         return reward_model_before(run, PPO.name) or REWARD.name
     if len(folders) > 1:
@@ -67,20 +59,13 @@ def value_model_start(run: RunConfig) -> str | Path:
     return Path(folders[0])
 
 
-def _needs(run: RunConfig) -> tuple[str, ...]:
-    if run.section(PPO.name).value_model != "reward":
-        return ()
-    start = value_model_start(run)
-    return () if isinstance(start, Path) else (start,)
-
-
 def _further(run: RunConfig, config: PpoConfig) -> FurtherModels:
     terms = reward_terms(run, PPO.name)
     count = int(config.kl_coef > 0) + len(model_terms(terms))
     return FurtherModels(
         num_models=count,
         num_trained=int(config.value_model != "head"),
-        num_forwards=(2 + count) / config.num_ppo_epochs,  # completions and values
+        num_forwards=(2 + count) / config.num_ppo_epochs,  # 2: generation of completions, and their values
         folders=reward_model_folders(terms),
     )
 
@@ -103,5 +88,9 @@ PPO = rollout_training(
         "Mean length of completions, tokens": {"completions/mean_length": "rollouts"},
     },
     kl_metric="objective/kl",
-    needs=_needs,
+    needs=lambda run: (
+        (start,)
+        if run.section(PPO.name).value_model == "reward" and not isinstance(start := value_model_start(run), Path)
+        else ()
+    ),
 )

@@ -1,7 +1,7 @@
-"""qat: the final model trains some steps on the grid of integer inference. Artifact: the model with its tokenizer in
-the Hugging Face layout, and the grid, which the stage quantize takes over exactly.
+"""qat: quantization-aware training of the final model on the grid of integer inference. Artifact: the model with its
+tokenizer in the Hugging Face layout, and the grid, which the stage quantize uses exactly.
 
-Adds the learned steps of quantization-aware training to what an objective trains.
+With learned steps, these are trained as parameters together with those of an objective.
 """
 
 import json
@@ -20,7 +20,6 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.int_grid import Granularity, WeightGrid
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import ALL_ROWS
@@ -35,7 +34,6 @@ from modelwright.precision.quantization_aware import (
 )
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective, Terms
-from modelwright.train.runtime import TechniqueBuilder
 from modelwright.train.techniques.fake_quantization import NEEDS, RANGES, fake_quantization
 
 
@@ -75,14 +73,15 @@ class WithStepSizes(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class QatConfig(TrainConfig):
-    """Quantization-aware training of the decoder's linear layers; embedding, head and norms stay as they are."""
+    """Quantization-aware training of the decoder's linear layers; embedding, head and norms are not quantized."""
 
     weights: Literal["int8", "int4"] = "int4"
     """Format of the weights."""
     asymmetric: bool = False
-    """Whether each group of weights has a zero point besides its step."""
+    """Give each group of weights a zero point in addition to its step."""
     granularity: Granularity = "group_32"
-    """What shares a step: the whole matrix, an output channel, or so many neighboring inputs of a channel."""
+    """Weights that share a step: the whole matrix, an output channel, or a number of neighboring inputs of a
+    channel."""
     activations: Activations = "token"
     """`token` quantizes each token by its largest magnitude at run time; `tensor_min_max` and `tensor_moving_average`
     by one range for all tokens, observed in the steps before `start_step`; `none` leaves activations alone."""
@@ -101,7 +100,7 @@ class QatConfig(TrainConfig):
             raise ConfigError(f"start_step: {self.start_step} is not before the last of {self.num_steps} steps")
 
     def quantization(self) -> QuantizationAwareConfig:
-        """The grids. Raises `ConfigError` for settings that do not go together."""
+        """Returns the grids. Raises `ConfigError` for settings that cannot be combined."""
         grid = WeightGrid(
             bits=8 if self.weights == "int8" else 4, symmetric=not self.asymmetric, granularity=self.granularity
         )
@@ -110,45 +109,33 @@ class QatConfig(TrainConfig):
         )
 
 
-def _settings(config: RunConfig) -> QuantizationAwareConfig:
-    section: QatConfig = config.section(QAT)
-    return section.quantization()
-
-
-def _prepare(config: RunConfig, model: Decoder) -> None:
-    section: QatConfig = config.section(QAT)
-    if section.fold_norms:
-        fold_norms(model)
-
-
 def _objective(inputs: StageInputs) -> Objective:
-    settings = _settings(inputs.config)
+    config: QatConfig = inputs.training
     objective = NextToken(inputs.loader)
-    return WithStepSizes(inner=objective, grid=settings.weights) if settings.learned_steps else objective
-
-
-def _techniques(inputs: StageInputs) -> list[TechniqueBuilder]:
-    return [partial(fake_quantization, _settings(inputs.config))]
+    if not config.learned_steps:
+        return objective
+    return WithStepSizes(inner=objective, grid=config.quantization().weights)
 
 
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
-    """Write the grid beside the weights."""
+    """Writes the grid next to the weights."""
     save_language_model(trained)
-    model, settings = trained.model, _settings(trained.config)
+    section: QatConfig = trained.config.section(QAT)
+    model, settings = trained.model, section.quantization()
+    # Learned steps are parameters; without them the steps follow from the weights themselves.
     steps = model.heads[MODULE] if settings.learned_steps else None
     names = list(model.projections()) if isinstance(steps, StepSizes) else []
+    activations: Literal["none", "token", "tensor"] = "token" if settings.activations == "token" else "none"
+    if settings.activations.startswith("tensor"):
+        activations = "tensor"
     ranges = json.loads((trained.context.folder.path / RANGES).read_text(encoding="utf-8"))
     TrainedGrid(
         weights=settings.weights,
-        activations="tensor" if settings.activations.startswith("tensor") else _plain(settings.activations),
+        activations=activations,
         steps={name: steps.step(name) for name in names if isinstance(steps, StepSizes)},
         ranges={name: (float(least), float(most)) for name, (least, most) in ranges.items()},
     ).save(trained.folder)
     return {}
-
-
-def _plain(activations: Activations) -> Literal["none", "token"]:
-    return "token" if activations == "token" else "none"
 
 
 QAT = training_spec(
@@ -162,7 +149,7 @@ QAT = training_spec(
     needs=lambda config: (PACK.name, *needed_start(config, "qat")),
     config=QatConfig,
     only_if_named=True,
-    techniques=_techniques,
+    techniques=lambda inputs: [partial(fake_quantization, inputs.config.section("qat").quantization())],
     save=_save,
-    prepare=_prepare,
+    prepare=lambda config, model: fold_norms(model) if config.section("qat").fold_norms else None,
 )

@@ -1,6 +1,6 @@
 """quantize: the final model with integer matrices, and its effect on size, speed and accuracy. A model that was trained
-on a grid keeps exactly that; any other gets what `serve.int8.weights` says. Artifact: a quantized model folder with its
-tokenizer, `results.json`, and the evaluation's records.
+on a grid keeps exactly that grid; any other is quantized as `serve.int8.weights` says. Artifact: a quantized model
+folder with its tokenizer, `results.json`, and the evaluation's records.
 """
 
 import copy
@@ -33,9 +33,8 @@ from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.results import int8_facts, int8_section
-from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.estimates import scoring_estimate
 from modelwright.pipeline.stages.evaluate import EVALUATE, RESULTS, headline
@@ -49,14 +48,14 @@ INT8_GRID = "Weights are quantized per output channel, activations per token at 
 FOLDED = "Norms before projections were multiplied into these. "
 INT8_SMOOTH = "Outliers of activations were moved into the weights (SmoothQuant). "
 SPEED_SHAPES = ((1, 1), (8, 1), (32, 1), (1, 256))
-"""What speed is measured at: streams, and tokens of each."""
+"""Batches on which speed is measured: streams, and tokens of each."""
 LIBRARY_BYTES = 35 * 2**20
-"""What the stage loads and leaves in the process, as measured in a run of all stages."""
+"""Memory of libraries that the stage loads, which stay in the process: measured in a run of all stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A quantized model against the one that it was made from: bytes of the weights, speed in the engine, agreement."""
+    """A quantized model against its original: bytes of the weights, speed in the engine, agreement."""
 
     reference_bytes: int
     int8_bytes: int
@@ -67,7 +66,7 @@ class Comparison:
 def compare(
     reference: Decoder, int8: Decoder, tokens_BT: torch.Tensor, *, shapes: Sequence[tuple[int, int]] = SPEED_SHAPES
 ) -> Comparison:
-    """Measure both models; tokens_BT: held-out rows of at least two tokens."""
+    """Measures both models. tokens_BT: held-out rows of at least two tokens."""
     return Comparison(
         reference_bytes=weight_bytes(reference),
         int8_bytes=weight_bytes(int8),
@@ -77,8 +76,8 @@ def compare(
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
-    """Size, speed and accuracy of the INT8 model beside FP32, on the evaluation's own documents and questions. The FP32
-    model's figures are those of the stage evaluate if it is present.
+    """Compares size, speed and accuracy of the INT8 model with FP32, on the documents and questions of the evaluation.
+    The FP32 model's figures are those of the stage evaluate if it is present.
     """
     evaluated = [EVALUATE.name] if EVALUATE.name in present else []
     return Stage(
@@ -87,7 +86,8 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
         settings={"quantize": dump(config.serve.int8), "evaluate": dump(config.section(EVALUATE))},
         parents=(CLEAN.name, PACK.name, final_model(config), *evaluated),
         run=lambda context: _run(context, config),
-        version=2,  # results.json names the bits of the weights
+        # Increased when results.json began to name the bits of the weights.
+        version=2,
     )
 
 
@@ -99,7 +99,11 @@ def _run(context: StageContext, config: RunConfig) -> None:
     bits, described, errors = _quantize(context, source, reference, config)
     tokenizer.save(out, max_length=config.model.max_seq_len)
     int8 = load_int8(out, config.serve.int8)
-    comparison = compare(reference, int8, _sample(context.parents[PACK.name]))
+    # Agreement is measured on rows that the model was not trained on; on training rows if nothing is held out.
+    pack = context.parents[PACK.name]
+    places = [pack / rows.name / split for split in ("heldout", "train") for rows in (TEXT_ROWS, CHAT_ROWS)]
+    packed = PackedRows(next(place for place in places if place.is_dir()))
+    comparison = compare(reference, int8, next(iter(packed.batches(AGREEMENT_ROWS))).input_ids_BT)
     context.progress.end()
     results: dict[str, Any] = {
         "model": name,
@@ -125,12 +129,13 @@ def _run(context: StageContext, config: RunConfig) -> None:
 def _quantize(
     context: StageContext, source: Path, reference: Decoder, config: RunConfig
 ) -> tuple[int, str, dict[str, Any]]:
-    """Write the quantized model; returns the bits of its weights, what its grid is, in words, and the errors of its
-    layers if GPTQ made them.
+    """Writes the quantized model; returns the bits of its weights, a description of its grid, and, of GPTQ, the errors
+    of its layers.
     """
     settings, out = config.serve.int8, context.output.path
     grid, codes, errors, first = TrainedGrid.load(source), None, dict[str, LayerError](), ""
     if grid is None and settings.weights.endswith("folded"):
+        # A copy: the caller compares the result with the unchanged reference.
         reference, first = copy.deepcopy(reference), FOLDED
         fold_norms(reference)
     if grid is None and settings.weights not in FOUR_BITS:
@@ -149,7 +154,7 @@ def _quantize(
 
 
 def _calibration(pack: Path) -> list[TokenBatch]:
-    """Training rows, a few at a time, that GPTQ keeps the outputs on."""
+    """Returns training rows, a few at a time, on which SmoothQuant and GPTQ are calibrated."""
     places = [pack / rows.name / "train" for rows in (ALL_ROWS, TEXT_ROWS, CHAT_ROWS)]
     packed = PackedRows(next(place for place in places if place.is_dir()))
     return list(islice(packed.batches(CALIBRATION_ROWS // 8), 8))
@@ -170,25 +175,15 @@ def _evaluate(
     )
 
 
-def _sample(pack: Path) -> torch.Tensor:
-    """Rows of tokens that the model was not trained on (training rows if nothing is held out)."""
-    places = [pack / rows.name / split for split in ("heldout", "train") for rows in (TEXT_ROWS, CHAT_ROWS)]
-    packed = PackedRows(next(place for place in places if place.is_dir()))
-    return next(iter(packed.batches(AGREEMENT_ROWS))).input_ids_BT
-
-
-def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
-    evaluate = config.section(EVALUATE)
-    return scoring_estimate(QUANTIZE.name, config, evaluate, rates, num_models=1, library_bytes=LIBRARY_BYTES)
-
-
 QUANTIZE = StageSpec(
     name="quantize",
     title="Quantizing to integers",
     reads=(EVALUATE,),
     needs=lambda config: (PACK.name, *needed_model(config), CLEAN.name),
     build=_build,
-    estimate=_estimate,
+    estimate=lambda config, run, rates: scoring_estimate(
+        "quantize", config, config.section(EVALUATE), rates, num_models=1, library_bytes=LIBRARY_BYTES
+    ),
     report=int8_section,
     headline=int8_facts,
 )

@@ -1,5 +1,5 @@
-"""reward: a reward model, learned from preference pairs. Later stages go on with the language model, not with it; those
-that learn from rewards may score answers with it.
+"""reward: a reward model, learned from preference pairs. Later stages continue with the language model from before it;
+those that learn from rewards may score answers with the reward model.
 
 Artifact: a sequence-classification folder of `transformers` with one label. Facts: `heldout_pairs`, its accuracy and
 calibration.
@@ -22,7 +22,6 @@ from modelwright.parallel.mesh import single
 from modelwright.pipeline.report.blocks import Block, Chart, Fact, Table, count, number, percent
 from modelwright.pipeline.report.charts import Line, line_chart
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.alignment import PAIR_ROWS, metric_charts
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.stage_inputs import needed_start
@@ -30,12 +29,6 @@ from modelwright.pipeline.stages.training import TrainedModel, training_spec
 
 LABEL = "reward"
 GROUPS_AT_ONCE = 8
-
-
-def _objective(inputs: StageInputs) -> RewardModeling:
-    config = inputs.training
-    assert isinstance(config, RewardModelConfig)
-    return RewardModeling(inputs.loader, config)
 
 
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
@@ -56,14 +49,14 @@ def _save(trained: TrainedModel) -> Mapping[str, Any]:
 
 
 def pad_id(tokenizer: Tokenizer) -> int:
-    """A token that no sequence ends with: `transformers` scores at the last one that is not padding."""
+    """Returns a token with which no sequence ends: `transformers` scores at the last one that is not padding."""
     named = [tokenizer.id_of(tokenizer.special_tokens.get(name, "")) for name in ("pad_token", "bos_token")]
     candidates = [*named, *range(tokenizer.vocab_size)]
     return next(token for token in candidates if token is not None and token not in tokenizer.stop_ids)
 
 
 def differences(judge: RewardModel, rows: PackedRows) -> np.ndarray:
-    """The reward of the chosen answer minus that of the rejected one, for each pair of packed rows, [P]."""
+    """Returns the reward of the chosen answer minus that of the rejected one, for each pair of packed rows, [P]."""
     found: list[np.ndarray] = []
     for batch in rows.batches(GROUPS_AT_ONCE):
         scores_G2S = judge.piece_scores(batch).cpu().unflatten(0, (-1, 2))
@@ -73,8 +66,7 @@ def differences(judge: RewardModel, rows: PackedRows) -> np.ndarray:
 
 
 def _headline(data: RunData, stage: StageData) -> Sequence[Fact]:
-    facts = stage.facts.get("heldout_pairs")
-    if not facts:
+    if not (facts := stage.facts.get("heldout_pairs")):
         return []
     hint = f"of {count(facts['num_pairs'])} held-out pairs in the right order"
     return [Fact("Reward model", percent(facts["accuracy"], 1), hint)]
@@ -88,13 +80,11 @@ def _blocks(stage: StageData) -> Sequence[Block]:
             "Difference of rewards": {"margin": "chosen minus rejected"},
         },
     )
-    facts = stage.facts.get("heldout_pairs")
-    return [*charts, *_calibration_blocks(facts)] if facts else charts
-
-
-def _calibration_blocks(facts: Mapping[str, Any]) -> list[Block]:
+    if not (facts := stage.facts.get("heldout_pairs")):
+        return charts
     points = [(one["confidence"], one["accuracy"]) for one in facts["bins"]]
     lines = [
+        # From 0.5: the confidence is that of the answer with the higher reward.
         Line("perfect calibration", [(0.5, 0.5), (1.0, 1.0)], faint=True),
         Line("held-out pairs", points, marks=True, color=1),
     ]
@@ -113,6 +103,7 @@ def _calibration_blocks(facts: Mapping[str, Any]) -> list[Block]:
     ]  # fmt: skip
     header = ["confidence", "pairs", "mean confidence", "in the right order"]
     return [
+        *charts,
         Chart("Reliability", svg, caption),
         Table(header, rows, "Reliability on held-out pairs", numeric=(1, 2, 3)),
     ]
@@ -122,8 +113,8 @@ _TRAINING = training_spec(
     name="reward",
     title="Training a reward model",
     report_title="Reward model",
-    model_title="",  # not a language model that later stages could go on with
-    objective=_objective,
+    model_title="",  # not a language model that later stages could continue
+    objective=lambda inputs: RewardModeling(inputs.loader, inputs.training),
     rows=PAIR_ROWS,
     run_needs=RewardModeling.needs,
     needs=lambda config: (PACK.name, *needed_start(config, "reward")),

@@ -1,5 +1,5 @@
-"""What the stages grpo and ppo share: rows of prompts with what their records say about right answers, rewards, the
-reference model, the evaluation before the first update, samples, and their section of the report.
+"""Shared parts of the stages grpo and ppo: rows of prompts with the reference answers of their records, rewards, the
+reference model, the evaluation before the first update, samples, and the section of the report.
 """
 
 import json
@@ -29,7 +29,7 @@ from modelwright.objectives.reference_model import ReferenceModel
 from modelwright.objectives.rollout_objective import RolloutObjective
 from modelwright.objectives.rollouts import RolloutConfig, RolloutWorker
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.report.blocks import Chart, Fact, Samples, Section, Table, TextSample, number
+from modelwright.pipeline.report.blocks import Block, Chart, Fact, Samples, Section, Table, TextSample, number
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
 from modelwright.pipeline.report.learning import training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
@@ -37,7 +37,7 @@ from modelwright.pipeline.stage import RowSet, StageInputs, StageSpec
 from modelwright.pipeline.stages.alignment import metric_charts, reference_model
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.reward import REWARD
-from modelwright.pipeline.stages.rows import PackJob, RowUse, Sequences
+from modelwright.pipeline.stages.rows import PackJob, RowUse
 from modelwright.pipeline.stages.stage_inputs import needed_start, reward_model_before, tokenizer_stage
 from modelwright.pipeline.stages.training import FurtherModels, training_spec
 from modelwright.reward.build import build_reward
@@ -50,7 +50,6 @@ from modelwright.train.technique import Technique
 
 
 def _pack_prompts(job: PackJob, split: Split) -> None:
-    """The tokens of each prompt, and a token that stands for the answer: the only target."""
     prompts, name = list[PromptRecord](), f"{PROMPT_ROWS.name}/{split}"
     num_long = 0
     for document in read_kept(job.clean, split=split, kinds=("qa",)):
@@ -65,7 +64,7 @@ def _pack_prompts(job: PackJob, split: Split) -> None:
     if not prompts:
         if split == "train":
             raise DataError(
-                f"pack: there is no prompt to generate completions of ({num_long} are longer than a row); give records "
+                f"pack: found no prompt to generate completions of ({num_long} are longer than a row); give records "
                 "with a question and its reference answer, in one of the forms of docs/data.md, or raise pack.seq_len"
             )
         return
@@ -74,20 +73,18 @@ def _pack_prompts(job: PackJob, split: Split) -> None:
             f"pack: {num_long:,} of {num_long + len(prompts):,} prompts of {split} are longer than a row (pack.seq_len "
             f"{job.settings.seq_len}) and are left out of {PROMPT_ROWS.name}"
         )
+    # One prompt per row: row numbers are the keys under which `write_prompts` stores the records. The end token stands
+    # for the answer and is the only target.
     one_per_row = replace(job.settings, mode="one_per_row", group_by="none", score="")
-    replace(job, settings=one_per_row).pack(name, _sequences(prompts, job.tokenizer.end_id))
+    sequences = (TokenSequence([*one.ids, job.tokenizer.end_id], [0] * len(one.ids) + [1]) for one in prompts)
+    replace(job, settings=one_per_row).pack(name, sequences)
     job.context.output.facts[name]["num_long_prompts"] = num_long
     write_prompts(job.context.output.path / name, prompts)
 
 
-def _sequences(prompts: Sequence[PromptRecord], end_id: int) -> Sequences:
-    for prompt in prompts:
-        yield TokenSequence([*prompt.ids, end_id], [0] * len(prompt.ids) + [1])
-
-
 def heldout_prompts(folder: Path, config: RunConfig, *, batch_rows: int) -> Sequence[TokenBatch]:
-    """The held-out prompts that training is evaluated on: as many as rows make about `config.validation_tokens`, always
-    the same ones. A single batch, whatever `batch_rows` is: all ranks work on it together.
+    """Returns the held-out prompts on which training is evaluated, always the same ones: so many rows that they contain
+    about `config.validation_tokens`. A single batch, whatever `batch_rows` is: all ranks work on it together.
     """
     if not folder.is_dir():
         return ()
@@ -110,7 +107,7 @@ Batches = Sequence[TokenBatch]
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutParts:
-    """What the objective of such a stage is made of."""
+    """Constructor arguments that the objectives of both stages share."""
 
     worker: RolloutWorker
     heldout: HeldoutRewards
@@ -121,22 +118,22 @@ class RolloutParts:
 
 
 def reward_terms(config: RunConfig, name: str) -> Mapping[str, Any]:
-    """The terms of the reward of the stage with this name: those of its settings, or if it has none, the reward model
-    that the run has trained before, or else the comparison with the reference answer.
+    """Returns the terms of the reward of the stage `name`: those of its settings; without any, the reward model that
+    the run has trained before; without that, the comparison with the reference answer.
     """
     terms = config.section(name).rewards
     return terms or {MODEL if reward_model_before(config, name) else DEFAULT_REWARD: {}}
 
 
 def needed_reward_model(config: RunConfig, name: str) -> tuple[str, ...]:
-    """What the stage needs that scores answers with the reward model of its run: an earlier stage that trains one."""
+    """Returns the earlier stage that trains the reward model, if a term of the reward uses the run's own model."""
     if not without_folder(reward_terms(config, name)):
         return ()
     return (reward_model_before(config, name) or REWARD.name,)
 
 
 def build_terms(inputs: StageInputs, name: str) -> WeightedSum:
-    """The reward of the stage with this name. Raises `ConfigError` for wrong terms."""
+    """Returns the reward of the stage `name`. Raises `ConfigError` for wrong terms."""
     terms, trained = reward_terms(inputs.config, name), reward_model_before(inputs.config, name)
     if not inputs.config.section(name).rewards:
         scorer = f"the reward model of the stage {trained}" if trained else DEFAULT_REWARD
@@ -152,8 +149,8 @@ def build_terms(inputs: StageInputs, name: str) -> WeightedSum:
 
 
 def rollout_parts(inputs: StageInputs, name: str, rollout: RolloutConfig) -> RolloutParts:
-    """name: of the stage. Raises `ConfigError` for wrong rewards, and `DataError` if no prompt leaves room for a
-    completion.
+    """Returns the parts of the objective of the stage `name`. Raises `ConfigError` for wrong rewards, and `DataError`
+    if no prompt leaves room for a completion.
     """
     config, row_len = inputs.config, inputs.config.section(PACK).seq_len
     folder = inputs.parents[PACK.name] / PROMPT_ROWS.name
@@ -178,7 +175,7 @@ def rollout_parts(inputs: StageInputs, name: str, rollout: RolloutConfig) -> Rol
 def fitting(
     prompts: Sequence[PromptRecord], row_len: int, rollout: RolloutConfig, name: str, note: Callable[[str], None]
 ) -> Sequence[PromptRecord]:
-    """The prompts that leave room for a completion in a row. Raises `DataError` if none does."""
+    """Returns the prompts that leave room for a completion in a row. Raises `DataError` if none does."""
     longest = row_len - rollout.max_completion_length
     kept = [one for one in prompts if len(one.ids) <= longest]
     remedy = f"raise pack.seq_len ({row_len}) or lower {name}.rollout.max_completion_length"
@@ -193,23 +190,25 @@ def fitting(
 
 
 def keep_completions(path: Path, rollout: int, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Keep the samples of the first rollout and of the newest one."""
+    """Rewrites the file with the samples of the first rollout and of the newest one."""
+    # A resumed run may repeat the first rollout, whose samples then replace those in the file.
     first = [one for one in read_records(path) if one["rollout"] == 0 and rollout > 0]
     write_atomic(path, "".join(map(json_line, [*first, *({"rollout": rollout, **one} for one in samples)])))
 
 
 def evaluates_first(objective: Objective, heldout: Batches, folder: Path) -> list[TechniqueBuilder]:
-    """Evaluates before the first update, which a training loop otherwise does not, into a file of the stage's folder:
-    what a policy gradient is worth is the difference.
+    """Returns a technique that evaluates the policy before the first update and writes the metrics to a file of the
+    stage's folder: the report shows the gain over them. The training loop itself evaluates only after updates.
     """
 
     def build(run: Runtime) -> Technique | None:
         def on_batch(step: int, batch: TokenBatch) -> TokenBatch:
             if step == 0:
+                # Collective: every rank evaluates its part before the first one writes.
                 with run.formats.evaluating():
-                    found = evaluate_heldout(run.executor, objective, heldout, run.global_mesh, alive=run.alive)
+                    evaluation = evaluate_heldout(run.executor, objective, heldout, run.global_mesh, alive=run.alive)
                 if run.world.is_first:
-                    write_atomic(folder / FIRST_EVALUATION, json.dumps(dict(found.metrics)))
+                    write_atomic(folder / FIRST_EVALUATION, json.dumps(dict(evaluation.metrics)))
             return batch
 
         return Technique(name="first_evaluation", on_batch=on_batch, needs=frozenset()) if heldout else None
@@ -231,14 +230,11 @@ def rollout_training(
     kl_metric: str,
     needs: Callable[[RunConfig], tuple[str, ...]] = lambda run: (),
 ) -> StageSpec:
-    """A stage that learns from rollouts of the prompts. updates_per_row: completions that updates learn from, for each
-    prompt. further: what is computed without gradients for each of these completions, their generation included.
-    charts: see `metric_charts`. kl_metric: the distance from the start among the metrics. needs: further stages
-    that it depends on.
+    """Returns a stage that learns from rollouts of the prompts. updates_per_row: completions in the updates for each
+    prompt. further: computation without gradients for each of these completions, their generation included. charts:
+    see `metric_charts`. kl_metric: metric that is the distance from the start. needs: further stages on which it
+    depends.
     """
-    use = RowUse(
-        heldout=heldout_prompts, updates_per_row=updates_per_row, learns_by_heart=False, techniques=evaluates_first
-    )
     spec = training_spec(
         name=name,
         title=title,
@@ -250,7 +246,9 @@ def rollout_training(
         needs=lambda run: (PACK.name, *needed_start(run, name), *needed_reward_model(run, name), *needs(run)),
         config=config,
         only_if_named=True,
-        row_use=use,
+        row_use=RowUse(
+            heldout=heldout_prompts, updates_per_row=updates_per_row, learns_by_heart=False, techniques=evaluates_first
+        ),
         headline=reward_fact,
         further=further,
     )
@@ -258,7 +256,7 @@ def rollout_training(
 
 
 def reward_fact(data: RunData, stage: StageData) -> Sequence[Fact]:
-    """The held-out reward before and after."""
+    """Returns the held-out reward before and after training."""
     before, after = _first_evaluation(stage).get("reward"), stage.facts.get("heldout_metrics", {}).get("reward")
     if before is None or after is None:
         return []
@@ -269,42 +267,32 @@ def reward_fact(data: RunData, stage: StageData) -> Sequence[Fact]:
 def rollout_section(
     data: RunData, stage: StageData, title: str, charts: Mapping[str, Mapping[str, str]], kl_metric: str
 ) -> Section:
-    """Rewards and samples before and after, curves, and what every training shows except for its loss."""
+    """Returns rewards and samples before and after, curves, and the blocks of every training except for its loss."""
     section = training_section(stage, data.config.section(stage.name), title, loss_unit="")
-    curves = metric_charts(stage, {"Reward": {"reward": "rollouts"}, **term_charts(stage), **charts})
-    blocks = [
-        *_comparison(stage, decoding(data, stage)),
-        *_samples(stage),
-        *curves,
-        *over_kl(stage, kl_metric),
-        *section.blocks[1:],
-    ]
-    return replace(section, blocks=blocks)
-
-
-def term_charts(stage: StageData) -> dict[str, dict[str, str]]:
-    """The charts of the single terms of the reward: their means where there are several, and how often held-out
-    completions beat those before the first update.
-    """
-    names = term_names(stage)
+    matches = (re.fullmatch(r"rewards/(.+)/mean", key) for record in stage.records() for key in record)
+    names = list(dict.fromkeys(match[1] for match in matches if match))  # terms of the reward
     means = {f"Reward term {name}": {f"rewards/{name}/mean": "rollouts"} for name in names if len(names) > 1}
-    wins = {f"rewards/{name}/win_rate": f"by {name}" for name in names}
-    return {**means, "Share of completions that beat those of the start": wins}
+    wins = {f"rewards/{name}/win_rate": f"by {name}" for name in names}  # against completions before the first update
+    terms = {**means, "Share of completions that beat those of the start": wins}
+    first, last = _first_evaluation(stage), stage.facts.get("heldout_metrics", {})
+    blocks: list[Block] = []
+    if rows := [[name, number(first[name], 3), number(last[name], 3)] for name in first if name in last]:
+        caption = f"Each held-out prompt once, {decoding(data, stage)}."
+        blocks.append(Table(["metric", "before", "after"], rows, "Held-out prompts", caption, numeric=(1, 2)))
+    blocks += _samples(stage)
+    blocks += metric_charts(stage, {"Reward": {"reward": "rollouts"}, **terms, **charts})
+    if len(names) > 1:
+        blocks += over_kl(stage, kl_metric, names)
+    return replace(section, blocks=[*blocks, *section.blocks[1:]])  # without the chart of the loss
 
 
-def term_names(stage: StageData) -> list[str]:
-    """The terms of the reward that the records have figures of."""
-    found = (re.fullmatch(r"rewards/(.+)/mean", key) for record in stage.records() for key in record)
-    return list(dict.fromkeys(one[1] for one in found if one))
-
-
-def over_kl(stage: StageData, kl_metric: str) -> list[Chart]:
-    """Each of several terms against the distance from the start: what a reward model says goes on rising where what
-    it stands for falls (Gao et al. 2023, "Scaling laws for reward model overoptimization", figure 1).
+def over_kl(stage: StageData, kl_metric: str, names: Sequence[str]) -> list[Chart]:
+    """Returns a chart of each term of the reward against the distance from the start: the score of a reward model keeps
+    rising where the quality that it should measure falls (Gao et al. 2023, "Scaling laws for reward model
+    overoptimization", figure 1).
     """
-    records, names = stage.records(), term_names(stage)
-    charts: list[Chart] = []
-    for place, name in enumerate(names if len(names) > 1 else []):
+    records, charts = stage.records(), list[Chart]()
+    for place, name in enumerate(names):
         metric = f"rewards/{name}/mean"
         both = [one for one in records if kl_metric in one and metric in one]
         points = [
@@ -326,18 +314,9 @@ def _first_evaluation(stage: StageData) -> Mapping[str, float]:
 
 
 def decoding(data: RunData, stage: StageData) -> str:
-    """How held-out prompts were answered."""
+    """Returns in words how held-out prompts were answered."""
     greedy = data.config.section(stage.name).rollout.heldout_decoding == "greedy"
     return "greedy completions" if greedy else "sampled completions"
-
-
-def _comparison(stage: StageData, kind: str) -> list[Table]:
-    before, after = _first_evaluation(stage), stage.facts.get("heldout_metrics", {})
-    rows = [[name, number(before[name], 3), number(after[name], 3)] for name in before if name in after]
-    if not rows:
-        return []
-    caption = f"Each held-out prompt once, {kind}."
-    return [Table(["metric", "before", "after"], rows, "Held-out prompts", caption, numeric=(1, 2))]
 
 
 def _samples(stage: StageData) -> list[Samples]:

@@ -1,8 +1,8 @@
-"""The sets of rows that trainings learn from, and how a training uses them: text, conversations whose answers are
-learned, and rows of what the model could do before.
+"""Sets of training rows, and how a training uses them: text, conversations with a loss on answers, and rows of old
+tasks for EWC.
 
 The stage `pack` makes text and conversations for every run, and the further sets that a run's training stages name.
-Each is a folder of its artifact with the rows of each split; a split without documents has no folder.
+Each is a folder of its artifact with a subfolder for each split that contains documents.
 """
 
 import random
@@ -36,7 +36,7 @@ from modelwright.train.techniques.ewc import EwcConfig
 
 
 def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Sequence[TokenBatch]:
-    """The held-out batches that training is evaluated on: about `config.validation_tokens`, always the same ones."""
+    """Returns held-out batches with about `config.validation_tokens`, always the same ones."""
     if not folder.is_dir():
         return ()
     packed = PackedRows(folder)
@@ -48,31 +48,23 @@ def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Seque
     return [loader.batch(number) for number in range(max(1, requested // batch_rows))]
 
 
-def once(training: Any) -> float:
-    """`RowUse.updates_per_row` of a stage that learns from each row once per epoch."""
-    return 1.0
-
-
-def no_techniques(objective: Objective, heldout: Sequence[TokenBatch], folder: Path) -> Sequence[TechniqueBuilder]:
-    """`RowUse.techniques` of a stage that needs none."""
-    return ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class RowUse:
-    """What differs between stages that learn from the rows themselves and those that generate what they learn from."""
+    """Differences between stages that learn from the rows and those that generate their training data from them."""
 
     heldout: Callable[..., Sequence[TokenBatch]] = heldout_sample
-    """Called like `heldout_sample`."""
-    updates_per_row: Callable[[Any], float] = once
-    """Rows of updates that one row becomes in an epoch, from the settings of the stage."""
+    """Makes the held-out batches; called like `heldout_sample`."""
+    updates_per_row: Callable[[Any], float] = lambda training: 1.0
+    """Rows in the updates of an epoch for each row of the stage, from the settings of the stage."""
     learns_by_heart: bool = True
-    """Whether a model that sees the rows too often learns them by heart."""
+    """True if a model that sees the rows too often learns them by heart."""
     compares_rows: bool = False
-    """Whether the loss compares the rows of a batch with each other: held-out batches then have the size of those in
+    """True if the loss compares the rows of a batch with each other: held-out batches then have the size of those in
     training, whatever the number of processes."""
-    techniques: Callable[[Objective, Sequence[TokenBatch], Path], Sequence[TechniqueBuilder]] = no_techniques
-    """Further techniques, from the objective, the held-out batches and the folder of the stage."""
+    techniques: Callable[[Objective, Sequence[TokenBatch], Path], Sequence[TechniqueBuilder]] = (
+        lambda objective, heldout, folder: ()
+    )
+    """Makes further techniques, from the objective, the held-out batches and the folder of the stage."""
 
 
 Sequences = Iterator[TokenSequence]
@@ -84,24 +76,24 @@ ROW_LEN_STEP = 64
 
 @dataclass(frozen=True, kw_only=True)
 class PackJob:
-    """What rows are packed from, and where to."""
+    """Inputs of packing, and the stage's output."""
 
     context: StageContext
     config: RunConfig
     settings: PackConfig
     tokenizer: Tokenizer
     clean: Path
-    """The artifact of the stage clean."""
+    """Artifact of the stage clean."""
     text_kinds: tuple[Kind, ...] = field(default=TEXT_KINDS)
-    """The kinds of documents that `TEXT_ROWS` takes."""
+    """Kinds of documents in `TEXT_ROWS`."""
 
     def pack(self, name: str, sequences: Sequences, *, group_size: int = 1) -> dict[str, Any]:
-        """Pack one split of a set, such as `pretrain/train`; add its report to the artifact's facts and return it. {}
-        if no sequence is left to pack. group_size: see `data.pack.pack`.
+        """Packs one split of a set, such as `pretrain/train`; adds its report to the artifact's facts and returns it.
+        {} if no sequence is left to pack. group_size: see `data.pack.pack`.
         """
         sequences = _counted(sequences, self.context, f"pack {name}")
         first: list[TokenSequence] = []
-        for sequence in sequences:
+        for sequence in sequences:  # up to the first that is not skipped: without one, no folder may be written
             first.append(sequence)
             if self.settings.long_documents != "skip" or len(sequence.ids) <= self.settings.seq_len:
                 break
@@ -118,24 +110,24 @@ class PackJob:
     def labeled(
         self, document: Document, ids: np.ndarray, mask: np.ndarray | None = None, *, part: int = 0
     ) -> TokenSequence:
-        """A sequence of a document, with its labels; part: its number among those of the document."""
+        """Returns a sequence of a document, with its labels. part: its number among those of the document."""
         is_kept = self.settings.keep_documents and document.split == "train"
         return TokenSequence(ids, mask, *self.labels(document), origin=Origin(document, part) if is_kept else None)
 
     def labels(self, document: Document) -> tuple[str, float | None]:
-        """What is stored with the rows of a document: its source and its score."""
+        """Returns the labels that are stored with the rows of a document: its source and its score."""
         return row_source(document, self.settings.group_by), row_score(document, self.settings.score)
 
 
-def _pack_text(job: PackJob, split: Split) -> None:
-    """Begin token, text, end token."""
-    job.pack(f"{TEXT_ROWS.name}/{split}", _texts(job, split))
+def new_fit(job: PackJob) -> ConversationFit:
+    """Returns the fit of conversations into rows, by the settings of packing."""
+    overlong = "skip" if job.settings.long_documents == "skip" else "split"
+    return ConversationFit(seq_len=job.settings.seq_len, overlong=overlong)
 
 
 def _pack_all(job: PackJob, split: Split) -> None:
-    """Texts, then conversations."""
-    overlong = "skip" if job.settings.long_documents == "skip" else "split"
-    fit = ConversationFit(seq_len=job.settings.seq_len, overlong=overlong)
+    fit = new_fit(job)
+    # Conversations follow the texts; as texts they would be packed twice.
     kinds = tuple(kind for kind in job.text_kinds if kind != "qa")
     texts = _texts(replace(job, text_kinds=kinds), split)
     job.pack(f"{ALL_ROWS.name}/{split}", chain(texts, _conversations(job, split, fit)))
@@ -156,27 +148,39 @@ def _texts(job: PackJob, split: Split) -> Sequences:
 
 
 def _pack_chats(job: PackJob, split: Split) -> None:
-    """Rendered chats; the targets are what the assistant says, with the token that ends it."""
-    name, facts = f"{CHAT_ROWS.name}/{split}", job.context.output.facts
-    overlong = "skip" if job.settings.long_documents == "skip" else "split"
-    fit = ConversationFit(seq_len=job.settings.seq_len, overlong=overlong)
-    report = job.pack(name, _conversations(job, split, fit))
+    """Packs rendered chats; the targets are the assistant's turns, with the token that ends each."""
+    fit = new_fit(job)
+    report = job.pack(f"{CHAT_ROWS.name}/{split}", _conversations(job, split, fit))
     if not fit.num_conversations:
         return
-    facts[f"pairs/{split}"] = fit.facts()
+    job.context.output.facts[f"pairs/{split}"] = fit.facts()
     if report:
         reasons = {"no room for an answer": fit.num_dropped} if fit.num_dropped else {}
         report |= {"num_sequences": fit.num_conversations, "num_cut": fit.num_truncated}
         report["skipped"] = {**report["skipped"], **reasons}
-    if split == "train":
-        _tell_overlong(job, fit)
-        tell_empty_answers(job, fit)
+    if split != "train":
+        return
+    if fit.num_overlong:
+        text = (
+            f"pack: {fit.num_overlong:,} of {fit.num_conversations:,} question/answer pairs are longer than a row "
+            f"(pack.seq_len {fit.seq_len}): "
+        )
+        suggestion = suggest_row_len(job.config, fit)
+        if fit.num_dropped == fit.num_conversations and any(stage.rows is CHAT_ROWS for stage in job.config.trainings):
+            raise DataError(f"{text}none of them fits, so there is nothing to fine-tune on; {suggestion}")
+        parts = [f"{fit.num_truncated:,} are truncated"] if fit.num_truncated else []
+        if fit.num_dropped:
+            why = " because no answer fits" if fit.overlong == "split" else ""
+            parts.append(f"{fit.num_dropped:,} are dropped{why}")
+        job.context.progress.note(f"{text}{', '.join(parts)}; {suggestion}")
+    tell_empty_answers(job, fit)
 
 
 def _conversations(job: PackJob, split: Split, fit: ConversationFit) -> Sequences:
     for document in read_kept(job.clean, split=split, kinds=("qa",)):
         if document.is_undesirable:
             continue
+        # Dropped parts keep their number: augmentation finds the copy of a part by it.
         for part, fitted in enumerate(_chats(job.tokenizer, document, job.settings.chat_loss, fit)):
             if fitted:
                 yield job.labeled(document, *fitted, part=part)
@@ -185,7 +189,7 @@ def _conversations(job: PackJob, split: Split, fit: ConversationFit) -> Sequence
 def _chats(
     tokenizer: Tokenizer, document: Document, loss: ChatLoss, fit: ConversationFit
 ) -> Iterator[tuple[np.ndarray, np.ndarray] | None]:
-    """The ids and loss masks of the sequences by which a conversation is learned; None for one that is dropped."""
+    """Encodes a conversation as sequences, each with ids and a loss mask; None for one that is dropped."""
     try:
         sequences = tokenizer.encode_training_chats(document.messages, tools=document.tools, loss=loss)
     except DataError as error:
@@ -196,7 +200,7 @@ def _chats(
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Encodes documents as `TEXT_ROWS` has them."""
+    """Encodes documents as in `TEXT_ROWS`: begin token, text, end token."""
 
     tokenizer: Path
 
@@ -207,7 +211,7 @@ class TextEncoder:
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Encodes documents as `CHAT_ROWS` has them; a sequence that is dropped is empty."""
+    """Encodes documents as in `CHAT_ROWS`; a sequence that is dropped is empty."""
 
     tokenizer: Path
     seq_len: int
@@ -217,7 +221,8 @@ class ChatEncoder:
         tokenizer = Tokenizer.load(self.tokenizer)
 
         def encode(document: Document) -> list[TokenSequence]:
-            fit = ConversationFit(seq_len=self.seq_len, overlong="skip")  # half an answer is worse than the original
+            # Skipped and not cut: half of a changed answer is worse than the original.
+            fit = ConversationFit(seq_len=self.seq_len, overlong="skip")
             chats = _chats(tokenizer, document, self.loss, fit)
             return [TokenSequence(*fitted) if fitted else TokenSequence([], []) for fitted in chats]
 
@@ -236,28 +241,9 @@ def tell_empty_answers(job: PackJob, fit: ConversationFit) -> None:
         )
 
 
-def _tell_overlong(job: PackJob, fit: ConversationFit) -> None:
-    """Report the training conversations that are longer than a row. Raises `DataError` if a training has none left."""
-    if not fit.num_overlong:
-        return
-    text = (
-        f"pack: {fit.num_overlong:,} of {fit.num_conversations:,} question/answer pairs are longer than a row "
-        f"(pack.seq_len {fit.seq_len}): "
-    )
-    suggestion = suggest_row_len(job.config, fit)
-    if fit.num_dropped == fit.num_conversations and any(stage.rows is CHAT_ROWS for stage in job.config.trainings):
-        raise DataError(f"{text}none of them fits, so there is nothing to fine-tune on; {suggestion}")
-    parts = [
-        f"{fit.num_truncated:,} are truncated" if fit.num_truncated else "",
-        f"{fit.num_dropped:,} are dropped{' because no answer fits' if fit.overlong == 'split' else ''}"
-        if fit.num_dropped
-        else "",
-    ]
-    job.context.progress.note(f"{text}{', '.join(filter(None, parts))}; {suggestion}")
-
-
 def suggest_row_len(config: RunConfig, fit: ConversationFit) -> str:
-    """The settings with which 99% of the conversations fit into a row."""
+    """Returns the settings with which 99% of the conversations fit into a row, in words."""
+    # Rounded up to the step.
     requested = -(-fit.row_len() // ROW_LEN_STEP) * ROW_LEN_STEP
     if requested <= fit.seq_len:
         return "more than 99% of them fit"
@@ -270,7 +256,7 @@ def suggest_row_len(config: RunConfig, fit: ConversationFit) -> str:
         training, num_rows = config.section(stage), stage.trained_rows
         try:
             training.batch_rows(requested * num_rows)
-        except ConfigError:
+        except ConfigError:  # the longer rows do not divide the stage's batch: suggest one of as many rows as now
             num_groups = training.batch_rows(fit.seq_len * num_rows)
             words.append(f"--{stage.name}.batch_tokens {num_groups * num_rows * requested}")
     return f"99% of them fit with {' '.join(words)}"
@@ -288,7 +274,7 @@ def _counted(sequences: Sequences, context: StageContext, name: str) -> Sequence
 TEXT_ROWS = RowSet(
     name="pretrain",
     title="pretraining",
-    pack=_pack_text,
+    pack=lambda job, split: job.pack(f"pretrain/{split}", _texts(job, split)),
     stdlib_bytes=20e6,
     encoder=lambda settings, tokenizer: TextEncoder(tokenizer),
 )
@@ -304,7 +290,7 @@ ALL_ROWS = RowSet(name="all", title="text and conversations", pack=_pack_all, st
 
 
 class OldRows(Sequence[TokenBatch]):
-    """Groups of rows as batches, read when they are asked for."""
+    """Groups of rows as batches, read on access."""
 
     def __init__(self, packed: PackedRows, groups: Sequence[int]) -> None:
         self.packed = packed
@@ -326,8 +312,8 @@ class OldRows(Sequence[TokenBatch]):
 
 
 def old_rows(packed: PackedRows, config: EwcConfig, seed: int) -> Sequence[TokenBatch]:
-    """What EWC estimates the importance of weights by; none if it is off. Raises `ConfigError` if no row is of its
-    source.
+    """Returns the rows on which EWC estimates the importance of weights; none if it is off. Raises `ConfigError` if no
+    row comes from its source.
     """
     if not config.strength:
         return ()

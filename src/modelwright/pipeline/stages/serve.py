@@ -32,7 +32,6 @@ from modelwright.model.hf import load_config
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.results import NUM_SHOWN_ANSWERS, serving_highlight, serving_section
-from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.estimates import fixed_estimate
@@ -43,9 +42,9 @@ ANSWERS = "answers.json"
 LINE_LEN = 100
 """Characters of an answer on the terminal."""
 SERVER_PROCESS_BYTES = 400 * 2**20
-"""Of the server, and of each engine without its model: Python and the libraries."""
+"""Memory of the server, and of each engine without its model: Python and the libraries."""
 GREETING = "Hello! What can you do?"
-"""Asked when there is no held-out question, or none that fits."""
+"""Question that is asked when no held-out question exists or fits."""
 
 _MAX_READ = 20_000
 NOTHING_KEPT = RequestsConfig()
@@ -81,7 +80,6 @@ class ServeCheckConfig:
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
-    """Asks the configured questions and some held-out ones; see the module."""
     name = final_model(config)
     return Stage(
         name=SERVE_CHECK.name,
@@ -106,7 +104,8 @@ class Server:
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked, each question with its reference answer ("" for none), and how many were left out as too long.
+    """Questions for the server, each with its reference answer ("" for none), and the number of those that are too
+    long.
 
     `room`: tokens of the context available to the prompt; `num_heldout`: held-out questions that were considered.
     """
@@ -119,7 +118,7 @@ class Questions:
 
     @property
     def left_out(self) -> str:
-        """What was skipped and why, "" if nothing was."""
+        """Description of the skipped questions with the reason, "" if none was skipped."""
         parts = []
         if self.num_heldout_too_long:
             parts.append(f"{self.num_heldout_too_long:,} of {self.num_heldout:,} held-out questions")
@@ -137,7 +136,7 @@ def _run(context: StageContext, config: RunConfig, folder: Path) -> None:
     if questions.left_out:
         context.progress.note(f"server: {questions.left_out}")
     context.progress.begin("serve", len(questions.asked), "answers")
-    server_config = replace(config.serve, port=0)
+    server_config = replace(config.serve, port=0)  # any free port: the configured one may be in use
     with start_server(folder, server_config, context.folder.path, check.start_timeout_s) as server:
         answers = []
         for number, (question, reference) in enumerate(questions.asked, start=1):
@@ -150,6 +149,7 @@ def _run(context: StageContext, config: RunConfig, folder: Path) -> None:
     context.progress.end()
     if server.exit_code != Stopped.exit_code:
         raise ModelwrightError(f"the server exited with code {server.exit_code} after SIGTERM; see {server.log}")
+    # Sampled answers may differ: the batch in which a token is computed decides its last bits.
     if check.temperature == 0 and any(s["answer"] != a["answer"] for s, a in zip(streamed, answers, strict=False)):
         raise ModelwrightError("the streamed answer differs from the plain one, both at temperature 0: a bug")
     facts = {"start_s": server.start_s, "server_peak_bytes": server.peak_bytes, "health": health.get("status", "")}
@@ -168,8 +168,8 @@ def _run(context: StageContext, config: RunConfig, folder: Path) -> None:
 
 
 def choose_questions(folder: Path, clean: Path, check: ServeCheckConfig) -> Questions:
-    """The configured questions and held-out ones, evenly spread over those that fit the context of the model in
-    `folder` together with `max_tokens` of answer; a plain greeting if no held-out question exists or fits.
+    """Returns the configured questions and held-out ones, evenly spread over those that fit into the context of the
+    model in `folder` together with an answer of `max_tokens`; a plain greeting if no held-out question exists or fits.
     """
     tokenizer = Tokenizer.load(folder)
     room = load_config(folder).max_seq_len - check.max_tokens
@@ -178,8 +178,12 @@ def choose_questions(folder: Path, clean: Path, check: ServeCheckConfig) -> Ques
         return len(tokenizer.encode_prompt([{"role": "user", "content": question}])) <= room
 
     configured = [(question, "") for question in check.questions if fits(question)]
-    pairs = _heldout_pairs(clean) if check.num_validation_questions else []
+    pairs: list[tuple[str, str]] = []
+    if check.num_validation_questions:
+        documents = islice(read_kept(clean, split="heldout", kinds=("qa",)), _MAX_READ)
+        pairs = [(str(one.meta["question"]), str(one.meta["answer"])) for one in documents if "question" in one.meta]
     fitting = [pair for pair in pairs if fits(pair[0])]
+    # Spread over all of them: questions of one source follow each other.
     stride = max(1, len(fitting) // max(1, check.num_validation_questions))
     chosen = fitting[::stride][: check.num_validation_questions]
     if not chosen and fits(GREETING):
@@ -197,7 +201,7 @@ def choose_questions(folder: Path, clean: Path, check: ServeCheckConfig) -> Ques
 def start_server(
     folder: Path, server: ServeConfig, log_folder: Path, timeout_s: float, requests: RequestsConfig = NOTHING_KEPT
 ) -> Iterator[Server]:
-    """`modelwright serve folder` as a process; on exit it receives SIGTERM and its exit code is recorded."""
+    """Runs `modelwright serve folder` as a process; on exit it receives SIGTERM and its exit code is recorded."""
     settings = [*_options(dump(server)), *_options(dump(requests), "requests.")]
     command = [sys.executable, "-m", "modelwright.cli.main", "serve", str(folder), "--exit-with-parent", *settings]
     log = log_folder / "server.log"
@@ -208,7 +212,7 @@ def start_server(
             url = _await_url(process, timeout_s, log)
             running = Server(url, time.monotonic() - started, process, log=log)
             yield running
-            running.peak_bytes = _peak_bytes(process.pid)
+            running.peak_bytes = _peak_bytes(process.pid)  # before the signal: /proc forgets a process that has ended
             process.send_signal(signal.SIGTERM)
             running.exit_code = process.wait(server.drain_timeout_s + 30)
         except subprocess.TimeoutExpired:
@@ -222,12 +226,12 @@ def start_server(
 
 
 def _await_url(process: subprocess.Popen, timeout_s: float, log: Path) -> str:
-    """The address, parsed from the line that announces that the server is ready."""
+    """Returns the address from the line that announces that the server is ready."""
     result: list[str] = []
 
     def read() -> None:
         assert process.stdout is not None
-        for line in process.stdout:
+        for line in process.stdout:  # to the end: a full pipe would block the server
             match = _URL.search(line)
             if match and not result:
                 result.append(match[1])
@@ -245,7 +249,7 @@ def _await_url(process: subprocess.Popen, timeout_s: float, log: Path) -> str:
 
 
 def _ask(server: Server, config: RunConfig, question: str, reference: str, *, stream: bool) -> dict[str, Any]:
-    """One question through the official client, plain or streamed. Raises `ModelwrightError` if it is rejected."""
+    """Asks a question with the official client, plain or streamed. Raises `ModelwrightError` if it is rejected."""
     from openai import OpenAIError
 
     try:
@@ -258,6 +262,7 @@ def _ask(server: Server, config: RunConfig, question: str, reference: str, *, st
 def _answer(url: str, config: RunConfig, question: str, reference: str, *, stream: bool) -> dict[str, Any]:
     from openai import OpenAI
 
+    # Without retries: a server that fails once must fail the stage.
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         model = client.models.list().data[0].id
         requested: dict[str, Any] = {
@@ -287,14 +292,8 @@ def _answer(url: str, config: RunConfig, question: str, reference: str, *, strea
         return result | {"latency_s": time.monotonic() - started}
 
 
-def _heldout_pairs(clean: Path) -> list[tuple[str, str]]:
-    """Held-out questions with their reference answers, in order."""
-    documents = islice(read_kept(clean, split="heldout", kinds=("qa",)), _MAX_READ)
-    return [(str(d.meta["question"]), str(d.meta["answer"])) for d in documents if "question" in d.meta]
-
-
 def _options(plain: dict[str, Any], prefix: str = "") -> list[str]:
-    """Settings as options of the command line, without empty ones."""
+    """Returns settings as options of the command line, without empty ones."""
     words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in flatten(plain)}
     return [f"--{prefix}{name}={word}" for name, word in words.items() if word != ""]
 
@@ -305,7 +304,7 @@ def _get(url: str) -> str:
 
 
 def _peak_bytes(pid: int) -> int:
-    """The peaks of a process and of those that it has started, added up."""
+    """Adds up the peak memory of a process and of those that it has started."""
     folder = Path(f"/proc/{pid}")
     try:
         status = (folder / "status").read_text()
@@ -317,19 +316,13 @@ def _peak_bytes(pid: int) -> int:
 
 
 def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
-    """Memory: this process, or the server with its engines if they take more."""
+    # Peak memory: this process, or the server with its engines if they use more.
     model, num_engines = config.model, config.serve.engines
     cached = 2 * model.num_layers * model.num_kv_heads * model.head_dim * config.serve.engine.kv_cache_tokens
     engine_bytes = SERVER_PROCESS_BYTES + FP32_BYTES * (model.num_parameters + cached)
     served_bytes = SERVER_PROCESS_BYTES + num_engines * engine_bytes
     asking = fixed_estimate(SERVE_CHECK.name, seconds=20.0, library_bytes=70 * 2**20)
     return replace(asking, peak_bytes=max(asking.peak_bytes, served_bytes))
-
-
-def _closing(data: RunData, stage: StageData) -> Sequence[str]:
-    """The first answers, each cut to a line."""
-    answers = stage.json(ANSWERS).get("answers", [])[:NUM_SHOWN_ANSWERS]
-    return [f"{one['question']} ▸ {textwrap.shorten(one['answer'], LINE_LEN, placeholder=' …')}" for one in answers]
 
 
 SERVE_CHECK = StageSpec(
@@ -341,5 +334,8 @@ SERVE_CHECK = StageSpec(
     estimate=_estimate,
     report=serving_section,
     highlight=serving_highlight,
-    closing=_closing,
+    closing=lambda data, stage: [
+        f"{one['question']} ▸ {textwrap.shorten(one['answer'], LINE_LEN, placeholder=' …')}"
+        for one in stage.json(ANSWERS).get("answers", [])[:NUM_SHOWN_ANSWERS]
+    ],
 )

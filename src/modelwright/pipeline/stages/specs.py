@@ -1,5 +1,5 @@
-"""The stages of the pipeline, in its order, and the chain of those that a configuration has. This is the only list of
-them: a new one is a file in this folder and a line here, or an entry point of another package.
+"""The stages of the pipeline in order, and the chain of stages of a configuration. This is the only list of them: a new
+stage is a file in this folder and a line here, or an entry point of another package.
 """
 
 import functools
@@ -46,16 +46,16 @@ STAGES_GROUP = "modelwright.stages"
 
 
 def stage_names() -> tuple[str, ...]:
-    """The stages that a user may name, in the pipeline's order."""
+    """Returns the stages that a user may name, in the pipeline's order."""
     return tuple(stage.name for stage in known_stages() if not stage.is_implied)
 
 
 @functools.cache
 def known_stages() -> tuple[StageSpec, ...]:
-    """The stages of this package and of all installed ones, in the pipeline's order.
+    """Returns the stages of this package and of all installed ones, in the pipeline's order.
 
-    Raises `ConfigError` as `installed` does, and for a stage whose name is not its entry point's or that follows no
-    stage.
+    Raises `ConfigError` as `installed` does, for a stage that is not named like its entry point, and for one that
+    follows an unknown stage.
     """
     known = list(STAGES)
     for name, spec in installed(STAGES_GROUP, StageSpec, taken=tuple(stage.name for stage in STAGES)).items():
@@ -65,16 +65,17 @@ def known_stages() -> tuple[StageSpec, ...]:
             raise ConfigError(f"{where}: is the stage {spec.name!r}; both must have one name")
         if spec.follows not in names:
             raise ConfigError(f"{where}: follows {spec.follows!r}, which is not one of {', '.join(names)}")
+        # Of several that follow the same stage, the one that was installed last comes first.
         known.insert(names.index(spec.follows) + 1, spec)
     return tuple(known)
 
 
 def build_stages(config: RunConfig, run: RunDir, only: Sequence[str] = ()) -> list[Stage]:
-    """All stages of a resolved configuration, parents first.
+    """Returns all stages of a resolved configuration, parents first.
 
-    only: the stages to work on (empty: all). Stages in `only` and those that are finished are present: the report reads
-    all of them, and `quantize` reads `evaluate` if it is. All other parents are required. Reads only the names and
-    sizes of the sources; raises `DataError` or `ModelError` if they are missing.
+    only: stages to work on (empty: all). Stages in `only` and those that are finished are present: the report reads all
+    of them, and `quantize` reads `evaluate` if it is. All other parents are required. Reads only the names and sizes of
+    the sources; raises `DataError` or `ModelError` if they are missing.
     """
     present = [
         stage.name

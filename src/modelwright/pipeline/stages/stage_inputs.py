@@ -1,4 +1,4 @@
-"""Which stages provide the tokenizer, the model that training starts from, the reward model, and the final model."""
+"""Names of the stages that provide the tokenizer, the start of a training, the reward model, and the final model."""
 
 from itertools import takewhile
 
@@ -35,10 +35,10 @@ def final_model(config: RunConfig) -> str:
 
 
 def needed_model(config: RunConfig) -> tuple[str, ...]:
-    """What a stage that works on the final model needs: a stage that produces one."""
+    """Returns the requirement of a stage that uses the final model: a stage that produces one."""
     return (final_model(config) or FIRST_TRAINING,)
 
 
 def needed_start(config: RunConfig, stage: str) -> tuple[str, ...]:
-    """What a training stage needs that continues the training of a model: an earlier stage that produces one."""
+    """Returns the requirement of a stage that continues the training of a model: an earlier stage that produces one."""
     return (model_before(config, stage) or FIRST_TRAINING,)

@@ -1,5 +1,5 @@
-"""student: the model that distillation starts from: a smaller one with random weights, a part of the teacher, or the
-run's own model beside a teacher from a folder. Artifact: a model folder with the run's tokenizer.
+"""student: the model from which distillation starts: a smaller one with random weights, a part of the teacher, or the
+run's own model if the teacher comes from a folder. Artifact: a model folder with the run's tokenizer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_config, load_model
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimate.cost import StageEstimate
-from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import fixed_estimate
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
@@ -54,9 +53,9 @@ class StudentConfig:
     head_dim: int = 0
     """Width of one head; pruning keeps the teacher's."""
     importance: Literal["activations", "weights"] = "activations"
-    """What heads and channels are judged by when pruning: their activations on training rows, or weights alone."""
+    """Measure by which pruning ranks heads and channels: their activations on training rows, or weights alone."""
     calibration_rows: int = constant(64)
-    """Rows that activations are measured on."""
+    """Training rows on which activations are measured."""
 
     def __post_init__(self) -> None:
         for name in DIMENSIONS:
@@ -68,7 +67,7 @@ class StudentConfig:
             raise ConfigError("init: continue keeps the shape of the run's model; choose prune or scratch for another")
 
     def shape(self, teacher: ModelConfig) -> ModelConfig:
-        """The student's configuration. Raises `ConfigError` for a shape that no student of this kind can have."""
+        """Returns the student's configuration. Raises `ConfigError` for a shape that `init` cannot make."""
         given = {name: getattr(self, name) for name in DIMENSIONS if getattr(self, name)}
         if given.get("num_layers", 0) > teacher.num_layers:
             raise ConfigError(
@@ -86,13 +85,13 @@ class StudentConfig:
 
 
 def teacher_shape(config: RunConfig) -> ModelConfig:
-    """The teacher's configuration, before the run."""
+    """Returns the teacher's configuration, known before the run."""
     settings: StudentConfig = config.section(STUDENT)
     return load_config(Path(settings.teacher)) if settings.teacher else config.model
 
 
 def student_shape(config: RunConfig) -> ModelConfig:
-    """The student's configuration, before the run. Raises `ConfigError` for a shape that no such student can have."""
+    """Returns the student's configuration, known before the run. Raises `ConfigError` as `StudentConfig.shape`."""
     settings: StudentConfig = config.section(STUDENT)
     if settings.init == "continue":
         return config.model
@@ -101,14 +100,16 @@ def student_shape(config: RunConfig) -> ModelConfig:
 
 
 def teacher_stage(config: RunConfig) -> str:
-    """The stage whose model is the teacher, or, with a teacher from a folder, the run's model; "" if there is none."""
+    """Returns the last stage before the student that produces a model, "" without one: the teacher, unless that comes
+    from a folder.
+    """
     place = [stage.name for stage in config.stages].index(STUDENT.name)
     names = [stage.name for stage in config.stages[:place] if stage.model_title]
     return names[-1] if names else ""
 
 
 def teacher_parents(config: RunConfig) -> tuple[str, ...]:
-    """The stages whose models the teacher or the student is."""
+    """Returns the stages whose models are needed as the teacher or the student."""
     settings: StudentConfig = config.section(STUDENT)
     if settings.teacher and settings.init != "continue":
         return ()
@@ -116,13 +117,13 @@ def teacher_parents(config: RunConfig) -> tuple[str, ...]:
 
 
 def teacher_settings(config: RunConfig) -> list[list[str | int]]:
-    """What identifies a teacher from a folder; [] for one of the run, which is a parent."""
+    """Returns the fingerprint of a teacher from a folder; [] for one of the run, which is a parent."""
     settings: StudentConfig = config.section(STUDENT)
     return folder_fingerprint(Path(settings.teacher), f"{STUDENT.name}.teacher") if settings.teacher else []
 
 
 def load_teacher(config: RunConfig, parents: Mapping[str, Path]) -> Decoder:
-    """The teacher. parents: artifacts by stage name. Raises `ConfigError` if its tokens are not the run's."""
+    """Loads the teacher. parents: artifacts by stage name. Raises `ConfigError` if its tokens are not the run's."""
     settings: StudentConfig = config.section(STUDENT)
     if tokenizer_stage(config) not in parents:
         raise ConfigError(
@@ -139,6 +140,7 @@ def load_teacher(config: RunConfig, parents: Mapping[str, Path]) -> Decoder:
             f"{STUDENT.name}.teacher: {folder} has another tokenizer than the run ({difference}), so its predictions "
             "are about other tokens; choose a teacher with the run's tokenizer, or start the run from it with init_from"
         )
+    # The student may have a longer context than the teacher, which has to read the same rows.
     row_len = config.section(PACK).seq_len
     if (longest := load_config(folder).max_seq_len) < row_len:
         raise ConfigError(
@@ -167,16 +169,6 @@ def _run(context: StageContext, config: RunConfig) -> None:
     settings: StudentConfig = config.section(STUDENT)
     context.progress.begin(STUDENT.name, 0, "tensors")
     teacher = load_teacher(config, context.parents)
-    student = _student(context, config, settings, teacher)
-    save_model_folder(student, Tokenizer.load(context.parents[tokenizer_stage(config)]), context.output.path)
-    sizes = {"teacher_parameters": teacher.config.num_parameters, "num_parameters": student.config.num_parameters}
-    context.output.facts |= sizes
-    context.progress.end()
-    share = sizes["num_parameters"] / sizes["teacher_parameters"]
-    context.progress.note(f"student: {sizes['num_parameters']:,} parameters, {share:.0%} of the teacher's")
-
-
-def _student(context: StageContext, config: RunConfig, settings: StudentConfig, teacher: Decoder) -> Decoder:
     if settings.init == "continue":
         student = load_model(context.parents[teacher_stage(config)])
         if student.config.vocab_size != teacher.config.vocab_size:
@@ -184,26 +176,24 @@ def _student(context: StageContext, config: RunConfig, settings: StudentConfig, 
                 f"{STUDENT.name}.teacher: predicts {teacher.config.vocab_size} tokens, and the run's model "
                 f"{student.config.vocab_size}; choose a teacher with as many"
             )
-        return student
-    with prefix_errors(STUDENT.name):
-        shape = settings.shape(teacher.config)
-    if settings.init == "scratch":
-        student = Decoder(shape)
-        student.init_weights(derive_seed(config.seed, STUDENT.name))
-        return student
-    by_activations = settings.importance == "activations"
-    rows = islice(_rows(context.parents[PACK.name]).batches(1), settings.calibration_rows if by_activations else 0)
-    return prune(teacher, shape, input_moments(teacher, rows) if by_activations else {})
-
-
-def _rows(pack: Path) -> PackedRows:
-    """The training rows that a teacher was or could have been trained on."""
-    folders = [pack / rows.name / "train" for rows in (ALL_ROWS, TEXT_ROWS)]
-    return PackedRows(next(folder for folder in folders if folder.is_dir()))
-
-
-def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
-    return fixed_estimate(STUDENT.name, seconds=5.0)
+    else:
+        with prefix_errors(STUDENT.name):
+            shape = settings.shape(teacher.config)
+        if settings.init == "scratch":
+            student = Decoder(shape)
+            student.init_weights(derive_seed(config.seed, STUDENT.name))
+        else:
+            folders = [context.parents[PACK.name] / rows.name / "train" for rows in (ALL_ROWS, TEXT_ROWS)]
+            packed = PackedRows(next(folder for folder in folders if folder.is_dir()))
+            rows = islice(packed.batches(1), settings.calibration_rows)
+            moments = input_moments(teacher, rows) if settings.importance == "activations" else {}
+            student = prune(teacher, shape, moments)
+    save_model_folder(student, Tokenizer.load(context.parents[tokenizer_stage(config)]), context.output.path)
+    sizes = {"teacher_parameters": teacher.config.num_parameters, "num_parameters": student.config.num_parameters}
+    context.output.facts |= sizes
+    context.progress.end()
+    share = sizes["num_parameters"] / sizes["teacher_parameters"]
+    context.progress.note(f"student: {sizes['num_parameters']:,} parameters, {share:.0%} of the teacher's")
 
 
 STUDENT = StageSpec(
@@ -213,5 +203,5 @@ STUDENT = StageSpec(
     needs=lambda config: (PACK.name, *teacher_parents(config)),
     only_if_named=True,
     build=_build,
-    estimate=_estimate,
+    estimate=lambda config, run, rates: fixed_estimate("student", seconds=5.0),
 )

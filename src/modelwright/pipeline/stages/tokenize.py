@@ -2,18 +2,15 @@
 
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 from modelwright.core.config import dump
 from modelwright.core.rundir import RunDir
 from modelwright.data.clean.folder import read_kept
-from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer.tokenizer import train_tokenizer
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimate.cost import StageEstimate
-from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
-from modelwright.pipeline.stages.estimates import IMPORT_S, fixed_estimate, moving_estimate
+from modelwright.pipeline.stages.estimates import moving_estimate
 from modelwright.pipeline.stages.imported import imported_stage
 
 FERTILITY_DOCUMENTS = 400
@@ -26,7 +23,6 @@ NOTHING_HELD_OUT = (
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     """Artifact: the tokenizer in the Hugging Face layout. Facts: size, bytes per token on held-out text."""
-
     if config.rows_from:
         return imported_stage(config, TOKENIZE)
 
@@ -36,7 +32,12 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
         texts = (document.text for document in read_kept(clean, split="train"))
         tokenizer = train_tokenizer(texts, config.tokenizer)
         tokenizer.save(context.output.path, max_length=config.model.max_seq_len)
-        fertility = _bytes_per_token(clean, tokenizer)
+        fertility: dict[str, float] = {}  # bytes per token by kind, on the first held-out documents of each
+        for kind in ("prose", "code", "qa"):
+            documents = islice(read_kept(clean, split="heldout", kinds=(kind,)), FERTILITY_DOCUMENTS)
+            if texts := [document.text for document in documents]:
+                num_tokens = sum(len(tokenizer.encode(text)) for text in texts)
+                fertility[kind] = sum(len(text.encode("utf-8")) for text in texts) / max(1, num_tokens)
         context.output.facts |= {"vocab_size": tokenizer.vocab_size, "bytes_per_token": fertility}
         context.progress.end()
         shown = ", ".join(f"{kind} {value:.2f}" for kind, value in fertility.items())
@@ -46,32 +47,11 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     return Stage(
         name=TOKENIZE.name,
         title=TOKENIZE.title,
-        settings=_settings(config.tokenizer),
+        # Empty special tokens are left out, so that the digest is that of runs from before the setting existed.
+        settings={name: value for name, value in dump(config.tokenizer).items() if name != "special_tokens" or value},
         parents=(CLEAN.name,),
         run=train,
     )
-
-
-def _settings(config: TokenizerConfig) -> dict[str, Any]:
-    """The settings for the digest; without further special tokens where there are none."""
-    return {name: value for name, value in dump(config).items() if name != "special_tokens" or value}
-
-
-def _bytes_per_token(clean: Path, tokenizer: Tokenizer) -> dict[str, float]:
-    """Bytes per token by kind, on the first held-out documents of each."""
-    result = {}
-    for kind in ("prose", "code", "qa"):
-        texts = [d.text for d in islice(read_kept(clean, split="heldout", kinds=(kind,)), FERTILITY_DOCUMENTS)]
-        if texts:
-            num_tokens = sum(len(tokenizer.encode(text)) for text in texts)
-            result[kind] = sum(len(text.encode("utf-8")) for text in texts) / max(1, num_tokens)
-    return result
-
-
-def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
-    if config.rows_from:
-        return fixed_estimate(TOKENIZE.name, seconds=IMPORT_S)
-    return moving_estimate(TOKENIZE.name, config, bytes_per_s=BYTES_PER_S)
 
 
 TOKENIZE = StageSpec(
@@ -80,5 +60,5 @@ TOKENIZE = StageSpec(
     needs=lambda config: () if config.rows_from else (CLEAN.name,),
     with_init_from="never",
     build=_build,
-    estimate=_estimate,
+    estimate=lambda config, run, rates: moving_estimate("tokenize", config, bytes_per_s=BYTES_PER_S),
 )

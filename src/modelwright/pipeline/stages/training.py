@@ -1,8 +1,8 @@
-"""Training stages: one trainer, and an objective and rows for each (`training_spec`). Artifact: the model with its
-tokenizer in the Hugging Face layout, and its adapters in PEFT's, if it trained any.
+"""Training stages: one trainer for all, with an objective and rows for each (`training_spec`). Artifact: the model with
+its tokenizer in the Hugging Face layout, and its adapters, if it trained any, in PEFT's layout.
 
-The stage adds what depends on its rows to the techniques of a training: rules that change the shares of the sources by
-held-out loss, and the peak rate of products that utilization is a fraction of.
+The stage adds the techniques that depend on its rows, such as source shares that follow held-out loss, and measures the
+peak rate of matrix products that utilization refers to.
 """
 
 import json
@@ -43,7 +43,7 @@ from modelwright.pipeline.report.blocks import Block, Fact, Section, plural
 from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.resolve import product_rate
-from modelwright.pipeline.stage import Rates, RowSet, Stage, StageContext, StageInputs, StageSpec, no_facts, no_lines
+from modelwright.pipeline.stage import Rates, RowSet, Stage, StageContext, StageInputs, StageSpec
 from modelwright.pipeline.stages.alignment import metric_charts
 from modelwright.pipeline.stages.cached_rows import ROW_CACHE, TrainingData, cache_blocks, read_ahead, training_data
 from modelwright.pipeline.stages.estimates import SCORED_FRACTION
@@ -72,7 +72,7 @@ TOO_LOW = 1.02
 
 
 def peak_flops(context: StageContext, config: RunConfig, training: TrainConfig) -> float:
-    """FLOP/s of the matrix products here in the stage's format: measured once, kept for resumed runs."""
+    """Peak FLOP/s of matrix products on this machine in the stage's format: measured once, kept for resumed runs."""
     if context.ranks.rank != 0:
         return 0.0
     known = _read_peak(context)
@@ -86,9 +86,9 @@ def peak_flops(context: StageContext, config: RunConfig, training: TrainConfig) 
 def peaks_after(
     context: StageContext, config: RunConfig, training: TrainConfig, result: TrainResult
 ) -> dict[str, float]:
-    """`live_peak_flops`, as measured before training, and `peak_flops`, the maximum of that, of the rate after training
-    and of the fastest step: one measurement may fall into a busy moment of the machine, and no step is faster than the
-    peak.
+    """Returns `live_peak_flops`, measured before training, and `peak_flops`, the maximum of that rate, the rate after
+    training and the rate of the fastest step. A single measurement may fall into a busy moment of the machine, and no
+    step is faster than the peak.
     """
     live = float(_read_peak(context).get("flops", 0.0))
     if not live:
@@ -117,18 +117,21 @@ def _read_peak(context: StageContext) -> dict[str, Any]:
 
 
 def mixture_techniques(
-    loader: BatchSource,
-    objective: Objective,
-    config: RunConfig,
-    training: TrainConfig,
-    rows: Path,
-    *,
-    batch_rows: int,
+    loader: BatchSource, objective: Objective, config: RunConfig, training: TrainConfig, rows: Path, *, batch_rows: int
 ) -> list[TechniqueBuilder]:
-    """The techniques that change the shares, if settings ask for them. rows: the folder that is trained on."""
+    """Techniques that change the shares of the sources, if settings ask for them. rows: folder of the training rows."""
     if not isinstance(loader, PlannedLoader) or not training.batching.mixture.is_measured:
         return []
-    heldout = heldout_by_source(rows.parent / "heldout", config, batch_rows=batch_rows)
+    heldout: dict[str, Sequence[TokenBatch]] = {}
+    if (folder := rows.parent / "heldout").is_dir():
+        packed = PackedRows(folder)
+        group_tokens = packed.seq_len * packed.group_size
+        tokens = config.validation_tokens or packed.num_groups * group_tokens
+        # Equally many tokens of each source, whatever its size: the rules compare the losses of sources.
+        most = max(1, tokens // group_tokens // len(packed.sources))
+        for name in packed.sources:
+            own = packed.source_groups(name)[:most]
+            heldout[name] = [packed.gather(own[first : first + batch_rows]) for first in range(0, len(own), batch_rows)]
     return [
         partial(
             build,
@@ -142,30 +145,13 @@ def mixture_techniques(
     ]
 
 
-def heldout_by_source(folder: Path, config: RunConfig, *, batch_rows: int) -> dict[str, Sequence[TokenBatch]]:
-    """Held-out batches of each source, for a mixture: the first of them on disk, equally many tokens of each, together
-    about `config.validation_tokens`.
-    """
-    if not folder.is_dir():
-        return {}
-    packed = PackedRows(folder)
-    group_tokens = packed.seq_len * packed.group_size
-    tokens = config.validation_tokens or packed.num_groups * group_tokens
-    most = max(1, tokens // group_tokens // len(packed.sources))
-    chosen = {name: packed.source_groups(name)[:most] for name in packed.sources}
-    return {
-        name: [packed.gather(own[first : first + batch_rows]) for first in range(0, len(own), batch_rows)]
-        for name, own in chosen.items()
-    }
-
-
 USES_ROWS = RowUse()
-"""Each row is learned from once per epoch."""
+"""Default: training learns from each row once per epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FurtherModels:
-    """What a training stage computes for each of its rows besides forward and backward of its model."""
+    """Computation of a training stage for each row, in addition to forward and backward of its model."""
 
     num_models: int = 0
     """Further models in memory, of the size of the one in training."""
@@ -174,51 +160,42 @@ class FurtherModels:
     num_forwards: float = 0.0
     """Forward passes without gradients."""
     folders: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Folders of models that settings name, by the setting; they decide the result."""
+    """Folders of models that settings name, by setting; their contents enter the stage's digest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
-    """What a training stage has when it ends."""
+    """Result of a training stage, from which `save` writes the artifact."""
 
     model: Decoder
     tokenizer: Tokenizer
     folder: Path
-    """The folder of the artifact."""
+    """Folder of the artifact."""
     heldout: Path
-    """The folder of the held-out rows; it is missing if nothing is held out."""
+    """Folder of the held-out rows; it is missing if nothing is held out."""
     data: TrainingData | None
-    """What it was trained on, still open; None if there was nothing and the model stays as it was."""
+    """Training data, still open; None if there were no rows, so that the model is passed on unchanged."""
     config: RunConfig
     context: StageContext
 
 
 def save_language_model(trained: TrainedModel) -> Mapping[str, Any]:
-    """Writes a Hugging Face folder."""
+    """Writes a Hugging Face folder; adds no facts."""
     save_model_folder(trained.model, trained.tokenizer, trained.folder)
     return {}
 
 
-def as_it_is(config: RunConfig, model: Decoder) -> None:
-    """`training_spec(prepare=...)` of a stage that trains on the weights that it finds."""
-
-
-def objective_charts(stage: StageData) -> Sequence[Block]:
-    """`training_spec(blocks=...)` of a stage without any: all metrics of its objective, each in a chart."""
-    return metric_charts(stage, {name: {name: name} for name in stage.facts.get("metric_names", ())})
-
-
 MANY_EPOCHS = 4.0
-"""Up to here repeated text is worth almost as much as new text (Muennighoff et al. 2023, section 6)."""
+"""Epochs up to which repeated text is worth almost as much as new text (Muennighoff et al. 2023, section 6)."""
 ADAPTER_FOLDER = "adapter"
-"""Where in its artifact a stage that trains adapters writes them, beside the model with the adapters merged in."""
+"""Subfolder of the artifact for trained adapters; the model in the artifact has the adapters merged in."""
 
 TechniquesOf = Callable[[StageInputs], Sequence[TechniqueBuilder]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Traits:
-    """What `training_spec` is told of a stage and only this file uses."""
+    """Arguments of `training_spec` that are not part of `StageSpec`."""
 
     start: Callable[[RunConfig, str], str]
     further: Callable[[RunConfig, Any], FurtherModels]
@@ -239,48 +216,47 @@ def training_spec(
     needs: Callable[[RunConfig], tuple[str, ...]],
     run_needs: frozenset[str] = UNDECLARED | Objective.needs,
     config: type[TrainConfig] = TrainConfig,
-    headline: Callable[[RunData, StageData], Sequence[Fact]] = no_facts,
-    closing: Callable[[RunData, StageData], Sequence[str]] = no_lines,
+    headline: Callable[[RunData, StageData], Sequence[Fact]] = lambda data, stage: (),
+    closing: Callable[[RunData, StageData], Sequence[str]] = lambda data, stage: (),
     time_weight: float = 1.0,
     only_if_named: bool = False,
     reads_images: bool = False,
     follows: str = "",
     loss_unit: str = NATS_PER_TOKEN,
-    blocks: Callable[[StageData], Sequence[Block]] = objective_charts,
+    blocks: Callable[[StageData], Sequence[Block]] = lambda stage: metric_charts(
+        stage, {name: {name: name} for name in stage.facts.get("metric_names", ())}
+    ),
     further: Callable[[RunConfig, Any], FurtherModels] = lambda config, training: FurtherModels(),
     start: Callable[[RunConfig, str], str] = model_before,
     techniques: TechniquesOf = lambda inputs: (),
     row_use: RowUse = USES_ROWS,
     save: Callable[[TrainedModel], Mapping[str, Any]] = save_language_model,
     fresh: Callable[[RunConfig], Decoder] | None = None,
-    prepare: Callable[[RunConfig, Decoder], None] = as_it_is,
+    prepare: Callable[[RunConfig, Decoder], None] = lambda config, model: None,
 ) -> StageSpec:
-    """A stage that trains the model of the stage before it, or random weights, on some rows of the stage pack.
+    """Returns a stage that trains the model before it, or random weights, on rows of pack (see `StageSpec`).
 
-    report_title: title of its section of the report
     config: `TrainConfig`, or a dataclass that adds settings of the objective to it
     loss_unit: of the loss, for charts
-    blocks: what its section of the report has besides; all metrics of its objective by default
-    run_needs: what its objective and its techniques need of a run (`core/compatibility.py`)
-    further: the models that compute on the rows besides, from the run's configuration and the stage's settings
+    blocks: further blocks of its section of the report; by default a chart for each metric of the objective
+    run_needs: properties of a run that its objective and its techniques rely on (`core/compatibility.py`)
+    further: further models that compute on the rows, from the run's configuration and the stage's settings
     start: names the stage whose model is trained, "" for random weights
-    techniques: what the stage adds to the techniques of all trainings
-    row_use: what a stage does that generates what it learns from
+    techniques: techniques of this stage, in addition to those of all trainings
+    row_use: how the stage uses its rows; differs for a stage that generates its training data
     save: writes the artifact on the first rank and returns further facts
-    fresh: makes the model with random weights, where it is not the one of the run's configuration
+    fresh: makes the model with random weights
     prepare: changes the model that training starts from, in place; its weights may still be on disk (`deferred_model`)
-
-    For the rest see `StageSpec`.
     """
-
     traits = _Traits(start=start, further=further, techniques=techniques, row_use=row_use, save=save, prepare=prepare)
 
     def report(data: RunData, stage: StageData) -> Section:
         training = data.config.section(name)
         section = training_section(stage, training, report_title, loss_unit="" if training.objective else loss_unit)
-        samples = () if _is_first(data, stage) else sample_block(stage.folder.path)
-        own = [*samples, *blocks(stage), *section.blocks]
-        return replace(section, blocks=[*own, *head_blocks(stage), *cache_blocks(stage)])
+        # The top of the report has already shown the samples of the run's first training (`_highlight`).
+        samples = () if stage.name == data.config.trainings[0].name else sample_block(stage.folder.path)
+        own = [*samples, *blocks(stage), *section.blocks, *head_blocks(stage), *cache_blocks(stage)]
+        return replace(section, blocks=own)
 
     spec = StageSpec(
         name=name,
@@ -293,7 +269,11 @@ def training_spec(
         headline=headline,
         highlight=partial(_highlight, loss_unit=loss_unit),
         closing=closing,
-        warnings=_warnings,
+        warnings=lambda stage: (
+            [f"{num_skipped} steps were skipped because values were not finite."]
+            if (num_skipped := stage.facts.get("num_skipped"))
+            else []
+        ),
         model_title=model_title,
         objective=objective,
         rows=rows,
@@ -308,20 +288,17 @@ def training_spec(
 
 
 def _highlight(data: RunData, stage: StageData, loss_unit: str) -> Sequence[Block]:
-    if not _is_first(data, stage):
+    if stage.name != data.config.trainings[0].name:
         return ()
-    loss_unit = "" if data.config.section(stage.name).objective else loss_unit  # only the objective's package knows it
+    # A named objective may come from another package, and only that package knows the unit of its loss.
+    loss_unit = "" if data.config.section(stage.name).objective else loss_unit
     return [*loss_highlight(stage, loss_unit), *sample_block(stage.folder.path)]
-
-
-def _is_first(data: RunData, stage: StageData) -> bool:
-    """Whether this is the run's first training, whose curve and samples the report begins with."""
-    return stage.name == data.config.trainings[0].name
 
 
 def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:
     name, training, before = spec.name, config.section(spec), traits.start(config, spec.name)
     require_packages(config.tracking)
+    # Without the layout over processes: a resumed run may have another number of them.
     settings = {
         "training": training.identity(),
         "seed": derive_seed(config.seed, name),
@@ -336,8 +313,8 @@ def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:
     if not before:
         if training.lora.r:
             raise ConfigError(
-                f"{name}.lora.r: {name} starts from random weights, which adapters leave as they are; set it to 0, or "
-                "start from a model folder with init_from"
+                f"{name}.lora.r: {name} starts from random weights, which adapters never train; set it to 0, or start "
+                "from a model folder with init_from"
             )
         settings["model"] = dump(config.model)
     return Stage(
@@ -355,9 +332,10 @@ def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:
 def _run(context: StageContext, config: RunConfig, spec: StageSpec, traits: _Traits) -> None:
     before = traits.start(config, spec.name)
     assert spec.rows is not None
-    rows = context.parents[PACK.name] / spec.rows.name / "train"
-    load = deferred_model if rows.is_dir() else load_model
     assert spec.fresh is not None
+    rows = context.parents[PACK.name] / spec.rows.name / "train"
+    # Training reads each weight once its place among the ranks is known; without rows the model is only written again.
+    load = deferred_model if rows.is_dir() else load_model
     model = load(context.parents[before]) if before else spec.fresh(config)
     traits.prepare(config, model)
     if rows.is_dir():
@@ -377,7 +355,6 @@ def _save(
     context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, data: TrainingData | None,
     facts: Mapping[str, Any], traits: _Traits,
 ) -> None:  # fmt: skip
-    """Write the artifact and its facts, on the first rank."""
     if context.ranks.rank:
         return
     assert spec.rows is not None
@@ -386,7 +363,7 @@ def _save(
     if model.adapters.r:
         started_from = config.init_from if before == INIT.name else str(context.parents[before])
         save_adapter(model, context.output.path / ADAPTER_FOLDER, base=started_from)
-        merge_adapters(model)
+        merge_adapters(model)  # after the adapters were written: merging removes them from the model
     trained = TrainedModel(
         model=model,
         tokenizer=tokenizer,
@@ -400,7 +377,7 @@ def _save(
 
 
 def fresh_model(config: RunConfig) -> Decoder:
-    """A model with random weights determined by the seed."""
+    """Returns a model of the run's configuration with random weights that the seed determines."""
     model = Decoder(config.model)
     model.init_weights(derive_seed(config.seed, "init"))
     return model
@@ -424,6 +401,7 @@ def _learn(
         row_losses=lambda: stored_row_losses(packed, judge, context.folder.path, world),
     )
     ahead, cache = read_ahead(loader, data, config.cache)
+    # After reading ahead, because augmentation changes the documents of batches that have been read.
     source, augmentation = augmented(ahead, config, spec, context.parents[tokenizer_stage(config)], context.progress)
     inputs = StageInputs(
         config=config,
@@ -441,8 +419,13 @@ def _learn(
     _check_declared(name, "its objective", objective.needs, known_needs)
     batches_per_epoch = math.ceil(loader.num_batches_per_epoch * row_use.updates_per_row(training))
     num_steps = training.resolve_num_steps(batches_per_epoch)
-    if row_use.learns_by_heart and (note := _repeats(name, num_steps * batch_rows, packed.num_groups)):
-        context.progress.note(note)
+    if row_use.learns_by_heart and (num_reads := num_steps * batch_rows / packed.num_groups) > MANY_EPOCHS:
+        context.progress.note(
+            f"{name}: warning: the training text fills only {plural(packed.num_groups, 'row')} and is read "
+            f"{num_reads:,.0f} times; after about {MANY_EPOCHS:.0f} passes a model mostly learns its text by heart: "
+            "add text, or train for fewer steps"
+        )
+    # Held-out batches have the size of microbatches, so that evaluation needs no more memory than training.
     microbatch_rows = max(1, batch_rows // (training.gradient_accumulation_steps * num_copies))
     heldout_rows = batch_rows if row_use.compares_rows else microbatch_rows
     heldout = row_use.heldout(rows.parent / "heldout", config, batch_rows=heldout_rows)
@@ -476,19 +459,12 @@ def _learn(
         world,
         context.progress,
     )
-    peaks = peaks_after(context, config, training, result)
-    used_share = utilization(result, peaks, context.ranks.size)
-    context.progress.note(_summary(name, num_steps, result, used_share))
-    tell_cost(name, result, context.progress)
-    taken = _take_best(model, context, training, result)
-    metric_names = list(objective.metric_names)
-    return _facts(result, model, num_steps / batches_per_epoch, taken, context, metric_names) | peaks
+    return _conclude(context, config, name, model, objective, result, num_epochs=num_steps / batches_per_epoch)
 
 
 def _check_declared(name: str, who: str, needs: frozenset[str], known_needs: frozenset[str]) -> None:
-    """Raise `ConfigError` for needs that the stage does not declare: they are checked before the first stage of a run,
-    not when the turn of this one comes.
-    """
+    # Only declared needs are checked against the run's settings before its first stage; an undeclared one would fail
+    # hours later, or be ignored.
     if unknown := needs - known_needs:
         raise ConfigError(
             f"{name}: {who} needs {', '.join(sorted(unknown))}, which is not declared; name it in "
@@ -504,18 +480,19 @@ def _build_declared(name: str, build: TechniqueBuilder, known_needs: frozenset[s
 
 
 def _tracking(config: RunConfig, spec: StageSpec) -> Tracking:
-    """What experiment trackers are told: the shape of the model and the settings of the training."""
+    """Returns the shape of the model and the settings of the training, for experiment trackers."""
     settings = {"seed": config.seed, "model": dump(config.model), spec.name: dump(config.section(spec))}
     return Tracking(report_to=config.tracking.report_to, run=config.name, settings=redact_plain(settings))
 
 
 def _bits_per_byte(context: StageContext, config: RunConfig, spec: StageSpec) -> list[TechniqueBuilder]:
-    """Shows the loss of text as bits per byte, too, which different tokenizers have in common: an estimate from the
-    mean length of a token in the kinds of held-out text that are trained on.
+    """Also shows the loss of text as bits per byte, which can be compared across tokenizers: an estimate from the mean
+    length of a token in the kinds of held-out text that are trained on.
     """
     kinds = read_manifest(context.parents[PACK.name]).facts["pretrain_kinds"]
     measured = read_manifest(context.parents[tokenizer_stage(config)]).facts.get("bytes_per_token", {})
     bytes_per_token = [measured[kind] for kind in kinds if kind in measured]
+    # Only the default objective on text has a loss in nats per token of that text.
     if spec.rows is not TEXT_ROWS or not bytes_per_token or config.section(spec).objective:
         return []
     bits_per_nat = 1 / math.log(2) / statistics.mean(bytes_per_token)
@@ -526,40 +503,38 @@ def _bits_per_byte(context: StageContext, config: RunConfig, spec: StageSpec) ->
     return [observer("bits_per_byte", show)]
 
 
-def _repeats(name: str, num_read: int, num_rows: int) -> str:
-    """A warning if the rows are read so often that the model learns them by heart, "" if they are not."""
-    num_epochs = num_read / num_rows
-    if num_epochs <= MANY_EPOCHS:
-        return ""
-    return (
-        f"{name}: warning: the training text fills only {plural(num_rows, 'row')} and is read {num_epochs:,.0f} times; "
-        f"after about {MANY_EPOCHS:.0f} passes a model mostly learns its text by heart: add text, or train for fewer "
-        "steps"
-    )
-
-
-def _take_best(model: Decoder, context: StageContext, training: TrainConfig, result: TrainResult) -> int:
-    """Restore the weights with the lowest held-out loss if they are not the last; returns their step."""
+def _conclude(
+    context: StageContext, config: RunConfig, name: str, model: Decoder, objective: Objective, result: TrainResult, *,
+    num_epochs: float,
+) -> dict[str, Any]:  # fmt: skip
+    """Reports how the training went, restores the best weights if settings ask for it, and returns the facts."""
+    training: TrainConfig = config.section(name)
+    peaks = peaks_after(context, config, training, result)
+    parts = [f"{name}: {result.num_steps} steps", f"loss {result.loss:.3f}"]
+    if math.isfinite(result.heldout_loss):
+        parts.append(f"held out {result.heldout_loss:.3f}")
+    if result.train_time_s:
+        parts.append(f"{result.num_tokens / result.train_time_s:,.0f} tokens/s")
+    if used_share := utilization(result, peaks, context.ranks.size):
+        parts.append(f"MFU {used_share:.0%}")
+    context.progress.note(", ".join(parts))
+    tell_cost(name, result, context.progress)
     better = training.keep_best and 0 < result.best.step < result.num_steps and result.best.loss < result.heldout_loss
-    if better and context.ranks.rank == 0:
+    if better and context.ranks.rank == 0:  # only the first rank writes the artifact
         load_best(model, context.folder, result.best)
         context.progress.note(
             f"weights of step {result.best.step} taken (held-out loss {result.best.loss:.4f}, "
             f"last {result.heldout_loss:.4f})"
         )
-    return result.best.step if better else result.num_steps
-
-
-def _facts(
-    result: TrainResult, model: Decoder, num_epochs: float, taken: int, context: StageContext, metric_names: list[str]
-) -> dict[str, Any]:
+    losses = result.heldout_loss, result.best.loss
+    heldout_loss, best_loss = (loss if math.isfinite(loss) else None for loss in losses)  # JSON has no NaN or infinity
     return {
         "num_steps": result.num_steps,
-        "taken_step": taken,
+        "taken_step": result.best.step if better else result.num_steps,
         "num_parameters": model.config.num_parameters,
-        "heldout_loss": _finite(result.heldout_loss),
+        "heldout_loss": heldout_loss,
         "best_step": result.best.step,
-        "best_loss": _finite(result.best.loss),
+        "best_loss": best_loss,
         "num_tokens": result.num_tokens,
         "train_time_s": result.train_time_s,
         "model_flops": result.model_flops,
@@ -569,40 +544,24 @@ def _facts(
         "events": dict(result.summary_of("anomalies").get("num_events", {})),
         "num_epochs": num_epochs,
         "heldout_metrics": dict(result.heldout_metrics),
-        "metric_names": metric_names,
+        "metric_names": list(objective.metric_names),
         ROW_CACHE: dict(result.summary_of(ROW_CACHE)),
         "world_size": context.ranks.size,
+        **peaks,
     }
 
 
-def _summary(name: str, num_steps: int, result: TrainResult, used_share: float) -> str:
-    """`pretrain: 700 steps, loss 2.310, held out 2.402, 2,415 tokens/s, MFU 61%`."""
-    parts = [f"{name}: {num_steps} steps", f"loss {result.loss:.3f}"]
-    if math.isfinite(result.heldout_loss):
-        parts.append(f"held out {result.heldout_loss:.3f}")
-    if result.train_time_s:
-        parts.append(f"{result.num_tokens / result.train_time_s:,.0f} tokens/s")
-    return ", ".join([*parts, f"MFU {used_share:.0%}"] if used_share else parts)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _warnings(stage: StageData) -> Sequence[str]:
-    num_skipped = stage.facts.get("num_skipped")
-    return [f"{num_skipped} steps were skipped because values were not finite."] if num_skipped else []
-
-
-def _estimate(
-    config: RunConfig,
-    run: RunDir,
-    rates: Rates,
-    spec: StageSpec,
-    traits: _Traits,
-) -> StageEstimate:
+def _estimate(config: RunConfig, run: RunDir, rates: Rates, spec: StageSpec, traits: _Traits) -> StageEstimate:
+    assert spec.rows is not None
     training, seq_len = config.section(spec), config.section(PACK).seq_len
-    batches_per_epoch = _batches_per_epoch(config, run, spec)
+    packed = run.stage(PACK.name).artifact
+    try:
+        read_manifest(packed, kind=PACK.name)
+        rows = PackedRows(packed / spec.rows.name / "train")
+        tokens = float(rows.num_groups * spec.trained_rows * seq_len)
+    except ArtifactError:  # not packed yet: estimated from the size of the sources
+        tokens = row_tokens(config, spec.rows, seq_len, PACK.name)
+    batches_per_epoch = max(1, round(tokens / training.batch_tokens))
     num_steps = training.resolve_num_steps(math.ceil(batches_per_epoch * traits.row_use.updates_per_row(training)))
     heldout_tokens = SCORED_FRACTION * batches_per_epoch * training.batch_tokens
     num_validations = math.ceil(num_steps / training.eval_every_steps) if training.eval_every_steps else 1
@@ -626,7 +585,7 @@ def _estimate(
     )
     estimate = one_model(activations=training.activation_checkpointing, adapters=training.lora)
     further = traits.further(config, training)
-    factor = 1 + further.num_forwards / 3  # of forward and backward
+    factor = 1 + further.num_forwards / 3  # a backward pass costs two forward passes
     steps_s = estimate.seconds - estimate.overhead_s
     trained = one_model(activations=ActivationCheckpointingConfig())
     further_bytes = further.num_models * config.model.num_parameters * FP32_BYTES
@@ -638,16 +597,3 @@ def _estimate(
         peak_bytes=estimate.peak_bytes + further_bytes,
         further_bytes=further_bytes,
     )
-
-
-def _batches_per_epoch(config: RunConfig, run: RunDir, spec: StageSpec) -> int:
-    """From the packed rows if they exist, else estimated from the size of the sources."""
-    assert spec.rows is not None
-    packed = run.stage(PACK.name).artifact
-    try:
-        read_manifest(packed, kind=PACK.name)
-        rows = PackedRows(packed / spec.rows.name / "train")
-        tokens = float(rows.num_groups * spec.trained_rows * config.section(PACK).seq_len)
-    except ArtifactError:
-        tokens = row_tokens(config, spec.rows, config.section(PACK).seq_len, PACK.name)
-    return max(1, round(tokens / config.section(spec).batch_tokens))

@@ -8,7 +8,7 @@ save and cost.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.clean.folder import read_kept
-from modelwright.data.document import Document, Split
+from modelwright.data.document import Split
 from modelwright.data.images.labeled import LabeledImages, class_of, write_labels
 from modelwright.data.images.store import FORMAT, StoreWriter, images_folder, open_images, write_images
 from modelwright.data.images.stored import KEY, StoredImage
@@ -37,37 +37,31 @@ from modelwright.objectives.image_classification import (
 from modelwright.objectives.image_classifier import TrainedClassifier, save_classifier
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
-from modelwright.pipeline.report.blocks import Block, Fact, Note, Table, count, percent, size
-from modelwright.pipeline.report.run_data import RunData, StageData
+from modelwright.pipeline.report.blocks import Block, Note, Table, count, percent, size
+from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import Rates, RowSet, StageInputs, StageSpec
 from modelwright.pipeline.stages.align import MOST_IMAGES
 from modelwright.pipeline.stages.alignment import metric_charts
-from modelwright.pipeline.stages.image_accuracy import (
-    accuracy_table,
-    baseline_hint,
-    measure_accuracy,
-    share_right,
-)
+from modelwright.pipeline.stages.image_accuracy import accuracy_facts, accuracy_table, measure_accuracy, share_right
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import PackJob, RowUse, Sequences
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
-from modelwright.train.runtime import TechniqueBuilder
 from modelwright.train.techniques.fake_quantization import NEEDS as QUANTIZATION_NEEDS
 from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization
 
 UNKNOWN = "class without a training image"
-"""Why a held-out image is left out."""
+"""Reason for which a held-out image is left out."""
 
 
 def open_labeled(rows: Path, split: str) -> LabeledImages | None:
-    """The images of a split with their classes, None if it has none. rows: the folder of this set of rows."""
+    """Opens the images of a split with their classes; None for a split without images. rows: folder of the rows."""
     store = open_images(rows, split)
     return LabeledImages(store) if store is not None else None
 
 
 def _pack_labeled(job: PackJob, split: Split) -> None:
     if job.settings.mode == "length_buckets":
-        raise ConfigError("pack.mode: images have no length to make buckets of; choose best_fit or one_per_row")
+        raise ConfigError("pack.mode: length_buckets does not apply to images; choose best_fit or one_per_row")
     classes = training_classes(job.clean)
     folder = images_folder(job.context.output.path / LABELED_ROWS.name, split)
     labels: list[int] = []
@@ -86,7 +80,7 @@ def _pack_labeled(job: PackJob, split: Split) -> None:
 
 
 def training_classes(clean: Path) -> list[str]:
-    """The names of the classes, sorted. Raises `DataError` where the images have no classes to learn."""
+    """Returns the names of the classes, sorted. Raises `DataError` if the images are not divided into classes."""
     names = [class_of(document) for document in read_kept(clean, split="train", kinds=("image",))]
     classes = sorted(set(names))
     remedy = "give every record a field label, or every image a caption that is the name of its class"
@@ -100,9 +94,9 @@ def training_classes(clean: Path) -> list[str]:
 def _sequences(
     job: PackJob, split: Split, images: StoreWriter, classes: list[str], labels: list[int], unknown: list[str]
 ) -> Sequences:
-    """Rows; fills the labels of the images that were written, and the classes that training does not have."""
+    """Yields rows; fills the labels of the images that were written, and the classes that training does not have."""
     places = {name: place for place, name in enumerate(classes)}
-    for document in _images(job.clean, split):
+    for document in read_kept(job.clean, split=split, kinds=("image",)):
         name = class_of(document)
         if name not in places:
             unknown.append(name)
@@ -113,10 +107,6 @@ def _sequences(
         labels.append(places[name])
         source, score = job.labels(document)
         yield TokenSequence(np.full(2, job.tokenizer.eos_id), source=source, score=score, value=float(number + 1))
-
-
-def _images(clean: Path, split: Split) -> Iterator[Document]:
-    return read_kept(clean, split=split, kinds=("image",))
 
 
 LABELED_ROWS = RowSet(
@@ -130,47 +120,21 @@ LABELED_ROWS = RowSet(
 
 
 PREFIX = f"heads.{CLASSIFIER}."
-"""Before the names of a classifier's layers in the model that is trained."""
+"""Prefix of the names of a classifier's layers in the model that is trained."""
 USUAL_CLASSES = 10
-"""What an estimate assumes before the images are read."""
+"""Number of classes that an estimate assumes before the images are read."""
 
 
 def _objective(inputs: StageInputs) -> ImageClassification:
-    config = inputs.training
-    assert isinstance(config, ImageTrainConfig)
     assert inputs.images is not None
     rows = inputs.parents[PACK.name] / LABELED_ROWS.name
     return ImageClassification(
         source=inputs.plan,
-        config=config,
+        config=inputs.training,
         images=LabeledImages(inputs.images),
         heldout_images=open_labeled(rows, "heldout"),
         seed=derive_seed(inputs.config.seed, VISION.name, "augment"),
     )
-
-
-def _further(run: RunConfig, config: ImageTrainConfig) -> FurtherModels:
-    folder = config.vit.init_from if config.architecture == "vit" else ""
-    return FurtherModels(folders={"vit.init_from": folder} if folder else {})
-
-
-def _techniques(inputs: StageInputs) -> list[TechniqueBuilder]:
-    config = inputs.training
-    assert isinstance(config, ImageTrainConfig)
-    kind = config.quantization
-    return [] if kind == "none" else [lambda run: fake_quantization(quantization_of(kind, run.num_steps), run)]
-
-
-def _integers(trained: TrainedModel, classifier: TrainedClassifier) -> TrainedClassifier:
-    """The classifier that was trained for."""
-    config = trained.config.section(VISION)
-    assert isinstance(config, ImageTrainConfig)
-    if config.quantization == "none":
-        return classifier
-    stored = json.loads((trained.context.folder.path / RANGES).read_text(encoding="utf-8"))
-    own = {name.removeprefix(PREFIX): ends for name, ends in stored.items() if name.startswith(PREFIX)}
-    ranges = {name: (float(least), float(most)) for name, (least, most) in own.items()}
-    return classifier.quantized(trained_grid(quantization_of(config.quantization, num_steps=1), ranges))
 
 
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
@@ -180,7 +144,14 @@ def _save(trained: TrainedModel) -> Mapping[str, Any]:
     model = trained.model.heads[CLASSIFIER]
     assert isinstance(model, ImageClassifier)
     before = TrainedClassifier(model.eval(), training.classes)
-    classifier = _integers(trained, before)
+    classifier, config = before, trained.config.section(VISION)
+    assert isinstance(config, ImageTrainConfig)
+    if config.quantization != "none":
+        stored = json.loads((trained.context.folder.path / RANGES).read_text(encoding="utf-8"))
+        own = {name.removeprefix(PREFIX): ends for name, ends in stored.items() if name.startswith(PREFIX)}
+        ranges = {name: (float(least), float(most)) for name, (least, most) in own.items()}
+        # The number of steps only decides when rounding began, which no longer matters.
+        classifier = before.quantized(trained_grid(quantization_of(config.quantization, num_steps=1), ranges))
     save_classifier(classifier, trained.folder)
     facts: dict[str, Any] = {"num_parameters": sum(one.numel() for one in model.parameters())}
     if heldout is not None:
@@ -195,45 +166,30 @@ def _save(trained: TrainedModel) -> Mapping[str, Any]:
     return facts
 
 
-def _headline(data: RunData, stage: StageData) -> Sequence[Fact]:
-    facts = stage.facts.get("heldout_images")
-    if not facts:
-        return []
-    return [Fact("Image classification", percent(facts["accuracy"], 1), baseline_hint(facts))]
-
-
 def _blocks(stage: StageData) -> Sequence[Block]:
-    charts = metric_charts(stage, {"Share of images in the right class": {"accuracy": "accuracy"}})
-    facts = stage.facts.get("heldout_images")
-    notes = _quantization_notes(stage.facts)
-    return [*_accuracy_blocks(facts), *notes, *charts] if facts else [*notes, *charts]
-
-
-def _quantization_notes(facts: Mapping[str, Any]) -> list[Block]:
-    if not (found := facts.get("quantization")):
-        return []
-    text = (
-        f"Convolutions and projections are integers, with batch norms folded into them: "
-        f"{size(found['integer_bytes'])} instead of {size(found['float_bytes'])}."
-    )
-    if "float_accuracy" in found:
-        text += f" Without any rounding the same weights are right on {percent(found['float_accuracy'], 1)}."
-    return [Note(text)]
-
-
-def _accuracy_blocks(facts: Mapping[str, Any]) -> list[Block]:
-    blocks: list[Block] = [accuracy_table(facts, method="this classifier", title="Accuracy")]
-    if facts["confusion"]:
-        classes = facts["classes"]
-        cells = [[name, *map(count, counts)] for name, counts in zip(classes, facts["confusion"], strict=True)]
-        numeric = tuple(range(1, len(classes) + 1))
-        caption = "How many held-out images of the class of a row were taken for the class of a column."
-        blocks.append(Table(["class", *classes], cells, "Classes taken for each other", caption, numeric=numeric))
-    return blocks
+    blocks: list[Block] = []
+    if facts := stage.facts.get("heldout_images"):
+        blocks.append(accuracy_table(facts, method="this classifier", title="Accuracy"))
+        if facts["confusion"]:
+            classes = facts["classes"]
+            cells = [[name, *map(count, counts)] for name, counts in zip(classes, facts["confusion"], strict=True)]
+            numeric = tuple(range(1, len(classes) + 1))
+            caption = "How many held-out images of the class of a row were taken for the class of a column."
+            blocks.append(Table(["class", *classes], cells, "Classes taken for each other", caption, numeric=numeric))
+    if quantization := stage.facts.get("quantization"):
+        text = (
+            f"Convolutions and projections are integers, with batch norms folded into them: "
+            f"{size(quantization['integer_bytes'])} instead of {size(quantization['float_bytes'])}."
+        )
+        if "float_accuracy" in quantization:
+            right = percent(quantization["float_accuracy"], 1)
+            text += f" Without any rounding the same weights are right on {right}."
+        blocks.append(Note(text))
+    return [*blocks, *metric_charts(stage, {"Share of images in the right class": {"accuracy": "accuracy"}})]
 
 
 def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
-    """The common estimate counts a decoder's work; an image is one row."""
+    # The common estimate counts the operations of the run's decoder; here an image is one row.
     estimate, training = _SPEC.estimate(config, run, rates), config.section(VISION)
     assert isinstance(training, ImageTrainConfig)
     flops = 3.0 * forward_flops(training.shape, USUAL_CLASSES) * estimate.tokens / config.section(PACK).seq_len
@@ -246,20 +202,26 @@ _SPEC = training_spec(
     name="vision",
     title="Training an image classifier",
     report_title="Image classifier",
-    model_title="",  # not a model that later stages go on with
+    model_title="",  # not a model that later stages continue
     objective=_objective,
     rows=LABELED_ROWS,
     run_needs=ImageClassification.needs | QUANTIZATION_NEEDS,
     needs=lambda config: (PACK.name,),
     config=ImageTrainConfig,
-    headline=_headline,
+    headline=lambda data, stage: accuracy_facts("Image classification", stage.facts.get("heldout_images")),
     only_if_named=True,
     loss_unit="nats per image",
     blocks=_blocks,
-    further=_further,
+    further=lambda run, config: FurtherModels(
+        folders={"vit.init_from": config.vit.init_from} if config.architecture == "vit" and config.vit.init_from else {}
+    ),
     start=lambda config, stage: "",
     row_use=RowUse(learns_by_heart=False),
-    techniques=_techniques,
+    techniques=lambda inputs: (
+        []
+        if (kind := inputs.training.quantization) == "none"
+        else [lambda run: fake_quantization(quantization_of(kind, run.num_steps), run)]
+    ),
     save=_save,
     fresh=lambda config: carrier(),
 )

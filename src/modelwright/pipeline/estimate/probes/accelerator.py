@@ -27,7 +27,7 @@ MOST_ROUNDS = 200
 
 
 def driver_version(path: Path = DRIVER) -> str:
-    """Version of the NVIDIA kernel driver, "" without one."""
+    """Returns the version of the NVIDIA kernel driver, "" without one."""
     try:
         words = path.read_text(encoding="utf-8").split()
     except OSError:
@@ -52,6 +52,7 @@ def _measure(setting: ProbeSetting) -> ProbeResult:
     target, host = torch.empty_like(source), torch.empty(COPY_BYTES // 4, pin_memory=True)
     part_s = setting.budget_s / 4
     figures = {
+        # A copy reads and writes each byte.
         "memory_bytes_per_s": 2 * COPY_BYTES / min(_times(lambda: target.copy_(source), part_s)),
         "to_host_bytes_per_s": COPY_BYTES / min(_times(lambda: host.copy_(source), part_s)),
     }
@@ -61,17 +62,17 @@ def _measure(setting: ProbeSetting) -> ProbeResult:
 
 
 def _nccl_figures(num_devices: int, part_s: float) -> dict[str, float]:
-    """An all-reduce over all devices of this host, of one number and of a large tensor."""
+    """Times an all-reduce over all devices of this host, of one number and of a large tensor."""
 
     def reduce(tensors: Sequence[torch.Tensor]) -> None:
         torch.cuda.nccl.all_reduce(tensors)
         for number in range(num_devices):
             torch.cuda.synchronize(number)
 
-    def tensors(length: int) -> list[torch.Tensor]:
-        return [torch.zeros(length, device=f"cuda:{number}") for number in range(num_devices)]
-
-    small, large = tensors(1), tensors(COPY_BYTES // 4)
+    small, large = (
+        [torch.zeros(length, device=f"cuda:{number}") for number in range(num_devices)]
+        for length in (1, COPY_BYTES // 4)
+    )
     return {
         "nccl_latency_s": float(np.median(_times(lambda: reduce(small), part_s))),
         "nccl_bytes_per_s": COPY_BYTES / float(np.median(_times(lambda: reduce(large), part_s))),

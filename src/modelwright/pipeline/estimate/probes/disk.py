@@ -1,6 +1,6 @@
-"""The disk under a folder: sequential writes that reach it, sequential and random reads past the page cache, fsync.
+"""Rates of the disk under a folder: sequential writes that reach it, reads past the page cache, fsync.
 
-The file is unlinked as soon as it is open, so that nothing stays behind, whatever ends the process.
+The file is unlinked once it is open, so that nothing remains on the disk, whatever ends the process.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from modelwright.pipeline.estimate.probes.probe import (
 BLOCK_BYTES = 4096
 CHUNK_BYTES = 2**20
 CHUNKS_PER_FSYNC = 8
-"""A slow disk then holds the probe up for 8 MiB, not for all that the page cache has taken."""
+"""Chunks between two fsyncs: a slow disk then delays the probe by 8 MiB, not by all that the page cache holds."""
 LARGEST_FILE_BYTES = 256 * 2**20
 ROOM_SHARE = 0.25
-"""Share of the free space that the file may take."""
+"""Largest share of the free space for the file."""
 MOST_FSYNCS = 200
 MOST_READS = 20_000
 PERCENTILES = (50, 95, 99)
@@ -40,7 +40,7 @@ MOUNTS = Path("/proc/mounts")
 
 @dataclass(frozen=True)
 class _OpenFile:
-    """writer: a descriptor through the page cache; reader: one past it, or the writer where there is none."""
+    """writer: a descriptor through the page cache; reader: one that bypasses it, or else the writer."""
 
     writer: int
     reader: int
@@ -51,7 +51,7 @@ class _OpenFile:
 
 
 def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
-    """Type of the file system that holds a folder, "" where the system does not say."""
+    """Returns the type of the file system of a folder, "" if the system does not tell it."""
     target, best, kind = str(folder.resolve()), "", ""
     with contextlib.suppress(OSError):
         for line in mounts.read_text(encoding="utf-8").splitlines():
@@ -69,8 +69,16 @@ def _measure(setting: ProbeSetting) -> ProbeResult:
         raise ProbeUnavailable(f"{setting.folder} has less than {CHUNKS_PER_FSYNC * 4} MiB of free space")
     part_s = setting.budget_s / 4
     with _unlinked_file(setting.folder) as file, mmap.mmap(-1, CHUNK_BYTES) as buffer:
-        fsyncs = _fsync_times(file.writer, part_s)
-        written, write_s = _write(file.writer, size, part_s)
+        block = os.urandom(BLOCK_BYTES)
+        fsyncs = _timed(lambda: (os.pwrite(file.writer, block, 0), os.fsync(file.writer)), part_s, most=MOST_FSYNCS)
+        chunk, written, start = os.urandom(CHUNK_BYTES), 0, time.perf_counter()  # random: a disk may compress zeros
+        while written < size and (written == 0 or time.perf_counter() - start < part_s):
+            for _ in range(CHUNKS_PER_FSYNC):
+                if os.pwrite(file.writer, chunk, written) < CHUNK_BYTES:
+                    raise ProbeUnavailable("the disk is full")
+                written += CHUNK_BYTES
+            os.fsync(file.writer)
+        write_s = time.perf_counter() - start
         figures = {f"fsync_p{percent}_s": float(np.percentile(fsyncs, percent)) for percent in PERCENTILES}
         figures |= {"num_fsyncs": float(len(fsyncs)), "write_bytes_per_s": written / write_s}
         avoids_cache = file.is_direct or hasattr(os, "posix_fadvise")
@@ -98,28 +106,10 @@ def _unlinked_file(folder: Path) -> Iterator[_OpenFile]:
         yield _OpenFile(writer, reader)
 
 
-def _fsync_times(file: int, budget_s: float) -> list[float]:
-    block = os.urandom(BLOCK_BYTES)
-    return _timed(lambda: (os.pwrite(file, block, 0), os.fsync(file)), budget_s, most=MOST_FSYNCS)
-
-
-def _write(file: int, size: int, budget_s: float) -> tuple[int, float]:
-    """Bytes that reached the disk, and the seconds that took."""
-    chunk, written, start = os.urandom(CHUNK_BYTES), 0, time.perf_counter()  # random: nothing to compress
-    while written < size and (written == 0 or time.perf_counter() - start < budget_s):
-        for _ in range(CHUNKS_PER_FSYNC):
-            if os.pwrite(file, chunk, written) < CHUNK_BYTES:
-                raise ProbeUnavailable("the disk is full")
-            written += CHUNK_BYTES
-        os.fsync(file)
-    return written, time.perf_counter() - start
-
-
 def _sequential_rate(file: _OpenFile, size: int, buffer: mmap.mmap, budget_s: float) -> float:
     _forget(file, 0, size)
-    offsets = iter(range(0, size, CHUNK_BYTES))
     start, num_chunks = time.perf_counter(), 0
-    for offset in offsets:
+    for offset in range(0, size, CHUNK_BYTES):
         _read(file.reader, [buffer], offset, CHUNK_BYTES)
         num_chunks += 1
         if time.perf_counter() - start > budget_s:
@@ -128,7 +118,7 @@ def _sequential_rate(file: _OpenFile, size: int, buffer: mmap.mmap, budget_s: fl
 
 
 def _random_rate(file: _OpenFile, size: int, buffer: memoryview, budget_s: float) -> float:
-    """Reads of 4 KiB per second, one after the other."""
+    """Measures reads of 4 KiB per second, one after the other."""
     _forget(file, 0, size)
     draw = random.Random(0)
 
@@ -136,6 +126,7 @@ def _random_rate(file: _OpenFile, size: int, buffer: memoryview, budget_s: float
         _read(file.reader, [buffer], draw.randrange(size // BLOCK_BYTES) * BLOCK_BYTES, BLOCK_BYTES)
 
     try:
+        # Through the page cache, few enough reads that hardly any block is read twice, the second time from memory.
         times = _timed(read, budget_s, most=MOST_READS if file.is_direct else size // BLOCK_BYTES // 8)
     finally:
         buffer.release()
@@ -143,7 +134,7 @@ def _random_rate(file: _OpenFile, size: int, buffer: memoryview, budget_s: float
 
 
 def _forget(file: _OpenFile, offset: int, length: int) -> None:
-    """Let the page cache drop what has been written, for reads that go through it."""
+    """Makes the page cache drop the written data, for reads that go through it."""
     if not file.is_direct:
         os.posix_fadvise(file.reader, offset, length, os.POSIX_FADV_DONTNEED)
         os.posix_fadvise(file.reader, offset, length, os.POSIX_FADV_RANDOM)  # no reading ahead
@@ -155,7 +146,7 @@ def _read(file: int, buffers: list, offset: int, length: int) -> None:
 
 
 def _timed(call: Callable[[], object], budget_s: float, *, most: int) -> list[float]:
-    """Seconds of each call, at least one, until the budget or the number is spent."""
+    """Returns the seconds of each call, at least one, until the budget or the number is spent."""
     times, deadline = list[float](), time.perf_counter() + budget_s
     while not times or (len(times) < most and time.perf_counter() < deadline):
         start = time.perf_counter()

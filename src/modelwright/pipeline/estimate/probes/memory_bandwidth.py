@@ -25,7 +25,7 @@ _SCALE = 3.0
 
 
 def last_level_cache_bytes(folder: Path = CACHES) -> int:
-    """Size of the largest cache of the first processor, 0 where the system does not say."""
+    """Returns the size of the largest cache of the first processor, 0 if the system does not tell it."""
     sizes = [0]
     for path in folder.glob("index*/size"):
         try:
@@ -36,7 +36,9 @@ def last_level_cache_bytes(folder: Path = CACHES) -> int:
 
 
 def array_bytes(cache_bytes: int, available_bytes: int) -> int:
-    """Bytes of one array of the triad. Raises `ProbeUnavailable` if memory has no room for arrays beyond the cache."""
+    """Returns bytes of an array of the triad. Raises `ProbeUnavailable` if memory is too small for arrays beyond the
+    cache.
+    """
     wanted = min(max(TIMES_CACHE * cache_bytes, LEAST_ARRAY_BYTES), LARGEST_ARRAY_BYTES)
     room = int(MEMORY_SHARE * available_bytes)
     if room < min(wanted, cache_bytes or LEAST_ARRAY_BYTES):
@@ -48,7 +50,7 @@ def _measure(setting: ProbeSetting) -> ProbeResult:
     cache_bytes = last_level_cache_bytes()
     size = array_bytes(cache_bytes, available_memory())
     b, c = (torch.full((size // 8,), value, dtype=torch.float64) for value in (1.0, 2.0))
-    a = torch.zeros_like(b)  # touched, so that no page is made while it is timed
+    a = torch.zeros_like(b)  # written to before the timing, which must not include page faults
     num_threads = torch.get_num_threads()
 
     def triad() -> None:

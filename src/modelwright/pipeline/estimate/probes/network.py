@@ -1,4 +1,4 @@
-"""TCP over loopback, and gloo over it, between this process and one of its own (`peer.py`)."""
+"""Latency and rate of TCP over loopback, and of gloo over it, between this process and a child process (`peer.py`)."""
 
 import datetime
 import socket
@@ -25,7 +25,7 @@ from modelwright.pipeline.estimate.probes.probe import (
 )
 
 START_S = 20.0
-"""A new interpreter imports PyTorch in 2 to 5 seconds, on a busy machine in more."""
+"""Seconds until the second process must be ready: it imports PyTorch in 2 to 5 seconds, more on a busy machine."""
 T = TypeVar("T")
 
 MOST_PINGS = 2000
@@ -62,10 +62,10 @@ def _measure_gloo(setting: ProbeSetting) -> ProbeResult:
 
 @contextmanager
 def _peer(kind: str, port: int) -> Iterator[Callable[[], None]]:
-    """A second process, which ends with the block. Yields a function that raises `ProbeUnavailable` if it has died."""
+    """Runs a second process for the block. Yields a function that raises `ProbeUnavailable` if it has died."""
     command = [sys.executable, "-P", peer.__file__, kind, str(port)]
     with tempfile.TemporaryFile() as errors:
-        # In a session of its own, so that Ctrl-C reaches this process alone, which then ends the other.
+        # In a new session, so that Ctrl-C reaches this process alone, which then ends the other.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
         )
@@ -84,7 +84,7 @@ def _peer(kind: str, port: int) -> Iterator[Callable[[], None]]:
 
 
 def _wait(attempt: Callable[[], T | None], check: Callable[[], None]) -> T:
-    """The first true result."""
+    """Returns the first true result of `attempt`."""
     deadline = time.monotonic() + START_S
     while not (result := attempt()):
         check()
@@ -102,7 +102,7 @@ def _accepted(server: socket.socket) -> socket.socket | None:
 
 
 def _repeat(call: Callable[[], object], budget_s: float, *, most: int) -> list[float]:
-    call()  # the first one finds windows and buffers small
+    call()  # untimed: TCP windows and buffers are still small
     times, deadline = list[float](), time.perf_counter() + budget_s
     while not times or (len(times) < most and time.perf_counter() < deadline):
         start = time.perf_counter()

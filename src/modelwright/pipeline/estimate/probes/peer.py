@@ -1,7 +1,7 @@
-"""The second process of the network probes: `python -P peer.py loopback|gloo PORT`.
+"""Second process of the network probes: `python -P peer.py loopback|gloo PORT`.
 
-It answers whatever the first one sends, and ends when the connection does. It runs as a file, without the package, and
-imports PyTorch for gloo only, so that it is there at once.
+It answers every message of the first process, and ends when the connection does. It runs as a file, without the
+package, and imports PyTorch for gloo only, so that it starts fast.
 """
 
 import datetime
@@ -22,7 +22,7 @@ TIMEOUT = datetime.timedelta(seconds=20)
 
 
 def ping(connection: socket.socket, message: bytes) -> None:
-    """Send a message with its length, and wait for one byte. Raises `OSError` if the other end has closed."""
+    """Sends a message with its length, and waits for one byte. Raises `OSError` if the other end has closed."""
     connection.sendall(len(message).to_bytes(8, "big"))
     connection.sendall(message)
     if not connection.recv(1):
@@ -31,24 +31,25 @@ def ping(connection: socket.socket, message: bytes) -> None:
 
 @dataclass(frozen=True)
 class GlooSession:
-    """One of two ranks, and the tensors that both reduce."""
+    """The process group of two ranks, and the tensors that both reduce."""
 
     group: Any
     small: "torch.Tensor"
     large: "torch.Tensor"
 
     def seconds(self, tensor: "torch.Tensor") -> float:
-        """Seconds of one all-reduce."""
+        """Times an all-reduce, in seconds."""
         start = time.perf_counter()
         self.group.allreduce([tensor]).wait()
         return time.perf_counter() - start
 
 
 def start_gloo(store: "Store", rank: int) -> GlooSession:
-    """Connect both ranks over loopback, whatever the host's name resolves to."""
+    """Connects both ranks over loopback, whatever the host's name resolves to."""
     import torch
     import torch.distributed as dist
 
+    # PyTorch has no public way to name the interface of a single group.
     options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]  # pyright: ignore
     options._timeout = TIMEOUT
@@ -57,7 +58,7 @@ def start_gloo(store: "Store", rank: int) -> GlooSession:
 
 
 def _serve_loopback(port: int) -> None:
-    """Answer every message with a byte until the other end closes."""
+    """Answers every message with a byte until the other end closes."""
     with socket.create_connection((HOST, port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         buffer = bytearray(2**20)
@@ -72,7 +73,7 @@ def _serve_loopback(port: int) -> None:
 
 
 def _receive(connection: socket.socket, length: int) -> bytes:
-    """So many bytes, or none if the other end has closed."""
+    """Receives exactly `length` bytes, or none if the other end has closed."""
     into = bytearray(length)
     filled = 0
     while filled < length:

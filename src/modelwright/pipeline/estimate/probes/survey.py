@@ -1,8 +1,8 @@
-"""All probes of this machine, in turn: the only list of them."""
+"""Survey of this machine with all probes, in turn. `PROBES` is their only list."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,13 +25,13 @@ LEFT_OUT = ProbeResult(state="left out")
 
 @dataclass(frozen=True, kw_only=True)
 class MachineProbes:
-    """The results by probe; busy_cores: cores that others used before it began, 0 if they left enough."""
+    """Results by probe; busy_cores: cores that other processes used before the survey, 0 if they left enough."""
 
     results: Mapping[str, ProbeResult]
     busy_cores: float = 0.0
 
     def figure(self, probe: str, name: str) -> float:
-        """A measured figure, 0 where there is none."""
+        """Returns a measured figure, 0 if it was not measured."""
         return self.results.get(probe, LEFT_OUT).figures.get(name, 0.0)
 
 
@@ -43,14 +43,15 @@ def measure_machine(
     others: LoadMeter | None = None,
     progress: Progress | None = None,
 ) -> MachineProbes:
-    """Measure everything but `without`. folder: an existing one, on the disk that is measured. Raises `ConfigError`
-    for a probe that does not exist.
+    """Runs all probes but `without`. folder: existing folder on the disk that is measured. Raises `ConfigError` for a
+    probe that does not exist.
     """
     names = [probe.name for probe in probes]
     for name in without:
         if name not in names:
             raise ConfigError(f"--skip: {name!r} is not one of rates, {', '.join(names)}{did_you_mean(name, names)}")
     meter = others or OtherProcesses()
+    # The meter counts since its creation; a shorter period would be mostly noise.
     time.sleep(max(0.0, PERIOD_S - meter.seconds()))
     others_use = meter.other_cores()
     is_busy = missing_cores(others_use, torch.get_num_threads()) >= MISSING_CORES
@@ -61,30 +62,23 @@ def measure_machine(
     try:
         for number, probe in enumerate(wanted):
             progress.advance(number, part=probe.name)
-            results[probe.name] = _result(probe, folder)
+            start = time.perf_counter()
+            try:
+                result = probe.measure(ProbeSetting(folder=folder, budget_s=probe.budget_s))
+            except (ProbeUnavailable, OSError, RuntimeError) as error:  # the other probes go ahead
+                lines = str(error).strip().splitlines()
+                result = ProbeResult(state=f"none: {lines[0] if lines else type(error).__name__}")
+            results[probe.name] = replace(result, seconds=time.perf_counter() - start)
     finally:
         progress.end()
     return MachineProbes(results=results, busy_cores=others_use if is_busy else 0.0)
 
 
 def probe_lines(probed: MachineProbes, probes: Sequence[Probe] = PROBES) -> list[str]:
-    """The results as text, a line for each probe."""
+    """Returns the results as text, a line for each probe."""
     lines = []
     for probe in probes:
         result = probed.results.get(probe.name, LEFT_OUT)
         lines.append(f"{probe.name:<12}{probe.text(result) if result.state == 'measured' else result.state}")
     note = busy_note(probed.busy_cores, remedy="run this again when the machine is quiet")
     return [*lines, f"note: {note}"] if note else lines
-
-
-def _result(probe: Probe, folder: Path) -> ProbeResult:
-    """The result, with the time that it took; one that cannot be measured does not end the survey."""
-    start = time.perf_counter()
-    try:
-        result = probe.measure(ProbeSetting(folder=folder, budget_s=probe.budget_s))
-    except (ProbeUnavailable, OSError, RuntimeError) as error:
-        lines = str(error).strip().splitlines()
-        result = ProbeResult(state=f"none: {lines[0] if lines else type(error).__name__}")
-    return ProbeResult(
-        state=result.state, figures=result.figures, facts=result.facts, seconds=time.perf_counter() - start
-    )
