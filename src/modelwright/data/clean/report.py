@@ -25,7 +25,7 @@ _MOST_SIMILAR_NAMES = 100_000
 
 @dataclass(kw_only=True)
 class CleanReport:
-    """What cleaning did."""
+    """Results of cleaning: counts, limits and figures of the steps."""
 
     num_documents: int = 0
     num_bytes: int = 0
@@ -47,15 +47,15 @@ class CleanReport:
     languages: dict[str, int] = field(default_factory=dict)
     """Languages (ISO 639-1 codes) of every 20th kept document of prose and pairs, of shards of at least 500."""
     failed_validators: dict[str, int] = field(default_factory=dict)
-    """How often each validator of the step privacy raised an exception, so that the value stayed."""
+    """Number of exceptions of each validator of the step privacy; the values stayed in the text."""
     limits: dict[str, dict[str, float]] = field(default_factory=dict)
     """Limits of the step quality, by kind of document."""
     remedies: dict[str, str] = field(default_factory=dict)
     """Options that keep what this step dropped, by reason."""
     noise: dict[str, Any] = field(default_factory=dict)
-    """How the classifier was trained, and its precision and recall on documents and generators it did not see."""
+    """Training of the classifier, and its precision and recall on documents and generators it did not see."""
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What other corpus steps report, by step."""
+    """Figures of other corpus steps, by step."""
 
     @property
     def num_kept(self) -> int:
@@ -66,18 +66,18 @@ class CleanReport:
         return sum(entry["documents"] for reasons in self.dropped.values() for entry in reasons.values())
 
     def plain(self) -> dict[str, Any]:
-        """The fields as plain data; without `figures` if there are none."""
+        """The fields as plain data; empty `figures` are omitted."""
         return {name: value for name, value in asdict(self).items() if value or name != "figures"}
 
     def add(self, step: str, entries: Mapping[str, Any]) -> None:
-        """Add what a corpus step reports. Raises `DataError` for a field that is none of its own."""
+        """Adds the report of a corpus step. Raises `DataError` for a field that does not belong to corpus steps."""
         for name, value in entries.items():
             if name not in _BY_STEPS:
                 raise DataError(f"{step}: reports {name!r}, which is not one of {', '.join(_BY_STEPS)}")
             getattr(self, name).update({step: value} if name == "figures" else value)
 
     def merge(self, fields: Mapping[str, Any]) -> None:
-        """Add what the corpus steps of a phase reported, from `plain`."""
+        """Adds the reports of the corpus steps of a phase, from `plain`."""
         for name in _BY_STEPS:
             getattr(self, name).update(fields.get(name, {}))
 
@@ -106,9 +106,9 @@ def describe_drops(report: CleanReport) -> str:
 
 
 def explain(folder: Path, identifier: str) -> str:
-    """Describe what happened to the document of this id in a folder of cleaned documents.
+    """Describes what happened to the document of this id in a folder of cleaned documents.
 
-    Raises `DataError` if there is no such document; it names similar ids.
+    Raises `DataError` if the folder does not have the document, and names similar ids.
     """
     for dropped in read_dropped(folder):
         if dropped.document.id == identifier:
@@ -120,7 +120,7 @@ def explain(folder: Path, identifier: str) -> str:
     names += [document.id for document in islice(read_kept(folder), _MOST_SIMILAR_NAMES)]
     near = difflib.get_close_matches(identifier, names, n=3, cutoff=0.0)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-    raise DataError(f"{folder}: has no document {identifier!r}{hint}")
+    raise DataError(f"{folder}: document {identifier!r} not found{hint}")
 
 
 def _describe(folder: Path, document: Document, dropped: DroppedDocument | None) -> str:
