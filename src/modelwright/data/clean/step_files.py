@@ -114,7 +114,7 @@ def load_step(reference: str) -> Step | CorpusStep:
 
 
 def package_step(name: str, step: Any) -> Step | CorpusStep:
-    """Wraps a step that another package has built, so that errors in documents are treated as those of a file's step."""
+    """Wraps a step that another package has built: errors in documents are treated as those of a file's step."""
     is_corpus_step = isinstance(step, CorpusStep)
     if getattr(step, "name", None) != name or not (callable(step) or is_corpus_step):
         raise ConfigError(f"steps.{name}: its package builds {step!r}, which is not a step named {name!r}")

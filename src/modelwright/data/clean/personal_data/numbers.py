@@ -17,7 +17,7 @@ from modelwright.data.clean.personal_data.pattern import (
 )
 
 _BEGIN, _END = r"(?<![\w.,\-/+=#])", r"(?![\w\-/]|[.,:]\d)"
-"""A number is no part of a longer one, of a decimal, a date, a path or an identifier."""
+"""Boundaries of a number: not inside a longer one, a decimal, a date, a path or an identifier."""
 
 _CARD_WORDS = words(
     r"card|visa|master|amex|american express|discover|maestro|diners|jcb|unionpay|credit|debit|paid|pay|charge|carte|"
@@ -47,21 +47,18 @@ _GROUPS = re.compile(
 
 def _card(candidate: Candidate) -> Match | None:
     digits = re.sub(r"\D", "", candidate.value)
-    if not _is_luhn(digits) or len(set(digits)) < 2 or not _GROUPS.fullmatch(candidate.value):
+    # Luhn (ISO/IEC 7812-1): every second digit from the right is doubled, and its two digits are added.
+    total = 0
+    for place, digit in enumerate(map(int, reversed(digits))):
+        doubled = digit * (1 + place % 2)
+        total += doubled - 9 * (doubled > 9)
+    if total % 10 or len(set(digits)) < 2 or not _GROUPS.fullmatch(candidate.value):
         return None
     if candidate.is_named(_CARD_WORDS):
         known = _RARE_ISSUERS.match(digits)
     else:
         known = any(re.match(prefix, digits) and len(digits) in lengths for prefix, lengths in _ISSUERS)
     return candidate.cut(digits) if known else None
-
-
-def _is_luhn(digits: str) -> bool:
-    total = 0
-    for place, digit in enumerate(map(int, reversed(digits))):
-        doubled = digit * (1 + place % 2)
-        total += doubled - 9 * (doubled > 9)
-    return total % 10 == 0
 
 
 def _iban(candidate: Candidate) -> Match | None:
@@ -75,7 +72,7 @@ def _iban(candidate: Candidate) -> Match | None:
 
 @cache
 def validator(module: str) -> Callable[[str], bool]:
-    """`is_valid` of a module of `python-stdnum`."""
+    """Loads `is_valid` of a module of `python-stdnum`."""
     return import_module(f"stdnum.{module}").is_valid
 
 
@@ -91,7 +88,9 @@ def _compact(candidate: Candidate) -> Match:
 
 
 def _rvnr(candidate: Candidate) -> Match | None:
-    """German pension insurance number (VKVV section 4): area, date of birth, initial, serial number, check digit."""
+    """Checks a German pension insurance number (VKVV section 4): area, date of birth, initial, serial number, check
+    digit.
+    """
     value = re.sub(r"\W", "", candidate.value).upper()
     digits = value[:8] + f"{ord(value[8]) - 64:02d}" + value[9:11]
     weights = (2, 1, 2, 5, 7, 1, 2, 1, 2, 1, 2, 1)
@@ -100,14 +99,14 @@ def _rvnr(candidate: Candidate) -> Match | None:
 
 
 def _ssn(candidate: Candidate) -> Match | None:
-    """A social security number, or a number of the same form for those who pay taxes without one (ITIN)."""
+    """Checks a social security number, or one of the same form for taxpayers without it (ITIN)."""
     digits = re.sub(r"\D", "", candidate.value)
     return candidate.cut(digits) if validator("us.ssn")(digits) or validator("us.itin")(digits) else None
 
 
 def _birth_date_id(candidate: Candidate) -> Match | None:
-    """A Chinese resident number: its check character and a date of birth; the list of places that `python-stdnum` has
-    lacks those that were renamed."""
+    # A Chinese resident number (GB 11643): its check character and a date of birth. The list of places of
+    # `python-stdnum` lacks those that were renamed.
     value = candidate.value.upper()
     weights = [2 ** (17 - place) % 11 for place in range(17)]
     total = sum(int(digit) * weight for digit, weight in zip(value, weights, strict=False))
@@ -187,5 +186,5 @@ NUMBERS: tuple[Pattern, ...] = (
     _number("jp.in_", r"\d{4}[ -]?\d{4}[ -]?\d{4}", near=r"マイナンバー|個人番号|my number", needs="always"),
     _number("be.nn", r"\d{2}\.\d{2}\.\d{2}-\d{3}\.\d{2}"),
 )
-"""Patterns of accounts and persons. The name of a national number is the module of `python-stdnum` that checks it,
-where no other check is given: British insurance numbers have no check digits, and German pension numbers no module."""
+"""Patterns of accounts and persons. A national number is named after the module of `python-stdnum` that checks it,
+unless another check is given: British insurance numbers lack check digits, and German pension numbers a module."""

@@ -12,7 +12,7 @@ _BEGIN, _END = r"(?<![A-Za-z0-9_])", r"(?![A-Za-z0-9_])"
 _FEWEST_DISTINCT_CHARS = 8
 _FEWEST_DIGIT_RUNS = 3
 _FEWEST_CASE_CHANGES = 3
-"""Random letters and digits alternate; identifiers such as `TokenId2` do not."""
+"""Limits for random values: their letters and digits alternate; those of identifiers such as `TokenId2` do not."""
 
 _PLACEHOLDER = words(
     r"your|example|placeholder|change.?me|replace|redacted|dummy|sample|insert|xxxx|\*\*\*|\.\.\.|0000000|"
@@ -29,17 +29,17 @@ _UUID = re.compile(r"[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 
 
 def is_placeholder(value: str) -> bool:
-    """Whether documentation would write this in place of a secret: `YOUR_API_KEY_HERE`, `sk-xxxx`."""
+    """True for placeholders of documentation in place of a secret: `YOUR_API_KEY_HERE`, `sk-xxxx`."""
     return bool(_PLACEHOLDER.search(value)) or len(set(value)) < _FEWEST_DISTINCT_CHARS
 
 
 def _key(candidate: Candidate) -> Match | None:
-    """A key whose format alone identifies it."""
+    # The format alone identifies the key.
     return None if is_placeholder(candidate.value) else whole(candidate)
 
 
 def _random_key(candidate: Candidate) -> Match | None:
-    """A value that only its name makes a key: it must be random, not a word, an identifier, a path or a UUID."""
+    """Checks a value that only its name makes a key: it must be random, not a word, an identifier, a path or a UUID."""
     value = candidate.value
     num_digit_runs = len(re.findall(r"[0-9]+", value))
     is_random = num_digit_runs >= _FEWEST_DIGIT_RUNS or (num_digit_runs and _has_mixed_case(value))
@@ -52,14 +52,14 @@ def _has_mixed_case(value: str) -> bool:
 
 
 def _named_key(candidate: Candidate) -> Match | None:
-    """A random value that a name assigns, such as `api_key = `, or a provider, such as `twilio sid: `."""
+    """Checks a random value that a name assigns, such as `api_key = `, or a provider, such as `twilio sid: `."""
     match = _random_key(candidate)
     is_other = re.match(r"/|\./|0x|000102", candidate.value) or candidate.follows(_RESOURCE_NAME)
     return match if match is not None and not is_other and candidate.follows(_NAME_OF_KEY) else None
 
 
 def _password(candidate: Candidate) -> Match | None:
-    """A password in quotes: three of the four classes of characters."""
+    """Checks a password in quotes: it has three of the four classes of characters."""
     value = candidate.value
     classes = sum(bool(re.search(pattern, value)) for pattern in ("[a-z]", "[A-Z]", "[0-9]", "[^A-Za-z0-9]"))
     if classes < 3 or _PLACEHOLDER.search(value) or re.search(r"(?i)passw|secret|[()\[\];,\\]", value):
@@ -68,7 +68,7 @@ def _password(candidate: Candidate) -> Match | None:
 
 
 def _credentials(candidate: Candidate) -> Match | None:
-    """User name and password, or a token in the place of both; a user name alone is none."""
+    """Checks a user name with a password, or a token in the place of both; a user name alone does not count."""
     value = candidate.value
     if _PLACEHOLDER_USERINFO.search(value):
         return None
@@ -156,7 +156,7 @@ _KEYS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("vault", ("hvs.", "hvb.", "hvr."), r"hv[sbr]\.[\w\-]{24,300}"),
     ("xai", ("xai-",), r"xai-[A-Za-z0-9]{70,90}"),
 )  # fmt: skip
-"""Provider, anchors and format of keys that a prefix or a structure of their own identifies."""
+"""Provider, anchors and format of keys that their prefix or structure identifies."""
 
 _KEY_NAMES = (
     r"(?<!next)(?<!change)(?<!change-)(?<!page)(?<!continuation)(?:(?:api|app|auth|access|account|client|consumer|encryption|license|master|private|secret|service|session|shared|"
@@ -178,21 +178,10 @@ _RESOURCE_NAME = words(r"\barn:[\w:\-]*$|::[\w]+[\"']?[ =:\"']*$")
 _LONG_RUN = ascii_regex(r"[A-Za-z0-9+/_\-.~]{14}")
 """Fourteen characters of a key; every key has a match."""
 _LONGER_RUN = ascii_regex(r"[A-Za-z0-9+/_\-.~]{32}")
-"""Every key without an anchor has a match; most texts have names of fourteen characters and none of 32."""
+"""Every key without an anchor has a match; most texts have names of fourteen characters but not of 32."""
 _RUN_WITH_DIGIT = ascii_regex(r"(?=[A-Za-z0-9+/_\-.~]{14})[A-Za-z+/_\-.~]*[0-9]")
 """Every random value has a match."""
 _AWS_SECRET = words(r"aws|amazon|secret|akia|geheim|密钥|シークレット")
-
-
-def _key_pattern(provider: str, anchors: tuple[str, ...], regex: str) -> Pattern:
-    return Pattern(
-        kind="secret",
-        name=provider,
-        anchors=anchors,
-        shape=_LONG_RUN if anchors else _LONGER_RUN,
-        regex=ascii_regex(f"{_BEGIN}{regex}{_END}"),
-        check=_key,
-    )
 
 
 SECRETS: tuple[Pattern, ...] = (
@@ -206,7 +195,17 @@ SECRETS: tuple[Pattern, ...] = (
         ),
         check=whole,
     ),
-    *(_key_pattern(*key) for key in _KEYS),
+    *(
+        Pattern(
+            kind="secret",
+            name=provider,
+            anchors=anchors,
+            shape=_LONG_RUN if anchors else _LONGER_RUN,
+            regex=ascii_regex(f"{_BEGIN}{regex}{_END}"),
+            check=_key,
+        )
+        for provider, anchors, regex in _KEYS
+    ),
     Pattern(
         kind="secret",
         name="azure storage",

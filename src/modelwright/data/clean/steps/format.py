@@ -1,4 +1,4 @@
-"""Format: repairs what is wrong with a text's encoding and markup, and gives equal texts one spelling.
+"""Format: repairs encodings and markup, and gives equal texts one spelling.
 
 In this order: markup to text, broken encodings (by `data/clean/mojibake.py` and ftfy), line ends as LF, no byte order
 marks or control characters, Unicode NFC, no trailing spaces, at most two blank lines in a row, and URLs as configured.
@@ -46,7 +46,7 @@ class FormatConfig:
     html: Literal["to_text", "keep"] = "to_text"
     """Extract the text of prose that is marked up in HTML; web pages (`.html`) are always read as text."""
     urls: Literal["keep", "mark", "remove"] = "keep"
-    """What happens to URLs outside of code: `mark` replaces each by `<URL>`."""
+    """Treatment of URLs outside of code: `keep` leaves them, `mark` replaces each by `<URL>`, `remove` deletes them."""
     min_html_tags: int = constant(3)
     """Fewer tags are taken for text about HTML."""
     min_html_fraction: float = constant(0.05)
@@ -65,14 +65,19 @@ class Format:
     def __call__(self, document: Document) -> Document | Drop:
         share = control_share(document.text)
         if share > self.config.max_control_fraction and document.kind != "code":
-            # UTF-8 that was read as Latin-1 is full of control characters
+            # UTF-8 that was read as Latin-1 is full of control characters.
             document = document.map_text(self._decoded)
             share = control_share(document.text)
         if share > self.config.max_control_fraction:
             return Drop("binary data", f"{share:.1%} control characters, limit {self.config.max_control_fraction:.1%}")
         if document.kind == "code":
             return document.map_text(normalize)
-        markup = document.kind == "prose" and self.config.html == "to_text" and self._is_html(document.text)
+        markup = False
+        if document.kind == "prose" and self.config.html == "to_text":
+            text = document.text
+            tags = [len(tag) for tag in _TAG.findall(text)] if "</" in text or "<br" in text.lower() else []
+            is_markup = sum(tags) >= self.config.min_html_fraction * len(text)
+            markup = is_markup and len(tags) >= self.config.min_html_tags
         return document.map_text(lambda text: self._repaired(text, markup))
 
     def _repaired(self, text: str, markup: bool) -> str:
@@ -89,10 +94,6 @@ class Format:
             return text
         text = repair(text)  # first, because ftfy changes parts of what it does not know
         return ftfy.fix_encoding(text) if is_bad(text) else text
-
-    def _is_html(self, text: str) -> bool:
-        tags = [len(tag) for tag in _TAG.findall(text)] if "</" in text or "<br" in text.lower() else []
-        return len(tags) >= self.config.min_html_tags and sum(tags) >= self.config.min_html_fraction * len(text)
 
 
 FORMAT = StepSpec(name="format", build=lambda config, seed: Format(config))

@@ -1,6 +1,6 @@
 """The step privacy: replaces personal data and secrets by markers, the same one for equal values.
 
-`data/personal_data` finds the values. The first e-mail address of a document becomes `<EMAIL_1>`, a second one
+`data/clean/personal_data` finds the values. The first e-mail address of a document becomes `<EMAIL_1>`, a second one
 `<EMAIL_2>`, every repetition of the first `<EMAIL_1>` again. Only counts leave this module, never a value.
 """
 
@@ -17,6 +17,7 @@ from modelwright.data.clean.personal_data.pattern import KINDS
 from modelwright.data.clean.steps.step import StepSpec
 from modelwright.data.document import Document, turn_texts
 
+# The record's own identifier and URL must survive numbers that merely identify, such as an IP address or a card number.
 _FIELDS = ("id", "url")
 _KINDS_IN_FIELDS = ("email", "credentials", "secret")
 _MARKERS = {kind: kind.upper() for kind in KINDS}
@@ -48,16 +49,16 @@ class Privacy:
     replaced: Counter[str] = field(default_factory=Counter, compare=False)
     """Values replaced in documents that were not dropped, by kind."""
     failures: Counter[str] = field(default_factory=Counter, compare=False)
-    """How often the check of each pattern raised an exception instead of an answer; the text stayed as it was."""
+    """Exceptions of the check of each pattern; the text stayed unchanged."""
 
     def __call__(self, document: Document) -> Document:
-        """The document with markers in place of values."""
+        """Returns the document with markers in place of values."""
         changed, counts = self._replace(document)
         self.replaced.update(counts)
         return changed
 
     def redact(self, document: Document) -> Document:
-        """The same for a dropped document, whose values are not counted."""
+        """Replaces the values of a dropped document, without counting them."""
         return self._replace(document)[0]
 
     def take_counts(self) -> dict[str, dict[str, int]]:
@@ -67,22 +68,20 @@ class Privacy:
         return counts
 
     def _replace(self, document: Document) -> tuple[Document, Counter[str]]:
-        """The changed document, and how many values were replaced by kind."""
+        """Returns the changed document, and the number of replaced values by kind."""
         if not self.config.replace:
             return document, Counter()
         replacer = _Replacer(self.config, document.kind == "code", self.failures)
         changed = document.map_text(replacer)
-        changed = replace(changed, meta={**changed.meta, **self._redacted_fields(document, replacer)})
+        fields = {name: document.meta[name] for name in _FIELDS if isinstance(document.meta.get(name), str)}
+        redacted = {name: replacer(value, kinds=_KINDS_IN_FIELDS) for name, value in fields.items()}
+        changed = replace(changed, meta={**changed.meta, **redacted})
         if not replacer.markers:
             return document, Counter()
+        # Counted by turn: the title and the summary repeat values of the text.
         turns = [*document.messages, *document.rejected] if document.kind == "qa" else []
         parts = [text for turn in turns for text in turn_texts(turn)] if turns else [document.text]
         return changed, sum((replacer.counts[part] for part in parts), Counter[str]())
-
-    def _redacted_fields(self, document: Document, replacer: "_Replacer") -> dict[str, str]:
-        """The record's own identifier and URL without what can be told from a number that merely identifies."""
-        fields = {name: document.meta[name] for name in _FIELDS if isinstance(document.meta.get(name), str)}
-        return {name: replacer(value, kinds=_KINDS_IN_FIELDS) for name, value in fields.items()}
 
 
 PRIVACY = StepSpec(name="privacy", build=lambda config, seed: Privacy(config))
