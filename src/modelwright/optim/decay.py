@@ -34,11 +34,11 @@ class WeightDecayScheduleConfig:
             )
 
     def features(self) -> list[Feature]:
-        """What the schedule needs of a run."""
+        """Requirements of the schedule on a run."""
         return [feature("grad_norm_threshold", needs=[WHOLE_GRADIENTS])] if self.grad_norm_threshold else []
 
     def is_low(self, norm: float, was_low: bool) -> bool:
-        """Whether decay is lowered at an update with this gradient norm."""
+        """True if decay is lowered at an update with this gradient norm."""
         if not self.grad_norm_threshold:
             return False
         return norm > self.grad_norm_threshold * (self.release_fraction if was_low else 1.0)

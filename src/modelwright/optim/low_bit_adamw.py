@@ -35,11 +35,12 @@ class Packed:
 
 
 class ScaleBlocks:
-    """Which elements of this rank's part of a parameter share a scale: `BLOCK` consecutive ones of the whole parameter.
+    """Groups the elements of this rank's part of a parameter that share a scale: `BLOCK` consecutive ones of the whole
+    parameter.
 
-    Where every part has whole blocks, codes are [blocks, BLOCK], zero-padded, and scales [blocks, 1]. Where some are
-    cut, codes are flat, scales are those of all blocks from this rank's first to its last, and their maxima are taken
-    over the ranks that have the rest.
+    If every part has whole blocks, codes are [blocks, BLOCK], zero-padded, and scales [blocks, 1]. If some are cut,
+    codes are flat, scales are those of all blocks from this rank's first to its last, and their maxima are taken over
+    the ranks that have the rest.
     """
 
     def __init__(self, sharded: Tensor, *, are_cut: bool = False) -> None:
@@ -61,6 +62,7 @@ class ScaleBlocks:
         if not self.are_cut:
             return arranged.amax(dim=1, keepdim=True)
         largest = arranged.new_zeros(self._num).scatter_reduce_(0, self._block_of, arranged, "amax")
+        # A copy: a slice would keep the scales of the whole parameter in memory.
         return max_over_shards(largest, self.sharded)[self._first : self._end].clone()
 
     def spread(self, scales: Tensor) -> Tensor:
@@ -72,7 +74,7 @@ class ScaleBlocks:
 
 
 def cuts_blocks(sharded: Tensor) -> bool:
-    """Whether the layout cuts a block on any rank. Called on all ranks that hold a part."""
+    """True if the layout cuts a block on any rank. Called on all ranks that hold a part."""
     view = view_of("", sharded)
     is_cut = False
     divided = [dim for dim, part in enumerate(view.index) if part.stop - part.start < view.full_shape[dim]]
@@ -89,8 +91,8 @@ def cuts_blocks(sharded: Tensor) -> bool:
 
 
 def pack_signed(values: Tensor, blocks: ScaleBlocks) -> Packed:
-    """int8: the sign and the square root of the magnitude in 127 levels relative to the block's largest, fine near
-    zero.
+    """Packs to int8: the sign and the square root of the magnitude in 127 levels relative to the block's largest, fine
+    near zero.
     """
     arranged = blocks.arrange(values)
     scales = blocks.maxima(arranged.abs())
@@ -105,8 +107,8 @@ def unpack_signed(packed: Packed, shape: torch.Size, blocks: ScaleBlocks) -> Ten
 
 
 def pack_square(values: Tensor, blocks: ScaleBlocks) -> Packed:
-    """uint8: the fourth root in 255 levels relative to the block's largest; positive values stay positive, because they
-    are divisors.
+    """Packs to uint8: the fourth root in 255 levels relative to the block's largest; positive values stay positive,
+    because they are divisors.
     """
     arranged = blocks.arrange(values)
     scales = blocks.maxima(arranged)
@@ -122,8 +124,8 @@ def unpack_square(packed: Packed, shape: torch.Size, blocks: ScaleBlocks) -> Ten
 
 
 def random_16_bits(view: TensorView, seed: int) -> Tensor:
-    """For each element of a part a number below 2^16, int32, that depends on its position in the whole tensor and on
-    the seed alone: MurmurHash3's finalizer (Appleby 2011) of both. Products wrap around, as in the original.
+    """Draws for each element of a part a number below 2^16, int32, that depends only on its position in the whole
+    tensor and on the seed: MurmurHash3's finalizer (Appleby 2011) of both. Products wrap around, as in the original.
     """
     bits = view.positions(torch.int32).mul_(_signed(0x9E3779B1)).add_(_signed(seed & 0xFFFFFFFF))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
@@ -138,9 +140,10 @@ def _signed(value: int) -> int:
 
 
 def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
-    """BF16, rounded up or down with probabilities that preserve the mean; values that BF16 can represent are
+    """Rounds to BF16, up or down with probabilities that preserve the mean; values that BF16 can represent are
     unchanged. noise: 16 random bits for each value, int32.
     """
+    # -65536 is 0xFFFF0000: BF16 is the upper half of FP32. The sum may carry over to infinity, as rounding up does.
     rounded = ((values.view(torch.int32) + noise) & -65536).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).bfloat16()
 
@@ -172,14 +175,22 @@ class LowBitAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of all parameters that have gradients."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._change(parameter, local(parameter.grad), group)
+        """Updates all parameters that have gradients."""
+        changed = ((p, group) for group in self.param_groups for p in group["params"] if p.grad is not None)
+        for parameter, group in changed:
+            gradient, weight, (beta_1, beta_2) = local(parameter.grad), local(parameter), group["betas"]
+            step, first, second = self.unpacked(parameter)
+            step = step + 1
+            first.lerp_(gradient.float(), 1 - beta_1)
+            second.mul_(beta_2).addcmul_(gradient.float(), gradient.float(), value=1 - beta_2)
+            self.pack(parameter, step, first, second)  # before `second` becomes its root below
+            count = float(step)
+            root = second.sqrt_().div_(math.sqrt(1 - beta_2**count)).add_(group["eps"])
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.addcdiv_(first.to(weight.dtype), root.to(weight.dtype), value=-group["lr"] / (1 - beta_1**count))
 
     def unpacked(self, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step and FP32 moments of this rank's shard; zeros for a parameter that has none yet."""
+        """Step and FP32 moments of this rank's shard; zeros for a parameter before its first update."""
         weight = local(parameter)
         if parameter not in self.packed:
             zeros = torch.zeros_like(weight, dtype=torch.float32)
@@ -191,7 +202,7 @@ class LowBitAdamW(Optimizer):
         return step, unpack_signed(first, weight.shape, blocks), unpack_square(second, weight.shape, blocks)
 
     def pack(self, parameter: Tensor, step: Tensor, first: Tensor, second: Tensor) -> None:
-        """Store these FP32 moments of this rank's shard. Called on all ranks that hold a part of the parameter."""
+        """Stores these FP32 moments of this rank's shard. Called on all ranks that hold a part of the parameter."""
         if self.states == "int8":
             blocks = self._blocks(parameter)
             self.packed[parameter] = step, pack_signed(first, blocks), pack_square(second, blocks)
@@ -206,18 +217,6 @@ class LowBitAdamW(Optimizer):
         if parameter not in self._are_cut:
             self._are_cut[parameter] = cuts_blocks(parameter)
         return ScaleBlocks(parameter, are_cut=self._are_cut[parameter])
-
-    def _change(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        weight, (beta_1, beta_2) = local(parameter), group["betas"]
-        step, first, second = self.unpacked(parameter)
-        step = step + 1
-        first.lerp_(gradient.float(), 1 - beta_1)
-        second.mul_(beta_2).addcmul_(gradient.float(), gradient.float(), value=1 - beta_2)
-        self.pack(parameter, step, first, second)
-        count = float(step)
-        root = second.sqrt_().div_(math.sqrt(1 - beta_2**count)).add_(group["eps"])
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.addcdiv_(first.to(weight.dtype), root.to(weight.dtype), value=-group["lr"] / (1 - beta_1**count))
 
 
 class _Unpacked(MutableMapping[Tensor, dict[str, Any]]):

@@ -100,7 +100,7 @@ class BandGroups:
     def of(
         cls, order: NDArray[np.uint32], bands: BandFiles, engine: ShardEngine, *, num_bands: int, most: int
     ) -> "BandGroups":
-        """Groups some documents, in the order in which they are visited. most: candidates of a group, at most 65,535."""
+        """Groups some documents, in the order in which they are visited. most: candidates of a group, below 65,536."""
         _write(order, bands.folder / _ORDER_FILE)
         jobs = [GroupJob(bands, band, most) for band in range(num_bands)]
         for _ in (engine if len(order) >= _FEWEST_IN_WORKERS else InProcess()).map(group_band, jobs):
