@@ -28,8 +28,8 @@ class DtypeTimings:
     seconds: Mapping[tuple[Kind, Format], float]
     """Seconds of forward and backward for a kind of submodule in a format."""
     memory_pressure: float
-    """The share of the machine's memory that weights, gradients, moments and what was there before take: what is in use
-    later is more."""
+    """Fraction of the machine's memory that was used before the run or is used by weights, gradients and moments;
+    activations come on top."""
 
     def relative_seconds(self, kind: Kind, chosen: Format) -> float:
         """Seconds of a format relative to FP32."""
@@ -63,8 +63,8 @@ def measure_speeds(
     num_rows: int,
     device: torch.device,
 ) -> dict[tuple[Kind, Format], float]:
-    """Seconds of forward and backward of each kind's projections in each format: the best of a few, interleaved.
-    num_rows: tokens per product.
+    """Measures the seconds of forward and backward of each kind's projections in each format: the best of a few,
+    interleaved. num_rows: tokens per product.
     """
 
     def seconds(chosen: Format, of_kind: Sequence[Shape]) -> float:
@@ -85,8 +85,8 @@ def _seconds(formats: ModelPrecision, chosen: Format, shape: Shape, num_rows: in
 
 
 def onednn_speed_up(shapes: Sequence[Shape], *, num_rows: int) -> float:
-    """Speedup of FP32 products of these shapes on this CPU with oneDNN, forward and backward; 0 if PyTorch would not
-    use it or it would round. num_rows: tokens per product. Both are timed in turn, and the best of each counts.
+    """Measures the speedup of FP32 products of these shapes on this CPU with oneDNN, forward and backward; 0 if PyTorch
+    would not use it or it would round. num_rows: tokens per product. Both are timed in turn, and the best of each counts.
     """
     try:
         with fp32_products(onednn=True):
