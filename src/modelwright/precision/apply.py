@@ -216,10 +216,7 @@ class SyncAmaxHistory:
     """
 
     def __init__(
-        self,
-        formats: ModelPrecision,
-        agree: Callable[[Sequence[float]], Sequence[float]],
-        of_heads: Sequence[str] = (),
+        self, formats: ModelPrecision, agree: Callable[[Sequence[float]], Sequence[float]], of_heads: Sequence[str] = ()
     ) -> None:
         self.formats = formats
         self.agree = agree

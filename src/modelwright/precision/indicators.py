@@ -259,13 +259,7 @@ class GradientStats:
     weight: float = 0.0
 
     @staticmethod
-    def of(
-        weight: Tensor,
-        gradient: Tensor,
-        momentum: Momentum | None,
-        *,
-        scale: float,
-    ) -> "GradientStats":
+    def of(weight: Tensor, gradient: Tensor, momentum: Momentum | None, *, scale: float) -> "GradientStats":
         """Statistics of one tensor and its gradient. scale: loss scale of the gradient; momentum: None before the first
         update."""
         magnitudes = gradient.abs() * scale

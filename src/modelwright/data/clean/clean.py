@@ -26,15 +26,7 @@ from modelwright.core.progress import Progress
 from modelwright.data.clean.folder import DROPPED, KEPT_NAME, ORDER, REPORT, files_by_split
 from modelwright.data.clean.measured_corpus import MeasuredCorpus, numbered
 from modelwright.data.clean.report import CleanReport, describe_drops
-from modelwright.data.clean.shards import (
-    WRITTEN,
-    StepJob,
-    StepResult,
-    decided,
-    measure_shard,
-    measured,
-    write_shard,
-)
+from modelwright.data.clean.shards import WRITTEN, StepJob, StepResult, decided, measure_shard, measured, write_shard
 from modelwright.data.clean.steps.step import CorpusStep, Drop, Phase, Step, divide
 from modelwright.data.document import Document
 from modelwright.data.workers import InProcess, ShardEngine

@@ -21,12 +21,7 @@ _BY_ANCHOR = {
 
 
 def find(
-    text: str,
-    kinds: Sequence[str],
-    *,
-    is_code: bool = False,
-    regions: tuple[str, ...] = (),
-    failures: Counter[str],
+    text: str, kinds: Sequence[str], *, is_code: bool = False, regions: tuple[str, ...] = (), failures: Counter[str]
 ) -> list[Finding]:
     """Finds the values in a text, in order and without overlaps.
 
