@@ -154,13 +154,6 @@ def map_turn(turn: Message, change: Callable[[str], str]) -> Message:
     return changed
 
 
-def turn_texts(turn: Message) -> Iterator[str]:
-    """The texts that `map_turn` changes."""
-    texts: list[str] = []
-    map_turn(turn, lambda text: texts.append(text) or text)
-    yield from texts
-
-
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     """Returns a JSON value with its texts changed, but not the keys of its objects."""
     if isinstance(value, str):

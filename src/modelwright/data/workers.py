@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from multiprocessing.connection import wait as wait_for
@@ -62,6 +63,7 @@ class InProcess:
         return map(function, items)
 
 
+@dataclass(frozen=True)
 class LocalProcesses:
     """Runs work in `num_workers` processes of this machine, or in this one for few items.
 
@@ -69,8 +71,7 @@ class LocalProcesses:
     as when the machine has too little memory.
     """
 
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
+    num_workers: int
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         items = iter(items)
@@ -128,6 +129,7 @@ def follow_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+@dataclass(frozen=True)
 class RayTasks:
     """Runs work in the tasks of Ray.
 
@@ -136,8 +138,7 @@ class RayTasks:
     worker is killed is run again by Ray. Raises `ConfigError` if Ray is not installed or the cluster cannot be reached.
     """
 
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
+    num_workers: int
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         ray = _connected(self.num_workers)

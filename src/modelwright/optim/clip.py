@@ -61,9 +61,7 @@ def scale_to_norm(gradients: list[Tensor], norm: float, max_norm: float) -> None
 
 
 def clip_naive(gradients: list[Tensor], max_norm: float) -> float:
-    """Clips by the definition, step by step: the reference for `ops.total_norm` and `scale_to_norm`. Returns the norm
-    before scaling.
-    """
+    """Clips by the definition, as reference for `ops.total_norm` and `scale_to_norm`; returns the norm before."""
     norm = sum(float((gradient.double() ** 2).sum()) for gradient in gradients) ** 0.5
     for gradient in gradients:
         gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))

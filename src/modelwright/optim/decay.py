@@ -9,12 +9,10 @@ from modelwright.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDecayScheduleConfig:
-    """Lower weight decay while gradients are large, as published for DeepSeekAdam (0.01, and 0.001 above a norm of
-    5)."""
+    """Lower weight decay while gradients are large, as published for DeepSeekAdam (0.01; 0.001 above a norm of 5)."""
 
     grad_norm_threshold: float = 0.0
-    """Gradient norm, before clipping, above which weight decay is lowered; 0 never lowers it. 5 is the published
-    value."""
+    """Gradient norm, before clipping, above which weight decay is lowered (published: 5); 0 never lowers it."""
     factor: float = field(default=0.1, metadata=only_for("grad_norm_threshold"))
     """Factor on the weight decay while it is lowered."""
     release_fraction: float = constant(0.8)

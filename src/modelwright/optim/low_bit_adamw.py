@@ -91,9 +91,7 @@ def cuts_blocks(sharded: Tensor) -> bool:
 
 
 def pack_signed(values: Tensor, blocks: ScaleBlocks) -> Packed:
-    """Packs to int8: the sign and the square root of the magnitude in 127 levels relative to the block's largest, fine
-    near zero.
-    """
+    """Packs to int8: sign and square root of the magnitude in 127 levels of the block's largest, fine near zero."""
     arranged = blocks.arrange(values)
     scales = blocks.maxima(arranged.abs())
     parts = (arranged.abs() / blocks.spread(scales).clamp(min=torch.finfo(torch.float32).tiny)).sqrt_()
@@ -107,9 +105,7 @@ def unpack_signed(packed: Packed, shape: torch.Size, blocks: ScaleBlocks) -> Ten
 
 
 def pack_square(values: Tensor, blocks: ScaleBlocks) -> Packed:
-    """Packs to uint8: the fourth root in 255 levels relative to the block's largest; positive values stay positive,
-    because they are divisors.
-    """
+    """Packs to uint8: the fourth root in 255 levels of the block's largest; positive values, as divisors, stay so."""
     arranged = blocks.arrange(values)
     scales = blocks.maxima(arranged)
     parts = (arranged / blocks.spread(scales).clamp(min=torch.finfo(torch.float32).tiny)).sqrt_().sqrt_()
@@ -219,11 +215,11 @@ class LowBitAdamW(Optimizer):
         return ScaleBlocks(parameter, are_cut=self._are_cut[parameter])
 
 
+@dataclass(eq=False)
 class _Unpacked(MutableMapping[Tensor, dict[str, Any]]):
     """The states by parameter in AdamW's form: step, exp_avg and exp_avg_sq, FP32, laid out like the parameter."""
 
-    def __init__(self, optimizer: LowBitAdamW) -> None:
-        self.optimizer = optimizer
+    optimizer: LowBitAdamW
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         if parameter not in self.optimizer.packed:

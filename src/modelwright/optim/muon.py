@@ -73,8 +73,6 @@ def orthogonal(matrices_BMN: Tensor, *, eps: float = 1e-7) -> Tensor:
 
 
 def update_flops(rows: int, columns: int) -> float:
-    """FLOPs of one update of a matrix: three products per round, two of them between the wide matrix and its Gram
-    matrix.
-    """
+    """FLOPs of one update of a matrix: three products per round, two of the wide matrix and its Gram matrix."""
     short, long = sorted((rows, columns))
     return NUM_ROUNDS * (4.0 * short**2 * long + 2.0 * short**3)

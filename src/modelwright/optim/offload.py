@@ -6,6 +6,7 @@ weight decay is applied.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,9 +58,7 @@ class OffloadedAdamW(Optimizer):
                     weight.add_(self._steps[parameter].to(weight.device, non_blocking=True))
 
     def shown(self, parameter: Tensor) -> dict[str, Any]:
-        """The host's states of a parameter, sharing memory, laid out like it. Raises `KeyError` before the first
-        step.
-        """
+        """The host's states of a parameter, sharing memory, laid out like it. Raises `KeyError` before a step."""
         own = self._inner.state.get(self._steps[parameter])
         if not own:
             raise KeyError(parameter)
@@ -78,13 +77,11 @@ class OffloadedAdamW(Optimizer):
         return [parameter for parameter, step in self._steps.items() if self._inner.state.get(step)]
 
 
+@dataclass(eq=False)
 class _OnHost(MutableMapping[Tensor, dict[str, Any]]):
-    """The states by parameter. States that are set move to the host at once, so that a resumed run needs no more
-    accelerator memory than before.
-    """
+    """The states by parameter. Set states move to the host at once, so that a resumed run needs no more memory."""
 
-    def __init__(self, optimizer: OffloadedAdamW) -> None:
-        self.optimizer = optimizer
+    optimizer: OffloadedAdamW
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         return self.optimizer.shown(parameter)

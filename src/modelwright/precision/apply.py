@@ -8,6 +8,7 @@ are unchanged.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -33,7 +34,7 @@ def part_of(name: str) -> str:
 
 
 def kind_of(part: str) -> Kind:
-    """The kind of a submodule: `blocks.3.attention` -> attention. All others, such as convolutions, are treated as ffn."""
+    """The kind of a submodule: `blocks.3.attention` -> attention; all others, such as convolutions, count as ffn."""
     return "attention" if part.endswith(".attention") else "ffn"
 
 
@@ -86,10 +87,6 @@ Watched = Callable[[str, Product], Product]
 """Name and product of a projection -> the same product, observed."""
 
 
-def _unwatched(name: str, product: Product) -> Product:
-    return product
-
-
 class ModelPrecision:
     """The formats of one model's parts, `blocks.3.attention` or `blocks.3.ffn`; `change` replaces some of them."""
 
@@ -103,8 +100,8 @@ class ModelPrecision:
         self.shared = {
             part: SharedCodes() for part in self.parts if config.fp8.save_quantized_input and not config.delays
         }
-        self._watched: Watched = _unwatched
-        self._quantized: Watched = _unwatched
+        self._watched: Watched | None = None
+        self._quantized: Watched | None = None
         self._around: Around | None = None
         self._apply()
 
@@ -115,7 +112,7 @@ class ModelPrecision:
 
     def watch(self, watched: Watched | None) -> None:
         """Passes every product through `watched` from now on; None removes it."""
-        self._watched = watched or _unwatched
+        self._watched = watched
         self._apply()
 
     def quantize(self, quantized: Watched) -> None:
@@ -175,8 +172,9 @@ class ModelPrecision:
             yield
             return
         remove_formats(self.model)
-        for name, projection in self.projections.items():
-            projection.product = self._quantized(name, projection.product)
+        if self._quantized:
+            for name, projection in self.projections.items():
+                projection.product = self._quantized(name, projection.product)
         try:
             yield
         finally:
@@ -194,8 +192,9 @@ class ModelPrecision:
         plain, ops, formats = self._is_plain, self.config.fp32_ops, self.config.formats
         result_of = self.config.result_of
         for name, projection in self.projections.items():
-            product = self._quantized(name, self.product(name, self.formats[part_of(name)]))
-            projection.product = self._watched(name, product)
+            projection.product = self.product(name, self.formats[part_of(name)])
+            for around in (self._quantized, self._watched):  # observers see the product of rounded factors
+                projection.product = around(name, projection.product) if around else projection.product
         for norm in norms_of(self.model):
             norm.in_fp32 = "norm" in ops
         for prefix, decoder in decoders_in(self.model).items():
@@ -210,17 +209,15 @@ class ModelPrecision:
                 block.ffn.activation_in_fp32 = "activation" in ops
 
 
+@dataclass
 class SyncAmaxHistory:
     """Appends the maxima of delayed scaling, over all ranks, to the history after each step. of_heads: names of the
     projections of heads, on whichever rank they are, in the same order on all.
     """
 
-    def __init__(
-        self, formats: ModelPrecision, agree: Callable[[Sequence[float]], Sequence[float]], of_heads: Sequence[str] = ()
-    ) -> None:
-        self.formats = formats
-        self.agree = agree
-        self.of_heads = of_heads
+    formats: ModelPrecision
+    agree: Callable[[Sequence[float]], Sequence[float]]
+    of_heads: Sequence[str] = ()
 
     def synchronize(self) -> None:
         # All ranks list all layers of the whole model, whichever they hold: the maxima are exchanged by position.

@@ -9,7 +9,7 @@ a sufficient gain and a cooldown (hysteresis), has a readable reason, and is rev
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -63,25 +63,11 @@ def shortage(signs: Indicators) -> float:
     return min(1.0, max(0.0, (signs.memory_pressure - ROOMY) / (1.0 - ROOMY)))
 
 
-class Controller(Protocol):
-    """Proposes a format for a part; `learn` receives the result of the last proposal."""
-
-    def propose(self, part: str, signs: Indicators, present: Format, candidates: Sequence[Format]) -> FormatChoice: ...
-
-    def learn(self, part: str, signs: Indicators, chosen: Format, loss_excess: float) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
+@dataclass
 class Rules:
-    """Chooses the fastest format whose damage is tolerable; under memory pressure the smallest, and the faster of two
-    equal ones.
-    """
+    """Chooses the fastest format whose damage is tolerable; under memory pressure the smallest, then the fastest."""
 
-    def __init__(self, config: AdaptiveConfig) -> None:
-        self.config = config
+    config: AdaptiveConfig
 
     def propose(self, part: str, signs: Indicators, present: Format, candidates: Sequence[Format]) -> FormatChoice:
         harm = {chosen: damage(signs, chosen) for chosen in candidates}
@@ -127,6 +113,7 @@ def features(signs: Indicators, chosen: Format) -> np.ndarray:
     return np.array(values)
 
 
+@dataclass
 class Bandit:
     """Learns for each format a linear estimate of its reward, and explores where it is uncertain (LinUCB, disjoint
     arms).
@@ -136,10 +123,9 @@ class Bandit:
     reward is capped by the known shares less the estimated damage, so that a format that could not win is not tried.
     """
 
-    def __init__(self, config: AdaptiveConfig) -> None:
-        self.config = config
-        self.precision: dict[str, np.ndarray] = {}
-        self.rewards: dict[str, np.ndarray] = {}
+    config: AdaptiveConfig
+    precision: dict[str, np.ndarray] = field(default_factory=dict)
+    rewards: dict[str, np.ndarray] = field(default_factory=dict)
 
     def _arm(self, chosen: str) -> tuple[np.ndarray, np.ndarray]:
         return (
@@ -177,6 +163,10 @@ class Bandit:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.precision = {name: np.array(value) for name, value in state["precision"].items()}
         self.rewards = {name: np.array(value) for name, value in state["rewards"].items()}
+
+
+Controller = Rules | Bandit
+"""Proposes a format for a part with `propose`; `learn` receives the result of the last proposal."""
 
 
 def scheduled(

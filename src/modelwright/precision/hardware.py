@@ -28,8 +28,7 @@ class DtypeTimings:
     seconds: Mapping[tuple[Kind, Format], float]
     """Seconds of forward and backward for a kind of submodule in a format."""
     memory_pressure: float
-    """Fraction of the machine's memory that was used before the run or is used by weights, gradients and moments;
-    activations come on top."""
+    """Fraction of the machine's memory in use before the run or by weights, gradients and moments, not activations."""
 
     def relative_seconds(self, kind: Kind, chosen: Format) -> float:
         """Seconds of a format relative to FP32."""
@@ -86,7 +85,7 @@ def _seconds(formats: ModelPrecision, chosen: Format, shape: Shape, num_rows: in
 
 def onednn_speed_up(shapes: Sequence[Shape], *, num_rows: int) -> float:
     """Measures the speedup of FP32 products of these shapes on this CPU with oneDNN, forward and backward; 0 if PyTorch
-    would not use it or it would round. num_rows: tokens per product. Both are timed in turn, and the best of each counts.
+    would not use it or it would round. num_rows: tokens per product. Both are timed in turn; the best of each counts.
     """
     try:
         with fp32_products(onednn=True):

@@ -237,9 +237,7 @@ class Momentum:
 
 
 def kept_noise(beta: float, num_updates: int) -> float:
-    """Sum of squared weights of an exponential average over this many gradients, starting from zero, divided by the
-    square of their sum.
-    """
+    """Sum of squared weights of an exponential average from zero over this many gradients, over their sum's square."""
     left = beta**num_updates
     return (1 - beta) / (1 + beta) * (1 + left) / (1 - left)
 
@@ -260,8 +258,7 @@ class GradientStats:
 
     @staticmethod
     def of(weight: Tensor, gradient: Tensor, momentum: Momentum | None, *, scale: float) -> "GradientStats":
-        """Statistics of one tensor and its gradient. scale: loss scale of the gradient; momentum: None before the first
-        update."""
+        """Measures a tensor and its gradient. scale: loss scale of the gradient; momentum: None before an update."""
         magnitudes = gradient.abs() * scale
         square, average, agreement, kept_noise, update = sum_of_squares(gradient), 0.0, 0.0, 0.0, 0.0
         if momentum is not None:

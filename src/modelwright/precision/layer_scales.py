@@ -58,7 +58,7 @@ class LayerScales:
         return self._num_good[layer] + 1 >= self.config.growth_interval
 
     def update(self, step: int, *, overflowed: bool, culprit: int | None, found: Sequence[LayerFindings]) -> None:
-        """Call after update `step` (from 0). culprit: the layer in which an overflow began, None if none did. The layers
+        """Call after update `step` (from 0). culprit: the layer in which an overflow began, None if none did. Layers
         whose backward pass came before the culprit's had a good update.
         """
         config = self.config
@@ -79,7 +79,7 @@ class LayerScales:
             self._num_good[culprit] = 0
             self._set(step, culprit, self.values[culprit] * config.backoff_factor)
         if overflowed:
-            # Layers behind the culprit in the backward pass (all for None) that have not had a good update yet fall too.
+            # Layers after the culprit in the backward pass (all for None) without a good update so far fall, too.
             fallen = self.common.value if culprit is None else self.values[culprit]
             for layer in range(len(self.values) if culprit is None else culprit):
                 if not self._fitted[layer]:

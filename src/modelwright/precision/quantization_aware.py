@@ -28,9 +28,7 @@ MOVING = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationAwareConfig:
-    """The grids, and the step at which rounding begins. learned_steps: LSQ; the steps of weights are then trained
-    parameters.
-    """
+    """Grids, and the step at which rounding begins. learned_steps: train the weights' steps as parameters (LSQ)."""
 
     weights: WeightGrid = field(default_factory=WeightGrid)
     activations: Activations = "token"

@@ -35,23 +35,20 @@ class ExactMatch:
     config: ExactMatchConfig
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        scores: list[Score] = []
+        marker, scores = self.config.marker, list[Score]()
         for sample in samples:
             reference = read_reference(sample, self.config.field)
             if reference.problem:
                 scores.append(Score.failure("no_reference", reference.problem))
-            elif self.config.marker and self.config.marker not in sample.answer:
+            elif marker and marker not in sample.answer:
                 scores.append(Score(0.0, "no_marker"))
             else:
-                answer = self._normalized(sample.answer)
-                is_equal = any(self._normalized(text) == answer for text in reference.texts)
+                texts = (sample.answer, *reference.texts)
+                compared = (text.rpartition(marker)[2] if marker else text for text in texts)
+                answer, *right = (normalize(text, self.config.normalization) for text in compared)
+                is_equal = answer in right
                 scores.append(Score(float(is_equal), "equal" if is_equal else "different"))
         return scores
-
-    def _normalized(self, text: str) -> str:
-        if self.config.marker:
-            text = text.rpartition(self.config.marker)[2]
-        return normalize(text, self.config.normalization)
 
 
 def normalize(text: str, normalization: Normalization) -> str:

@@ -55,10 +55,6 @@ def last_number(text: str) -> Number | None:
     return next(filter(None, map(_number, reversed(matches))), None)
 
 
-def first_number(text: str) -> Number | None:
-    return next(numbers_in(text), None)
-
-
 def last_boxed(text: str) -> str | None:
     """The content of the last `\\boxed{...}` or `\\fbox{...}`, or of `\\boxed 5`; None without one that ends."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from modelwright.core.errors import ConfigError
-from modelwright.reward.numbers import Number, boxed_number, equal, first_number, last_boxed, last_number
+from modelwright.reward.numbers import Number, boxed_number, equal, last_boxed, last_number, numbers_in
 from modelwright.reward.reward import Reward, Sample, Score, read_reference
 
 MARKER = "####"
@@ -64,5 +64,5 @@ def final_number(text: str, where: str) -> Number | None:
     if where in ("any", "marker"):
         marker, result = text.rpartition(MARKER)[1:]
         if marker or where == "marker":
-            return first_number(result.strip().partition("\n")[0]) if marker else None
+            return next(numbers_in(result.strip().partition("\n")[0]), None) if marker else None
     return last_number(text)

@@ -44,9 +44,7 @@ class DiskFile:
         weakref.finalize(self, os.close, self._handle)
 
     def read(self, dtype: Any, start: int, stop: int, *, offset: int = 0) -> NDArray[Any]:
-        """Reads the values from number `start` to below `stop`, counted from byte `offset`. Raises `EOFError` if the
-        file ends before.
-        """
+        """Reads values `start` to below `stop`, counted from byte `offset`. Raises `EOFError` at the file's end."""
         dtype = np.dtype(dtype)
         return np.frombuffer(self.read_bytes(offset + start * dtype.itemsize, (stop - start) * dtype.itemsize), dtype)
 

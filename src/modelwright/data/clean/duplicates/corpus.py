@@ -42,8 +42,7 @@ class DuplicatesConfig:
     """Text by which question/answer pairs are compared: `answer`, so that one answer to many questions is learned once,
     or `conversation`, which keeps answers that many questions have in common, such as labels."""
     index: str = ""
-    """Folder that keeps the fingerprints of kept documents across runs; near-duplicates of earlier runs' documents are
-    dropped, too."""
+    """Folder with the fingerprints of earlier runs' kept documents, whose near-duplicates are dropped, too."""
     min_near_words: int = constant(20)
     """Shorter documents are neither near-duplicates nor parts of longer ones: a single word makes a difference."""
 
@@ -78,9 +77,7 @@ class ShingleStore:
         return hashes
 
     def chunks(self, num_documents: int) -> Iterator[tuple[int, int, NDArray[np.uint32]]]:
-        """Yields `(first, last, hashes)` of the first `num_documents`, many at a time: the hashes of the documents from
-        `first` to below `last`.
-        """
+        """Yields `(first, last, hashes)` of many of the first `num_documents` at a time, `first` to below `last`."""
         first = 0
         while first < num_documents:
             last = int(np.searchsorted(self.offsets, self.offsets[first] + _READ_AT_ONCE, side="right")) - 1

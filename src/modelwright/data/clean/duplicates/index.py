@@ -29,13 +29,13 @@ from modelwright.data.clean.measured_corpus import DiskFile
 _FORMAT = {"format": "modelwright duplicate index", "version": "1"}
 _BLOCK = 512
 _MOST_PER_KEY = 200
-"""Limit of documents with one key: that of candidates through one band (`data/clean/duplicates/near_duplicates.py`), at
-most a block."""
+"""Limit of documents with one key, as of candidates through one band (`near_duplicates.py`); at most a block."""
 _DTYPES: Mapping[str, Any] = {"U64": np.uint64, "U32": np.uint32, "U8": np.uint8}
 _AT_ONCE = 1024
 _SHINGLES_AT_ONCE = 2**19
 """Documents are read until one of these numbers is reached."""
 _DIGESTS = "digest"
+_BANDS = tuple(f"band{number:02d}" for number in range(NUM_BANDS))
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ class IndexedDocuments:
 
 
 class DuplicateIndex:
-    """The files of a folder, except that of one run. Raises `ArtifactError` for a file whose header or size is wrong;
-    the values themselves do not have a checksum."""
+    """The files of a folder, except one run's. Raises `ArtifactError` for a wrong header or size; no value is checked."""
 
     def __init__(self, folder: Path, *, without: str = "") -> None:
         if older := sorted(folder.glob("*.npz")):
@@ -69,8 +68,8 @@ class DuplicateIndex:
         returned, so the caller may append the blocks to the files of `bands`.
         """
         numbers = [np.empty(0, np.uint32) for _ in self.files]
-        for table in (_DIGESTS, *map(_band, range(NUM_BANDS))) if self.files else ():
-            queries = np.unique(own if table == _DIGESTS else bands.column(int(table[4:]))[members])
+        for table in (_DIGESTS, *_BANDS) if self.files else ():
+            queries = np.unique(own if table == _DIGESTS else bands.column(_BANDS.index(table))[members])
             for place, file in enumerate(self.files):
                 numbers[place] = np.union1d(numbers[place], file.find(table, queries))
         return (
@@ -193,7 +192,7 @@ def _header(num_documents: int, num_shingles: int, num_in_bands: int) -> bytes:
         "own": ("U64", [num_documents]), "offsets": ("U64", [num_documents + 1]),
         "bands": ("U64", [num_documents, NUM_BANDS]),
     }  # fmt: skip
-    for table in (_DIGESTS, *map(_band, range(NUM_BANDS))):
+    for table in (_DIGESTS, *_BANDS):
         count = num_documents if table == _DIGESTS else num_in_bands
         shapes[f"{table}_keys"] = "U64", [count]
         shapes[f"{table}_fences"] = "U64", [-(-count // _BLOCK)]
@@ -236,7 +235,3 @@ def _table(keys: NDArray[np.uint64], documents: NDArray[np.int64]) -> Iterator[N
     yield keys
     yield keys[::_BLOCK]
     yield documents[order].astype(np.uint32)
-
-
-def _band(number: int) -> str:
-    return f"band{number:02d}"

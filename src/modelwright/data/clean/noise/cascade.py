@@ -300,9 +300,7 @@ def heldout_report(names: NDArray[np.str_], dropped: NDArray[np.bool_], config: 
 
 
 def _precision(recall: float, lost: float, share: float) -> float:
-    """Fraction of junk among dropped documents. lost: fraction of good text that is dropped; share: of junk in a
-    corpus.
-    """
+    """Fraction of junk among dropped documents. lost: fraction of good text dropped; share: of junk in a corpus."""
     hits, false = share * recall, (1 - share) * lost
     return hits / (hits + false) if hits + false else 1.0
 

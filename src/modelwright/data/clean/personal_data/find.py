@@ -32,10 +32,13 @@ def find(
     result: list[Finding] = []
     taken = bytearray(len(text))  # a byte for each character: 1 inside a finding
     for pattern in patterns_for(text, kinds):
+        needs_name = pattern.needs_context == "always" or (pattern.needs_context == "in code" and is_code)
         for found in pattern.regex.finditer(text):
             start, end = found.span("value" if "value" in pattern.regex.groupindex else 0)
             candidate = Candidate(text, start, end, is_code, regions)
-            if taken.find(1, start, end) >= 0 or not pattern.in_context(candidate):
+            if taken.find(1, start, end) >= 0 or (pattern.unless is not None and candidate.follows(pattern.unless)):
+                continue
+            if needs_name and (pattern.context is None or not candidate.is_named(pattern.context)):
                 continue
             try:
                 match = pattern.check(candidate)

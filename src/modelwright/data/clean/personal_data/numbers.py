@@ -88,9 +88,7 @@ def _compact(candidate: Candidate) -> Match:
 
 
 def _rvnr(candidate: Candidate) -> Match | None:
-    """Checks a German pension insurance number (VKVV section 4): area, date of birth, initial, serial number, check
-    digit.
-    """
+    # German pension insurance (VKVV section 4): area, date of birth, initial, serial number, check digit.
     value = re.sub(r"\W", "", candidate.value).upper()
     digits = value[:8] + f"{ord(value[8]) - 64:02d}" + value[9:11]
     weights = (2, 1, 2, 5, 7, 1, 2, 1, 2, 1, 2, 1)

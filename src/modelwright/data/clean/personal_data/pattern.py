@@ -92,18 +92,9 @@ class Pattern:
     unless: re.Pattern[str] | None = None
     """Words right before a value that only looks like one; the expression ends in `$`."""
 
-    def in_context(self, candidate: Candidate) -> bool:
-        """True if the text around the candidate allows it."""
-        if self.unless is not None and candidate.follows(self.unless):
-            return False
-        needed = self.needs_context == "always" or (self.needs_context == "in code" and candidate.is_code)
-        return not needed or (self.context is not None and candidate.is_named(self.context))
-
 
 def ascii_regex(pattern: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[str]:
-    r"""Compiles an expression in which `\w`, `\d` and `\b` know ASCII only, so that a value may touch Chinese or
-    Japanese.
-    """
+    r"""Compiles an expression whose `\w`, `\d` and `\b` know ASCII only, so that a value may touch Chinese text."""
     return re.compile(pattern, re.ASCII | flags)
 
 

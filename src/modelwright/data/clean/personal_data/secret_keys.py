@@ -14,6 +14,7 @@ _FEWEST_DIGIT_RUNS = 3
 _FEWEST_CASE_CHANGES = 3
 """Limits for random values: their letters and digits alternate; those of identifiers such as `TokenId2` do not."""
 
+_CASE_CHANGE = re.compile("[a-z][A-Z]")
 _PLACEHOLDER = words(
     r"your|example|placeholder|change.?me|replace|redacted|dummy|sample|insert|xxxx|\*\*\*|\.\.\.|0000000|"
     r"abcdefghijklmnopqrstuvwxyz|1234567890|<|\{|\$|_here\b"
@@ -42,13 +43,10 @@ def _random_key(candidate: Candidate) -> Match | None:
     """Checks a value that only its name makes a key: it must be random, not a word, an identifier, a path or a UUID."""
     value = candidate.value
     num_digit_runs = len(re.findall(r"[0-9]+", value))
-    is_random = num_digit_runs >= _FEWEST_DIGIT_RUNS or (num_digit_runs and _has_mixed_case(value))
+    is_mixed = len(_CASE_CHANGE.findall(value)) >= _FEWEST_CASE_CHANGES
+    is_random = num_digit_runs >= _FEWEST_DIGIT_RUNS or (num_digit_runs and is_mixed)
     is_word = not re.search(r"[A-Za-z]", value) or _IDENTIFIER.fullmatch(value) or _UUID.fullmatch(value)
     return whole(candidate) if is_random and not is_word and not is_placeholder(value) else None
-
-
-def _has_mixed_case(value: str) -> bool:
-    return len(re.findall(r"[a-z][A-Z]", value)) >= _FEWEST_CASE_CHANGES
 
 
 def _named_key(candidate: Candidate) -> Match | None:
@@ -76,7 +74,7 @@ def _credentials(candidate: Candidate) -> Match | None:
         return whole(candidate)
     token = value.rstrip(":")
     has_digits = re.search(r"[0-9]", token) and re.search(r"[A-Za-z]", token)
-    is_random = has_digits or _has_mixed_case(token)
+    is_random = has_digits or len(_CASE_CHANGE.findall(token)) >= _FEWEST_CASE_CHANGES
     return whole(candidate) if len(token) >= 16 and is_random and not is_placeholder(token) else None
 
 

@@ -15,7 +15,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.clean.personal_data.find import find
 from modelwright.data.clean.personal_data.pattern import KINDS
 from modelwright.data.clean.steps.step import StepSpec
-from modelwright.data.document import Document, turn_texts
+from modelwright.data.document import Document, map_turn
 
 # The record's own identifier and URL must survive numbers that merely identify, such as an IP address or a card number.
 _FIELDS = ("id", "url")
@@ -28,8 +28,7 @@ class PrivacyConfig:
     """Detection of personal data and secrets."""
 
     replace: tuple[str, ...] = field(default=KINDS, metadata=word_for_none())
-    """Kinds of values that are replaced: email, phone, ip, card, iban, national_id, credentials and secret; none for
-    no replacement."""
+    """Kinds of values that are replaced: email, phone, ip, card, iban, national_id, credentials and secret; or none."""
     phone_regions: tuple[str, ...] = ("US", "GB", "DE", "FR", "ES", "IT", "CN", "JP", "IN", "BR")
     """Countries (ISO 3166) whose national phone numbers are recognized; international ones (`+49 ...`) always are."""
 
@@ -80,39 +79,41 @@ class Privacy:
             return document, Counter()
         # Counted by turn: the title and the summary repeat values of the text.
         turns = [*document.messages, *document.rejected] if document.kind == "qa" else []
-        parts = [text for turn in turns for text in turn_texts(turn)] if turns else [document.text]
+        parts = list[str]() if turns else [document.text]
+        for turn in turns:
+            map_turn(turn, lambda text: parts.append(text) or text)
         return changed, sum((replacer.counts[part] for part in parts), Counter[str]())
 
 
 PRIVACY = StepSpec(name="privacy", build=lambda config, seed: Privacy(config))
 
 
+@dataclass
 class _Replacer:
-    """Replaces values in the texts of one document."""
+    """Replaces values in the texts of one document. counts: by text, of the kinds that were found in it."""
 
-    def __init__(self, config: PrivacyConfig, is_code: bool, failures: Counter[str]) -> None:
-        self._config = config
-        self._is_code = is_code
-        self._failures = failures
-        self.markers: dict[tuple[str, str], str] = {}
-        self._numbers: Counter[str] = Counter()
-        self.counts: dict[str, Counter[str]] = {}
+    config: PrivacyConfig
+    is_code: bool
+    failures: Counter[str]
+    markers: dict[tuple[str, str], str] = field(default_factory=dict)
+    numbers: Counter[str] = field(default_factory=Counter)
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
 
     def __call__(self, text: str, kinds: Sequence[str] = KINDS) -> str:
         findings = find(
             text,
-            [kind for kind in kinds if kind in self._config.replace],
-            is_code=self._is_code,
-            regions=self._config.phone_regions,
-            failures=self._failures,
+            [kind for kind in kinds if kind in self.config.replace],
+            is_code=self.is_code,
+            regions=self.config.phone_regions,
+            failures=self.failures,
         )
         self.counts[text] = Counter(finding.kind for finding in findings)
         parts, at = [], 0
         for finding in findings:
             key = (finding.kind, finding.value)
             if key not in self.markers:
-                self._numbers[finding.kind] += 1
-                self.markers[key] = f"<{_MARKERS[finding.kind]}_{self._numbers[finding.kind]}>"
+                self.numbers[finding.kind] += 1
+                self.markers[key] = f"<{_MARKERS[finding.kind]}_{self.numbers[finding.kind]}>"
             parts += [text[at : finding.start], self.markers[key]]
             at = finding.end
         return "".join([*parts, text[at:]])

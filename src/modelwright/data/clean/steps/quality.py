@@ -163,9 +163,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class _LongTexts:
-    """Features of all documents that are alive and have at least 50 words, a file for each feature. kinds [L]: the kind
-    that each is judged by.
-    """
+    """Features of the L documents alive with at least 50 words, a file each. kinds [L]: that each is judged by."""
 
     folder: Path
     kinds: NDArray[np.int8]

@@ -29,24 +29,27 @@ class Drop:
     detail: str = ""
 
 
+@dataclass(frozen=True, eq=False)
 class Drops(Mapping[int, Drop]):
-    """Drops by the number of the document, each made when it is asked for: a corpus may lose millions of documents."""
+    """Drops by the number of the document, each made when it is asked for: a corpus may lose millions of documents.
 
-    def __init__(self, numbers: NDArray[np.int64], drop: Callable[[int], Drop]) -> None:
-        """numbers: ascending; drop: makes the drop of a document from its place among them."""
-        self._numbers, self._drop = numbers, drop
+    numbers: ascending; drop: makes the drop of a document from its index among them.
+    """
+
+    numbers: NDArray[np.int64]
+    drop: Callable[[int], Drop]
 
     def __getitem__(self, number: int) -> Drop:
-        place = int(np.searchsorted(self._numbers, number))
-        if place == len(self._numbers) or self._numbers[place] != number:
+        place = int(np.searchsorted(self.numbers, number))
+        if place == len(self.numbers) or self.numbers[place] != number:
             raise KeyError(number)
-        return self._drop(place)
+        return self.drop(place)
 
     def __iter__(self) -> Iterator[int]:
-        return map(int, self._numbers)
+        return map(int, self.numbers)
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self.numbers)
 
 
 @dataclass(frozen=True)
