@@ -73,23 +73,6 @@ class ScaleBlocks:
         return arranged.view(-1)[: shape.numel()].view(shape)
 
 
-def cuts_blocks(sharded: Tensor) -> bool:
-    """True if the layout cuts a block on any rank. Called on all ranks that hold a part."""
-    view = view_of("", sharded)
-    is_cut = False
-    divided = [dim for dim, part in enumerate(view.index) if part.stop - part.start < view.full_shape[dim]]
-    if divided:
-        # Consecutive elements of the part run over the last divided dimension and those behind it.
-        dim = divided[-1]
-        inner, part = math.prod(view.full_shape[dim + 1 :]), view.index[dim]
-        first, last, full = part.start * inner, part.stop * inner, view.full_shape[dim] * inner
-        ends_whole = last % BLOCK == 0 or (dim == 0 and last == full)
-        is_cut = first < last and not (first % BLOCK == 0 and ends_whole and (dim == 0 or full % BLOCK == 0))
-    if not isinstance(sharded, DTensor):
-        return is_cut
-    return bool(max_over_shards(torch.tensor(float(is_cut), device=view.tensor.device), sharded))
-
-
 def pack_signed(values: Tensor, blocks: ScaleBlocks) -> Packed:
     """Packs to int8: sign and square root of the magnitude in 127 levels of the block's largest, fine near zero."""
     arranged = blocks.arrange(values)
@@ -210,8 +193,22 @@ class LowBitAdamW(Optimizer):
         self.packed[parameter] = step, rounded[0], rounded[1]
 
     def _blocks(self, parameter: Tensor) -> ScaleBlocks:
+        """The blocks of a parameter, which are cut if the layout cuts one on any rank. The first call for a parameter
+        is collective, on all ranks that hold a part of it.
+        """
         if parameter not in self._are_cut:
-            self._are_cut[parameter] = cuts_blocks(parameter)
+            view, is_cut = view_of("", parameter), False
+            divided = [dim for dim, part in enumerate(view.index) if part.stop - part.start < view.full_shape[dim]]
+            if divided:
+                # Consecutive elements of the part run over the last divided dimension and those behind it.
+                dim = divided[-1]
+                inner, part = math.prod(view.full_shape[dim + 1 :]), view.index[dim]
+                first, last, full = part.start * inner, part.stop * inner, view.full_shape[dim] * inner
+                ends_whole = last % BLOCK == 0 or (dim == 0 and last == full)
+                is_cut = first < last and not (first % BLOCK == 0 and ends_whole and (dim == 0 or full % BLOCK == 0))
+            if isinstance(parameter, DTensor):
+                is_cut = bool(max_over_shards(torch.tensor(float(is_cut), device=view.tensor.device), parameter))
+            self._are_cut[parameter] = is_cut
         return ScaleBlocks(parameter, are_cut=self._are_cut[parameter])
 
 

@@ -97,7 +97,7 @@ class PartStatistics:
     def _reduced(self, measure: Callable[[Tensor, Tensor], GradientStats]) -> dict[str, GradientStats]:
         own = dict.fromkeys(self.parts, GradientStats())
         for (parameter, name), holders in zip(self.names.items(), self.num_holders, strict=True):
-            part = _part_of_weight(name)
+            part = part_of(name.removesuffix(".weight"))
             if part in own and parameter.grad is not None:
                 own[part] = own[part].plus(measure(parameter, local(parameter.grad)), 1.0 / holders)
         flat = self.sum_over_ranks([value for sums in own.values() for value in sums.values])
@@ -112,7 +112,7 @@ class PartStatistics:
         # Sum and count of the errors of this rank's matrices, a sample of each.
         weights: dict[tuple[str, Format], tuple[float, int]] = {}
         for parameter, name in self.names.items():
-            weight, part = local(parameter.detach()), _part_of_weight(name)
+            weight, part = local(parameter.detach()), part_of(name.removesuffix(".weight"))
             if weight.dim() != 2 or not weight.numel() or part not in self.parts:
                 continue
             sample = ValueSample.of(weight)
@@ -123,8 +123,3 @@ class PartStatistics:
                for part, factor, chosen in keys]  # fmt: skip
         totals = self.sum_over_ranks([float(value) for pair in own for value in pair])
         return {key: totals[2 * i] / max(1.0, totals[2 * i + 1]) for i, key in enumerate(keys)}
-
-
-def _part_of_weight(name: str) -> str:
-    """`blocks.3.ffn.up_proj.weight` -> `blocks.3.ffn`."""
-    return part_of(name.removesuffix(".weight"))

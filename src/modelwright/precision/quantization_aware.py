@@ -86,16 +86,6 @@ class Range:
     most: float = 0.0
     is_empty: bool = True
 
-    def add(self, least: float, most: float, *, moving: bool) -> None:
-        """Extends the range by the extremes of one step."""
-        if self.is_empty:
-            self.least, self.most, self.is_empty = least, most, False
-        elif moving:
-            self.least = MOVING * self.least + (1 - MOVING) * least
-            self.most = MOVING * self.most + (1 - MOVING) * most
-        else:
-            self.least, self.most = min(self.least, least), max(self.most, most)
-
 
 @dataclass(kw_only=True)
 class FakeQuantization:
@@ -130,23 +120,22 @@ class FakeQuantization:
             values = x.detach()
             extremes = torch.stack([-values.amin(), values.amax()]) if x.numel() else x.new_full((2,), -math.inf)
             self.seen.setdefault(name, []).append(extremes.double())
+        learned_G = None
+        if config.learned_steps:
+            steps = self.model.heads[MODULE]
+            assert isinstance(steps, StepSizes)
+            learned_G = steps.step(name)
         if not self.is_on and self.model.training:
             # Learned steps get gradients of zero before they are used, so that all ranks and steps treat them alike.
-            unused = 0.0 * self._step(name).sum() if config.learned_steps else 0.0
-            return product(x, weight_OI + unused)
+            return product(x, weight_OI + (0.0 if learned_G is None else 0.0 * learned_G.sum()))
         if config.activations == "token":
             x = round_tokens(x)
         elif config.has_observers and not (observed := self.ranges[name]).is_empty:
             step, zero = activation_range(observed.least, observed.most, x)
             x = fake_quantize(x, step, zero, -128, 127)
-        step_G, zero_G = config.weights.ranges(weight_OI) if not config.learned_steps else (self._step(name), None)
+        step_G, zero_G = config.weights.ranges(weight_OI) if learned_G is None else (learned_G, None)
         zero_G = torch.zeros_like(step_G) if zero_G is None else zero_G
         return product(x, config.weights.rounded(weight_OI, step_G, zero_G))
-
-    def _step(self, name: str) -> Tensor:
-        steps = self.model.heads[MODULE]
-        assert isinstance(steps, StepSizes)
-        return steps.step(name)
 
     def begin_step(self) -> None:
         """Discards the extremes of a step that is abandoned, or of evaluation."""
@@ -156,11 +145,17 @@ class FakeQuantization:
         """Adds the extremes of this step to the ranges. maxima: returns the largest of each value over all ranks."""
         names = [name for name in self.ranges if name in self.seen]
         values = [float(value) for name in names for value in torch.stack(self.seen[name]).amax(dim=0)]
-        moving = self.config.activations == "tensor_moving_average"
-        if values:
-            largest = maxima(values)
-            for place, name in enumerate(names):
-                self.ranges[name].add(-largest[2 * place], largest[2 * place + 1], moving=moving)
+        largest = maxima(values) if values else ()
+        # `seen` holds minus the least value, so that one maximum over ranks serves both ends.
+        for name, low, most in zip(names, largest[::2], largest[1::2], strict=True):
+            observed, least = self.ranges[name], -low
+            if observed.is_empty:
+                observed.least, observed.most, observed.is_empty = least, most, False
+            elif self.config.activations == "tensor_moving_average":
+                observed.least = MOVING * observed.least + (1 - MOVING) * least
+                observed.most = MOVING * observed.most + (1 - MOVING) * most
+            else:
+                observed.least, observed.most = min(observed.least, least), max(observed.most, most)
         self.seen.clear()
 
     def state_dict(self) -> dict[str, Any]:

@@ -130,17 +130,11 @@ class _Run:
             read = _Read(**json.loads(marker.read_text()))
             if all(files.facts(measured(0)) is not None for files in numbered(self.work, read.num_shards)):
                 return read
-        self.progress.begin("read and measure", 0, "documents")
         jobs = (
             StepJob(str(self.work), number, self.phases, 0, tuple(shard))
             for number, shard in enumerate(_shards(documents, shard_documents))
         )
-        results, num_read = list[StepResult](), 0
-        for result in self.engine.map(measure_shard, jobs):
-            results.append(result)
-            num_read += result.num_documents
-            self.progress.advance(num_read)
-        self.progress.end()
+        results = self._map("read and measure", 0, measure_shard, jobs)
         read = _Read(
             num_shards=len(results),
             num_documents=sum(result.num_documents for result in results),
@@ -189,8 +183,13 @@ class _Run:
         return report
 
     def map(self, name: str, function: Callable[[StepJob], StepResult], phase: int, read: _Read) -> list[StepResult]:
-        jobs = [StepJob(str(self.work), number, self.phases, phase) for number in range(read.num_shards)]
-        self.progress.begin(name, read.num_documents, "documents")
+        jobs = (StepJob(str(self.work), number, self.phases, phase) for number in range(read.num_shards))
+        return self._map(name, read.num_documents, function, jobs)
+
+    def _map(
+        self, name: str, num_documents: int, function: Callable[[StepJob], StepResult], jobs: Iterator[StepJob]
+    ) -> list[StepResult]:
+        self.progress.begin(name, num_documents, "documents")
         results, done = list[StepResult](), 0
         for result in self.engine.map(function, jobs):
             done += result.num_documents

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,6 @@ from modelwright.data.clean.config import STEPS
 from modelwright.data.clean.features import FEATURES, measure
 from modelwright.data.clean.folder import REPORT, read_dropped, read_kept
 from modelwright.data.clean.step_files import FAILED
-from modelwright.data.clean.steps.step import DroppedDocument
-from modelwright.data.document import Document
 
 _BY_STEPS = ("limits", "remedies", "noise", "figures")
 """Fields that corpus steps fill."""
@@ -110,30 +108,31 @@ def explain(folder: Path, identifier: str) -> str:
 
     Raises `DataError` if the folder does not have the document, and names similar ids.
     """
-    for dropped in read_dropped(folder):
-        if dropped.document.id == identifier:
-            return _describe(folder, dropped.document, dropped)
-    for document in read_kept(folder):
-        if document.id == identifier:
-            return _describe(folder, document, None)
+    dropped_documents = ((dropped.document, dropped) for dropped in read_dropped(folder))
+    kept_documents = ((document, None) for document in read_kept(folder))
+    for document, dropped in chain(dropped_documents, kept_documents):
+        if document.id != identifier:
+            continue
+        result = "kept"
+        if dropped is not None:
+            detail = f": {dropped.detail}" if dropped.detail else ""
+            result = f"dropped by {dropped.step}, {dropped.reason}{detail}"
+        lines = [
+            f"id        {document.id}",
+            f"source    {document.source}",
+            f"kind      {document.kind}, {document.split}",
+            f"result    {result}",
+            "",
+            f"{'feature':<26}{'value':>12}{'min':>12}{'max':>12}",
+        ]
+        limits = json.loads((folder / REPORT).read_text())["limits"].get(document.kind, {})
+        for name, value in zip(FEATURES, measure(document), strict=True):
+            low, high = (f"{limits[key]:.4g}" if (key := f"{side}_{name}") in limits else "" for side in ("min", "max"))
+            lines.append(f"{name:<26}{value:>12.4g}{low:>12}{high:>12}")
+        text = document.text[:_EXCERPT_CHARS] + (" ..." if len(document.text) > _EXCERPT_CHARS else "")
+        return "\n".join([*lines, "", text])
     names = [dropped.document.id for dropped in islice(read_dropped(folder), _MOST_SIMILAR_NAMES)]
     names += [document.id for document in islice(read_kept(folder), _MOST_SIMILAR_NAMES)]
     near = difflib.get_close_matches(identifier, names, n=3, cutoff=0.0)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
     raise DataError(f"{folder}: document {identifier!r} not found{hint}")
-
-
-def _describe(folder: Path, document: Document, dropped: DroppedDocument | None) -> str:
-    lines = [f"id        {document.id}", f"source    {document.source}", f"kind      {document.kind}, {document.split}"]
-    if dropped is None:
-        lines.append("result    kept")
-    else:
-        detail = f": {dropped.detail}" if dropped.detail else ""
-        lines.append(f"result    dropped by {dropped.step}, {dropped.reason}{detail}")
-    limits = json.loads((folder / REPORT).read_text())["limits"].get(document.kind, {})
-    lines += ["", f"{'feature':<26}{'value':>12}{'min':>12}{'max':>12}"]
-    for name, value in zip(FEATURES, measure(document), strict=True):
-        low, high = (f"{limits[key]:.4g}" if (key := f"{side}_{name}") in limits else "" for side in ("min", "max"))
-        lines.append(f"{name:<26}{value:>12.4g}{low:>12}{high:>12}")
-    text = document.text[:_EXCERPT_CHARS] + (" ..." if len(document.text) > _EXCERPT_CHARS else "")
-    return "\n".join([*lines, "", text])

@@ -52,7 +52,7 @@ class IndexedDocuments:
 
 
 class DuplicateIndex:
-    """The files of a folder, except one run's. Raises `ArtifactError` for a wrong header or size; no value is checked."""
+    """Files of a folder, except one run's. Raises `ArtifactError` for a wrong header or size; values are not checked."""
 
     def __init__(self, folder: Path, *, without: str = "") -> None:
         if older := sorted(folder.glob("*.npz")):
