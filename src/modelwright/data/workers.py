@@ -24,8 +24,8 @@ from modelwright.core.errors import ConfigError, ModelwrightError
 _MOST_BREAKS = 3
 # Two a worker: the next item is there when one is done, and few items wait in memory.
 _QUEUED_PER_WORKER = 2
+# With fewer items, starting processes takes longer than the work.
 _FEWEST_ITEMS = 4
-"""With fewer items, starting processes takes longer than the work."""
 _CONNECT_SECONDS = 5.0
 _QUEUED_PER_CORE = 2
 _MOST_TRIES = 3

@@ -35,8 +35,8 @@ SHARD_DOCUMENTS = 1000
 # A shard of long texts ends early, because a worker process holds all of it in memory.
 _SHARD_CHARS = 8_000_000
 _IN_PROCESS = InProcess()
+# Version of the results: raised when the same documents and steps give another result or other files of it.
 _VERSION = 5
-"""Version of the results: raised when the same documents and steps give another result or other files of it."""
 
 
 def clean_documents(

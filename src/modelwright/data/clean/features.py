@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from modelwright.data.clean.words import hash_words, split_words
 from modelwright.data.document import Document
 
+# Function words by language; words that are frequent in keywords of another language (Albanian "me") are left out.
 _FUNCTION_WORDS: Mapping[str, frozenset[str]] = {
     language: frozenset(words.split())
     for language, words in {
@@ -64,7 +65,6 @@ _FUNCTION_WORDS: Mapping[str, frozenset[str]] = {
         "lv": "un ir ka ar no uz par kas vai",
     }.items()
 }
-"""Function words by language; words that are frequent in keywords of another language (Albanian "me") are left out."""
 
 
 _LANGUAGES_OF: Mapping[str, tuple[str, ...]] = {
@@ -91,8 +91,8 @@ _COMPRESSED_CHARS = 20_000
 MIN_LINES = 8
 """Repeated lines and lines of data are not judged in shorter documents."""
 _FEWEST_LINES_OF_CODE = 4
+# Number of characters at the start of a text from which its features are computed.
 _HEAD_CHARS = 200_000
-"""Number of characters at the start of a text from which its features are computed."""
 
 FEATURES = (
     "num_chars", "num_words", "mean_word_chars", "char_entropy", "word_entropy", "digit_fraction", "symbol_fraction",
@@ -108,6 +108,7 @@ that are frequent in one language, 1 where there are few words in Latin script. 
 that end where the text was cut off (an ellipsis, "Read more"). The others: see `measure` and its functions."""
 
 
+# Words by language after which a noun phrase must continue, with the words that cannot continue it.
 _MISORDERED: Mapping[str, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {
     language: tuple((frozenset(before.split()), frozenset(after.split())) for before, after in pairs)
     for language, pairs in {
@@ -130,7 +131,6 @@ _MISORDERED: Mapping[str, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {
         "es": (("un una el los las del al", "el los las y o es son en por para con un una del al"),),
     }.items()
 }
-"""Words by language after which a noun phrase must continue, with the words that cannot continue it."""
 _FEWEST_PAIRS = 5
 _BROKEN_WORD = re.compile(r"[a-zà-öø-ÿ][\d!]+[a-zà-öø-ÿ]")
 _SPACES = re.compile(r"[\s,;|]+")

@@ -20,6 +20,7 @@ _SINGLE_BYTE = (
     "sloppy-windows-1254", "sloppy-windows-1256", "koi8-r", "cp866", "iso8859-5", "mac-cyrillic", "mac-roman", "cp437",
     "cp850",
 )  # fmt: skip
+# Encodings of texts, each with those they may have been read in; of equally good readings the first counts.
 _READ_AS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("utf-8", (*_SINGLE_BYTE, "gb18030", "cp932", "big5", "cp949")),
     ("cp1251", ("latin-1", "sloppy-windows-1252", "koi8-r", "cp866", "iso8859-5", "mac-cyrillic", "mac-roman")),
@@ -36,31 +37,30 @@ _READ_AS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cp1256", ("latin-1", "sloppy-windows-1252", "sloppy-windows-1251")),
     ("cp1255", ("latin-1", "sloppy-windows-1252")),
 )
-"""Encodings of texts, each with those they may have been read in; of equally good readings the first counts."""
 assert ftfy.bad_codecs.search_function("sloppy-windows-1252") is not None
+# Lines with fewer characters beyond ASCII tell too little.
 _FEWEST_CHARS = 6
-"""Lines with fewer characters beyond ASCII tell too little."""
+# Minimum for lines in a script other than Latin that were not meant as UTF-8, unless the case of a word is flipped.
+# Below, names and headings decode to Chinese by chance.
 _FEWEST_OF_SCRIPTS = 12
-"""Minimum for lines in a script other than Latin that were not meant as UTF-8, unless the case of a word is flipped.
-Below, names and headings decode to Chinese by chance."""
+# Minimum for lines in capitals that look like a text without repair.
 _FEWEST_CAPITALS = 32
-"""Minimum for lines in capitals that look like a text without repair."""
+# Lines with this many characters beyond ASCII are repaired though the rest of the document is right.
 _CERTAIN_CHARS = 32
-"""Lines with this many characters beyond ASCII are repaired though the rest of the document is right."""
 _JUDGED_CHARS = 4000
 _REMEMBERED_CHARS = 2**16
 _NOT_ASCII_RUN = re.compile("[\x80-\u02ff\u2010-\u27ff]{4,}")
+# The largest share of letters that differ from all others in a line of an alphabet. In a list of letters all do.
 _MOST_DIFFERENT = 0.85
-"""The largest share of letters that differ from all others in a line of an alphabet. In a list of letters all do."""
+# The largest share of a single letter. Lines of tables decode to rows of one.
 _MOST_OF_ONE = 0.3
-"""The largest share of a single letter. Lines of tables decode to rows of one."""
 _USUAL_CASE = 0.8
 _MOSTLY, _CLEARLY = 0.7, 1.15
+# Factor on the requirements of a line before another reading of it is preferred.
 _DOUBT = 0.6
-"""Factor on the requirements of a line before another reading of it is preferred."""
 _WORD = re.compile(r"[^\W\d_]{2,}")
+# Characters beyond ASCII that occur in texts of any script.
 _PLAIN = frozenset("«»“”„‘’‚–—…№©®°§·•€¿¡\xa0\xad")
-"""Characters beyond ASCII that occur in texts of any script."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from modelwright.data.clean.features import FEATURES, measure
 from modelwright.data.clean.folder import REPORT, read_dropped, read_kept
 from modelwright.data.clean.step_files import FAILED
 
+# Fields that corpus steps fill.
 _BY_STEPS = ("limits", "remedies", "noise", "figures")
-"""Fields that corpus steps fill."""
 _EXCERPT_CHARS = 1000
 _MOST_SIMILAR_NAMES = 100_000
 

@@ -21,15 +21,15 @@ from modelwright.data.document import KINDS, Document
 
 WRITTEN = "written"
 DROPPED, KEPT = "dropped", "kept"
+# The language is recognized for every twentieth document of a shard, and for 25 at most, because that takes as long as
+# all other steps of some documents.
 _LANGUAGE_OF_EVERY = 20
 _MOST_LANGUAGES = 25
-"""The language is recognized for every twentieth document of a shard, and for 25 at most, because that takes as long
-as all other steps of some documents."""
+# Languages are recognized only in shards with at least this many documents: for fewer, loading the model is not worth
+# 100 MB of memory and half a second.
 _FEWEST_FOR_LANGUAGES = 500
-"""Languages are recognized only in shards with at least this many documents: for fewer, loading the model is not worth
-100 MB of memory and half a second."""
+# Zstandard's level for files that are read once and removed.
 _FAST = 1
-"""Zstandard's level for files that are read once and removed."""
 
 
 def measured(phase: int) -> str:

@@ -23,8 +23,8 @@ NO_NUMBER = 2**32 - 1
 TRAIN, HELDOUT = 0, 1
 """Values of `Corpus.split`."""
 _CACHED_BYTES = 32 * 2**20
+# 5-grams that are read from disk at a time.
 _READ_AT_ONCE = 2**19
-"""5-grams that are read from disk at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,10 +33,10 @@ from modelwright.data.clean.duplicates.shingles import SHINGLE_WORDS
 from modelwright.data.document import KINDS
 from modelwright.data.workers import ShardEngine
 
+# Bits of the filter for very many needles; for fewer it has 64 places for each.
 _FILTER_BITS = 26
-"""Bits of the filter for very many needles; for fewer it has 64 places for each."""
+# Different questions may share a part of their answers.
 _PAIRS = KINDS.index("qa")
-"""Different questions may share a part of their answers."""
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,12 @@ from modelwright.data.clean.measured_corpus import DiskFile
 
 _FORMAT = {"format": "modelwright duplicate index", "version": "1"}
 _BLOCK = 512
+# Limit of documents with one key, as of candidates through one band (`near_duplicates.py`); at most a block.
 _MOST_PER_KEY = 200
-"""Limit of documents with one key, as of candidates through one band (`near_duplicates.py`); at most a block."""
 _DTYPES: Mapping[str, Any] = {"U64": np.uint64, "U32": np.uint32, "U8": np.uint8}
+# Documents are read until one of these numbers is reached.
 _AT_ONCE = 1024
 _SHINGLES_AT_ONCE = 2**19
-"""Documents are read until one of these numbers is reached."""
 _DIGESTS = "digest"
 _BANDS = tuple(f"band{number:02d}" for number in range(NUM_BANDS))
 
@@ -52,7 +52,7 @@ class IndexedDocuments:
 
 
 class DuplicateIndex:
-    """Files of a folder, except one run's. Raises `ArtifactError` for a wrong header or size; values are not checked."""
+    """Files of a folder, except one run's. Raises `ArtifactError` for a wrong header or size; values aren't checked."""
 
     def __init__(self, folder: Path, *, without: str = "") -> None:
         if older := sorted(folder.glob("*.npz")):

@@ -31,19 +31,19 @@ from modelwright.data.clean.measured_corpus import DiskFile
 from modelwright.data.workers import InProcess, ShardEngine
 
 _FILL_BITS = 16
+# The first slot of a group counts its slots (upper bits) and how many of them hold a candidate.
 _FILL = 2**_FILL_BITS - 1
-"""The first slot of a group counts its slots (upper bits) and how many of them hold a candidate."""
 _READ_AT_ONCE = 8192
+# Fewer documents are grouped in this process, because starting others takes longer.
 _FEWEST_IN_WORKERS = 250_000
-"""Fewer documents are grouped in this process, because starting others takes longer."""
+# A document with more candidates is compared with those that have the most bands in common.
 _MOST_CANDIDATES = 200
-"""A document with more candidates is compared with those that have the most bands in common."""
+# Kept documents that are candidates through one band. Pages of one template share bands without being near-duplicates,
+# and comparing each with all others would take quadratic time; two that are near-duplicates also share bands that come
+# from their own text.
 _MOST_PER_BAND = 200
-"""Kept documents that are candidates through one band. Pages of one template share bands without being near-duplicates,
-and comparing each with all others would take quadratic time; two that are near-duplicates also share bands that come
-from their own text."""
+# Logarithm of the number of pairs whose similarity is remembered.
 _REMEMBERED_BITS = 18
-"""Logarithm of the number of pairs whose similarity is remembered."""
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _ORDER_FILE = "order.bin"
 

@@ -19,16 +19,16 @@ from safetensors.numpy import load_file, save_file
 from modelwright.core.resources import num_usable_cores
 
 _BUCKETS = 2**18
+# Number of characters at the start of a text that are read.
 _HEAD_CHARS = 4000
-"""Number of characters at the start of a text that are read."""
 _FOLDS = 5
+# Forms with a smaller share of the trusted documents are unknown.
 _RARE = 0.01
-"""Forms with a smaller share of the trusted documents are unknown."""
 _SPEAKER = re.compile(r"\s*(?:[\[(]?\d{1,2}:\d\d(?::\d\d)?[\])]?\s*)?(<[^<>\s]{1,24}>|[^\W\d][\w .'-]{0,24}:(?=\s))")
 _CELLS = re.compile(r"\||\t|;|,(?! )| {3,}")
 _MIN_LINES = 4
+# Lower bound of the threshold: where samples are easy to tell apart, a lower one would be right for them alone.
 _LEAST_THRESHOLD = 0.5
-"""Lower bound of the threshold: where samples are easy to tell apart, a lower one would be right for them alone."""
 
 Layout = Literal["chat", "table", "text"]
 

@@ -43,8 +43,8 @@ systems team tech technology tel today tokyo tools top training travel universit
 _DOMAINS = frozenset(f"{_COUNTRIES} {_GENERIC}".split())
 _LETTER = r"A-Za-z0-9\u00c0-\u024f\u0370-\u03ff\u0400-\u04ff"
 _LABEL = rf"[{_LETTER}](?:[{_LETTER}\-]{{0,61}}[{_LETTER}])?"
+# User names of version control servers: `git@github.com:owner/name` is an address of a repository.
 _REPOSITORY_USERS = frozenset({"git", "hg", "svn"})
-"""User names of version control servers: `git@github.com:owner/name` is an address of a repository."""
 
 _USER_OF_URL = ascii_regex(r"://[^\s/@]*:$")
 _ADDRESS = words(
@@ -52,6 +52,7 @@ _ADDRESS = words(
     r"netmask|subnet|cidr|firewall|login|logged in|connect|\bssh\b|visitor|dirección|endereço|servidor|serveur|"
     r"地址|服务器|主机|访问|登录|アドレス|サーバ|接続|ログイン|ホスト"
 )
+# Words right before a version or the number of a section.
 _VERSION = words(
     r"(?:\b(?:version|versions|ver|v|release|released|rel|build|rfc|sections?|sect?|chapter|clause|article|table|figure|"
     r"fig|appendix|annex|item|rule|paragraph|see|oid|firmware|driver|kernel|upgraded? to|updated? to|since|since \w+|"
@@ -59,14 +60,13 @@ _VERSION = words(
     r"chapitre|tableau|versão|seção|firefox|chrome|safari|edge|windows|linux|android|python|node|java)\b[.:]?|"
     r"§+|版本|版|章|节|第|バージョン|節|項)[\s(\[\"'v]{0,4}$"
 )
-"""Words right before a version or the number of a section."""
 _NAME_OF_SOFTWARE = ascii_regex(r"[A-Za-z][A-Za-z0-9]*[-_/=]v?$|[-_~=<>^]$")
 _RELEASE = re.compile(
     r"\)? ?(?:unstable|stable|experimental|testing|urgency|alpha|beta|rc\d|lts|release)", re.IGNORECASE
 )
 _LARGE_PART, _LARGE_SUM = 32, 150
+# Distance of the word that an address with small parts needs, less than for other context: servers have versions.
 _NEAR_CHARS = 30
-"""Distance of the word that an address with small parts needs, less than for other context: servers have versions."""
 _PHONE_WORDS = words(
     r"\btel\b|telep?hon|telef[oó]n|phone|\bmobile?\b|mobilnummer|mobiltel|\bcell\b|cellular|\bfax\b|whatsapp|\bsms\b|"
     r"(?<!recent )\bcall(?:s|ed|ing)?\b|\btext me|hotline|\bdial(?:ed|led|ing)?\b|\bring\b|\bcontact\b|handy|"
@@ -74,16 +74,17 @@ _PHONE_WORDS = words(
     r"appel|joindre|numéro de|móvil|llam|llám|celular|ligue|ligar|\bfone\b|telemóvel|contato|contacto|"
     r"电话|手机|致电|拨打|联系|热线|号码|来电|短信|電話|携帯|連絡|ファックス|ケータイ|お問い合わせ|番号"
 )
+# Words right before a number of another kind.
 _NOT_A_PHONE = words(
     r"(?:\b(?:isbn|issn|doi|rfc|pages?|pp?|vol|volume|no|nos|version|lines?|ports?|uid|gid|pid|coordinates?|"
     r"latitude|longitude|lat|lon|unicode|u\+|range|years?|seiten?|páginas?|zip|plz|postcode|account|konto|kontonummer|"
     r"iban|bic|blz|ssn|total|price|preis|prix|precio|preço|population|einwohner|id)\b|[$€£¥₹]|\bU\+|isbn-1[03]|"
     r"身份证|人口|页|ページ|邮编|〒)[\s.:：#=°º(\"'“「]*$"
 )
-"""Words right before a number of another kind."""
 _CJK = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]")
 _SEPARATOR = r"(?: ?[.\-/\u2010-\u2015] ?|[ \u00a0\u202f])"
 _EXTENSION = r"(?: ?(?:x|ext\.? ?|extension )\d{1,6})?"
+# Forms in which people write numbers, and that little else has; area codes need not be assigned.
 _NORTH_AMERICAN = re.compile(
     r"(?:(?:\+|00|011[ \-.]?)?1[ \-.]?)?"
     r"(?:\([2-9]\d\d\)[ \-.]?[2-9]\d\d[ \-.]|[2-9]\d\d(?:([\-.\u2011])[2-9]\d\d\1| [2-9]\d\d[ \-]))\d{4}"
@@ -92,30 +93,29 @@ _BRACKETED = re.compile(r"\(0\d{1,5}\)[ \-/]?\d{2,4}(?:[ \-/]?\d{2,4}){0,3}")
 _BRAZILIAN = re.compile(r"\(?[1-9]\d\)? ?9?\d{4}-\d{4}")
 _JAPANESE = re.compile(r"0\d{1,3}-\d{2,4}-\d{4}")
 _CHINESE = re.compile(r"1[3-9]\d[ \-]?\d{4}[ \-]?\d{4}")
-"""Forms in which people write numbers, and that little else has; area codes need not be assigned."""
 _DATE = re.compile(
     r"\(?(?:1[89]|20)\d\d[-/. ](?:0?[1-9]|1[0-2])[-/. ].*|\(?\d{1,2}[-/. ]\d{1,2}[-/. ](?:1[89]|20)\d\d(?!\d).*|"
     r"(?:1[5-9]|20)\d\d *[-\u2010-\u2015/] *(?:1[5-9]|20)\d\d.*|"
     r"\d{1,2}\D(?:1[5-9]|20)\d\d[-\u2010-\u2015/](?:1[5-9]|20)\d\d|"
     r"(?:19|20)\d{6}(?:[ \-]?\d{4,6})?|.*\b(?:19|20)\d\d-[01]\d-[0-3]\d\b.*"
 )
+# A decimal, thousands with spaces between them, or a table's row.
 _QUANTITY = re.compile(r"\d+\.\d+|\d{1,3}(?:[ \u00a0\u202f]\d{3}){3,}|(?:\d{3,4}[ \-/]){3,}\d{3,4}")
-"""A decimal, thousands with spaces between them, or a table's row."""
+# Forms that are not telephone numbers even after a word for one: times and quantities with a fraction, dates,
+# addresses, ZIP codes, UUIDs, ISBNs, and a year with a time zone.
 _OTHER_FORM = re.compile(
     r"\d{8,}\.\d+|\d+\.\d{1,3}|\d+/\d+/\d.*|(?:\d{1,3}\.){3}\d{1,3}|\d{5}-\d{4}|\d{8}(?:-\d{4})+.*|"
     r"97[89](?:[ \-]?\d){10}|(?:19|20)\d\d -\d{4}"
 )
-"""Forms that are not telephone numbers even after a word for one: times and quantities with a fraction, dates,
-addresses, ZIP codes, UUIDs, ISBNs, and a year with a time zone."""
+# Units right after a quantity.
 _UNIT = words(
     r" ?(?:bytes?|[kmgt]i?b|bits?|ms|seconds?|km|people|users|times|rows|lines|eur|usd|dollars?|[€$¥元円人])\b"
 )
-"""Units right after a quantity."""
 _COUNTING = "01234567890123456789"
+# Distance of a word for telephones after a number, and before it to outweigh `_NOT_A_PHONE`, as in "fax no.".
 _CHARS_AFTER, _CHARS_DIRECT = 14, 14
-"""Distance of a word for telephones after a number, and before it to outweigh `_NOT_A_PHONE`, as in "fax no."."""
+# E.164 has at most fifteen digits; local numbers of fewer than seven are not told from others.
 _FEWEST_DIGITS, _MOST_DIGITS = 7, 15
-"""E.164 has at most fifteen digits; local numbers of fewer than seven are not told from others."""
 
 
 def _email(candidate: Candidate) -> Match | None:

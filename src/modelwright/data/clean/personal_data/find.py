@@ -13,11 +13,11 @@ PATTERNS: tuple[Pattern, ...] = (*SECRETS, *CONTACTS, *NUMBERS, *PHONES)
 """All patterns. Of overlapping matches, the one of the earlier pattern counts."""
 
 _WITHOUT_ANCHORS = [number for number, pattern in enumerate(PATTERNS) if not pattern.anchors]
+# Indices of the patterns in `PATTERNS` by anchor.
 _BY_ANCHOR = {
     anchor: [number for number, pattern in enumerate(PATTERNS) if anchor in pattern.anchors]
     for anchor in dict.fromkeys(anchor for pattern in PATTERNS for anchor in pattern.anchors)
 }
-"""Indices of the patterns in `PATTERNS` by anchor."""
 
 
 def find(

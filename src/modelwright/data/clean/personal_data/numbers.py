@@ -16,13 +16,15 @@ from modelwright.data.clean.personal_data.pattern import (
     words,
 )
 
+# Boundaries of a number: not inside a longer one, a decimal, a date, a path or an identifier.
 _BEGIN, _END = r"(?<![\w.,\-/+=#])", r"(?![\w\-/]|[.,:]\d)"
-"""Boundaries of a number: not inside a longer one, a decimal, a date, a path or an identifier."""
 
 _CARD_WORDS = words(
     r"card|visa|master|amex|american express|discover|maestro|diners|jcb|unionpay|credit|debit|paid|pay|charge|carte|"
     r"karte|tarjeta|cartão|kredit|crédito|银联|信用卡|银行卡|卡号|卡|カード|支付|付款|支払|决済"
 )
+# Prefixes and lengths of Visa, Mastercard, American Express, Discover, JCB, Maestro, Diners Club and UnionPay (ISO/IEC
+# 7812, as in braintree/credit-card-type).
 _ISSUERS: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"4", (13, 16, 19)),
     (r"5[1-5]|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720", (16,)),
@@ -34,10 +36,8 @@ _ISSUERS: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"30[0-5]|3[689]", (14,)),
     (r"62|81", (16, 17, 18, 19)),
 )
-"""Prefixes and lengths of Visa, Mastercard, American Express, Discover, JCB, Maestro, Diners Club and UnionPay (ISO/IEC
-7812, as in braintree/credit-card-type)."""
+# Every prefix that was ever issued, for numbers that are named cards.
 _RARE_ISSUERS = re.compile(r"4|5[0-9]|6[0-9]|3\d|1800|2131|2[2-7]")
-"""Every prefix that was ever issued, for numbers that are named cards."""
 _GROUPS = re.compile(
     r"\d+|\d{4}([ \-])\d{4}\1\d{4}\1\d{1,7}|\d{4}([ \-])\d{6}\2\d{4,5}|"
     r"\d{4}([ \-])\d{4}\3\d{4}\3\d{4}\3\d{1,3}"
@@ -129,8 +129,8 @@ def _number(
     )
 
 
+# Every national number has five digits with at most one character between each: codice fiscale has letters.
 _FIVE_DIGITS = ascii_regex(r"\d(?:[^\n]?\d){4}")
-"""Every national number has five digits with at most one character between each: codice fiscale has letters."""
 _ID_WORDS = (
     r"\bssn\b|social security|national insurance|\bnino?\b|personal number|identity (?:card|number)|identification|"
     r"national id|\bid (?:card|number|no)|citizen|passport|tax(?:payer)? (?:id|number|no)|\btin\b|insurance number"

@@ -8,8 +8,8 @@ from typing import Literal
 KINDS = ("email", "phone", "ip", "card", "iban", "national_id", "credentials", "secret")
 """credentials: user name and password in a URL; secret: API keys, tokens and private keys."""
 
+# Distance of words of context: about a sentence before, and a few words after.
 _CHARS_BEFORE, _CHARS_AFTER = 60, 30
-"""Distance of words of context: about a sentence before, and a few words after."""
 
 
 @dataclass(frozen=True)

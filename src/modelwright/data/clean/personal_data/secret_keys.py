@@ -9,23 +9,23 @@ import re
 from modelwright.data.clean.personal_data.pattern import Candidate, Match, Pattern, ascii_regex, whole, words
 
 _BEGIN, _END = r"(?<![A-Za-z0-9_])", r"(?![A-Za-z0-9_])"
+# Limits for random values: their letters and digits alternate; those of identifiers such as `TokenId2` do not.
 _FEWEST_DISTINCT_CHARS = 8
 _FEWEST_DIGIT_RUNS = 3
 _FEWEST_CASE_CHANGES = 3
-"""Limits for random values: their letters and digits alternate; those of identifiers such as `TokenId2` do not."""
 
 _CASE_CHANGE = re.compile("[a-z][A-Z]")
 _PLACEHOLDER = words(
     r"your|example|placeholder|change.?me|replace|redacted|dummy|sample|insert|xxxx|\*\*\*|\.\.\.|0000000|"
     r"abcdefghijklmnopqrstuvwxyz|1234567890|<|\{|\$|_here\b"
 )
+# User name and password as documentation writes them.
 _PLACEHOLDER_USERINFO = words(
     r"^(?:user(?:name)?|login|name|admin|root|me|foo|u)?:(?:p|pw|pass(?:word|wd)?|pwd|secret|token|bar)$|"
     r"[<>{}\[\]]|\$(?:[A-Z_]{2}|\()|%[sd(]|\.\.\.|:[x*]+$|\byour|placeholder|:[^:@]*(?:example|password)|my_?pass"
 )
-"""User name and password as documentation writes them."""
+# Lower-case words joined by `_`, `-`, `.` or `/`, with at most a short number after each.
 _IDENTIFIER = re.compile(r"(?=.{25})[a-z]+(?:[_\-./][a-z]*[0-9]{0,4})+")
-"""Lower-case words joined by `_`, `-`, `.` or `/`, with at most a short number after each."""
 _UUID = re.compile(r"[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 
 
@@ -78,6 +78,7 @@ def _credentials(candidate: Candidate) -> Match | None:
     return whole(candidate) if len(token) >= 16 and is_random and not is_placeholder(token) else None
 
 
+# Provider, anchors and format of keys that their prefix or structure identifies.
 _KEYS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("1password", ("ops_eyj",), r"ops_eyJ[A-Za-z0-9+/]{200,2000}={0,3}"),
     ("age", ("age-secret-key-1",), r"AGE-SECRET-KEY-1[A-Z0-9]{58}"),
@@ -154,7 +155,6 @@ _KEYS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("vault", ("hvs.", "hvb.", "hvr."), r"hv[sbr]\.[\w\-]{24,300}"),
     ("xai", ("xai-",), r"xai-[A-Za-z0-9]{70,90}"),
 )  # fmt: skip
-"""Provider, anchors and format of keys that their prefix or structure identifies."""
 
 _KEY_NAMES = (
     r"(?<!next)(?<!change)(?<!change-)(?<!page)(?<!continuation)(?:(?:api|app|auth|access|account|client|consumer|encryption|license|master|private|secret|service|session|shared|"
@@ -173,12 +173,12 @@ _ASSIGNED = r"[\"'`\])]{0,2}[ \t]{0,3}(?::=|=>|=|:|：|\bis\b|\bist\b|\best\b|\b
 
 _NAME_OF_KEY = words(rf"(?:{_KEY_NAMES}|(?:{_PROVIDERS})[\w .\-]{{0,40}}){_ASSIGNED}(?:bearer |basic |token )?$")
 _RESOURCE_NAME = words(r"\barn:[\w:\-]*$|::[\w]+[\"']?[ =:\"']*$")
+# Fourteen characters of a key; every key has a match.
 _LONG_RUN = ascii_regex(r"[A-Za-z0-9+/_\-.~]{14}")
-"""Fourteen characters of a key; every key has a match."""
+# Every key without an anchor has a match; most texts have names of fourteen characters but not of 32.
 _LONGER_RUN = ascii_regex(r"[A-Za-z0-9+/_\-.~]{32}")
-"""Every key without an anchor has a match; most texts have names of fourteen characters but not of 32."""
+# Every random value has a match.
 _RUN_WITH_DIGIT = ascii_regex(r"(?=[A-Za-z0-9+/_\-.~]{14})[A-Za-z+/_\-.~]*[0-9]")
-"""Every random value has a match."""
 _AWS_SECRET = words(r"aws|amazon|secret|akia|geheim|密钥|シークレット")
 
 

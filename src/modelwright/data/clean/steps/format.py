@@ -25,8 +25,8 @@ _CONTROL = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\x80-\x84\x86-\x9f\ufeff\ufffe
 _LINE_END = re.compile("\r\n?|[\x0c\x85\u2028\u2029]")
 _TRAILING_SPACE = re.compile(r"[ \t]+$", re.MULTILINE)
 _BLANK_LINES = re.compile(r"\n{4,}")
+# Soft hyphens, zero-width spaces and direction marks. Joiners (U+200C, U+200D) stay: scripts and emoji need them.
 _INVISIBLE = re.compile("[\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u206a-\u206f]")
-"""Soft hyphens, zero-width spaces and direction marks. Joiners (U+200C, U+200D) stay: scripts and emoji need them."""
 _URL = re.compile(r"\b(?:https?|ftp)://[^\s<>\"'`\]\)}]+|\bwww\.[\w-]+\.[^\s<>\"'`\]\)}]+")
 _TAG = re.compile(
     r"</?(?:html|head|body|div|span|p|br|a|b|i|em|strong|ul|ol|li|table|tr|td|th|h[1-6]|script|style|img|section|"

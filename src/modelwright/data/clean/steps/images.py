@@ -21,8 +21,8 @@ from modelwright.data.images.stored import HASH_BITS, KEY
 from modelwright.data.workers import ShardEngine
 
 TOO_SMALL, TOO_LONG, NEAR = "image too small", "image too elongated", "near-duplicate image"
+# Bands of 12 bits have groups of 250 images in a million: a bound as low as that of texts would miss some.
 _MOST_IN_GROUP = 65_535
-"""Bands of 12 bits have groups of 250 images in a million: a bound as low as that of texts would miss some."""
 
 
 @dataclass(frozen=True, kw_only=True)

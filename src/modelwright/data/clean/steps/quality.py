@@ -70,24 +70,24 @@ DEFAULT_LIMITS: Mapping[Kind, Limits] = {
 """Gopher's limits where it has them, wider for short documents; see `QualityConfig.limits`."""
 IMAGE_LIMITS = ("image.min_side", "image.max_aspect", "image.max_hash_distance")
 """Limits that the step images applies (`steps/images.py`)."""
+# Prose with a larger fraction of lines that look like code is judged as code: records often do not state a kind.
 _CODE_LINES = 0.4
-"""Prose with a larger fraction of lines that look like code is judged as code: records often do not state a kind."""
 _OF_ANY_LENGTH = (
     "num_chars", "num_words", "duplicate_line_fraction", "data_fraction", "ellipsis_fraction", "misordered_fraction",
     "broken_word_fraction", "error_fraction", "cut_end_fraction",
 )  # fmt: skip
+# Long texts are more than their ends. No limit by default: chats and comments are often written in lower case.
 _OF_SHORT_TEXTS = ("cut_end_fraction",)
-"""Long texts are more than their ends. No limit by default: chats and comments are often written in lower case."""
 _NEVER_AUTOMATIC = ("num_chars", "num_words", "cut_end_fraction", "code_fraction")
 
 _LANGUAGE_CHARS = 2_000
+# Values in place of the index of a limit: the language, and no violation.
 _LANGUAGE, _NO_LIMIT = -1, -2
-"""Values in place of the index of a limit: the language, and no violation."""
 _NO_DOCUMENTS = np.empty((0, len(FEATURES)), np.float32)
 FeatureColumn = Callable[[int], NDArray[np.float32]]
 """Reads one feature, by its number, of all documents of a kind with at least 50 words."""
+# Fractions, ratios and entropies of shorter texts vary too much to be judged.
 _SHORT_WORDS, _SHORT_CHARS = 50, 300
-"""Fractions, ratios and entropies of shorter texts vary too much to be judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
