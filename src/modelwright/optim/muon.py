@@ -7,6 +7,7 @@ BF16 natively, else in FP32, because emulated BF16 would take ten times as long 
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Updates all matrices that have gradients."""
+        batches: list[tuple[dict[str, Any], list[Tensor]]] = []
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for matrix in group["params"]:
@@ -41,20 +43,21 @@ class Muon(Optimizer):
                     by_shape.setdefault(matrix.shape, []).append(matrix)
             for shape, alike in by_shape.items():
                 most = max(1, TOGETHER // shape.numel())
-                for matrices in (alike[first : first + most] for first in range(0, len(alike), most)):
-                    for matrix in matrices:
-                        if not self.state[matrix]:
-                            self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
-                    momenta = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
-                    gradients = [matrix.grad for matrix in matrices]
-                    torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])  # pyright: ignore
-                    # Nesterov: the gradient is mixed with the momentum that already contains it.
-                    ahead = torch.stack(torch._foreach_lerp(gradients, momenta, group["momentum"]))  # pyright: ignore
-                    moves = orthogonal(ahead, eps=group["eps"]).to(matrices[0].dtype).unbind()
-                    # An orthogonal matrix has a root mean square of 1 / sqrt(longer side); 0.2 is typical of AdamW.
-                    rate = group["lr"] * 0.2 * math.sqrt(max(shape))
-                    torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])  # pyright: ignore
-                    torch._foreach_add_(matrices, moves, alpha=-rate)  # pyright: ignore
+                batches += [(group, alike[first : first + most]) for first in range(0, len(alike), most)]
+        for group, matrices in batches:
+            for matrix in matrices:
+                if not self.state[matrix]:
+                    self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+            momenta = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
+            gradients = [matrix.grad for matrix in matrices]
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])  # pyright: ignore
+            # Nesterov: the gradient is mixed with the momentum that already contains it.
+            ahead = torch.stack(torch._foreach_lerp(gradients, momenta, group["momentum"]))  # pyright: ignore
+            moves = orthogonal(ahead, eps=group["eps"]).to(matrices[0].dtype).unbind()
+            # An orthogonal matrix has a root mean square of 1 / sqrt(longer side); 0.2 is typical of AdamW.
+            rate = group["lr"] * 0.2 * math.sqrt(max(matrices[0].shape))
+            torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])  # pyright: ignore
+            torch._foreach_add_(matrices, moves, alpha=-rate)  # pyright: ignore
 
 
 def orthogonal(matrices_BMN: Tensor, *, eps: float = 1e-7) -> Tensor:

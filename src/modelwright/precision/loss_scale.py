@@ -92,7 +92,6 @@ class LossScaler(Protocol):
 
     def unscale(self, gradients: list[Tensor]) -> None:
         """Removes the scale in place."""
-        ...
 
 
 class NoLossScaler:
