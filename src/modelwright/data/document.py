@@ -88,9 +88,7 @@ class Document:
 
     @property
     def body(self) -> str:
-        """The part that identifies the document: the text, or the answers of a "qa" document, the rejected one
-        included, without the title.
-        """
+        """The identifying part, without the title: the text, or for "qa" the answers, the rejected one included."""
         title = self.meta.get("title", "")
         if self.kind == "qa":
             answers = [turn for turn in (*self.messages, *self.rejected) if turn["role"] == "assistant"]

@@ -94,9 +94,7 @@ class LocalProcesses:
     def _attempt(
         self, function: Callable[[Any], Any], left: Iterator[tuple[int, Any]], unfinished: dict[int, Any]
     ) -> Iterator[Any]:
-        """Yields the results of the unfinished items, and of those that are left. unfinished: items by number, kept up
-        to date, so that the next attempt can continue.
-        """
+        """Yields results of unfinished and left items. unfinished: by number, kept up to date for another try."""
         context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of PyTorch hold
         pool = ProcessPoolExecutor(self.num_workers, context, initializer=follow_parent)
         try:

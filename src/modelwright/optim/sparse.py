@@ -1,6 +1,4 @@
-"""Settings of sparse updates: the units of the model that are updated, and the rows of a batch that are trained on. The
-computation of all others is skipped.
-"""
+"""Settings of sparse updates: which units are updated and which rows are trained on; the rest is not computed."""
 
 import math
 from dataclasses import dataclass, field

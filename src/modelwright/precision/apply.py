@@ -75,9 +75,7 @@ class AmaxHistory:
         return result
 
     def push(self, maxima: Sequence[float]) -> None:
-        """Ends the step. maxima: of all ranks; non-finite ones are left out, because `quantize` has already made the
-        step's gradients non-finite.
-        """
+        """Ends the step. maxima: of all ranks. A non-finite one is skipped: `quantize` spoiled the gradients, too."""
         for role, value in zip(ROLES, maxima, strict=True):
             if 0.0 < value < float("inf"):
                 self.past[role].append(value)
@@ -186,9 +184,7 @@ class ModelPrecision:
         return {*self.config.formats.values(), *self.formats.values()} == {"fp32"}
 
     def _apply(self) -> None:
-        """Sets the product of each projection, and the format of each norm's output: that which the following part
-        reads. Head norms keep their input's format.
-        """
+        """Sets the products, and the output format of norms: the next part's. Head norms keep their input's format."""
         plain, ops, formats = self._is_plain, self.config.fp32_ops, self.config.formats
         result_of = self.config.result_of
         for name, projection in self.projections.items():

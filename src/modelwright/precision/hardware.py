@@ -1,6 +1,4 @@
-"""Measures how fast each format is on this machine: seconds of a layer's three products at the shapes of the run, casts
-included; and which FP32 kernels are fastest.
-"""
+"""Measures the speed of each format at the shapes of the run, casts included, and of the FP32 kernels."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -62,9 +60,7 @@ def measure_speeds(
     num_rows: int,
     device: torch.device,
 ) -> dict[tuple[Kind, Format], float]:
-    """Measures the seconds of forward and backward of each kind's projections in each format: the best of a few,
-    interleaved. num_rows: tokens per product.
-    """
+    """Measures seconds of forward and backward by kind and format, interleaved, best of a few. num_rows: tokens."""
 
     def seconds(chosen: Format, of_kind: Sequence[Shape]) -> float:
         return sum(_seconds(formats, chosen, shape, num_rows, device) for shape in of_kind)

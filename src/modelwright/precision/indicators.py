@@ -197,9 +197,7 @@ class Observer:
         return multiply
 
     def _lost(self, values: Tensor, role: Role) -> Mapping[Format, float]:
-        """Errors by format. Values of a step that overflowed, which is skipped, are ignored; a format that overflows
-        where the values do not loses all of them.
-        """
+        """Errors by format; none for a step that overflowed. A format that overflows alone loses all values."""
         if not values.numel():
             return {}
         sample, result = ValueSample.of(values), {}

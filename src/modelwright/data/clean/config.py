@@ -87,9 +87,7 @@ def _named(entry: dict[str, Any]) -> dict[str, tuple[StepSpec, Any]]:
 
 
 def build_steps(config: CleanConfig, *, seed: int = 1) -> list[Step | CorpusStep]:
-    """Builds the steps that the settings ask for. Raises `ConfigError` for a step of a file or of another package that
-    cannot be loaded or has the name of another one.
-    """
+    """Builds the steps of the settings. Raises `ConfigError` for one that cannot be loaded or whose name is taken."""
     own = list[Step | CorpusStep]()
     for entry in config.steps:
         if isinstance(entry, str):

@@ -97,9 +97,7 @@ class ShingleStore:
 
 @dataclass(frozen=True)
 class BandFiles:
-    """The hashes of all documents, a file of uint64 for each band: the 16 of MinHash, which are 0 for documents without
-    5-grams, or the parts of perceptual hashes.
-    """
+    """Hashes of all documents, a uint64 file a band: 16 of MinHash (0 without 5-grams), or parts of image hashes."""
 
     folder: Path
 

@@ -65,9 +65,7 @@ class Containments:
         self._pairs: NDArray[np.uint32] | None = None
 
     def found(self) -> list[Duplicate]:
-        """Returns documents inside others that are alive; a held-out document inside a training document is dropped
-        itself, because the longer one has more to teach.
-        """
+        """Returns documents inside others that are alive; one held out in a training document is dropped itself."""
         alive = self._corpus.alive
         is_new = alive & ~self._searched
         if self._pairs is None or is_new.any():
@@ -113,9 +111,7 @@ class Containments:
 def _search(
     first: int, flat: NDArray[np.uint32], needles: _Needles, corpus: Corpus, searched: NDArray[np.bool_]
 ) -> Iterator[tuple[int, int]]:
-    """Yields `(needle, document that contains it)` for those documents that are `searched`. flat: the hashes of some
-    documents, of which `first` is the first.
-    """
+    """Yields `(needle, document that contains it)` among the `searched`. flat: hashes of documents from `first` on."""
     store = corpus.shingles
     start = int(store.offsets[first])
     places = np.flatnonzero(needles.filter[flat >> needles.shift])

@@ -146,7 +146,8 @@ def _write(values: NDArray[Any], path: Path) -> None:
 
 
 class NearDuplicates:
-    """Adds documents from the best to the worst, and marks near-duplicates of kept ones as dropped in the corpus.
+    """Adds documents from the best to the worst; near-duplicates of kept ones are marked as dropped in the corpus.
+
     similarities: of pairs that were compared before; engine: where documents are grouped by band.
     """
 
@@ -219,9 +220,7 @@ class NearDuplicates:
 
 
 class Similarities:
-    """Jaccard similarities of pairs of documents. The most recent ones are remembered, because everything may be
-    decided again with other documents alive.
-    """
+    """Jaccard similarities of pairs. Recent ones are remembered: everything may be decided again (`deduplicate.py`)."""
 
     def __init__(self, corpus: Corpus, min_jaccard: float) -> None:
         self._store, self._min_jaccard = corpus.shingles, min_jaccard

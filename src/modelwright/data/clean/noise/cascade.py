@@ -178,8 +178,8 @@ TEST_CORRUPTIONS: dict[str, Corruption] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cascade:
-    """Decision rules of both steps. threshold: from this probability on, the classifier drops; slope, offset:
-    calibration of the second model's logits; model_threshold: from this calibrated probability on, it drops.
+    """Decision rules. threshold: probability from which the classifier drops; slope, offset: calibration of the second
+    model's logits; model_threshold: calibrated probability from which it drops.
     """
 
     forms: KnownForms

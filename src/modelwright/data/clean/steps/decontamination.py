@@ -37,9 +37,7 @@ class Decontamination:
     name: str = "decontamination"
 
     def measure(self, documents: Sequence[Document], columns: Columns) -> Columns:
-        """Measures `passage` [N], the number of the first passage of an evaluation set in each document, -1 for none,
-        and `passages`, the numbers of all in the shard.
-        """
+        """Measures `passage` [N], the number of each document's first one or -1, and `passages` of the shard."""
         known = _passages(self.config.sources)
         first: list[int] = []
         every: list[NDArray[np.int64]] = []

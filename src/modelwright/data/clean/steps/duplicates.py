@@ -1,6 +1,4 @@
-"""The step duplicates: deduplicates by the fingerprints of all documents, and of those that earlier runs left in an
-index (`data/clean/duplicates/`).
-"""
+"""The step duplicates: deduplicates by fingerprints of all documents and of an index of earlier runs."""
 
 import shutil
 from collections import Counter
@@ -100,9 +98,7 @@ def quality_score(features: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _read(corpus: MeasuredCorpus, config: DuplicatesConfig, folder: Path) -> tuple[Corpus, int]:
-    """Reads the documents of this run, and after them the related ones of earlier runs; also returns the number of the
-    latter. folder: for files of fingerprints.
-    """
+    """Reads this run's documents and, after them, related ones of earlier runs and their number. folder: for files."""
     bands, shingles = BandFiles(folder), folder / "shingles.bin"
     kinds, owns, lengths = [corpus.column("kind")], [corpus.column("own")], [corpus.column("num_shingles")]
     with ExitStack() as stack:

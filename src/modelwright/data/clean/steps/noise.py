@@ -1,5 +1,5 @@
-"""The step noise: drops documents that a classifier, trained on trusted text, takes for junk, if a test has shown its
-precision.
+"""The step noise: drops documents that a classifier of trusted text takes for junk, if a test shows its precision.
+
 Training and its test are in `data/clean/noise/cascade.py`, the classifier in `data/clean/noise/classifier.py`.
 """
 
@@ -133,9 +133,7 @@ class _ScoreJob:
 
 
 def score_shard(job: _ScoreJob) -> tuple[int, dict[str, NDArray[Any]]]:
-    """Computes the probabilities of noise of some documents of a shard by both models, and whether their form is known;
-    runs in worker processes.
-    """
+    """Computes both models' probabilities of noise for some documents, and whether their form is known; in workers."""
     if job.files.facts(_STAGE) is None:
         documents = unpack_documents(job.files.array(job.stage, DOCUMENTS).tobytes())
         texts = [documents[row].text for row in job.rows]
