@@ -75,7 +75,7 @@ class AmaxHistory:
         return result
 
     def push(self, maxima: Sequence[float]) -> None:
-        """Ends the step. maxima: of all ranks. A non-finite one is skipped: `quantize` spoiled the gradients, too."""
+        """Ends the step. maxima: of all ranks; skipped if not finite: `quantize` made the gradients so, too."""
         for role, value in zip(ROLES, maxima, strict=True):
             if 0.0 < value < float("inf"):
                 self.past[role].append(value)

@@ -1,4 +1,4 @@
-"""Measures the speed of each format at the shapes of the run, casts included, and of the FP32 kernels."""
+"""Measures the speed of formats (a layer's three products at the run's shapes, casts included) and FP32 kernels."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass

@@ -52,7 +52,7 @@ class IndexedDocuments:
 
 
 class DuplicateIndex:
-    """Files of a folder, except one run's. Raises `ArtifactError` for a wrong header or size; values aren't checked."""
+    """Files of a folder, except one run's. Raises `ArtifactError` for a wrong header or size, not for wrong values."""
 
     def __init__(self, folder: Path, *, without: str = "") -> None:
         if older := sorted(folder.glob("*.npz")):
