@@ -264,7 +264,7 @@ class PrecisionSwitcher:
                 self.last_signs[part] = replace(signs, sensitivity=sensitivity)
 
     def follow(self, step: int, formats: Mapping[str, Format]) -> None:
-        """Apply the formats of a schedule."""
+        """Applies the formats of a schedule."""
         for part, chosen in formats.items():
             if chosen != self.formats[part]:
                 self._switch(step, part, FormatChoice(chosen, "by schedule"))

@@ -207,8 +207,7 @@ class PrecisionConfig:
         if self.fp32_matmul == "tf32":
             result.append(feature("fp32_matmul", "tf32", only_with=[ACCELERATOR]))
         if self.adaptive.kind != "none":
-            needs = [EAGER_BLOCKS, SYNCHRONOUS_UPDATES, SAME_UNITS, COMMON_LOSS_SCALE, WHOLE_GRADIENTS]
-            needs.append(TRAINED_WEIGHTS)
+            needs = {EAGER_BLOCKS, SYNCHRONOUS_UPDATES, SAME_UNITS, COMMON_LOSS_SCALE, WHOLE_GRADIENTS, TRAINED_WEIGHTS}
             result.append(feature("adaptive.kind", self.adaptive.kind, needs=needs, breaks=[SAME_MATMULS]))
         return result
 
@@ -220,9 +219,8 @@ class PrecisionConfig:
     @property
     def possible(self) -> set[Format]:
         """The formats of all layers, and those that some may change to."""
-        changes = {"schedule": (self.adaptive.low_precision,), "none": ()}.get(
-            self.adaptive.kind, self.adaptive.candidates
-        )
+        adaptive = self.adaptive
+        changes = {"schedule": (adaptive.low_precision,), "none": ()}.get(adaptive.kind, adaptive.candidates)
         return {*self.formats.values(), *changes}
 
 

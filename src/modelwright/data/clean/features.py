@@ -284,7 +284,6 @@ def is_data_line(line: str) -> bool:
 
 
 def _entropy(counts: NDArray[np.int64]) -> float:
-    """Computes the entropy in bits per symbol."""
     total = int(counts.sum())
     return float(math.log2(total) - (counts * np.log2(counts)).sum() / total) if total else 0.0
 

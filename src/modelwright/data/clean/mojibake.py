@@ -199,7 +199,6 @@ def _naturalness(text: str, doubt: float = 1.0) -> float:
 
 @lru_cache(maxsize=_REMEMBERED_CHARS)
 def _scripts_of(char: str) -> frozenset[str]:
-    """The names of the scripts that have the character."""
     return frozenset(
         name for name, script in _SCRIPTS.items() if any(a <= ord(char) <= b for a, b in script.ranges)
     )  # fmt: skip

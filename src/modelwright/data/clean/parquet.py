@@ -57,7 +57,7 @@ def names_of_splits(paths: Sequence[str]) -> list[str]:
 
 
 def remove_parquet(folder: Path) -> None:
-    """Remove the files of an earlier result, and nothing else."""
+    """Removes the files of an earlier result, and nothing else."""
     place = folder / FOLDER
     files = [path for path in place.glob("*") if FILE_NAME.fullmatch(path.name)]
     for path in files:
@@ -67,7 +67,7 @@ def remove_parquet(folder: Path) -> None:
 
 
 def check_parquet(folder: Path) -> None:
-    """Raise `ConfigError` if the folder of the files has others, among which they would be lost."""
+    """Raises `ConfigError` if the folder of the files has others, among which they would be lost."""
     place = folder / FOLDER
     others = [path.name for path in sorted(place.glob("*")) if not FILE_NAME.fullmatch(path.name)]
     if place.is_file():
@@ -93,7 +93,7 @@ class _SplitFiles:
             self._write()
 
     def finish(self) -> Sequence[str]:
-        """Close the last file, and return the names of all."""
+        """Closes the last file, and returns the names of all."""
         if self._rows:
             self._write()
         self._close()

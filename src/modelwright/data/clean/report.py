@@ -80,7 +80,7 @@ class CleanReport:
             getattr(self, name).update(fields.get(name, {}))
 
     def count(self, facts: Mapping[str, Any]) -> None:
-        """Add the documents and counters of one shard."""
+        """Adds the documents and counters of one shard."""
         for which in ("kept", "dropped"):
             for first, second, entry in facts[which]:
                 total = getattr(self, which).setdefault(first, {}).setdefault(second, {"documents": 0, "bytes": 0})
