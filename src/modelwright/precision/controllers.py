@@ -207,9 +207,6 @@ class PrecisionSwitcher:
         self.formats = self.formats or dict(self.widest)
         self.good = self.good or dict(self.widest)
 
-    def candidates(self, part: str) -> list[Format]:
-        return list(dict.fromkeys(["fp32", self.widest[part], self.formats[part], *self.offered]))
-
     def see_loss(self, step: int, loss: float) -> bool:
         """Call every step; returns True if the loss jumped, so that formats were reverted to the last good ones."""
         excess = loss / self.mean_loss - 1.0 if self.mean_loss > 0 else 0.0
@@ -250,7 +247,8 @@ class PrecisionSwitcher:
 
     def _proved(self, part: str) -> FormatChoice:
         # A proposal counts once the rise of the loss with it is known; a new rise may change the proposal.
-        candidates = self.candidates(part)
+        candidates: list[Format] = ["fp32", self.widest[part], self.formats[part], *self.offered]
+        candidates = list(dict.fromkeys(candidates))
         while True:
             signs = self.last_signs[part]
             choice = self.controller.propose(part, signs, self.formats[part], candidates)

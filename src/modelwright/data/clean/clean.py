@@ -9,7 +9,7 @@ complete or absent (`measured_corpus.py`), so a run that was killed resumes, wit
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import chain
@@ -86,7 +86,7 @@ def clean_documents(
         read = run.read(documents, shard_documents, facts)
         for phase in range(len(run.phases) - 1):
             if phase:  # the first phase is measured while it is read
-                run.map("measure", measure_shard, phase, read)
+                run.map("measure", measure_shard, phase, read.num_documents, [()] * read.num_shards)
             run.decide(phase, read)
         report = run.write(read)
         report.files = files_by_split(_join(folder, work, read.num_shards))
@@ -130,11 +130,8 @@ class _Run:
             read = _Read(**json.loads(marker.read_text()))
             if all(files.facts(measured(0)) is not None for files in numbered(self.work, read.num_shards)):
                 return read
-        jobs = (
-            StepJob(str(self.work), number, self.phases, 0, tuple(shard))
-            for number, shard in enumerate(_shards(documents, shard_documents))
-        )
-        results = self._map("read and measure", 0, measure_shard, jobs)
+        shards = map(tuple, _shards(documents, shard_documents))
+        results = self.map("read and measure", measure_shard, 0, 0, shards)
         read = _Read(
             num_shards=len(results),
             num_documents=sum(result.num_documents for result in results),
@@ -170,11 +167,11 @@ class _Run:
         write_atomic(marker, json.dumps(report.plain()))
 
     def write(self, read: _Read) -> CleanReport:
-        report = CleanReport(num_documents=read.num_documents, num_bytes=read.num_bytes)
-        for phase in range(len(self.phases) - 1):
+        report, last = CleanReport(num_documents=read.num_documents, num_bytes=read.num_bytes), len(self.phases) - 1
+        for phase in range(last):
             report.merge(json.loads((self.work / f"{decided(phase)}.json").read_text()))
         facts: list[dict[str, Any]] = [{}] * read.num_shards
-        for result in self.map("write", write_shard, len(self.phases) - 1, read):
+        for result in self.map("write", write_shard, last, read.num_documents, [()] * read.num_shards):
             facts[result.number] = result.facts
         for entry in facts:  # in order, so that the report is the same however the shards were finished
             report.count(entry)
@@ -182,14 +179,13 @@ class _Run:
         report.dropped = {name: report.dropped[name] for name in report.steps if name in report.dropped}
         return report
 
-    def map(self, name: str, function: Callable[[StepJob], StepResult], phase: int, read: _Read) -> list[StepResult]:
-        jobs = (StepJob(str(self.work), number, self.phases, phase) for number in range(read.num_shards))
-        return self._map(name, read.num_documents, function, jobs)
-
-    def _map(
-        self, name: str, num_documents: int, function: Callable[[StepJob], StepResult], jobs: Iterator[StepJob]
-    ) -> list[StepResult]:
+    def map(
+        self, name: str, function: Callable[[StepJob], StepResult], phase: int, num_documents: int,
+        shards: Iterable[tuple[Document, ...]],
+    ) -> list[StepResult]:  # fmt: skip
+        """Runs a function on all shards, which are empty in later phases: their documents are in files."""
         self.progress.begin(name, num_documents, "documents")
+        jobs = (StepJob(str(self.work), number, self.phases, phase, shard) for number, shard in enumerate(shards))
         results, done = list[StepResult](), 0
         for result in self.engine.map(function, jobs):
             done += result.num_documents

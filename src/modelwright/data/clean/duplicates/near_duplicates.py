@@ -87,25 +87,22 @@ def group_band(job: GroupJob) -> int:
 
 
 class BandGroups:
-    """The groups of each band, and the documents that are in any, from the best to the worst."""
+    """The groups of each band, and the documents that are in any, from the best to the worst.
 
-    def __init__(self, order: NDArray[np.uint32], folder: Path, num_bands: int) -> None:
-        """order: the documents; folder: with the files of `group_band`."""
-        self.order = order
-        slots = [np.fromfile(folder / f"slots{band:02d}.bin", np.uint32) for band in range(num_bands)]
-        self.slots = [one.data for one in slots]  # single values are read much faster than from an array
-        self._places = [DiskFile(folder / f"places{band:02d}.bin") for band in range(num_bands)]
+    order: the documents, in the order in which they are visited; most: candidates of a group, below 65,536.
+    """
 
-    @classmethod
-    def of(
-        cls, order: NDArray[np.uint32], bands: BandFiles, engine: ShardEngine, *, num_bands: int, most: int
-    ) -> "BandGroups":
-        """Groups some documents, in the order in which they are visited. most: candidates of a group, below 65,536."""
-        _write(order, bands.folder / _ORDER_FILE)
+    def __init__(
+        self, order: NDArray[np.uint32], bands: BandFiles, engine: ShardEngine, *, num_bands: int, most: int
+    ) -> None:
+        self.order, folder = order, bands.folder
+        _write(order, folder / _ORDER_FILE)
         jobs = [GroupJob(bands, band, most) for band in range(num_bands)]
         for _ in (engine if len(order) >= _FEWEST_IN_WORKERS else InProcess()).map(group_band, jobs):
             pass  # the results are files
-        return cls(order, bands.folder, num_bands)
+        slots = [np.fromfile(folder / f"slots{band:02d}.bin", np.uint32) for band in range(num_bands)]
+        self.slots = [one.data for one in slots]  # single values are read much faster than from an array
+        self._places = [DiskFile(folder / f"places{band:02d}.bin") for band in range(num_bands)]
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         """Yields each document with the places of its groups, in order."""
@@ -170,9 +167,7 @@ class NearDuplicates:
         # `lexsort` sorts by the last key first: earlier runs' documents, held-out ones, the better, the longer.
         keys = (numbers, -length[numbers], -corpus.quality[numbers], is_trained_on, is_new)
         order = numbers[np.lexsort(keys)]
-        self._groups = BandGroups.of(
-            order, self._corpus.bands, self._engine, num_bands=NUM_BANDS, most=_MOST_PER_BAND
-        )  # fmt: skip
+        self._groups = BandGroups(order, corpus.bands, self._engine, num_bands=NUM_BANDS, most=_MOST_PER_BAND)
         for number, places in self._groups:
             if self._corpus.alive[number]:
                 self._add(number, places)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Literal
 
@@ -76,11 +76,8 @@ def validator(module: str) -> Callable[[str], bool]:
     return import_module(f"stdnum.{module}").is_valid
 
 
-def _stdnum(module: str) -> Callable[[Candidate], Match | None]:
-    def check(candidate: Candidate) -> Match | None:
-        return _compact(candidate) if validator(module)(candidate.value) else None
-
-    return check
+def _stdnum(module: str, candidate: Candidate) -> Match | None:
+    return _compact(candidate) if validator(module)(candidate.value) else None
 
 
 def _compact(candidate: Candidate) -> Match:
@@ -125,7 +122,7 @@ def _number(
         context=words(f"{_ID_WORDS}|{near}" if near else _ID_WORDS),
         needs_context=needs,
         unless=OTHER_NUMBER,
-        check=check or _stdnum(name),
+        check=check or partial(_stdnum, name),
     )
 
 
@@ -174,7 +171,7 @@ NUMBERS: tuple[Pattern, ...] = (
     _number("es.nie", r"[XYZ]-?\d{7}-?[A-HJ-NP-TV-Z]", near=_SPANISH),
     _number("fr.nir", r"[12] ?\d{2} ?\d{2} ?(?:\d{2}|2[AB]) ?\d{3} ?\d{3} ?\d{2}", near=_FRENCH),
     _number("br.cpf", r"\d{3}\.\d{3}\.\d{3}-\d{2}", near=_CPF),
-    _number("br.cpf without dots", r"\d{9}-?\d{2}", _stdnum("br.cpf"), near=_CPF, needs="always"),
+    _number("br.cpf without dots", r"\d{9}-?\d{2}", partial(_stdnum, "br.cpf"), near=_CPF, needs="always"),
     _number("kr.rrn", r"\d{6}-[1-8]\d{6}"),
     _number("se.personnummer", r"\d{6}(?:\d{2})?[-+]\d{4}", near=r"personnummer|personnr|födelse", needs="always"),
     _number("fi.hetu", r"\d{6}[-+A-FU-Y]\d{3}[0-9A-FHJ-NPR-Y]", near=r"henkilötunnus|hetu|personbeteckning"),

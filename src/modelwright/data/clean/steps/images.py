@@ -132,7 +132,7 @@ def near_duplicates(
         for band, (low, high) in enumerate(itertools.pairwise(edges)):
             part = (hashes >> np.uint64(low)) & np.uint64((1 << (high - low)) - 1)
             part.tofile(bands.path(band))
-        groups = BandGroups.of(order, bands, engine, num_bands=most + 1, most=_MOST_IN_GROUP)
+        groups = BandGroups(order, bands, engine, num_bands=most + 1, most=_MOST_IN_GROUP)
         found = array("q")
         for number, places in groups:
             own = groups.groups(places)
