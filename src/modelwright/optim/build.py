@@ -98,10 +98,8 @@ def build_optimizer(
         case "muon":
             matrices = [p for name, p in named if p.dim() == 2 and name.startswith("blocks.")]
             if any(isinstance(p, DTensor) for p in matrices):
-                raise ConfigError(
-                    "optimizer: muon needs whole matrices on every process; use adamw if parallel.tensor or "
-                    "parallel.zero_stage shards them"
-                )
+                text = "optimizer: muon needs whole matrices on every process"
+                raise ConfigError(f"{text}; use adamw if parallel.tensor or parallel.zero_stage shards them")
             others = _groups([p for _, p in named if all(p is not matrix for matrix in matrices)], weight_decay)
             parts: list[Optimizer] = [AdamW(others, **adam, fused=True)] if others else []
             if matrices:  # a pipeline's stage may not hold a block

@@ -21,15 +21,13 @@ class WeightDecayScheduleConfig:
 
     def __post_init__(self) -> None:
         if self.grad_norm_threshold < 0:
-            raise ConfigError(
-                f"grad_norm_threshold: must not be negative, got {self.grad_norm_threshold}; 0 disables the schedule"
-            )
+            text = f"grad_norm_threshold: must not be negative, got {self.grad_norm_threshold}"
+            raise ConfigError(f"{text}; 0 disables the schedule")
         if not 0.0 <= self.factor <= 1.0:
             raise ConfigError(f"factor: must be in [0, 1], got {self.factor}; 0.1 is the published ratio")
         if not 0.0 < self.release_fraction <= 1.0:
-            raise ConfigError(
-                f"release_fraction: must be above 0 and at most 1, got {self.release_fraction}; 1 disables hysteresis"
-            )
+            text = f"release_fraction: must be above 0 and at most 1, got {self.release_fraction}"
+            raise ConfigError(f"{text}; 1 disables hysteresis")
 
     def features(self) -> list[Feature]:
         """Requirements of the schedule on a run."""

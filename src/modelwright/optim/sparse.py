@@ -59,19 +59,16 @@ class BatchSelectionConfig:
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name}: must be above 0 and at most 1, got {getattr(self, name)}; 1 selects all")
         if not 0.0 <= self.random_fraction <= 1.0:
-            raise ConfigError(
-                f"random_fraction: must be from 0 to 1, got {self.random_fraction}; 0.25 draws a quarter at random"
-            )
+            text = f"random_fraction: must be from 0 to 1, got {self.random_fraction}"
+            raise ConfigError(f"{text}; 0.25 draws a quarter at random")
         if not 0.0 <= self.dense_fraction < 1.0:
             raise ConfigError(f"dense_fraction: must be at least 0 and below 1, got {self.dense_fraction}")
         if not 0.0 <= self.max_initial_loss < math.inf:
-            raise ConfigError(
-                f"max_initial_loss: must be at least 0, got {self.max_initial_loss}; 1 is the loss of a random guess"
-            )
+            text = f"max_initial_loss: must be at least 0, got {self.max_initial_loss}"
+            raise ConfigError(f"{text}; 1 is the loss of a random guess")
         if self.max_initial_loss and self.signal == "none":
-            raise ConfigError(
-                "max_initial_loss: needs a signal; with signal random and keep_fraction 1 nothing else is excluded"
-            )
+            text = "max_initial_loss: needs a signal"
+            raise ConfigError(f"{text}; with signal random and keep_fraction 1 nothing else is excluded")
         if self.probe_tokens < 2:
             raise ConfigError(f"probe_tokens: must be at least 2 tokens, got {self.probe_tokens}; 32 is usual")
 
@@ -135,17 +132,14 @@ class SparseUpdateConfig:
         if not 0.0 < self.keep_fraction <= 1.0:
             raise ConfigError(f"keep_fraction: must be above 0 and at most 1, got {self.keep_fraction}; 1 selects all")
         if not 0.0 < self.ramp_fraction <= 1.0:
-            raise ConfigError(
-                f"ramp_fraction: must be above 0 and at most 1, got {self.ramp_fraction}; 0.2 is a fifth of the run"
-            )
+            text = f"ramp_fraction: must be above 0 and at most 1, got {self.ramp_fraction}"
+            raise ConfigError(f"{text}; 0.2 is a fifth of the run")
         if self.refresh_every_steps < 1:
-            raise ConfigError(
-                f"refresh_every_steps: must be at least 1 step, got {self.refresh_every_steps}; 20 is usual"
-            )
+            text = f"refresh_every_steps: must be at least 1 step, got {self.refresh_every_steps}"
+            raise ConfigError(f"{text}; 20 is usual")
         if not 0.0 <= self.random_fraction <= 1.0:
-            raise ConfigError(
-                f"random_fraction: must be from 0 to 1, got {self.random_fraction}; 0.25 draws a quarter at random"
-            )
+            text = f"random_fraction: must be from 0 to 1, got {self.random_fraction}"
+            raise ConfigError(f"{text}; 0.25 draws a quarter at random")
 
     @property
     def freezes(self) -> bool:

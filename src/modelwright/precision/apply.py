@@ -273,10 +273,8 @@ def fp32_products(*, tf32: bool = False, onednn: bool = False, on_cpu: bool = Tr
                 "AVX-512 and a build with oneDNN); choose default"
             )
         if not _products_are_exact():
-            raise ConfigError(
-                "precision.fp32_matmul onednn: oneDNN rounds FP32 products to BF16 on this processor; choose "
-                "default, or policy bf16_mixed, which is faster still"
-            )
+            text = "precision.fp32_matmul onednn: oneDNN rounds FP32 products to BF16 on this processor"
+            raise ConfigError(f"{text}; choose default, or policy bf16_mixed, which is faster still")
         yield
     finally:
         torch.set_float32_matmul_precision(precision)

@@ -49,17 +49,15 @@ class LossScaleConfig:
 
     def __post_init__(self) -> None:
         if self.init_scale < 0:
-            raise ConfigError(
-                f"init_scale: must not be negative, got {self.init_scale}; 0 chooses by the number of parameters"
-            )
+            text = f"init_scale: must not be negative, got {self.init_scale}"
+            raise ConfigError(f"{text}; 0 chooses by the number of parameters")
         if self.growth_factor <= 1:
             raise ConfigError(f"growth_factor: must be above 1, got {self.growth_factor}; 2 is usual, 8 grows faster")
         if not 0 < self.backoff_factor < 1:
             raise ConfigError(f"backoff_factor: must be between 0 and 1, got {self.backoff_factor}; 0.5 is usual")
         if self.growth_interval < 1:
-            raise ConfigError(
-                f"growth_interval: must be at least 1 update, got {self.growth_interval}; 1000 or 2000 is usual"
-            )
+            text = f"growth_interval: must be at least 1 update, got {self.growth_interval}"
+            raise ConfigError(f"{text}; 1000 or 2000 is usual")
         if not 0 < self.min_scale <= self.max_scale:
             raise ConfigError(
                 f"min_scale: must be above 0 and at most max_scale ({self.max_scale:g}), got {self.min_scale}"
@@ -70,9 +68,8 @@ class LossScaleConfig:
                 f"{self.init_scale}"
             )
         if not 0 <= self.max_underflow_fraction < 1:
-            raise ConfigError(
-                f"max_underflow_fraction: must be in [0, 1), got {self.max_underflow_fraction}; 0.01 is usual"
-            )
+            text = f"max_underflow_fraction: must be in [0, 1), got {self.max_underflow_fraction}"
+            raise ConfigError(f"{text}; 0.01 is usual")
         if self.per_layer and not self.dynamic:
             raise ConfigError("per_layer: adjusts scales to overflows, which requires dynamic; set dynamic to true")
         # A block's scale and the common one must differ by a factor that loses no bit.

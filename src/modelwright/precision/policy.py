@@ -153,9 +153,8 @@ class PrecisionConfig:
     def format_of(self, kind: Kind) -> Format:
         """The format of a kind of layer. Raises `ConfigError` while the policy is `auto`."""
         if self.policy == "auto":
-            raise ConfigError(
-                "policy: 'auto' is not resolved yet; resolve it from measured rates or set fp32 or bf16_mixed"
-            )
+            text = "policy: 'auto' is not resolved yet"
+            raise ConfigError(f"{text}; resolve it from measured rates or set fp32 or bf16_mixed")
         return getattr(self.overrides, kind) or POLICIES[self.policy][KINDS.index(kind)]
 
     @property

@@ -41,9 +41,8 @@ class QuantizationAwareConfig:
         if self.start_step < 0:
             raise ConfigError(f"start_step: must not be negative, got {self.start_step}; 0 rounds from the first step")
         if self.has_observers and not self.start_step:
-            raise ConfigError(
-                f"start_step: activations {self.activations} are observed in the steps before it; set it to 1 or more"
-            )
+            text = f"start_step: activations {self.activations} are observed in the steps before it"
+            raise ConfigError(f"{text}; set it to 1 or more")
 
     @property
     def has_observers(self) -> bool:
@@ -106,9 +105,8 @@ class FakeQuantization:
             self.config.weights.check(name, projection.in_features)
             self.ranges[name] = Range()
         if self.config.learned_steps and MODULE not in self.model.heads:
-            raise ConfigError(
-                "learned_steps: the model lacks steps to learn; train it with the objective `WithStepSizes`"
-            )
+            text = "learned_steps: the model lacks steps to learn"
+            raise ConfigError(f"{text}; train it with the objective `WithStepSizes`")
 
     def wrap(self, name: str, product: Product) -> Product:
         """Wraps a product so that it rounds its factors, for `ModelPrecision.quantize`."""

@@ -51,9 +51,8 @@ def build_reward(
     for name, options in terms.items():
         place = f"{path}.{name}"
         if not isinstance(options, Mapping):
-            raise ConfigError(
-                f"{place}: expected the options of the reward, got {options!r}; write {{}} for the defaults"
-            )
+            text = f"{place}: expected the options of the reward, got {options!r}"
+            raise ConfigError(f"{text}; write {{}} for the defaults")
         weight, kind = options.get("weight", 1.0), options.get("kind", name)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise ConfigError(f"{place}.weight: must be a finite number, got {weight!r}")

@@ -55,9 +55,8 @@ class CleanConfig:
             one = {entry: {}} if isinstance(entry, str) and re.fullmatch(r"[\w-]+", entry) else entry
             if isinstance(one, dict):
                 if len(one) != 1:
-                    raise ConfigError(
-                        f"steps: {one} has {len(one)} names; write an entry {{NAME: {{SETTINGS}}}} for each"
-                    )
+                    text = f"steps: {one} has {len(one)} names"
+                    raise ConfigError(f"{text}; write an entry {{NAME: {{SETTINGS}}}} for each")
                 # With all settings written out, cleaned data does not change with the defaults of another package.
                 one = {name: dump(settings) for name, (_, settings) in _named(one).items()}
             steps.append(one)

@@ -142,9 +142,8 @@ class _IndexFile:
     def _read(self, name: str, first: int, last: int) -> NDArray[Any]:
         dtype, start, _ = self._tensors[name]
         if not 0 <= first <= last <= self._len(name):
-            raise ArtifactError(
-                f"{self._path}: is damaged ({name} ends before value {last}); remove it, or restore a copy"
-            )
+            text = f"{self._path}: is damaged ({name} ends before value {last})"
+            raise ArtifactError(f"{text}; remove it, or restore a copy")
         return self.file.read(dtype, first, last, offset=self._begin + start)
 
 
