@@ -163,7 +163,7 @@ def _in_folder(folder: str, function: Callable[[Any], Any], item: Any) -> Any:
 
 
 def _connected(num_workers: int) -> Any:
-    # Set before the import, which reads them: no usage reports, and tasks without a GPU still see the accelerators.
+    # Set before Ray starts: no usage reports, and tasks that ask for no GPU still see the accelerators.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:

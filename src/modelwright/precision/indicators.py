@@ -181,7 +181,7 @@ class Observer:
     last: tuple[weakref.ref[Tensor], Mapping[Format, float]] | None = None
 
     def watched(self, name: str, product: Product) -> Product:
-        """Wraps a product so that it is observed."""
+        """Wraps a product with an observation of its input and its output's gradient."""
         part = part_of(name)
 
         def multiply(x: Tensor, weight: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class PatternConfig:
     pattern: str
     """The expression, in the syntax of Python's `re`; `(?s)` at the beginning lets a dot match line breaks."""
     match: Literal["full", "search"] = "full"
-    """Part of the answer that has to match: all of it (full), or any part (search)."""
+    """Part of the answer that has to match: all of it (`full`), or any part (`search`)."""
 
     def __post_init__(self) -> None:
         compile_pattern(self.pattern)

@@ -124,7 +124,7 @@ class _Run:
     def read(
         self, documents: Iterator[Document], shard_documents: int, facts: Callable[[], Mapping[str, Any]]
     ) -> _Read:
-        """Reads the documents; each shard goes through the first phase as soon as it is read."""
+        """Reads the documents; each shard goes through the first phase right after it was read."""
         marker = self.work / "read.json"
         if marker.exists():
             read = _Read(**json.loads(marker.read_text()))

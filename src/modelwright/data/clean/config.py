@@ -42,8 +42,8 @@ class CleanConfig:
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     engine: Literal["local", "ray"] = "local"
-    """Engine that processes shards: processes of this machine (local), or Ray (ray), on this machine or on the cluster
-    at `RAY_ADDRESS`. The result does not depend on it."""
+    """Engine that processes shards: `local` uses processes of this machine, `ray` uses Ray, on this machine or on the
+    cluster at `RAY_ADDRESS`. The result does not depend on it."""
     num_workers: int = 0
     """Number of processes that clean; 0 uses every core. The result does not depend on it."""
 

@@ -86,7 +86,7 @@ _ASCII_DIGITS = [code for code, char in enumerate(_ASCII) if _DIGIT.match(char)]
 _ASCII_SYMBOLS = [code for code, char in enumerate(_ASCII) if _SYMBOL.match(char)]
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _MAX_NGRAM = 4
-# zlib's cost grows with the text, while its ratio hardly changes after the first 20,000 characters.
+# zlib looks back 32 KiB at most: more text would take time and tell little more.
 _COMPRESSED_CHARS = 20_000
 MIN_LINES = 8
 """Repeated lines and lines of data are not judged in shorter documents."""
