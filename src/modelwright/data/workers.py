@@ -38,6 +38,7 @@ class ShardEngine(Protocol):
         """Yields `function` of each item as results become available, in any order. Functions and items are pickled;
         items are taken from an iterator as they are needed.
         """
+        ...
 
 
 def in_order(engine: ShardEngine, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:

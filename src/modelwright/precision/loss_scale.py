@@ -89,6 +89,7 @@ class LossScaler(Protocol):
 
     def unscale(self, gradients: list[Tensor]) -> None:
         """Removes the scale in place."""
+        ...
 
 
 class NoLossScaler:

@@ -56,7 +56,7 @@ def build_reward(
         weight, kind = options.get("weight", 1.0), options.get("kind", name)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise ConfigError(f"{place}.weight: must be a finite number, got {weight!r}")
-        known = kinds
+        known: Mapping[str, type[RewardConfig]] = kinds
         if kind not in known:  # only then, because reading the metadata of all installed packages takes milliseconds
             known = {**kinds, **installed(GROUP, type, taken=tuple(kinds))}
         if kind in EXTRAS and kind not in known:

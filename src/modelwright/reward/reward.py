@@ -47,9 +47,11 @@ class Reward(Protocol):
     @property
     def name(self) -> str:
         """The name in metrics, unique among the terms of a sum."""
+        ...
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """Returns one score for each sample, in order. An exception fails all samples of the call."""
+        ...
 
 
 class RewardConfig(Protocol):
@@ -57,6 +59,7 @@ class RewardConfig(Protocol):
 
     def build(self, name: str) -> Reward:
         """Builds the reward. Raises `ConfigError` if it cannot work on this machine."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -316,7 +316,7 @@ def _bounds(dropped: NDArray[np.bool_]) -> tuple[float, float]:
 
 
 def _with_model(
-    cascade: Cascade, texts: Sequence[str], is_noise: NDArray[np.bool_], p: NDArray[np.float64],
+    cascade: Cascade, texts: list[str], is_noise: NDArray[np.bool_], p: NDArray[np.float64],
     train: NDArray[np.int64], test: NDArray[np.int64], config: NoiseConfig,
 ) -> tuple[Cascade, NDArray[np.float64]]:  # fmt: skip
     """Adds the second model to the cascade, calibrated (Platt scaling) on uncertain samples or on all if these are few;

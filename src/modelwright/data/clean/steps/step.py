@@ -83,11 +83,13 @@ class Step(Protocol):
     @property
     def name(self) -> str:
         """The key of the step in the report."""
+        ...
 
     def __call__(self, document: Document) -> Document | Drop:
         """Returns the document, a changed copy of it, or the reason to drop it. Nothing is changed in place: a document
         that is returned unchanged is written as it was read.
         """
+        ...
 
 
 @runtime_checkable
@@ -103,6 +105,7 @@ class CountingStep(Protocol):
 
     def take_counts(self) -> Mapping[str, Mapping[str, int]]:
         """The counters since the last call, by field of `CleanReport`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,15 +125,18 @@ class CorpusStep(Protocol):
     @property
     def name(self) -> str:
         """The key of the step in the report."""
+        ...
 
     def measure(self, documents: Sequence[Document], columns: Columns) -> Columns:
         """Measures a shard of N documents, in worker processes; the columns are stored.
 
         columns: `kind` and `split` (1 for held out), and those that the corpus steps before this one measured.
         """
+        ...
 
     def decide(self, corpus: MeasuredCorpus) -> Decisions:
         """Decides about the documents that are `alive`, in one process."""
+        ...
 
 
 @dataclass(frozen=True)
