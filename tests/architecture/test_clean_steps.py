@@ -129,7 +129,7 @@ def test_any_list_of_steps_runs(tmp_path: Path) -> None:
             r"has no NoTable; did you mean 'NoTables'\? \(it has NoTables, Few",
         ),
         (f"{OWN}:NeedsSettings", "NeedsSettings cannot be made without arguments.*give its fields defaults"),
-        (f"{OWN}:class_that_is_a_number", "is no step"),
+        (f"{OWN}:class_that_is_a_number", "is not a step"),
     ],
 )
 def test_a_step_that_cannot_be_loaded_is_one_clear_error(reference: str, problem: str) -> None:

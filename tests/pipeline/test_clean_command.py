@@ -84,7 +84,7 @@ def test_the_result(undisturbed: Path, source: Path, capsys: pytest.CaptureFixtu
     assert main(["clean", "--out", str(out), "--explain", f"{source}:1"]) == 0
     assert "result    kept" in capsys.readouterr().out
     assert main(["clean", "--out", str(out), "--explain", "documents:1"]) == 2
-    assert f"has no document 'documents:1'; did you mean '{source}:" in capsys.readouterr().err
+    assert f"document 'documents:1' not found; did you mean '{source}:" in capsys.readouterr().err
 
 
 MOMENTS = ("work", "00000.measured0.npz", "00002.measured0.json", "read.json", "decided0.json", "00001.written.json")

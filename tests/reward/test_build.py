@@ -65,7 +65,7 @@ def test_a_kind_from_outside_in_a_weighted_sum() -> None:
         ({"format": {"kind": "pattern", "pattern": "["}}, r"rewards.format.pattern: '\[' is not a regular"),
         ({"json": {"schema": "/nowhere.json"}}, "rewards.json.schema: /nowhere.json cannot be read"),
         ({"function": {"path": "x"}}, "rewards.function.path: 'x' does not have the form file.py:function"),
-        ({"function": {"path": "x.py:f"}}, "rewards.function.path: there is no file 'x.py'"),
+        ({"function": {"path": "x.py:f"}}, "rewards.function.path: the file 'x.py' does not exist"),
     ],
 )
 def test_settings_that_cannot_work(terms: dict[str, object], message: str) -> None:
@@ -75,7 +75,7 @@ def test_settings_that_cannot_work(terms: dict[str, object], message: str) -> No
 
 def test_a_kind_of_a_package_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelwright.reward.build.installed", lambda group, kind, taken: {})
-    message = r"^ppo.rewards.mine.kind: 'code' is in a package of its own: pip install 'modelwright\[sandbox\]'$"
+    message = r"^ppo.rewards.mine.kind: 'code' is in a separate package: pip install 'modelwright\[sandbox\]'$"
     with pytest.raises(ConfigError, match=message):
         build_reward({"length": {"max_len": 1}, "mine": {"kind": "code"}}, path="ppo.rewards")
 
@@ -135,7 +135,7 @@ def test_a_request_to_stop_is_no_failure(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (USER_REWARDS, r"has no function 'reward' \(it has: by_answer, stops\)"),
+        (USER_REWARDS, r"does not define the function 'reward' \(it has: by_answer, stops\)"),
         ("import nothing_like_this", r"cannot be imported \(.*mine.py:1: ModuleNotFoundError: No module"),
         ("def reward(:", r"cannot be imported \(line 1: "),
         ("raise SystemExit(3)", r"cannot be imported \(.*mine.py:1: SystemExit: 3"),

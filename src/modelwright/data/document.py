@@ -45,7 +45,7 @@ class Document:
 
     @property
     def has_turns(self) -> bool:
-        """Whether it has a conversation."""
+        """True if the document has a conversation."""
         return "messages" in self.meta or {"question", "answer"} <= self.meta.keys()
 
     @property
@@ -63,17 +63,17 @@ class Document:
 
     @property
     def rejected(self) -> list[Message]:
-        """The turns of the rejected answer of a preference pair; [] for other documents."""
+        """The turns of the rejected answer of a preference pair; empty for other documents."""
         return list(self.meta.get("rejected", ()))
 
     @property
     def prompt_turns(self) -> int:
-        """The number of turns that the answer of a preference follows."""
+        """Number of turns before the answer of a preference."""
         return int(self.meta.get("prompt_turns", len(self.messages) - 1))
 
     @property
     def identity(self) -> str:
-        """The text by which it is the same as another; for an image, with the image."""
+        """Key by which documents are equal: the text; for an image, its caption and its data."""
         return f"{self.text}\n{self.split_key}" if self.kind == "image" else self.text
 
     @property
@@ -83,14 +83,12 @@ class Document:
 
     @property
     def is_undesirable(self) -> bool:
-        """Whether it is a single answer that nobody should learn to give."""
+        """True for a single answer that the model should not learn to give."""
         return not self.meta.get("desirable", True)
 
     @property
     def body(self) -> str:
-        """The part that identifies the document: the text, or the answers of a "qa" document, the rejected one
-        included, without the title.
-        """
+        """The identifying part, without the title: the text, or for "qa" the answers, the rejected one included."""
         title = self.meta.get("title", "")
         if self.kind == "qa":
             answers = [turn for turn in (*self.messages, *self.rejected) if turn["role"] == "assistant"]
@@ -111,11 +109,11 @@ class Document:
         return replace(self, text=change(self.text), meta=meta)
 
     def to_json(self) -> str:
-        """One JSON line, without the line end; `from_json` reads it back."""
+        """Serializes to one JSON line, without the line end; `from_json` reads it back."""
         return json.dumps(self.plain(), ensure_ascii=False)
 
     def plain(self) -> dict[str, Any]:
-        """The fields as plain data; an open split is left out, because whoever reads the record decides it."""
+        """The fields as plain data. An open split is omitted: the run that reads the record decides it."""
         fields = vars(self) | {"meta": dict(self.meta)}
         return {name: value for name, value in fields.items() if (name, value) != ("split", "open")}
 
@@ -130,13 +128,17 @@ class Document:
 
 
 def says_something(turn: Message) -> bool:
-    """Whether a turn has text or calls tools."""
+    """True if a turn has text or calls tools."""
     return bool(turn["content"].strip() or turn.get("tool_calls"))
 
 
 def join_turns(messages: Sequence[Message]) -> str:
     """The text of a conversation: contents, and calls of tools as lines of JSON."""
-    return "\n\n".join(_said(turn) for turn in messages)
+    texts: list[str] = []
+    for turn in messages:
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())]
+        texts.append("\n".join([*([turn["content"]] if turn["content"] or not calls else []), *calls]))
+    return "\n\n".join(texts)
 
 
 def map_turn(turn: Message, change: Callable[[str], str]) -> Message:
@@ -150,20 +152,8 @@ def map_turn(turn: Message, change: Callable[[str], str]) -> Message:
     return changed
 
 
-def turn_texts(turn: Message) -> Iterator[str]:
-    """The texts that `map_turn` changes."""
-    texts: list[str] = []
-    map_turn(turn, lambda text: texts.append(text) or text)
-    yield from texts
-
-
-def _said(turn: Message) -> str:
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())]
-    return "\n".join([*([turn["content"]] if turn["content"] or not calls else []), *calls])
-
-
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with its texts changed, but not the keys of its objects."""
+    """Returns a JSON value with its texts changed, but not the keys of its objects."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -181,7 +171,7 @@ class Unsplit:
 
 
 def with_splits(documents: Iterator[Document | Unsplit], fraction: float, rest: Split) -> Iterator[Document]:
-    """Decide the open splits by a hash, so that equal texts, and all captions of one image, get the same split.
+    """Decides the open splits by a hash, so that equal texts, and all captions of one image, get the same split.
 
     If a kind has two or more documents, at least one is held out: until the first one is, the document with the
     smallest hash is retained.
@@ -196,6 +186,7 @@ def with_splits(documents: Iterator[Document | Unsplit], fraction: float, rest: 
             yield result
             continue
         document = replace(result.document, split=rest)
+        # A hash instead of a random draw: the split of a text survives a new order and new neighbors.
         place = derive_seed(0, "heldout", document.split_key) / 2**63 if fraction else 1.0
         if place < fraction:
             with_heldout.add(document.kind)

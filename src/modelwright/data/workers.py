@@ -1,8 +1,7 @@
 """Runs one function on many items: in this process, in several, or as tasks of Ray on one machine or a cluster.
 
-Local processes survive the loss of one. With Ray, plain tasks are used rather than operators of Ray Data: shards are
-read while others are measured, and a task returns only a few counters, because its documents stay in the working
-folder.
+Local processes survive the loss of one. Ray runs plain tasks instead of operators of Ray Data: shards are read while
+others are measured, and a task returns only a few counters, because its documents stay in the working folder.
 """
 
 import logging
@@ -14,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from multiprocessing.connection import wait as wait_for
@@ -22,26 +22,27 @@ from typing import Any, Protocol
 from modelwright.core.errors import ConfigError, ModelwrightError
 
 _MOST_BREAKS = 3
+# Two a worker: the next item is there when one is done, and few items wait in memory.
 _QUEUED_PER_WORKER = 2
+# With fewer items, starting processes takes longer than the work.
 _FEWEST_ITEMS = 4
-"""With fewer, starting processes takes longer than the work."""
 _CONNECT_SECONDS = 5.0
 _QUEUED_PER_CORE = 2
 _MOST_TRIES = 3
 
 
 class ShardEngine(Protocol):
-    """Where the work on shards is done."""
+    """Runs the work on shards."""
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        """`function` of each item, as results become available, in any order. Functions and items are pickled; items
-        are taken from an iterator as they are needed.
+        """Yields `function` of each item as results become available, in any order. Functions and items are pickled;
+        items are taken from an iterator as they are needed.
         """
         ...
 
 
 def in_order(engine: ShardEngine, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-    """`function` of each item, in the order of the items; results that come early wait."""
+    """Yields `function` of each item, in the order of the items; results that come early wait."""
     waiting: dict[int, Any] = {}
     following = 0
     for number, result in engine.map(partial(_numbered, function), enumerate(items)):
@@ -56,26 +57,26 @@ def _numbered(function: Callable[[Any], Any], item: tuple[int, Any]) -> tuple[in
 
 
 class InProcess:
-    """All work in this process."""
+    """Runs all work in this process."""
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         return map(function, items)
 
 
+@dataclass(frozen=True)
 class LocalProcesses:
-    """Work in `num_workers` processes of this machine, or in this one where there are few items.
+    """Runs work in `num_workers` processes of this machine, or in this one for few items.
 
     An item whose process is killed is tried again in a new one. Raises `ModelwrightError` if that happens repeatedly,
     as when the machine has too little memory.
     """
 
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
+    num_workers: int
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        left = iter(items)
-        first = list(islice(left, _FEWEST_ITEMS))
-        left = chain(first, left)
+        items = iter(items)
+        first = list(islice(items, _FEWEST_ITEMS))
+        left = chain(first, items)
         is_daemon = multiprocessing.current_process().daemon  # Python lets such a process have no children
         if self.num_workers == 1 or len(first) < _FEWEST_ITEMS or is_daemon:
             yield from map(function, left)
@@ -94,9 +95,7 @@ class LocalProcesses:
     def _attempt(
         self, function: Callable[[Any], Any], left: Iterator[tuple[int, Any]], unfinished: dict[int, Any]
     ) -> Iterator[Any]:
-        """Results of the unfinished items, and of those that are left. unfinished: by number, kept up to date, so that
-        the next attempt can go on.
-        """
+        """Yields results of unfinished and left items. unfinished: by number, kept up to date for another try."""
         context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of PyTorch hold
         pool = ProcessPoolExecutor(self.num_workers, context, initializer=follow_parent)
         try:
@@ -116,7 +115,7 @@ class LocalProcesses:
 
 
 def follow_parent() -> None:
-    """Leave Ctrl-C to the parent, and exit when it is gone, even if it was killed."""
+    """Leaves Ctrl-C to the parent, and exits with it, even if it was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -128,16 +127,16 @@ def follow_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+@dataclass(frozen=True)
 class RayTasks:
-    """Work in the tasks of Ray.
+    """Runs work in the tasks of Ray.
 
     Connects to the cluster at `RAY_ADDRESS`, otherwise starts Ray on this machine with `num_workers` cores. All nodes
     must see the current folder and the working folder under the same paths, as on a shared file system. A task whose
     worker is killed is run again by Ray. Raises `ConfigError` if Ray is not installed or the cluster cannot be reached.
     """
 
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
+    num_workers: int
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         ray = _connected(self.num_workers)
@@ -165,6 +164,7 @@ def _in_folder(folder: str, function: Callable[[Any], Any], item: Any) -> Any:
 
 
 def _connected(num_workers: int) -> Any:
+    # Set before Ray starts: no usage reports, and tasks that ask for no GPU still see the accelerators.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
@@ -175,7 +175,14 @@ def _connected(num_workers: int) -> Any:
         raise ConfigError(f"{text}; pip install 'modelwright[ray]', or use engine local") from None
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS")
-        _check_reachable(address)
+        # Ray itself tries for minutes to reach a cluster that does not answer; "auto" and "local" have no port.
+        host, separator, port = (address or "").removeprefix("ray://").rpartition(":")
+        if separator and port.isdecimal():
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+            except (OSError, OverflowError) as error:
+                text = f"RAY_ADDRESS: no Ray cluster at {address} ({error})"
+                raise ConfigError(f"{text}; start one with `ray start --head`, or unset RAY_ADDRESS") from None
         local = {} if address else {"num_cpus": num_workers, "include_dashboard": False}
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
@@ -183,15 +190,3 @@ def _connected(num_workers: int) -> Any:
             text = f"RAY_ADDRESS: no Ray cluster at {address}" if address else "Ray could not start on this machine"
             raise ConfigError(f"{text} ({error}); clean.engine local needs none") from None
     return ray
-
-
-def _check_reachable(address: str | None) -> None:
-    """Ray itself tries for minutes before it says that nobody answers."""
-    host, separator, port = (address or "").removeprefix("ray://").rpartition(":")
-    if not separator or not port.isdecimal():
-        return  # "auto", "local" or nothing
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        text = f"RAY_ADDRESS: no Ray cluster at {address} ({error})"
-        raise ConfigError(f"{text}; start one with `ray start --head`, or unset RAY_ADDRESS") from None

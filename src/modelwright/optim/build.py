@@ -28,7 +28,7 @@ class MultiOptimizer(Optimizer):
         self.state = _Joined(self.parts)  # pyright: ignore[reportAttributeAccessIssue]
 
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of all parameters that have gradients."""
+        """Updates all parameters that have gradients."""
         for part in self.parts:
             part.step()
 
@@ -59,8 +59,8 @@ OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16_states", "lion", "muo
 matrices of the blocks, with AdamW's rate (the factor of Liu et al. 2025), and AdamW for all else; plain SGD, without
 momentum, which federated averaging is defined with.
 
-What was published as DeepSeekAdam is `adamw` with `weight_decay_schedule.grad_norm_threshold` 5: FP32 weights and
-states, and updates that are skipped on overflow, every run has anyway."""
+The published DeepSeekAdam is `adamw` with `weight_decay_schedule.grad_norm_threshold` 5: every run has its FP32 weights
+and states, and skips updates on overflow."""
 
 
 def build_optimizer(
@@ -73,7 +73,7 @@ def build_optimizer(
     weight_decay: float,
     offload: bool = False,
 ) -> Optimizer:
-    """An optimizer over the trainable parameters in the order of their names.
+    """Builds an optimizer over the trainable parameters in the order of their names.
 
     Parameters of two and more dimensions decay; norms and biases do not. offload: the host updates, and holds AdamW's
     states. Raises `ConfigError` for Muon on sharded matrices.
@@ -98,13 +98,11 @@ def build_optimizer(
         case "muon":
             matrices = [p for name, p in named if p.dim() == 2 and name.startswith("blocks.")]
             if any(isinstance(p, DTensor) for p in matrices):
-                raise ConfigError(
-                    "optimizer: muon needs whole matrices on every process; use adamw if parallel.tensor or "
-                    "parallel.zero_stage shards them"
-                )
+                text = "optimizer: muon needs whole matrices on every process"
+                raise ConfigError(f"{text}; use adamw if parallel.tensor or parallel.zero_stage shards them")
             others = _groups([p for _, p in named if all(p is not matrix for matrix in matrices)], weight_decay)
             parts: list[Optimizer] = [AdamW(others, **adam, fused=True)] if others else []
-            if matrices:  # a pipeline's stage may hold no block
+            if matrices:  # a pipeline's stage may not hold a block
                 parts.append(Muon(matrices, lr=learning_rate, weight_decay=weight_decay))
             return MultiOptimizer(parts)
 

@@ -24,7 +24,7 @@ class AdaptiveClipConfig:
     """`percentile`: that percentile of recent norms (AutoClip, Seetharaman et al. 2020); `zscore`: their mean plus
     some standard deviations; `none`: always `max_grad_norm`."""
     window_steps: int = constant(100)
-    """Updates whose norms are remembered."""
+    """Number of updates whose norms are remembered."""
     percentile: float = constant(90.0)
     """Percentile that `percentile` clips at."""
     num_stddev: float = constant(2.0)
@@ -39,11 +39,12 @@ class AdaptiveClipConfig:
             raise ConfigError(f"num_stddev: must be above 0, got {self.num_stddev}; 2 is usual")
 
     def features(self) -> list[Feature]:
-        """What adaptive clipping needs of a run."""
+        """Requirements of adaptive clipping on a run."""
         return [feature("kind", self.kind, needs=[WHOLE_GRADIENTS])] if self.kind != "none" else []
 
     def limit(self, norms: Sequence[float], floor: float) -> float:
         """The largest norm that passes unclipped, after these norms (oldest first)."""
+        # A percentile or a deviation of a few norms is mostly noise.
         if self.kind == "none" or len(norms) < self.window_steps / 3:
             return floor
         recent = norms[-self.window_steps :]
@@ -53,15 +54,14 @@ class AdaptiveClipConfig:
 
 
 def scale_to_norm(gradients: list[Tensor], norm: float, max_norm: float) -> None:
-    """Scale in place so that the global norm `norm` becomes at most `max_norm` (Pascanu et al. 2013)."""
+    """Scales in place so that the global norm `norm` becomes at most `max_norm` (Pascanu et al. 2013)."""
+    # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
     if norm > max_norm:
         torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))  # pyright: ignore
 
 
 def clip_naive(gradients: list[Tensor], max_norm: float) -> float:
-    """The definition, step by step: the reference for `ops.total_norm` and `scale_to_norm`. Returns the norm before
-    scaling.
-    """
+    """Clips by the definition, as reference for `ops.total_norm` and `scale_to_norm`; returns the norm before."""
     norm = sum(float((gradient.double() ** 2).sum()) for gradient in gradients) ** 0.5
     for gradient in gradients:
         gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))

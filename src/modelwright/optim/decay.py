@@ -9,12 +9,10 @@ from modelwright.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDecayScheduleConfig:
-    """Lower weight decay while gradients are large, as published for DeepSeekAdam (0.01, and 0.001 above a norm of
-    5)."""
+    """Lower weight decay while gradients are large, as published for DeepSeekAdam (0.01; 0.001 above a norm of 5)."""
 
     grad_norm_threshold: float = 0.0
-    """Gradient norm, before clipping, above which weight decay is lowered; 0 never lowers it. 5 is the published
-    value."""
+    """Gradient norm, before clipping, above which weight decay is lowered (published: 5); 0 never lowers it."""
     factor: float = field(default=0.1, metadata=only_for("grad_norm_threshold"))
     """Factor on the weight decay while it is lowered."""
     release_fraction: float = constant(0.8)
@@ -23,22 +21,20 @@ class WeightDecayScheduleConfig:
 
     def __post_init__(self) -> None:
         if self.grad_norm_threshold < 0:
-            raise ConfigError(
-                f"grad_norm_threshold: must not be negative, got {self.grad_norm_threshold}; 0 disables the schedule"
-            )
+            text = f"grad_norm_threshold: must not be negative, got {self.grad_norm_threshold}"
+            raise ConfigError(f"{text}; 0 disables the schedule")
         if not 0.0 <= self.factor <= 1.0:
             raise ConfigError(f"factor: must be in [0, 1], got {self.factor}; 0.1 is the published ratio")
         if not 0.0 < self.release_fraction <= 1.0:
-            raise ConfigError(
-                f"release_fraction: must be above 0 and at most 1, got {self.release_fraction}; 1 disables hysteresis"
-            )
+            text = f"release_fraction: must be above 0 and at most 1, got {self.release_fraction}"
+            raise ConfigError(f"{text}; 1 disables hysteresis")
 
     def features(self) -> list[Feature]:
-        """What the schedule needs of a run."""
+        """Requirements of the schedule on a run."""
         return [feature("grad_norm_threshold", needs=[WHOLE_GRADIENTS])] if self.grad_norm_threshold else []
 
     def is_low(self, norm: float, was_low: bool) -> bool:
-        """Whether decay is lowered at an update with this gradient norm."""
+        """True if decay is lowered at an update with this gradient norm."""
         if not self.grad_norm_threshold:
             return False
         return norm > self.grad_norm_threshold * (self.release_fraction if was_low else 1.0)

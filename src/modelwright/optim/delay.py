@@ -15,7 +15,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def compensate(gradients: Sequence[Tensor], now: Sequence[Tensor], then: Sequence[Tensor], *, strength: float) -> None:
-    """g += strength * g * g * (now - then), in place. then: the weights at which the gradients were computed."""
+    """Computes g += strength * g * g * (now - then) in place. then: weights at which the gradients were computed."""
     change = torch._foreach_sub(list(now), list(then))  # pyright: ignore
     torch._foreach_mul_(change, list(gradients))  # pyright: ignore
     torch._foreach_mul_(change, list(gradients))  # pyright: ignore
@@ -26,6 +26,6 @@ def compensate(gradients: Sequence[Tensor], now: Sequence[Tensor], then: Sequenc
 def compensate_naive(
     gradients: Sequence[Tensor], now: Sequence[Tensor], then: Sequence[Tensor], *, strength: float
 ) -> None:
-    """The formula, tensor by tensor: the reference for `compensate`."""
+    """Applies the formula tensor by tensor: the reference for `compensate`."""
     for gradient, here, there in zip(gradients, now, then, strict=True):
         gradient.copy_(gradient + strength * gradient * gradient * (here - there))

@@ -14,14 +14,14 @@ from modelwright.ops.dtensor import local
 
 
 class Lion(Optimizer):
-    """Lion with the `Optimizer` interface. betas: of the interpolation that is applied, and of the stored momentum."""
+    """Lion with the `Optimizer` interface. betas: of the applied interpolation, and of the stored momentum."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], *, lr: float, betas: tuple[float, float]) -> None:
         super().__init__([{**group} for group in groups], {"lr": lr, "betas": betas, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of all parameters that have gradients."""
+        """Updates all parameters that have gradients."""
         for group in self.param_groups:
             changed = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not changed:
@@ -33,6 +33,7 @@ class Lion(Optimizer):
             gradients = [local(parameter.grad) for parameter in changed]
             momenta = [local(self.state[parameter]["exp_avg"]) for parameter in changed]
             applied, kept = group["betas"]
+            # The applied move is made of the old momentum; the stored one is updated last, with another beta.
             moves = torch._foreach_lerp(momenta, gradients, 1 - applied)  # pyright: ignore
             torch._foreach_sign_(moves)  # pyright: ignore
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])  # pyright: ignore

@@ -35,11 +35,12 @@ class Packed:
 
 
 class ScaleBlocks:
-    """Which elements of this rank's part of a parameter share a scale: `BLOCK` consecutive ones of the whole parameter.
+    """Groups the elements of this rank's part of a parameter that share a scale: `BLOCK` consecutive ones of the whole
+    parameter.
 
-    Where every part has whole blocks, codes are [blocks, BLOCK], zero-padded, and scales [blocks, 1]. Where some are
-    cut, codes are flat, scales are those of all blocks from this rank's first to its last, and their maxima are taken
-    over the ranks that have the rest.
+    If every part has whole blocks, codes are [blocks, BLOCK], zero-padded, and scales [blocks, 1]. If some are cut,
+    codes are flat, scales are those of all blocks from this rank's first to its last, and their maxima are taken over
+    the ranks that have the rest.
     """
 
     def __init__(self, sharded: Tensor, *, are_cut: bool = False) -> None:
@@ -61,6 +62,7 @@ class ScaleBlocks:
         if not self.are_cut:
             return arranged.amax(dim=1, keepdim=True)
         largest = arranged.new_zeros(self._num).scatter_reduce_(0, self._block_of, arranged, "amax")
+        # A copy: a slice would keep the scales of the whole parameter in memory.
         return max_over_shards(largest, self.sharded)[self._first : self._end].clone()
 
     def spread(self, scales: Tensor) -> Tensor:
@@ -71,27 +73,8 @@ class ScaleBlocks:
         return arranged.view(-1)[: shape.numel()].view(shape)
 
 
-def cuts_blocks(sharded: Tensor) -> bool:
-    """Whether the layout cuts a block on any rank. Called on all ranks that hold a part."""
-    view = view_of("", sharded)
-    is_cut = False
-    divided = [dim for dim, part in enumerate(view.index) if part.stop - part.start < view.full_shape[dim]]
-    if divided:
-        # Consecutive elements of the part run over the last divided dimension and those behind it.
-        dim = divided[-1]
-        inner, part = math.prod(view.full_shape[dim + 1 :]), view.index[dim]
-        first, last, full = part.start * inner, part.stop * inner, view.full_shape[dim] * inner
-        ends_whole = last % BLOCK == 0 or (dim == 0 and last == full)
-        is_cut = first < last and not (first % BLOCK == 0 and ends_whole and (dim == 0 or full % BLOCK == 0))
-    if not isinstance(sharded, DTensor):
-        return is_cut
-    return bool(max_over_shards(torch.tensor(float(is_cut), device=view.tensor.device), sharded))
-
-
 def pack_signed(values: Tensor, blocks: ScaleBlocks) -> Packed:
-    """int8: the sign and the square root of the magnitude in 127 levels relative to the block's largest, fine near
-    zero.
-    """
+    """Packs to int8: sign and square root of the magnitude in 127 levels of the block's largest, fine near zero."""
     arranged = blocks.arrange(values)
     scales = blocks.maxima(arranged.abs())
     parts = (arranged.abs() / blocks.spread(scales).clamp(min=torch.finfo(torch.float32).tiny)).sqrt_()
@@ -105,9 +88,7 @@ def unpack_signed(packed: Packed, shape: torch.Size, blocks: ScaleBlocks) -> Ten
 
 
 def pack_square(values: Tensor, blocks: ScaleBlocks) -> Packed:
-    """uint8: the fourth root in 255 levels relative to the block's largest; positive values stay positive, because they
-    are divisors.
-    """
+    """Packs to uint8: the fourth root in 255 levels of the block's largest; positive values, as divisors, stay so."""
     arranged = blocks.arrange(values)
     scales = blocks.maxima(arranged)
     parts = (arranged / blocks.spread(scales).clamp(min=torch.finfo(torch.float32).tiny)).sqrt_().sqrt_()
@@ -122,8 +103,8 @@ def unpack_square(packed: Packed, shape: torch.Size, blocks: ScaleBlocks) -> Ten
 
 
 def random_16_bits(view: TensorView, seed: int) -> Tensor:
-    """For each element of a part a number below 2^16, int32, that depends on its position in the whole tensor and on
-    the seed alone: MurmurHash3's finalizer (Appleby 2011) of both. Products wrap around, as in the original.
+    """Draws for each element of a part a number below 2^16, int32, that depends only on its position in the whole
+    tensor and on the seed: MurmurHash3's finalizer (Appleby 2011) of both. Products wrap around, as in the original.
     """
     bits = view.positions(torch.int32).mul_(_signed(0x9E3779B1)).add_(_signed(seed & 0xFFFFFFFF))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
@@ -138,9 +119,10 @@ def _signed(value: int) -> int:
 
 
 def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
-    """BF16, rounded up or down with probabilities that preserve the mean; values that BF16 can represent are
+    """Rounds to BF16, up or down with probabilities that preserve the mean; values that BF16 can represent are
     unchanged. noise: 16 random bits for each value, int32.
     """
+    # -65536 is 0xFFFF0000: BF16 is the upper half of FP32. The sum may carry over to infinity, as rounding up does.
     rounded = ((values.view(torch.int32) + noise) & -65536).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).bfloat16()
 
@@ -172,14 +154,22 @@ class LowBitAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of all parameters that have gradients."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._change(parameter, local(parameter.grad), group)
+        """Updates all parameters that have gradients."""
+        changed = ((p, group) for group in self.param_groups for p in group["params"] if p.grad is not None)
+        for parameter, group in changed:
+            gradient, weight, (beta_1, beta_2) = local(parameter.grad), local(parameter), group["betas"]
+            step, first, second = self.unpacked(parameter)
+            step = step + 1
+            first.lerp_(gradient.float(), 1 - beta_1)
+            second.mul_(beta_2).addcmul_(gradient.float(), gradient.float(), value=1 - beta_2)
+            self.pack(parameter, step, first, second)  # before `second` becomes its root below
+            count = float(step)
+            root = second.sqrt_().div_(math.sqrt(1 - beta_2**count)).add_(group["eps"])
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.addcdiv_(first.to(weight.dtype), root.to(weight.dtype), value=-group["lr"] / (1 - beta_1**count))
 
     def unpacked(self, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step and FP32 moments of this rank's shard; zeros for a parameter that has none yet."""
+        """Step and FP32 moments of this rank's shard; zeros for a parameter before its first update."""
         weight = local(parameter)
         if parameter not in self.packed:
             zeros = torch.zeros_like(weight, dtype=torch.float32)
@@ -191,7 +181,7 @@ class LowBitAdamW(Optimizer):
         return step, unpack_signed(first, weight.shape, blocks), unpack_square(second, weight.shape, blocks)
 
     def pack(self, parameter: Tensor, step: Tensor, first: Tensor, second: Tensor) -> None:
-        """Store these FP32 moments of this rank's shard. Called on all ranks that hold a part of the parameter."""
+        """Stores these FP32 moments of this rank's shard. Called on all ranks that hold a part of the parameter."""
         if self.states == "int8":
             blocks = self._blocks(parameter)
             self.packed[parameter] = step, pack_signed(first, blocks), pack_square(second, blocks)
@@ -203,28 +193,30 @@ class LowBitAdamW(Optimizer):
         self.packed[parameter] = step, rounded[0], rounded[1]
 
     def _blocks(self, parameter: Tensor) -> ScaleBlocks:
+        """The blocks of a parameter, which are cut if the layout cuts one on any rank. The first call for a parameter
+        is collective, on all ranks that hold a part of it.
+        """
         if parameter not in self._are_cut:
-            self._are_cut[parameter] = cuts_blocks(parameter)
+            view, is_cut = view_of("", parameter), False
+            divided = [dim for dim, part in enumerate(view.index) if part.stop - part.start < view.full_shape[dim]]
+            if divided:
+                # Consecutive elements of the part run over the last divided dimension and those behind it.
+                dim = divided[-1]
+                inner, part = math.prod(view.full_shape[dim + 1 :]), view.index[dim]
+                first, last, full = part.start * inner, part.stop * inner, view.full_shape[dim] * inner
+                ends_whole = last % BLOCK == 0 or (dim == 0 and last == full)
+                is_cut = first < last and not (first % BLOCK == 0 and ends_whole and (dim == 0 or full % BLOCK == 0))
+            if isinstance(parameter, DTensor):
+                is_cut = bool(max_over_shards(torch.tensor(float(is_cut), device=view.tensor.device), parameter))
+            self._are_cut[parameter] = is_cut
         return ScaleBlocks(parameter, are_cut=self._are_cut[parameter])
 
-    def _change(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        weight, (beta_1, beta_2) = local(parameter), group["betas"]
-        step, first, second = self.unpacked(parameter)
-        step = step + 1
-        first.lerp_(gradient.float(), 1 - beta_1)
-        second.mul_(beta_2).addcmul_(gradient.float(), gradient.float(), value=1 - beta_2)
-        self.pack(parameter, step, first, second)
-        count = float(step)
-        root = second.sqrt_().div_(math.sqrt(1 - beta_2**count)).add_(group["eps"])
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.addcdiv_(first.to(weight.dtype), root.to(weight.dtype), value=-group["lr"] / (1 - beta_1**count))
 
-
+@dataclass(eq=False)
 class _Unpacked(MutableMapping[Tensor, dict[str, Any]]):
     """The states by parameter in AdamW's form: step, exp_avg and exp_avg_sq, FP32, laid out like the parameter."""
 
-    def __init__(self, optimizer: LowBitAdamW) -> None:
-        self.optimizer = optimizer
+    optimizer: LowBitAdamW
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         if parameter not in self.optimizer.packed:

@@ -6,7 +6,7 @@ BF16 natively, else in FP32, because emulated BF16 would take ten times as long 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from modelwright.ops.lowp_emulation import is_emulated
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the published quintic iteration: after five rounds singular values lie between 0.7 and 1.2."""
+"""Coefficients of the published quintic iteration: after five rounds singular values are between 0.7 and 1.2."""
 NUM_ROUNDS = 5
 TOGETHER = 2**22
 """Elements that are iterated together, unless one matrix has more: their copies are the iteration's memory."""
@@ -34,32 +34,39 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of all matrices that have gradients."""
+        """Updates all matrices that have gradients."""
+        batches: list[tuple[dict[str, Any], list[Tensor]]] = []
         for group in self.param_groups:
-            changed = [matrix for matrix in group["params"] if matrix.grad is not None]
-            for alike in _alike(changed):
-                self._move(alike, group)
-
-    def _move(self, matrices: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update all matrices of one shape."""
-        for matrix in matrices:
-            if not self.state[matrix]:
-                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
-        momenta = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
-        gradients = [matrix.grad for matrix in matrices]
-        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])  # pyright: ignore
-        ahead = torch.stack(torch._foreach_lerp(gradients, momenta, group["momentum"]))  # pyright: ignore
-        moves = orthogonal(ahead, eps=group["eps"]).to(matrices[0].dtype).unbind()
-        rate = group["lr"] * 0.2 * math.sqrt(max(matrices[0].shape))
-        torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])  # pyright: ignore
-        torch._foreach_add_(matrices, moves, alpha=-rate)  # pyright: ignore
+            by_shape: dict[torch.Size, list[Tensor]] = {}
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    by_shape.setdefault(matrix.shape, []).append(matrix)
+            for shape, alike in by_shape.items():
+                most = max(1, TOGETHER // shape.numel())
+                batches += [(group, alike[first : first + most]) for first in range(0, len(alike), most)]
+        for group, matrices in batches:
+            for matrix in matrices:
+                if not self.state[matrix]:
+                    self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+            momenta = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
+            gradients = [matrix.grad for matrix in matrices]
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])  # pyright: ignore
+            # Nesterov: the gradient is mixed with the momentum that already contains it.
+            ahead = torch.stack(torch._foreach_lerp(gradients, momenta, group["momentum"]))  # pyright: ignore
+            moves = orthogonal(ahead, eps=group["eps"]).to(matrices[0].dtype).unbind()
+            # An orthogonal matrix has a root mean square of 1 / sqrt(longer side); 0.2 is typical of AdamW.
+            rate = group["lr"] * 0.2 * math.sqrt(max(matrices[0].shape))
+            torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])  # pyright: ignore
+            torch._foreach_add_(matrices, moves, alpha=-rate)  # pyright: ignore
 
 
 def orthogonal(matrices_BMN: Tensor, *, eps: float = 1e-7) -> Tensor:
-    """Replace each matrix U S V^T by approximately U V^T, in the format of the iteration."""
+    """Replaces each matrix U S V^T by approximately U V^T, in the format of the iteration."""
     is_tall = matrices_BMN.shape[1] > matrices_BMN.shape[2]
-    wide_BMN = (matrices_BMN.mT if is_tall else matrices_BMN).to(_format(matrices_BMN.device))
+    dtype = torch.float32 if is_emulated(torch.bfloat16, matrices_BMN.device) else torch.bfloat16
+    wide_BMN = (matrices_BMN.mT if is_tall else matrices_BMN).to(dtype)
     a, b, c = COEFFICIENTS
+    # The iteration converges for singular values up to 1, which the Frobenius norm bounds.
     wide_BMN = wide_BMN / wide_BMN.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
     for _ in range(NUM_ROUNDS):
         gram_BMM = wide_BMN @ wide_BMN.mT
@@ -69,22 +76,6 @@ def orthogonal(matrices_BMN: Tensor, *, eps: float = 1e-7) -> Tensor:
 
 
 def update_flops(rows: int, columns: int) -> float:
-    """FLOPs of one update of a matrix: three products a round, two of them between the wide matrix and its Gram
-    matrix.
-    """
+    """FLOPs of one update of a matrix: three products per round, two of the wide matrix and its Gram matrix."""
     short, long = sorted((rows, columns))
     return NUM_ROUNDS * (4.0 * short**2 * long + 2.0 * short**3)
-
-
-def _format(device: torch.device) -> torch.dtype:
-    return torch.float32 if is_emulated(torch.bfloat16, device) else torch.bfloat16
-
-
-def _alike(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Matrices of one shape, a limited number at a time."""
-    by_shape: dict[torch.Size, list[Tensor]] = {}
-    for matrix in matrices:
-        by_shape.setdefault(matrix.shape, []).append(matrix)
-    for shape, alike in by_shape.items():
-        most = max(1, TOGETHER // shape.numel())
-        yield from (alike[first : first + most] for first in range(0, len(alike), most))

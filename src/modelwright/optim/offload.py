@@ -6,6 +6,7 @@ weight decay is applied.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,19 +29,26 @@ class OffloadedAdamW(Optimizer):
         self._steps = {parameter: _host_buffer(local(parameter)) for parameter in parameters}
         self._gradients: dict[Tensor, Tensor] = {}
         on_host = [{"params": [self._steps[parameter] for parameter in group["params"]]} for group in self.param_groups]
+        # It updates the steps, which start each update at zero; decay needs the weights, so it is applied to them.
         self._inner = AdamW(on_host, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
         self.state = _OnHost(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of all parameters that have gradients."""
+        """Updates all parameters that have gradients."""
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner["lr"] = group["lr"]
             for parameter in group["params"]:
                 self._steps[parameter].zero_()
-                self._steps[parameter].grad = self._bring_down(parameter)
+                self._steps[parameter].grad = None
+                if parameter.grad is not None:
+                    gradient = local(parameter.grad)
+                    if parameter not in self._gradients:
+                        self._gradients[parameter] = _host_buffer(gradient)
+                    on_host = self._gradients[parameter].copy_(gradient, non_blocking=True)
+                    self._steps[parameter].grad = on_host
         if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize()  # the copies must have arrived before the host reads them
         self._inner.step()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -49,25 +57,15 @@ class OffloadedAdamW(Optimizer):
                     weight.mul_(1 - group["lr"] * group["weight_decay"])
                     weight.add_(self._steps[parameter].to(weight.device, non_blocking=True))
 
-    def _bring_down(self, parameter: Tensor) -> Tensor | None:
-        if parameter.grad is None:
-            return None
-        gradient = local(parameter.grad)
-        if parameter not in self._gradients:
-            self._gradients[parameter] = _host_buffer(gradient)
-        return self._gradients[parameter].copy_(gradient, non_blocking=True)
-
     def shown(self, parameter: Tensor) -> dict[str, Any]:
-        """The host's states of a parameter, sharing memory, laid out like it. Raises `KeyError` before the first
-        step.
-        """
+        """The host's states of a parameter, sharing memory, laid out like it. Raises `KeyError` before a step."""
         own = self._inner.state.get(self._steps[parameter])
         if not own:
             raise KeyError(parameter)
         return {name: value if name == "step" else as_dtensor_like(parameter, value) for name, value in own.items()}
 
     def take_over(self, parameter: Tensor, state: Mapping[str, Any] | None) -> None:
-        """Set the states from a checkpoint; None removes them."""
+        """Sets the states from a checkpoint; None removes them."""
         step = self._steps[parameter]
         self._inner.state.pop(step, None)
         if state is not None:
@@ -79,13 +77,11 @@ class OffloadedAdamW(Optimizer):
         return [parameter for parameter, step in self._steps.items() if self._inner.state.get(step)]
 
 
+@dataclass(eq=False)
 class _OnHost(MutableMapping[Tensor, dict[str, Any]]):
-    """The states by parameter. States that are set move to the host at once, so that a resumed run needs no more
-    accelerator memory than before.
-    """
+    """The states by parameter. Set states move to the host at once, so that a resumed run needs no more memory."""
 
-    def __init__(self, optimizer: OffloadedAdamW) -> None:
-        self.optimizer = optimizer
+    optimizer: OffloadedAdamW
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         return self.optimizer.shown(parameter)
@@ -104,4 +100,5 @@ class _OnHost(MutableMapping[Tensor, dict[str, Any]]):
 
 
 def _host_buffer(like: Tensor) -> Tensor:
+    # Pinned, because only copies to pinned memory can overlap with the accelerator's work.
     return torch.zeros(like.shape, dtype=like.dtype, device=HOST, pin_memory=like.is_cuda)

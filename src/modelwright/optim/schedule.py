@@ -40,13 +40,14 @@ class ScheduleConfig:
 
 
 def rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
-    """The share of the peak rate for update `step` (from 0) of `num_steps`.
+    """Computes the fraction of the peak rate for update `step` (from 0) of `num_steps`.
 
     Warmup: (step + 1) / warmup steps, so that the first update does not have a rate of zero. Decay: from 1 right after
     warmup towards `final_lr_fraction` at `num_steps`; half a cosine is SGDR's first period (Loshchilov and Hutter 2017,
     equation 5), `wsd` with its root-shaped cooldown that of Haegele et al. 2024, `inverse_sqrt` that of Vaswani et al.
     2017.
     """
+    # Without a warmup: a range test starts at the smallest rate anyway.
     if config.kind == "exponential":
         return config.initial_lr_fraction ** (1.0 - step / max(1, num_steps - 1))
     warmup_steps = round(config.warmup_fraction * num_steps)
@@ -55,6 +56,7 @@ def rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
     if config.kind == "constant":
         return 1.0
     if config.kind == "inverse_sqrt":
+        # Scaled by the warmup's length, so that the rate continues from its peak.
         return math.sqrt(max(1, warmup_steps) / (step + 1))
     first = warmup_steps
     if config.kind == "wsd":

@@ -1,6 +1,4 @@
-"""Settings of sparse updates: which units of the model are updated, which rows of a batch are trained on. Everything
-else is not computed.
-"""
+"""Settings of sparse updates: which units are updated and which rows are trained on; the rest is not computed."""
 
 import math
 from dataclasses import dataclass, field
@@ -32,14 +30,14 @@ DensitySchedule = Literal["constant", "dense_first", "sparse_first"]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSelectionConfig:
-    """Online batch selection: which rows of each batch are trained on. The others cost only a short forward pass.
+    """Online batch selection: trains on some rows of each batch. The others cost only a short forward pass.
 
     The gradient is that of the mean loss over the selected rows: biased toward them for every signal but `random`.
     """
 
     signal: Literal["none", "loss", "loss_change", "random"] = "none"
-    """What a row is worth, judged on its first `probe_tokens` tokens: `loss`; `loss_change`, how far its loss has
-    moved in either direction since the run began; `random`, the baseline; `none` trains on all rows."""
+    """Value of a row, judged on its first `probe_tokens` tokens: `loss`; `loss_change`, the distance in either
+    direction from its loss at the start of the run; `random`, the baseline; `none` trains on all rows."""
     keep_fraction: float = field(default=0.4, metadata=only_for("signal", "loss", "loss_change", "random"))
     """Fraction of the rows that are trained on."""
     probe_tokens: int = field(default=32, metadata=only_for("signal", "loss", "loss_change"))
@@ -61,35 +59,32 @@ class BatchSelectionConfig:
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name}: must be above 0 and at most 1, got {getattr(self, name)}; 1 selects all")
         if not 0.0 <= self.random_fraction <= 1.0:
-            raise ConfigError(
-                f"random_fraction: must be from 0 to 1, got {self.random_fraction}; 0.25 draws a quarter at random"
-            )
+            text = f"random_fraction: must be from 0 to 1, got {self.random_fraction}"
+            raise ConfigError(f"{text}; 0.25 draws a quarter at random")
         if not 0.0 <= self.dense_fraction < 1.0:
             raise ConfigError(f"dense_fraction: must be at least 0 and below 1, got {self.dense_fraction}")
         if not 0.0 <= self.max_initial_loss < math.inf:
-            raise ConfigError(
-                f"max_initial_loss: must be at least 0, got {self.max_initial_loss}; 1 is the loss of a random guess"
-            )
+            text = f"max_initial_loss: must be at least 0, got {self.max_initial_loss}"
+            raise ConfigError(f"{text}; 1 is the loss of a random guess")
         if self.max_initial_loss and self.signal == "none":
-            raise ConfigError(
-                "max_initial_loss: needs a signal; with signal random and keep_fraction 1 nothing else is excluded"
-            )
+            text = "max_initial_loss: needs a signal"
+            raise ConfigError(f"{text}; with signal random and keep_fraction 1 nothing else is excluded")
         if self.probe_tokens < 2:
             raise ConfigError(f"probe_tokens: must be at least 2 tokens, got {self.probe_tokens}; 32 is usual")
 
     @property
     def is_on(self) -> bool:
-        """Whether the batch is changed before it is trained on."""
+        """True if the batch is changed before it is trained on."""
         return self.signal != "none" or self.keep_token_fraction < 1.0
 
     @property
     def needs_start(self) -> bool:
-        """Whether the initial weights of the run are kept."""
+        """True if the initial weights of the run are kept."""
         return self.signal == "loss_change" or self.max_initial_loss > 0
 
     def num_chosen(self, num_rows: int, num_parts: int) -> int:
-        """Most rows of a rank that are selected; `num_parts` microbatches share them equally, at least one each. Raises
-        `ConfigError` if that is all of the rows, so that there is nothing to select.
+        """Maximum number of selected rows of a rank; `num_parts` microbatches share them equally, at least one each.
+        Raises `ConfigError` if that is all of the rows, so that nothing is left to select.
         """
         chosen = max(1, round(self.keep_fraction * num_rows / num_parts)) * num_parts
         if chosen > num_rows or (chosen == num_rows and self.keep_fraction < 1.0):
@@ -103,7 +98,7 @@ class BatchSelectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseUpdateConfig:
-    """Which units of the model each update changes. The backward pass of the others is not computed.
+    """Updates some units of the model in each update. The backward pass of the others is skipped.
 
     A frozen block keeps its weights and optimizer states, without decay, and its gradients are not sent. A row or
     column that is not selected has a zero gradient, which exact all-reduces do not send; momentum and decay still
@@ -122,8 +117,8 @@ class SparseUpdateConfig:
     """`constant`, or all units in the first (`dense_first`) or last (`sparse_first`) part of the run, on a linear ramp
     from or to `keep_fraction`."""
     signal: Literal["gradient", "momentum", "random"] = "gradient"
-    """How units are ranked, from the optimizer's moments: `gradient`, root mean square gradient; `momentum`, how
-    consistently gradients point the same way; `random`, the baseline."""
+    """Ranking of units, from the optimizer's moments: `gradient`, root mean square gradient; `momentum`, the agreement
+    of gradients in direction; `random`, the baseline."""
     ramp_fraction: float = constant(0.2)
     """Fraction of the run that the ramp of `density_schedule` takes."""
     refresh_every_steps: int = constant(20)
@@ -131,27 +126,24 @@ class SparseUpdateConfig:
     random_fraction: float = constant(0.25)
     """Fraction of the selected units drawn at random."""
     use_feedback: bool = constant(True)
-    """Whether a unit's score grows with every selection that passed it over."""
+    """Let a unit's score grow with every selection that passed it over."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.keep_fraction <= 1.0:
             raise ConfigError(f"keep_fraction: must be above 0 and at most 1, got {self.keep_fraction}; 1 selects all")
         if not 0.0 < self.ramp_fraction <= 1.0:
-            raise ConfigError(
-                f"ramp_fraction: must be above 0 and at most 1, got {self.ramp_fraction}; 0.2 is a fifth of the run"
-            )
+            text = f"ramp_fraction: must be above 0 and at most 1, got {self.ramp_fraction}"
+            raise ConfigError(f"{text}; 0.2 is a fifth of the run")
         if self.refresh_every_steps < 1:
-            raise ConfigError(
-                f"refresh_every_steps: must be at least 1 step, got {self.refresh_every_steps}; 20 is usual"
-            )
+            text = f"refresh_every_steps: must be at least 1 step, got {self.refresh_every_steps}"
+            raise ConfigError(f"{text}; 20 is usual")
         if not 0.0 <= self.random_fraction <= 1.0:
-            raise ConfigError(
-                f"random_fraction: must be from 0 to 1, got {self.random_fraction}; 0.25 draws a quarter at random"
-            )
+            text = f"random_fraction: must be from 0 to 1, got {self.random_fraction}"
+            raise ConfigError(f"{text}; 0.25 draws a quarter at random")
 
     @property
     def freezes(self) -> bool:
-        """Whether whole blocks are skipped in the update."""
+        """True if whole blocks are skipped in the update."""
         return self.kind in ("freeze_prefix", "layers")
 
     def share(self, step: int, num_steps: int) -> float:
@@ -166,7 +158,7 @@ class SparseUpdateConfig:
 
 
 def sparsity_features(units: SparseUpdateConfig, rows: BatchSelectionConfig) -> list[Feature]:
-    """What sparse updates and batch selection need of a run, and break. Selecting units needs more."""
+    """Features of sparse updates and batch selection, with their requirements. Selecting units needs more."""
     needs = {EAGER_BLOCKS, SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, SAME_MATMULS, WHOLE_GRADIENTS, WHOLE_MODEL}
     whole = {ADAMW_STATES, RESIDENT_STATES, EXACT_SUMS, EQUAL_REPLICAS, TRAINED_WEIGHTS}
     result = list[Feature]()

@@ -35,7 +35,7 @@ class AdaptiveConfig:
     revert_on_loss_rise: float = constant(0.2)
     """Relative rise of the loss over its running mean that restores the last good formats."""
     exploration: float = constant(0.3)
-    """How much the bandit favors formats it knows little about."""
+    """Width of the bandit's confidence bounds: a larger value favors formats that were tried less."""
     damage_penalty: float = constant(5.0)
     """Weight of damage against saved time in the bandit's reward."""
 
@@ -59,5 +59,5 @@ class AdaptiveConfig:
 
     @property
     def looks(self) -> bool:
-        """Whether decisions rest on indicators."""
+        """True if decisions use indicators."""
         return self.kind in ("rules", "bandit")

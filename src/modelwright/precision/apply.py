@@ -2,12 +2,13 @@
 
 Norms output the format that the following layers read, so that nothing is cast twice; matrix products are replaced
 through `Linear.product`. The residual stream has the embedding's format. Parameter names and the weights' own format
-stay as they are.
+are unchanged.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from modelwright.ops.lowp_linear import FLOATS, Format, Fp8, Int8, Role, SharedC
 from modelwright.precision.policy import Kind, PrecisionConfig
 
 Around = Callable[[str, LinearGemms], LinearGemms]
-"""`(a projection's name, its products) -> those that take their place`."""
+"""`(a projection's name, its products) -> the products that replace them`."""
 ROLES: tuple[Role, ...] = ("x", "weight", "grad")
 
 
@@ -33,9 +34,7 @@ def part_of(name: str) -> str:
 
 
 def kind_of(part: str) -> Kind:
-    """The kind of a submodule: `blocks.3.attention` -> attention. Whatever else multiplies, such as a convolution, is
-    treated as ffn.
-    """
+    """The kind of a submodule: `blocks.3.attention` -> attention; all others, such as convolutions, count as ffn."""
     return "attention" if part.endswith(".attention") else "ffn"
 
 
@@ -51,8 +50,8 @@ def names_of_projections(config: ModelConfig) -> list[str]:
 
 
 class AmaxHistory:
-    """Maxima of one layer's factors in the last steps (amax history), by which present ones are scaled. The first step,
-    which has no history, uses its own.
+    """Maxima of one layer's factors in recent steps (amax history), by which the present factors are scaled. The first
+    step does not have a history, and uses its own maxima.
     """
 
     def __init__(self, length: int) -> None:
@@ -66,30 +65,24 @@ class AmaxHistory:
         return torch.full_like(now, max(self.past[role]))
 
     def begin(self) -> None:
-        """Discard what was seen outside of steps (evaluation)."""
+        """Discards the maxima of evaluation, outside of steps."""
         self._now = {role: [] for role in ROLES}
 
     def collect(self) -> list[float]:
-        """Return this rank's maxima of the step, by role, and reset them."""
+        """Returns this rank's maxima of the step, by role, and resets them."""
         result = [float(torch.stack(now).max()) if now else 0.0 for now in self._now.values()]
         self.begin()
         return result
 
     def push(self, maxima: Sequence[float]) -> None:
-        """End of the step. maxima: of all ranks; non-finite ones are left out, because `quantize` has already made the
-        step's gradients non-finite.
-        """
+        """Ends the step. maxima: of all ranks; skipped if not finite: `quantize` made the gradients so, too."""
         for role, value in zip(ROLES, maxima, strict=True):
             if 0.0 < value < float("inf"):
                 self.past[role].append(value)
 
 
 Watched = Callable[[str, Product], Product]
-"""Name and product of a projection -> the same product, with somebody looking on."""
-
-
-def _unwatched(name: str, product: Product) -> Product:
-    return product
+"""Name and product of a projection -> the same product, observed."""
 
 
 class ModelPrecision:
@@ -105,86 +98,81 @@ class ModelPrecision:
         self.shared = {
             part: SharedCodes() for part in self.parts if config.fp8.save_quantized_input and not config.delays
         }
-        self._watched: Watched = _unwatched
-        self._quantized: Watched = _unwatched
+        self._watched: Watched | None = None
+        self._quantized: Watched | None = None
         self._around: Around | None = None
         self._apply()
 
     def change(self, formats: Mapping[str, Format]) -> None:
-        """From now on these parts compute in these formats."""
+        """Lets these parts compute in these formats from now on."""
         self.formats |= formats
         self._apply()
 
     def watch(self, watched: Watched | None) -> None:
-        """From now on every product goes through `watched`; None removes it."""
-        self._watched = watched or _unwatched
+        """Passes every product through `watched` from now on; None removes it."""
+        self._watched = watched
         self._apply()
 
     def quantize(self, quantized: Watched) -> None:
-        """From now on every product goes through `quantized`, which rounds its factors, also in evaluation in FP32."""
+        """Passes every product through `quantized`, which rounds its factors, also in evaluation in FP32."""
         self._quantized = quantized
         self._apply()
 
     def wrap_products(self, around: Around | None) -> None:
-        """From now on every projection's products are wrapped by this function, in any format; None removes it."""
+        """Wraps every projection's products with this function, in any format; None removes it."""
         self._around = around
         self._apply()
 
     def product(self, name: str, chosen: Format) -> Product:
-        """How the projection of this name multiplies in a format."""
+        """The product of the projection of this name in a format."""
         config, result = self.config, self.config.result_of[chosen]
         if chosen == "fp32" and self._is_plain and self._around is None:
             return F.linear
+        # Attention keeps the input of o_proj anyway, so that its quantized copy would only be added.
+        caches = config.fp8.save_quantized_input and not name.endswith("o_proj")
+        history = self.delayed.get(name) if chosen == "fp8" else None
         if chosen in FLOATS:
-            products = self._changed(name, PLAIN)
-            return partial(in_float, FLOATS[chosen], products=products, keeps_cast=self._is_recomputed(name))
-        if chosen == "int8":
+            products = PLAIN
+        elif chosen == "int8":
             wide = config.int8.wgrad_high_precision
-            made = Int8(result=result, stochastic=config.int8.stochastic_rounding, wgrad_high_precision=wide)
-            return partial(in_products, self._changed(name, made.products()), result)
-        delays = {}
-        if name in self.delayed:
-            delays = {"maxima": self.delayed[name]}
-        caches = config.fp8.save_quantized_input and not name.endswith("o_proj")  # whose input attention keeps as it is
-        made = Fp8(
-            recipe=config.fp8.recipe,
-            result=result,
-            gradients=config.fp8.gradient_dtype,
-            wgrad_high_precision=config.fp8.wgrad_high_precision,
-            cache=caches,
-            shared=self.shared.get(part_of(name)) if caches else None,
-            **delays,
-        )
-        multiply: Product = partial(in_products, self._changed(name, made.products()), result)
-        if delays:
-            # Compiled, a history would be a constant of the code, which would then be compiled anew in every step.
-            return cast("Product", torch.compiler.disable(multiply))
-        return multiply
-
-    def _changed(self, name: str, products: LinearGemms) -> LinearGemms:
-        return products if self._around is None else self._around(name, products)
-
-    def _is_recomputed(self, name: str) -> bool:
-        """Whether a projection is recomputed in backward. Unnamed projections are not the model's, and those of `heads`
-        are not recomputed.
-        """
-        block = self.model.blocks[name.split(".")[1]] if name.startswith("blocks.") else None
-        return isinstance(block, Block) and block.is_recomputed
+            rounding = config.int8.stochastic_rounding
+            products = Int8(result=result, stochastic=rounding, wgrad_high_precision=wide).products()
+        else:
+            products = Fp8(
+                recipe=config.fp8.recipe,
+                result=result,
+                gradients=config.fp8.gradient_dtype,
+                wgrad_high_precision=config.fp8.wgrad_high_precision,
+                cache=caches,
+                shared=self.shared.get(part_of(name)) if caches else None,
+                **({} if history is None else {"maxima": history}),
+            ).products()
+        if self._around is not None:
+            products = self._around(name, products)
+        if chosen in FLOATS:
+            # Unnamed projections are not the model's, and those of `heads` are not recomputed in backward.
+            block = self.model.blocks[name.split(".")[1]] if name.startswith("blocks.") else None
+            is_recomputed = isinstance(block, Block) and block.is_recomputed
+            return partial(in_float, FLOATS[chosen], products=products, keeps_cast=is_recomputed)
+        multiply: Product = partial(in_products, products, result)
+        # Compiled, a history would be a constant of the code, which would then be compiled anew in every step.
+        return multiply if history is None else cast("Product", torch.compiler.disable(multiply))
 
     def begin_step(self) -> None:
-        """Call before each step."""
+        """Prepares for a step; call it before each."""
         for delayed in self.delayed.values():
             delayed.begin()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within the block the model computes in FP32 if the config says so."""
+        """Lets the model compute in FP32 within the block, if the config says so."""
         if self.config.eval_dtype == "policy":
             yield
             return
         remove_formats(self.model)
-        for name, projection in self.projections.items():
-            projection.product = self._quantized(name, projection.product)
+        if self._quantized:
+            for name, projection in self.projections.items():
+                projection.product = self._quantized(name, projection.product)
         try:
             yield
         finally:
@@ -192,15 +180,17 @@ class ModelPrecision:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether everything is computed in the format of the weights, so that nothing needs a cast."""
+        """True if everything is computed in the format of the weights, so that nothing needs a cast."""
         return {*self.config.formats.values(), *self.formats.values()} == {"fp32"}
 
     def _apply(self) -> None:
-        """Norms output the format that the following part reads; head norms keep their input's format."""
+        """Sets the products, and the output format of norms: the next part's. Head norms keep their input's format."""
         plain, ops, formats = self._is_plain, self.config.fp32_ops, self.config.formats
+        result_of = self.config.result_of
         for name, projection in self.projections.items():
-            product = self._quantized(name, self.product(name, self.formats[part_of(name)]))
-            projection.product = self._watched(name, product)
+            projection.product = self.product(name, self.formats[part_of(name)])
+            for around in (self._quantized, self._watched):  # observers see the product of rounded factors
+                projection.product = around(name, projection.product) if around else projection.product
         for norm in norms_of(self.model):
             norm.in_fp32 = "norm" in ops
         for prefix, decoder in decoders_in(self.model).items():
@@ -209,31 +199,24 @@ class ModelPrecision:
             decoder.ends.loss_in_fp32 = "loss" in ops
             for layer, block in decoder.blocks.items():
                 assert isinstance(block, Block)
-                block.attention_norm.out_dtype = None if plain else self._result(f"{prefix}blocks.{layer}.attention")
-                block.ffn_norm.out_dtype = None if plain else self._result(f"{prefix}blocks.{layer}.ffn")
+                attention, ffn = f"{prefix}blocks.{layer}.attention", f"{prefix}blocks.{layer}.ffn"
+                block.attention_norm.out_dtype = None if plain else result_of[self.formats[attention]]
+                block.ffn_norm.out_dtype = None if plain else result_of[self.formats[ffn]]
                 block.ffn.activation_in_fp32 = "activation" in ops
 
-    def _result(self, part: str) -> torch.dtype:
-        return self.config.result_of[self.formats[part]]
 
-
+@dataclass
 class SyncAmaxHistory:
-    """After each step the maxima of delayed scaling, over all ranks, are appended to the history. of_heads: names of
-    the projections of heads, on whichever rank they are, in the same order on all.
+    """Appends the maxima of delayed scaling, over all ranks, to the history after each step. of_heads: names of the
+    projections of heads, on whichever rank they are, in the same order on all.
     """
 
-    def __init__(
-        self,
-        formats: ModelPrecision,
-        agree: Callable[[Sequence[float]], Sequence[float]],
-        of_heads: Sequence[str] = (),
-    ) -> None:
-        self.formats = formats
-        self.agree = agree
-        self.of_heads = of_heads
+    formats: ModelPrecision
+    agree: Callable[[Sequence[float]], Sequence[float]]
+    of_heads: Sequence[str] = ()
 
     def synchronize(self) -> None:
-        """All ranks list all layers of the whole model, whichever they hold."""
+        # All ranks list all layers of the whole model, whichever they hold: the maxima are exchanged by position.
         own, nothing = self.formats.delayed, [0.0] * len(ROLES)
         names = [*names_of_projections(self.formats.model.config), *self.of_heads]
         result = self.agree([value for name in names for value in (own[name].collect() if name in own else nothing)])
@@ -256,7 +239,7 @@ def norms_of(model: Decoder) -> Iterator[RMSNorm]:
 
 
 def remove_formats(model: Decoder) -> None:
-    """Make the model compute in the format of its weights again."""
+    """Makes the model compute in the format of its weights again."""
     for projection in model.projections().values():
         projection.product = F.linear
     for norm in norms_of(model):
@@ -270,8 +253,8 @@ def remove_formats(model: Decoder) -> None:
 
 @contextmanager
 def fp32_products(*, tf32: bool = False, onednn: bool = False, on_cpu: bool = True) -> Iterator[None]:
-    """Within the block, FP32 products on CUDA use TF32 or not; on a CPU they use oneDNN or not. Raises `ConfigError` if
-    oneDNN would not be used, or would round.
+    """Lets FP32 products on CUDA use TF32 or not within the block, and those on a CPU oneDNN or not. Raises
+    `ConfigError` if oneDNN would not be used, or would round.
     """
     if not onednn:
         before = torch.backends.cuda.matmul.allow_tf32
@@ -282,7 +265,7 @@ def fp32_products(*, tf32: bool = False, onednn: bool = False, on_cpu: bool = Tr
             torch.backends.cuda.matmul.allow_tf32 = before
         return
     precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")  # what makes PyTorch ask oneDNN, which need not round for it
+    torch.set_float32_matmul_precision("medium")  # makes PyTorch ask oneDNN, which may round to BF16 but need not
     try:
         if not (on_cpu and onednn_multiplies()):
             raise ConfigError(
@@ -290,17 +273,15 @@ def fp32_products(*, tf32: bool = False, onednn: bool = False, on_cpu: bool = Tr
                 "AVX-512 and a build with oneDNN); choose default"
             )
         if not _products_are_exact():
-            raise ConfigError(
-                "precision.fp32_matmul onednn: oneDNN rounds FP32 products to BF16 on this processor; choose "
-                "default, or policy bf16_mixed, which is faster still"
-            )
+            text = "precision.fp32_matmul onednn: oneDNN rounds FP32 products to BF16 on this processor"
+            raise ConfigError(f"{text}; choose default, or policy bf16_mixed, which is faster still")
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
 
 
 def onednn_multiplies() -> bool:
-    """Whether PyTorch would use oneDNN for FP32 products, by the conditions that it checks itself."""
+    """True if PyTorch would use oneDNN for FP32 products, by the conditions that it checks itself."""
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.mkldnn.enabled
@@ -309,7 +290,7 @@ def onednn_multiplies() -> bool:
 
 
 def _products_are_exact() -> bool:
-    """Whether FP32 products on this CPU are exact to FP32's last bits; BF16's errors are 10,000 times larger."""
+    """True if FP32 products on this CPU are exact to FP32's last bits; BF16's errors are 10,000 times larger."""
     draw = torch.Generator().manual_seed(0)
     x, y = (torch.randn(256, 256, generator=draw) for _ in range(2))
     exact = x.double() @ y.double()

@@ -9,7 +9,7 @@ a sufficient gain and a cooldown (hysteresis), has a readable reason, and is rev
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from modelwright.ops.lowp_linear import Format
 from modelwright.precision.adaptive_config import AdaptiveConfig
 from modelwright.precision.indicators import Indicators
 
-EMA = 0.9
+EMA = 0.9  # a mean over about ten steps, which one bad batch hardly moves
 ROOMY = 0.9
 """Memory pressure below which a change has to make a part faster by `min_speedup`, and from which bytes count."""
 _FEATURES = 11
@@ -41,8 +41,8 @@ def damage(signs: Indicators, chosen: Format) -> float:
     """Estimated damage of a format, approximately as a share of the loss; 0 for FP32.
 
     Rounding adds noise to a gradient that is already noisy, so it counts by the part that exceeds that noise; a weight
-    whose rounding hides many updates moves late; FP16 also loses what over- or underflows, and the steps that are
-    skipped because of it. A rise of the loss that was measured when the part was tried counts as it is. Instability
+    whose rounding hides many updates moves late; FP16 also loses values that over- or underflow, and the steps that are
+    skipped because of them. A rise of the loss that was measured when the part was tried counts unchanged. Instability
     (norms that vary, outliers, a rising loss) makes all of it worse.
     """
     if chosen == "fp32":
@@ -63,25 +63,11 @@ def shortage(signs: Indicators) -> float:
     return min(1.0, max(0.0, (signs.memory_pressure - ROOMY) / (1.0 - ROOMY)))
 
 
-class Controller(Protocol):
-    """Proposes a format for a part; `learn` receives the result of the last proposal."""
-
-    def propose(self, part: str, signs: Indicators, present: Format, candidates: Sequence[Format]) -> FormatChoice: ...
-
-    def learn(self, part: str, signs: Indicators, chosen: Format, loss_excess: float) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
+@dataclass
 class Rules:
-    """The fastest format whose damage is tolerable; under memory pressure the smallest, and the faster of two equal
-    ones.
-    """
+    """Chooses the fastest format whose damage is tolerable; under memory pressure the smallest, then the fastest."""
 
-    def __init__(self, config: AdaptiveConfig) -> None:
-        self.config = config
+    config: AdaptiveConfig
 
     def propose(self, part: str, signs: Indicators, present: Format, candidates: Sequence[Format]) -> FormatChoice:
         harm = {chosen: damage(signs, chosen) for chosen in candidates}
@@ -127,19 +113,19 @@ def features(signs: Indicators, chosen: Format) -> np.ndarray:
     return np.array(values)
 
 
+@dataclass
 class Bandit:
     """Learns for each format a linear estimate of its reward, and explores where it is uncertain (LinUCB, disjoint
     arms).
 
-    Reward: the share of FP32's time saved, and of its bytes as far as memory is short, less `damage_penalty` times the
-    damage: the estimate's, and the excess of the loss over its expected value since the choice was made. The reward is
-    capped by the known shares less the estimated damage, so that a format that could not win is not tried.
+    Reward: the share of FP32's time saved, and of its bytes to the degree that memory is short, less `damage_penalty`
+    times the damage: the estimate's, and the excess of the loss over its expected value since the choice was made. The
+    reward is capped by the known shares less the estimated damage, so that a format that could not win is not tried.
     """
 
-    def __init__(self, config: AdaptiveConfig) -> None:
-        self.config = config
-        self.precision: dict[str, np.ndarray] = {}
-        self.rewards: dict[str, np.ndarray] = {}
+    config: AdaptiveConfig
+    precision: dict[str, np.ndarray] = field(default_factory=dict)
+    rewards: dict[str, np.ndarray] = field(default_factory=dict)
 
     def _arm(self, chosen: str) -> tuple[np.ndarray, np.ndarray]:
         return (
@@ -147,14 +133,13 @@ class Bandit:
             self.rewards.setdefault(chosen, np.zeros(_FEATURES)),
         )
 
-    def _bound(self, signs: Indicators, chosen: Format) -> float:
-        precision, rewards = self._arm(chosen)
-        seen, inverse = features(signs, chosen), np.linalg.inv(precision)
-        hoped = float(inverse @ rewards @ seen + self.config.exploration * math.sqrt(seen @ inverse @ seen))
-        return min(hoped, self.reward(signs, chosen, 0.0))
-
     def propose(self, part: str, signs: Indicators, present: Format, candidates: Sequence[Format]) -> FormatChoice:
-        bounds = {chosen: self._bound(signs, chosen) for chosen in candidates}
+        bounds: dict[Format, float] = {}
+        for chosen in candidates:
+            precision, rewards = self._arm(chosen)
+            seen, inverse = features(signs, chosen), np.linalg.inv(precision)
+            hoped = float(inverse @ rewards @ seen + self.config.exploration * math.sqrt(seen @ inverse @ seen))
+            bounds[chosen] = min(hoped, self.reward(signs, chosen, 0.0))
         best = max(candidates, key=lambda chosen: bounds[chosen])
         return FormatChoice(best, f"reward of up to {bounds[best]:.3g} expected, {bounds[present]:.3g} of {present}")
 
@@ -178,6 +163,10 @@ class Bandit:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.precision = {name: np.array(value) for name, value in state["precision"].items()}
         self.rewards = {name: np.array(value) for name, value in state["rewards"].items()}
+
+
+Controller = Rules | Bandit
+"""Proposes a format for a part with `propose`; `learn` receives the result of the last proposal."""
 
 
 def scheduled(
@@ -211,18 +200,15 @@ class PrecisionSwitcher:
     mean_loss: float = 0.0
     last_signs: dict[str, Indicators] = field(default_factory=dict)
     changes: list[dict[str, Any]] = field(default_factory=list)
-    """Since they were last taken."""
+    """Changes since they were last taken."""
 
     def __post_init__(self) -> None:
         self.offered = self.config.candidates
         self.formats = self.formats or dict(self.widest)
         self.good = self.good or dict(self.widest)
 
-    def candidates(self, part: str) -> list[Format]:
-        return list(dict.fromkeys(["fp32", self.widest[part], self.formats[part], *self.offered]))
-
     def see_loss(self, step: int, loss: float) -> bool:
-        """Call every step; returns whether the loss jumped, so that formats were reverted to the last good ones."""
+        """Call every step; returns True if the loss jumped, so that formats were reverted to the last good ones."""
         excess = loss / self.mean_loss - 1.0 if self.mean_loss > 0 else 0.0
         jumped = not math.isfinite(loss) or excess > self.config.revert_on_loss_rise
         if math.isfinite(loss):
@@ -233,7 +219,8 @@ class PrecisionSwitcher:
         back = self.good if self.good != self.formats else self.widest
         harm = min(1.0, excess) if math.isfinite(excess) else 1.0
         for part in sorted(narrow):
-            if part in self.last_signs and back[part] != self.formats[part]:  # of what may have brought the jump
+            # Learned only from formats that are reverted: they may have caused the jump.
+            if part in self.last_signs and back[part] != self.formats[part]:
                 self.controller.learn(part, self.last_signs.pop(part), self.formats[part], harm)
             self._switch(step, part, FormatChoice(back[part], f"the loss jumped to {loss:.4g}"))
             self.resting[part] = self.config.cooldown_decisions
@@ -241,7 +228,7 @@ class PrecisionSwitcher:
         return True
 
     def decide(self, step: int, signs: Mapping[str, Indicators], loss_excess: float) -> None:
-        """Decide for all parts, in one order. loss_excess: the loss above what the earlier periods predicted."""
+        """Decides for all parts, in one order. loss_excess: the loss above the prediction from the earlier periods."""
         self.last_signs, last_signs = {}, self.last_signs
         if loss_excess <= self.config.revert_on_loss_rise:
             self.good = dict(self.formats)
@@ -259,8 +246,9 @@ class PrecisionSwitcher:
                 self.resting[part] = self.config.cooldown_decisions
 
     def _proved(self, part: str) -> FormatChoice:
-        """The controller's proposal once the rise of the loss with it is known."""
-        candidates = self.candidates(part)
+        # A proposal counts once the rise of the loss with it is known; a new rise may change the proposal.
+        candidates: list[Format] = ["fp32", self.widest[part], self.formats[part], *self.offered]
+        candidates = list(dict.fromkeys(candidates))
         while True:
             signs = self.last_signs[part]
             choice = self.controller.propose(part, signs, self.formats[part], candidates)
@@ -274,7 +262,7 @@ class PrecisionSwitcher:
                 self.last_signs[part] = replace(signs, sensitivity=sensitivity)
 
     def follow(self, step: int, formats: Mapping[str, Format]) -> None:
-        """Apply the formats of a schedule."""
+        """Applies the formats of a schedule."""
         for part, chosen in formats.items():
             if chosen != self.formats[part]:
                 self._switch(step, part, FormatChoice(chosen, "by schedule"))
@@ -297,7 +285,12 @@ class PrecisionSwitcher:
             "good": dict(self.good),
             "resting": dict(self.resting),
             "mean_loss": self.mean_loss,
-            "last_signs": {part: _plain(signs) for part, signs in self.last_signs.items()},
+            "last_signs": {
+                part: {
+                    name: dict(value) if isinstance(value, Mapping) else value for name, value in vars(signs).items()
+                }
+                for part, signs in self.last_signs.items()
+            },
             "controller": self.controller.state_dict(),
         }
 
@@ -307,10 +300,6 @@ class PrecisionSwitcher:
         self.mean_loss = float(state["mean_loss"])
         self.last_signs = {part: Indicators(**signs) for part, signs in state["last_signs"].items()}
         self.controller.load_state_dict(state["controller"])
-
-
-def _plain(signs: Indicators) -> dict[str, Any]:
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in vars(signs).items()}
 
 
 def controller_of(config: AdaptiveConfig) -> Controller:

@@ -1,6 +1,4 @@
-"""Measures how fast each format is on this machine: seconds of a layer's three products at the shapes of the run, casts
-included; and which FP32 kernels are fastest.
-"""
+"""Measures the speed of formats (a layer's three products at the run's shapes, casts included) and FP32 kernels."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -28,8 +26,7 @@ class DtypeTimings:
     seconds: Mapping[tuple[Kind, Format], float]
     """Seconds of forward and backward for a kind of submodule in a format."""
     memory_pressure: float
-    """The share of the machine's memory that weights, gradients, moments and what was there before take: what is in use
-    later is more."""
+    """Fraction of the machine's memory in use before the run or by weights, gradients and moments, not activations."""
 
     def relative_seconds(self, kind: Kind, chosen: Format) -> float:
         """Seconds of a format relative to FP32."""
@@ -63,9 +60,7 @@ def measure_speeds(
     num_rows: int,
     device: torch.device,
 ) -> dict[tuple[Kind, Format], float]:
-    """Seconds of forward and backward of each kind's projections in each format: the best of a few, interleaved.
-    num_rows: tokens per product.
-    """
+    """Measures seconds of forward and backward by kind and format, interleaved, best of a few. num_rows: tokens."""
 
     def seconds(chosen: Format, of_kind: Sequence[Shape]) -> float:
         return sum(_seconds(formats, chosen, shape, num_rows, device) for shape in of_kind)
@@ -85,8 +80,8 @@ def _seconds(formats: ModelPrecision, chosen: Format, shape: Shape, num_rows: in
 
 
 def onednn_speed_up(shapes: Sequence[Shape], *, num_rows: int) -> float:
-    """Speedup of FP32 products of these shapes on this CPU with oneDNN, forward and backward; 0 if PyTorch would not
-    use it or it would round. num_rows: tokens per product. Both are timed in turn, and the best of each counts.
+    """Measures the speedup of FP32 products of these shapes on this CPU with oneDNN, forward and backward; 0 if PyTorch
+    would not use it or it would round. num_rows: tokens per product. Both are timed in turn; the best of each counts.
     """
     try:
         with fp32_products(onednn=True):

@@ -1,4 +1,4 @@
-"""What tells how many bits a part of the model needs, while it trains.
+"""Indicators of the number of bits that a part of the model needs, while it trains.
 
 Fifteen indicators, of a part (the attention or the feed-forward layers of one block) unless they say otherwise:
 
@@ -10,13 +10,13 @@ Fifteen indicators, of a part (the attention or the feed-forward layers of one b
     underflow_share      gradients below FP16's smallest, but not zero
     skipped_share        steps that were skipped for values that were not finite, while the part was in FP16
     weight_error, input_error, gradient_error
-                         what the codes of a format's products lose of them, relative (each format has its own)
+                         relative error of the codes of a format's products (each format has its own)
     sensitivity          relative rise of the loss when the part alone computes in a format, by trial; only of
                          formats that were tried
     loss_trend           of the run: slope of the logarithm of the loss over the decision's steps, above 0 when it rises
     norm_outliers        of the run: share of steps whose gradient norm is above thrice the median
     speed                seconds of a format over those of FP32 at the part's own shapes, measured at the start
-    size                 bytes of what a format's products give over those of FP32
+    size                 bytes of the outputs of a format's products over those of FP32
     memory_pressure      of the machine: the largest share of its memory that was in use so far, on the fullest rank
 """
 
@@ -34,19 +34,20 @@ from torch import Tensor
 from modelwright.core.outliers import ratio_limit
 from modelwright.model.decoder import Product
 from modelwright.ops.lowp_linear import E4M3, FLOATS, GRIDS, Format, Role
-from modelwright.ops.quantize import BLOCK, ROWWISE, TENSORWISE, Grid, dequantize, quantize
+from modelwright.ops.quantize import BLOCK, ROWWISE, TENSORWISE, dequantize, quantize
 from modelwright.precision.apply import part_of
 from modelwright.precision.policy import PrecisionConfig
 
 MAX_ROWS = 128
-"""Rows of weights, activations and gradients that errors are measured on."""
+"""Number of rows of weights, activations and gradients that errors are measured on."""
 AT_ONCE = 2**18
-"""Elements that a processor reads together: what is made of them stays in its cache."""
+"""Number of elements that a processor reads together: their magnitudes stay in its cache."""
 OUTLIER = 3.0
 EXPECTING = 3
-"""Periods that an expected loss rests on."""
+"""Number of periods that an expected loss is computed from."""
 SIGMAS = 3.0
-"""Standard errors above what was expected from which a loss is in excess."""
+"""Standard errors by which a loss must exceed the expected one to count as an excess."""
+# Bounds the noise scale at 10^8: a smaller cosine is chance.
 SMALLEST_COSINE = 1e-4
 FP16_LARGEST, FP16_SMALLEST = 65504.0, 2.0**-24
 
@@ -72,17 +73,10 @@ class Indicators:
     memory_pressure: float
 
 
-def in_pieces(values_NK: Tensor) -> Sequence[Tensor]:
-    """Rows of each chunk; one chunk if there is no cache to consider."""
-    if values_NK.device.type != "cpu":
-        return (values_NK,)
-    return values_NK.split(max(1, AT_ONCE // values_NK.shape[1]))
-
-
 @dataclass(frozen=True)
 class ValueSample:
-    """A sample of [N, K] values, FP32: rows at equal distances, with neighbors. Of all values: the largest magnitude of
-    each column, and the mean square.
+    """A sample of [N, K] values, FP32: rows at equal distances, and adjacent rows. Of all values: the largest magnitude
+    of each column, and the mean square.
     """
 
     rows_RK: Tensor
@@ -92,12 +86,14 @@ class ValueSample:
 
     @staticmethod
     def of(values: Tensor) -> "ValueSample":
-        """A sample of [..., K] values with at least one row."""
+        """Samples [..., K] values with at least one row."""
         all_NK = values.detach().flatten(0, -2) if values.dim() > 2 else values.detach()
         num_rows = all_NK.shape[0]
-        start = (num_rows - 1) // 2 // MAX_ROWS * MAX_ROWS
+        start = (num_rows - 1) // 2 // MAX_ROWS * MAX_ROWS  # a multiple of the rows of a block of scales
         maxima, squares = [], []
-        for piece_PK in in_pieces(all_NK):
+        # In chunks only on a CPU, for its cache.
+        is_on_cpu = all_NK.device.type == "cpu"
+        for piece_PK in all_NK.split(max(1, AT_ONCE // all_NK.shape[1])) if is_on_cpu else (all_NK,):
             magnitudes_PK = piece_PK.abs().float()
             maxima.append(magnitudes_PK.amax(0))
             squares.append(magnitudes_PK.square_().sum())
@@ -112,9 +108,9 @@ class ValueSample:
 def error_of(sample: ValueSample, chosen: Format, role: Role, config: PrecisionConfig) -> float:
     """The relative quantization error of values, with the codes and grids by which products read them as `role`.
 
-    Products in eight bits read all values twice, as they are and transposed; the larger error counts. Scales are those
-    of all values (for blocks, of the block; for delayed scaling, the present ones; for a weight that ranks share, of
-    its shard).
+    Products in eight bits read all values twice, in rows and transposed; the larger error counts. Scales are those of
+    all values (for blocks, of the block; for delayed scaling, the present ones; for a weight that ranks share, of its
+    shard).
     """
     if chosen in FLOATS:
         return _float_error(sample.rows_RK, FLOATS[chosen])
@@ -126,11 +122,18 @@ def error_of(sample: ValueSample, chosen: Format, role: Role, config: PrecisionC
 def _error_of_codes(
     sample: ValueSample, chosen: Format, role: Role, config: PrecisionConfig, *, transposed: bool
 ) -> float:
-    """Expected error of stochastic rounding: a value at distance d of a step s from the nearest code loses s^2 d (1 -
-    d) on average. INT8's steps along a column are the same for small and large rows, so their error is a share of all
+    """Measures the error of the codes of one side.
+
+    Expected error of stochastic rounding: a value at distance d of a step s from the nearest code loses s^2 d (1 - d)
+    on average. INT8's steps along a column are the same for small and large rows, so their error is a share of all
     rows' squares, not of the sample's.
     """
-    dtype, grid = _codes_of(chosen, role, config)
+    if chosen == "int8":
+        dtype, grid = torch.int8, ROWWISE
+    else:
+        by_row, by_square = GRIDS[config.fp8.recipe]
+        dtype = config.fp8.gradient_dtype if role == "grad" else E4M3
+        grid = by_square if role == "weight" else by_row
     rows = sample.block_RK if BLOCK in grid else sample.rows_RK
     x = rows.T if transposed else rows
     maxima = None
@@ -145,14 +148,6 @@ def _error_of_codes(
         squares = dequantize(torch.ones_like(codes), scales, grid) * lost.abs() - squares
     is_shared = chosen == "int8" and transposed
     return _share(squares, sample.mean_square * x.numel() if is_shared else x.square().sum())
-
-
-def _codes_of(chosen: Format, role: Role, config: PrecisionConfig) -> tuple[torch.dtype, Grid]:
-    """The dtype and scale granularity of an 8-bit format's factors."""
-    if chosen == "int8":
-        return torch.int8, ROWWISE
-    rows, squares = GRIDS[config.fp8.recipe]
-    return config.fp8.gradient_dtype if role == "grad" else E4M3, squares if role == "weight" else rows
 
 
 def _float_error(x: Tensor, dtype: torch.dtype) -> float:
@@ -186,11 +181,14 @@ class Observer:
     last: tuple[weakref.ref[Tensor], Mapping[Format, float]] | None = None
 
     def watched(self, name: str, product: Product) -> Product:
-        """The same product, observed."""
+        """Wraps a product with an observation of its input and its output's gradient."""
         part = part_of(name)
 
         def multiply(x: Tensor, weight: Tensor) -> Tensor:
-            self._add(part, "input", self._lost_of_input(x))
+            # Observed once for all products that read the same tensor one after the other.
+            if self.last is None or self.last[0]() is not x:
+                self.last = weakref.ref(x), self._lost(x, "x")
+            self._add(part, "input", self.last[1])
             y = product(x, weight)
             if y.requires_grad:
                 y.register_hook(lambda gradient: self._add(part, "gradient", self._lost(gradient, "grad")))
@@ -198,16 +196,8 @@ class Observer:
 
         return multiply
 
-    def _lost_of_input(self, x: Tensor) -> Mapping[Format, float]:
-        """Observe once for all products that read the same tensor one after the other."""
-        if self.last is None or self.last[0]() is not x:
-            self.last = weakref.ref(x), self._lost(x, "x")
-        return self.last[1]
-
     def _lost(self, values: Tensor, role: Role) -> Mapping[Format, float]:
-        """Errors by format. Values of a step that overflowed, which is skipped, are ignored; a format that overflows
-        where the values do not loses all of them.
-        """
+        """Errors by format; none for a step that overflowed. A format that overflows alone loses all values."""
         if not values.numel():
             return {}
         sample, result = ValueSample.of(values), {}
@@ -235,9 +225,8 @@ def sum_of_squares(values: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Momentum:
-    """What an optimizer's state says about a tensor. average: of its earlier gradients, up to a factor; kept_noise: the
-    share of one gradient's variance that is left in it; update: sum of squares of the next change of the weights,
-    without decay.
+    """An optimizer's state of a tensor. average: of its earlier gradients, up to a factor; kept_noise: the fraction of
+    one gradient's variance that is left in it; update: sum of squares of the next change of the weights, without decay.
     """
 
     average: Tensor
@@ -246,9 +235,7 @@ class Momentum:
 
 
 def kept_noise(beta: float, num_updates: int) -> float:
-    """Sum of squared weights of an exponential average over this many gradients, starting from zero, divided by the
-    square of their sum.
-    """
+    """Sum of squared weights of an exponential average from zero over this many gradients, over their sum's square."""
     left = beta**num_updates
     return (1 - beta) / (1 + beta) * (1 + left) / (1 - left)
 
@@ -268,15 +255,8 @@ class GradientStats:
     weight: float = 0.0
 
     @staticmethod
-    def of(
-        weight: Tensor,
-        gradient: Tensor,
-        momentum: Momentum | None,
-        *,
-        scale: float,
-    ) -> "GradientStats":
-        """Statistics of one tensor and its gradient. scale: loss scale of the gradient; momentum: None before the first
-        update."""
+    def of(weight: Tensor, gradient: Tensor, momentum: Momentum | None, *, scale: float) -> "GradientStats":
+        """Measures a tensor and its gradient. scale: loss scale of the gradient; momentum: None before an update."""
         magnitudes = gradient.abs() * scale
         square, average, agreement, kept_noise, update = sum_of_squares(gradient), 0.0, 0.0, 0.0, 0.0
         if momentum is not None:
@@ -296,7 +276,7 @@ class GradientStats:
         )
 
     def plus(self, other: "GradientStats", share: float = 1.0) -> "GradientStats":
-        """share: of the other statistics, for a tensor that several ranks hold."""
+        """Adds other statistics. share: factor on them, for a tensor that several ranks hold."""
         return GradientStats(*(a + share * b for a, b in zip(self.values, other.values, strict=True)))
 
     @property
@@ -316,6 +296,7 @@ class GradientStats:
             return 0.0
         cosine = max(SMALLEST_COSINE, self.agreement / math.sqrt(self.average * self.gradient))
         kept, excess = self.kept_noise / self.gradient, max(0.0, cosine**-2 - 1.0)
+        # The positive root of (1 + B) (1 + c B) = cosine^-2, in the form without cancellation.
         return 2 * excess / (1 + kept + math.sqrt((1 + kept) ** 2 + 4 * kept * excess))
 
     @property
@@ -363,12 +344,12 @@ class LossLevel:
 
 
 def loss_excess(past: Sequence[LossLevel], now: LossLevel) -> float:
-    """The relative excess of a period's loss over the prediction from the earlier periods; 0 if it is within `SIGMAS`
-    standard errors, or without history.
+    """The relative excess of a period's loss over the prediction from the earlier periods; 0 within `SIGMAS` standard
+    errors, or without history.
 
     A loss falls ever more slowly, so the predicted fall is the last one, times its ratio to the one before it. For any
     sum of a constant, powers of the step and decaying exponentials (whose falls are log-convex) that never exceeds the
-    actual fall, so that without noise there is no excess.
+    actual fall, so that without noise the excess is 0.
     """
     if not past:
         return 0.0
@@ -376,6 +357,7 @@ def loss_excess(past: Sequence[LossLevel], now: LossLevel) -> float:
     slowing = min(1.0, falls[1] / falls[0]) if len(falls) == 2 and min(falls) > 0 else 0.0
     fall = slowing * falls[-1] if slowing else 0.0
     expected = past[-1].mean - fall
+    # Variance of now - (1 + r) last + r earlier, the prediction with the ratio r of the falls.
     weights = [1.0 / now.count, (1.0 + slowing) ** 2 / past[-1].count]
     weights += [slowing**2 / past[-2].count] if slowing else []
     variance = statistics.fmean(level.variance for level in past[-EXPECTING:])

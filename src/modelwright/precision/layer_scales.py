@@ -3,11 +3,11 @@ Training: layers differ in how large their gradients are, so that one scale suit
 
 Between blocks gradients carry the common scale S. Entering a block's backward pass, a gradient is multiplied by the
 block's own scale over S, leaving it by the inverse; the forward pass is unchanged. All of them are powers of two, so
-nothing changes unless something overflows or would have underflowed (and between blocks neither happens where the
-residual stream is FP32). A block's scale falls when the overflow began there: when it is the first block of the
-backward pass with gradients that are not finite; the blocks behind it that have not had a good update yet are lowered
-too, or a first scale that is too large would have to be discovered block by block. It grows when too many of its
-gradients are small.
+block's own scale over S, leaving it by the inverse; the forward pass is unchanged. All of them are powers of two, so
+nothing changes unless something overflows or would have underflowed (and between blocks neither happens if the residual
+stream is FP32). A block's scale falls when the overflow began there: when it is the first block of the backward pass
+with gradients that are not finite; the blocks behind it that have not had a good update yet are lowered too, or a first
+scale that is too large would have to be discovered block by block. It grows when too many of its gradients are small.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +25,13 @@ SMALLEST_NORMAL = 2.0**-14
 LARGEST = 65504.0
 """FP16's smallest normal and largest finite number."""
 HEADROOM = 4.0
-"""How many times as large as the largest gradient of a block FP16's largest number stays when its scale grows."""
+"""Least ratio of FP16's largest number to the largest gradient of a block after its scale has grown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFindings:
-    """Statistics of one block's scaled gradients: `largest` by magnitude, 0 if unknown; `small`: the share below FP16's
-    normal numbers, 0 unless the block was `due`.
+    """Statistics of one block's scaled gradients: `largest` by magnitude, 0 if unknown; `small`: the fraction below
+    FP16's normal numbers, 0 unless the block was `due`.
     """
 
     largest: float = 0.0
@@ -54,24 +54,36 @@ class LayerScales:
         self.leaving = [torch.ones((), device=device) for _ in range(num_layers)]
 
     def due(self, layer: int) -> bool:
-        """Whether the layer's window ends with the present update, provided that it is good."""
+        """True if the layer's window ends with the present update, provided that it is good."""
         return self._num_good[layer] + 1 >= self.config.growth_interval
 
     def update(self, step: int, *, overflowed: bool, culprit: int | None, found: Sequence[LayerFindings]) -> None:
-        """After update `step` (from 0). culprit: the layer in which an overflow began, None if there was none. The
-        layers whose backward pass came before the culprit's had a good update.
+        """Call after update `step` (from 0). culprit: the layer in which an overflow began, None if none did. Layers
+        whose backward pass came before the culprit's had a good update.
         """
+        config = self.config
         self.common.update(step, overflowed and culprit is None)
         self.common.num_overflows += overflowed and culprit is not None
         for layer, findings in enumerate(found):
-            if not overflowed or (culprit is not None and layer > culprit):
-                self._grow(step, layer, findings)
+            if overflowed and (culprit is None or layer <= culprit):
+                continue
+            self._num_good[layer] += 1
+            self._fitted[layer] = True
+            if self._num_good[layer] >= config.growth_interval:
+                self._num_good[layer] = 0
+                has_room = findings.largest * config.growth_factor * HEADROOM <= LARGEST
+                if findings.small > config.max_underflow_fraction and has_room:
+                    self._set(step, layer, self.values[layer] * config.growth_factor)
         if overflowed and culprit is not None:
             self.num_overflows[culprit] += 1
             self._num_good[culprit] = 0
-            self._set(step, culprit, self.values[culprit] * self.config.backoff_factor)
+            self._set(step, culprit, self.values[culprit] * config.backoff_factor)
         if overflowed:
-            self._fall_along(step, culprit)
+            # Layers after the culprit in the backward pass (all for None) without a good update so far fall, too.
+            fallen = self.common.value if culprit is None else self.values[culprit]
+            for layer in range(len(self.values) if culprit is None else culprit):
+                if not self._fitted[layer]:
+                    self._set(step, layer, min(self.values[layer], fallen))
         self._set_factors()
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,23 +103,6 @@ class LayerScales:
         self.history = [(int(step), int(layer), float(value)) for step, layer, value in state["history"]]
         self._set_factors()
 
-    def _grow(self, step: int, layer: int, findings: LayerFindings) -> None:
-        self._num_good[layer] += 1
-        self._fitted[layer] = True
-        if self._num_good[layer] < self.config.growth_interval:
-            return
-        self._num_good[layer] = 0
-        has_room = findings.largest * self.config.growth_factor * HEADROOM <= LARGEST
-        if findings.small > self.config.max_underflow_fraction and has_room:
-            self._set(step, layer, self.values[layer] * self.config.growth_factor)
-
-    def _fall_along(self, step: int, culprit: int | None) -> None:
-        """Layers behind the culprit in the backward pass (all of them for None) that have not had a good update yet."""
-        fallen = self.common.value if culprit is None else self.values[culprit]
-        for layer in range(len(self.values) if culprit is None else culprit):
-            if not self._fitted[layer]:
-                self._set(step, layer, min(self.values[layer], fallen))
-
     def _set(self, step: int, layer: int, value: float) -> None:
         value = min(max(value, self.config.min_scale), self.config.max_scale)
         if value != self.values[layer]:
@@ -115,14 +110,14 @@ class LayerScales:
             self.history = [*self.history, (step + 1, layer, value)][-MAX_HISTORY:]
 
     def _set_factors(self) -> None:
-        """In place, because blocks hold these tensors, and compiled ones must not be recompiled."""
+        # In place, because blocks hold these tensors, and compiled ones must not be recompiled.
         for value, entering, leaving in zip(self.values, self.entering, self.leaving, strict=True):
             entering.fill_(value / self.common.value)
             leaving.fill_(self.common.value / value)
 
 
 def scale_blocks(model: Decoder, scales: LayerScales) -> Decoder:
-    """Rescale gradients at both ends of every block on this rank, in place. Apply it before whatever reruns blocks."""
+    """Rescales gradients at both ends of every block on this rank, in place. Apply it before all that reruns blocks."""
     for name, block in model.blocks.items():
         layer = int(name)
         block.forward = partial(_scaled, block.forward, scales.entering[layer], scales.leaving[layer])
@@ -132,7 +127,7 @@ def scale_blocks(model: Decoder, scales: LayerScales) -> Decoder:
 def layer_scales_for(
     config: LossScaleConfig, *, uses_fp16: bool, count: Callable[[], int], num_layers: int, device: torch.device
 ) -> LayerScales | None:
-    """None if losses are not scaled, or have one scale."""
+    """Makes the scales of layers; None if losses are not scaled, or have one scale."""
     common = loss_scale_for(config, uses_fp16=uses_fp16, count=count) if config.per_layer else None
     return LayerScales(config, common, num_layers, device) if common else None
 
@@ -140,7 +135,7 @@ def layer_scales_for(
 @dataclass(frozen=True, kw_only=True)
 class LossScales:
     """The scales of a run's losses. common: the only one, or the one between blocks, None if losses are not scaled;
-    layers: those of blocks that have their own, None if there are none.
+    layers: those of blocks with separate scales, else None.
     """
 
     common: LossScale | None
@@ -167,7 +162,7 @@ class _Rescaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, factor):
         ctx.save_for_backward(factor)
-        return x.detach()  # not a view: FSDP warns of a block that gives one
+        return x.detach()  # not a view: FSDP warns of a block that returns one
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -16,9 +16,9 @@ from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
 
 MAX_HISTORY = 1000
-"""Changes of the scale that are kept."""
+"""Number of changes of the scale that are kept."""
 SCALE_OF_LARGE = 2.0**12
-"""Where the largest models begin; see `first_scale`."""
+"""First scale of the largest models; see `first_scale`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +49,15 @@ class LossScaleConfig:
 
     def __post_init__(self) -> None:
         if self.init_scale < 0:
-            raise ConfigError(
-                f"init_scale: must not be negative, got {self.init_scale}; 0 chooses by the number of parameters"
-            )
+            text = f"init_scale: must not be negative, got {self.init_scale}"
+            raise ConfigError(f"{text}; 0 chooses by the number of parameters")
         if self.growth_factor <= 1:
             raise ConfigError(f"growth_factor: must be above 1, got {self.growth_factor}; 2 is usual, 8 grows faster")
         if not 0 < self.backoff_factor < 1:
             raise ConfigError(f"backoff_factor: must be between 0 and 1, got {self.backoff_factor}; 0.5 is usual")
         if self.growth_interval < 1:
-            raise ConfigError(
-                f"growth_interval: must be at least 1 update, got {self.growth_interval}; 1000 or 2000 is usual"
-            )
+            text = f"growth_interval: must be at least 1 update, got {self.growth_interval}"
+            raise ConfigError(f"{text}; 1000 or 2000 is usual")
         if not 0 < self.min_scale <= self.max_scale:
             raise ConfigError(
                 f"min_scale: must be above 0 and at most max_scale ({self.max_scale:g}), got {self.min_scale}"
@@ -70,35 +68,32 @@ class LossScaleConfig:
                 f"{self.init_scale}"
             )
         if not 0 <= self.max_underflow_fraction < 1:
-            raise ConfigError(
-                f"max_underflow_fraction: must be in [0, 1), got {self.max_underflow_fraction}; 0.01 is usual"
-            )
-        if self.per_layer:
-            self._check_layers()
-
-    def _check_layers(self) -> None:
-        """A block's scale and the common one must differ by a factor that loses no bit."""
-        if not self.dynamic:
+            text = f"max_underflow_fraction: must be in [0, 1), got {self.max_underflow_fraction}"
+            raise ConfigError(f"{text}; 0.01 is usual")
+        if self.per_layer and not self.dynamic:
             raise ConfigError("per_layer: adjusts scales to overflows, which requires dynamic; set dynamic to true")
-        for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
+        # A block's scale and the common one must differ by a factor that loses no bit.
+        for name in (
+            ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale") if self.per_layer else ()
+        ):
             value = getattr(self, name)
-            if value and math.frexp(value)[0] != 0.5:
+            if value and math.frexp(value)[0] != 0.5:  # the mantissa of every power of two
                 raise ConfigError(f"{name}: must be a power of two with per_layer, got {value}")
 
 
 class LossScaler(Protocol):
-    """The factor by which losses are multiplied before backward, and how it is removed from the gradients."""
+    """Multiplies losses by a factor before backward, and removes it from the gradients."""
 
     @property
     def value(self) -> float: ...
 
     def unscale(self, gradients: list[Tensor]) -> None:
-        """Remove the scale in place."""
+        """Removes the scale in place."""
         ...
 
 
 class NoLossScaler:
-    """Losses are not scaled."""
+    """Leaves losses unscaled."""
 
     value = 1.0
 
@@ -106,9 +101,9 @@ class NoLossScaler:
 
 
 def first_scale(config: LossScaleConfig, num_parameters: int) -> float:
-    """`initial`, or for 0 a power of two by size, because larger models sum more contributions into each gradient and
-    overflow earlier: 2^15 up to 100 million parameters, half of that with each tenfold increase, 2^12 from 10 billion
-    on.
+    """Returns `init_scale`, or for 0 a power of two by size, because larger models sum more contributions into each
+    gradient and overflow earlier: 2^15 up to 100 million parameters, half of that with each tenfold increase, 2^12 from
+    10 billion on.
     """
     if config.init_scale:
         return config.init_scale

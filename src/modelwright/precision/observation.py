@@ -25,20 +25,20 @@ class Period:
 
     observer: Observer
     losses: list[float] = field(default_factory=list)
-    """Losses of all steps, skipped ones included, but those whose loss jumped."""
+    """Losses of all steps, skipped ones included, except those whose loss jumped."""
     run_norms: list[float] = field(default_factory=list)
     """Norms of the whole gradient, of the same steps."""
     norms: dict[str, list[float]] = field(default_factory=dict)
     """Gradient norms of each part in the measured steps."""
     overflows: dict[str, int] = field(default_factory=dict)
-    """For each part, the number of steps that were not finite while the part computed in FP16."""
+    """Number of non-finite steps of each part while it computed in FP16."""
 
     def add_loss(self, loss: float, grad_norm: float) -> None:
         self.losses.append(loss)
         self.run_norms.append(grad_norm)
 
     def add_overflow(self, formats: Mapping[str, Format]) -> None:
-        """Count a non-finite step against the parts that were in FP16. formats: in force then."""
+        """Counts a non-finite step against the parts that were in FP16. formats: those in force at that step."""
         for part, chosen in formats.items():
             if chosen == "fp16":
                 self.overflows[part] = self.overflows.get(part, 0) + 1
@@ -48,11 +48,11 @@ class Period:
             self.norms.setdefault(part, []).append(total.gradient**0.5)
 
     def skipped_share(self, part: str) -> float:
-        """Share of the steps that overflowed while the part was in FP16."""
+        """Fraction of the steps that overflowed while the part was in FP16."""
         return self.overflows.get(part, 0) / len(self.losses)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything except what the observer has seen, which differs from rank to rank."""
+        """The state except for the observer's errors, which differ from rank to rank."""
         return {
             "losses": list(self.losses),
             "run_norms": list(self.run_norms),
@@ -76,17 +76,17 @@ class PartStatistics:
     names: Mapping[Tensor, str]
     """This rank's parameters."""
     num_holders: Sequence[int]
-    """For each of them, the number of ranks that hold it: it counts once."""
+    """Number of ranks that hold each of them, which together count it once."""
     sum_over_ranks: Callable[[Sequence[float]], list[float]]
-    """Element by element."""
+    """Sums element by element."""
 
     def gradients(self) -> dict[str, GradientStats]:
-        """Sums in which only `gradient` is measured, the squared norm of the gradients."""
+        """Measures only `gradient`, the squared norm of the gradients."""
         return self._reduced(lambda parameter, gradient: GradientStats(gradient=sum_of_squares(gradient)))
 
     def sums(self, momentum_of: Callable[[Tensor], Momentum | None], *, loss_scale: float) -> dict[str, GradientStats]:
-        """All statistics, which take several passes over weights, gradients and moments. momentum_of: the optimizer's
-        knowledge of a parameter, None before its first update.
+        """Measures all statistics, in several passes over weights, gradients and moments. momentum_of: the optimizer's
+        state of a parameter, None before its first update.
         """
         return self._reduced(
             lambda parameter, gradient: GradientStats.of(
@@ -97,7 +97,7 @@ class PartStatistics:
     def _reduced(self, measure: Callable[[Tensor, Tensor], GradientStats]) -> dict[str, GradientStats]:
         own = dict.fromkeys(self.parts, GradientStats())
         for (parameter, name), holders in zip(self.names.items(), self.num_holders, strict=True):
-            part = _part_of_weight(name)
+            part = part_of(name.removesuffix(".weight"))
             if part in own and parameter.grad is not None:
                 own[part] = own[part].plus(measure(parameter, local(parameter.grad)), 1.0 / holders)
         flat = self.sum_over_ranks([value for sums in own.values() for value in sums.values])
@@ -109,26 +109,17 @@ class PartStatistics:
         keys: list[tuple[str, Factor, Format]] = [
             (part, factor, chosen) for part in self.parts for factor in FACTORS for chosen in candidates
         ]
-        weights = self._weight_errors(candidates)
-        own = [weights.get((part, chosen), (0.0, 0)) if factor == "weight" else observer.take(part, factor, chosen)
-               for part, factor, chosen in keys]  # fmt: skip
-        totals = self.sum_over_ranks([float(value) for pair in own for value in pair])
-        return {key: totals[2 * i] / max(1.0, totals[2 * i + 1]) for i, key in enumerate(keys)}
-
-    def _weight_errors(self, candidates: Sequence[Format]) -> dict[tuple[str, Format], tuple[float, int]]:
-        """Sum and count over this rank's matrices."""
-        errors: dict[tuple[str, Format], tuple[float, int]] = {}
+        # Sum and count of the errors of this rank's matrices, a sample of each.
+        weights: dict[tuple[str, Format], tuple[float, int]] = {}
         for parameter, name in self.names.items():
-            weight, part = local(parameter.detach()), _part_of_weight(name)
+            weight, part = local(parameter.detach()), part_of(name.removesuffix(".weight"))
             if weight.dim() != 2 or not weight.numel() or part not in self.parts:
                 continue
             sample = ValueSample.of(weight)
             for chosen in candidates:
-                total, count = errors.get((part, chosen), (0.0, 0))
-                errors[part, chosen] = total + error_of(sample, chosen, "weight", self.config), count + 1
-        return errors
-
-
-def _part_of_weight(name: str) -> str:
-    """`blocks.3.ffn.up_proj.weight` -> `blocks.3.ffn`."""
-    return part_of(name.removesuffix(".weight"))
+                total, count = weights.get((part, chosen), (0.0, 0))
+                weights[part, chosen] = total + error_of(sample, chosen, "weight", self.config), count + 1
+        own = [weights.get((part, chosen), (0.0, 0)) if factor == "weight" else observer.take(part, factor, chosen)
+               for part, factor, chosen in keys]  # fmt: skip
+        totals = self.sum_over_ranks([float(value) for pair in own for value in pair])
+        return {key: totals[2 * i] / max(1.0, totals[2 * i + 1]) for i, key in enumerate(keys)}

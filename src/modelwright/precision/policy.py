@@ -46,7 +46,8 @@ POLICIES: dict[str, tuple[Format, Format, Format, Format]] = {
 }
 """Formats by kind: embedding (and with it the residual stream), attention, feed-forward, head.
 
-INT8 keeps its codes beside what forward keeps, so that in an FP32 stream it takes more memory than FP32 does.
+INT8 saves its codes in addition to the tensors that forward saves, so that in an FP32 stream it takes more memory than
+FP32 does.
 """
 
 ALWAYS_FP32 = {
@@ -78,8 +79,8 @@ class Fp8Config:
     """FP8 training."""
 
     recipe: Recipe = "tensorwise"
-    """What shares a scale: a whole tensor, a row, or blocks as in DeepSeek-V3 (1 x 128 activations, 128 x 128 weights,
-    E4M3 everywhere)."""
+    """Granularity of scales: a whole tensor, a row, or blocks as in DeepSeek-V3 (1 x 128 activations, 128 x 128
+    weights, E4M3 everywhere)."""
     scaling: Literal["current", "delayed"] = "current"
     """Scale by the current maxima, or by those of recent steps (`delayed`, tensorwise only). Delayed scaling saves no
     pass here: the current maximum is taken anyway, to detect overflow."""
@@ -152,9 +153,8 @@ class PrecisionConfig:
     def format_of(self, kind: Kind) -> Format:
         """The format of a kind of layer. Raises `ConfigError` while the policy is `auto`."""
         if self.policy == "auto":
-            raise ConfigError(
-                "policy: 'auto' is not resolved yet; resolve it from measured rates or set fp32 or bf16_mixed"
-            )
+            text = "policy: 'auto' is not resolved yet"
+            raise ConfigError(f"{text}; resolve it from measured rates or set fp32 or bf16_mixed")
         return getattr(self.overrides, kind) or POLICIES[self.policy][KINDS.index(kind)]
 
     @property
@@ -178,7 +178,7 @@ class PrecisionConfig:
         return self.result_of[chosen].itemsize / torch.float32.itemsize
 
     def gathered_as(self, kind: Kind) -> torch.dtype:
-        """The format in which everything reads a weight of this kind, so that no more needs to be communicated: a
+        """The format in which every reader takes a weight of this kind, so that no more needs to be communicated: a
         16-bit floating-point format, unless formats change or evaluation has its own.
         """
         stays = self.adaptive.kind == "none" and self.eval_dtype == "policy"
@@ -191,11 +191,11 @@ class PrecisionConfig:
 
     @property
     def delays(self) -> bool:
-        """Whether any layer uses delayed FP8 scaling, now or after a change of formats."""
+        """True if any layer uses delayed FP8 scaling, now or after a change of formats."""
         return self.fp8.scaling == "delayed" and "fp8" in self.possible
 
     def features(self) -> list[Feature]:
-        """What the precision settings need of a run, and break."""
+        """Features of the precision settings, with their requirements on a run and what they break."""
         result, scaling = [], self.loss_scale
         uses_fp16 = self.policy != "auto" and self.uses_fp16
         if scaling.enabled == "always" or (scaling.enabled == "auto" and uses_fp16):
@@ -206,31 +206,29 @@ class PrecisionConfig:
         if self.fp32_matmul == "tf32":
             result.append(feature("fp32_matmul", "tf32", only_with=[ACCELERATOR]))
         if self.adaptive.kind != "none":
-            needs = [EAGER_BLOCKS, SYNCHRONOUS_UPDATES, SAME_UNITS, COMMON_LOSS_SCALE, WHOLE_GRADIENTS]
-            needs.append(TRAINED_WEIGHTS)
+            needs = {EAGER_BLOCKS, SYNCHRONOUS_UPDATES, SAME_UNITS, COMMON_LOSS_SCALE, WHOLE_GRADIENTS, TRAINED_WEIGHTS}
             result.append(feature("adaptive.kind", self.adaptive.kind, needs=needs, breaks=[SAME_MATMULS]))
         return result
 
     @property
     def uses_fp16(self) -> bool:
-        """Whether gradients pass through FP16 anywhere, now or after a change."""
+        """True if gradients pass through FP16 anywhere, now or after a change."""
         return torch.float16 in {self.result_of[name] for name in self.possible}
 
     @property
     def possible(self) -> set[Format]:
         """The formats of all layers, and those that some may change to."""
-        changes = {"schedule": (self.adaptive.low_precision,), "none": ()}.get(
-            self.adaptive.kind, self.adaptive.candidates
-        )
+        adaptive = self.adaptive
+        changes = {"schedule": (adaptive.low_precision,), "none": ()}.get(adaptive.kind, adaptive.candidates)
         return {*self.formats.values(), *changes}
 
 
 def resolve(config: PrecisionConfig, rates: Mapping[str, float]) -> PrecisionConfig:
-    """The config with `auto` replaced by the policy of the highest rate: `fp32` or `bf16_mixed`.
+    """Replaces `auto` by the policy of the highest rate: `fp32` or `bf16_mixed`.
 
-    `rates`: FLOP/s of the model's own matrix shapes by format name ("fp32", "bf16"). A concrete config is returned as
-    it is. On a tie FP32 wins, because it needs no casts. FP16 needs a loss scale and is slow on most processors, and
-    eight-bit formats change results, so `auto` chooses neither.
+    `rates`: FLOP/s of the model's own matrix shapes by format name ("fp32", "bf16"). A concrete config is returned
+    unchanged. On a tie FP32 wins, because it needs no casts. FP16 needs a loss scale and is slow on most processors,
+    and eight-bit formats change results, so `auto` chooses neither.
     """
     if config.policy != "auto":
         return config

@@ -23,12 +23,12 @@ Activations = Literal["none", "token", "tensor_min_max", "tensor_moving_average"
 MODULE = "quantization"
 """The name of the learned steps among a model's `heads`."""
 MOVING = 0.9
-"""What a moving average keeps of its last value in each step."""
+"""Weight of the last value in a moving average."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationAwareConfig:
-    """The grids, and when rounding begins. learned_steps: LSQ; the steps of weights are then trained parameters."""
+    """Grids, and the step at which rounding begins. learned_steps: train the weights' steps as parameters (LSQ)."""
 
     weights: WeightGrid = field(default_factory=WeightGrid)
     activations: Activations = "token"
@@ -41,13 +41,12 @@ class QuantizationAwareConfig:
         if self.start_step < 0:
             raise ConfigError(f"start_step: must not be negative, got {self.start_step}; 0 rounds from the first step")
         if self.has_observers and not self.start_step:
-            raise ConfigError(
-                f"start_step: activations {self.activations} are observed in the steps before it; set it to 1 or more"
-            )
+            text = f"start_step: activations {self.activations} are observed in the steps before it"
+            raise ConfigError(f"{text}; set it to 1 or more")
 
     @property
     def has_observers(self) -> bool:
-        """Whether activations have a range that is observed."""
+        """True if the range of activations is observed."""
         return self.activations.startswith("tensor")
 
 
@@ -71,11 +70,6 @@ def _key(name: str) -> str:
     return name.replace(".", "_")
 
 
-def step_parameter(name: str) -> str:
-    """The name, in the model, of the parameter with a projection's learned steps."""
-    return f"heads.{MODULE}.{_key(name)}"
-
-
 def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of all projections of a decoder of this shape, by name."""
     with torch.device("meta"):
@@ -85,27 +79,17 @@ def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 @dataclass(kw_only=True)
 class Range:
-    """The range of one layer's inputs, from what was observed."""
+    """The observed range of one layer's inputs."""
 
     least: float = 0.0
     most: float = 0.0
     is_empty: bool = True
 
-    def add(self, least: float, most: float, *, moving: bool) -> None:
-        """Take in the extremes of one step."""
-        if self.is_empty:
-            self.least, self.most, self.is_empty = least, most, False
-        elif moving:
-            self.least = MOVING * self.least + (1 - MOVING) * least
-            self.most = MOVING * self.most + (1 - MOVING) * most
-        else:
-            self.least, self.most = min(self.least, least), max(self.most, most)
-
 
 @dataclass(kw_only=True)
 class FakeQuantization:
-    """How one model's projections round their factors. is_on: in training; evaluation rounds always, once there are
-    ranges. is_observing: whether extremes of the inputs are collected.
+    """Rounds the factors of one model's projections. is_on: in training; evaluation rounds always, once there are
+    ranges. is_observing: True while extremes of the inputs are collected.
     """
 
     config: QuantizationAwareConfig
@@ -121,63 +105,55 @@ class FakeQuantization:
             self.config.weights.check(name, projection.in_features)
             self.ranges[name] = Range()
         if self.config.learned_steps and MODULE not in self.model.heads:
-            raise ConfigError(
-                "learned_steps: the model has no steps to learn; train it with the objective `WithStepSizes`"
-            )
+            text = "learned_steps: the model lacks steps to learn"
+            raise ConfigError(f"{text}; train it with the objective `WithStepSizes`")
 
     def wrap(self, name: str, product: Product) -> Product:
-        """The same product of rounded factors, for `ModelPrecision.quantize`."""
+        """Wraps a product so that it rounds its factors, for `ModelPrecision.quantize`."""
         return partial(self._multiply, name, product)
 
     def _multiply(self, name: str, product: Product, x: Tensor, weight_OI: Tensor) -> Tensor:
+        config = self.config
         if self.is_observing and self.model.training:
-            self._see(name, x)
+            values = x.detach()
+            extremes = torch.stack([-values.amin(), values.amax()]) if x.numel() else x.new_full((2,), -math.inf)
+            self.seen.setdefault(name, []).append(extremes.double())
+        learned_G = None
+        if config.learned_steps:
+            steps = self.model.heads[MODULE]
+            assert isinstance(steps, StepSizes)
+            learned_G = steps.step(name)
         if not self.is_on and self.model.training:
             # Learned steps get gradients of zero before they are used, so that all ranks and steps treat them alike.
-            unused = 0.0 * self._step(name).sum() if self.config.learned_steps else 0.0
-            return product(x, weight_OI + unused)
-        return product(self._rounded_inputs(name, x), self.rounded_weight(name, weight_OI))
-
-    def rounded_weight(self, name: str, weight_OI: Tensor) -> Tensor:
-        """A projection's weight on its grid."""
-        grid = self.config.weights
-        step_G, zero_G = grid.ranges(weight_OI) if not self.config.learned_steps else (self._step(name), None)
-        return grid.rounded(weight_OI, step_G, torch.zeros_like(step_G) if zero_G is None else zero_G)
-
-    def _step(self, name: str) -> Tensor:
-        steps = self.model.heads[MODULE]
-        assert isinstance(steps, StepSizes)
-        return steps.step(name)
-
-    def _rounded_inputs(self, name: str, x: Tensor) -> Tensor:
-        if self.config.activations == "none":
-            return x
-        if self.config.activations == "token":
-            return round_tokens(x)
-        observed = self.ranges[name]
-        if observed.is_empty:
-            return x
-        step, zero = activation_range(observed.least, observed.most, x)
-        return fake_quantize(x, step, zero, -128, 127)
-
-    def _see(self, name: str, x: Tensor) -> None:
-        x = x.detach()
-        extremes = torch.stack([-x.amin(), x.amax()]) if x.numel() else x.new_full((2,), -math.inf)
-        self.seen.setdefault(name, []).append(extremes.double())
+            return product(x, weight_OI + (0.0 if learned_G is None else 0.0 * learned_G.sum()))
+        if config.activations == "token":
+            x = round_tokens(x)
+        elif config.has_observers and not (observed := self.ranges[name]).is_empty:
+            step, zero = activation_range(observed.least, observed.most, x)
+            x = fake_quantize(x, step, zero, -128, 127)
+        step_G, zero_G = config.weights.ranges(weight_OI) if learned_G is None else (learned_G, None)
+        zero_G = torch.zeros_like(step_G) if zero_G is None else zero_G
+        return product(x, config.weights.rounded(weight_OI, step_G, zero_G))
 
     def begin_step(self) -> None:
-        """Drop what a step has seen that is abandoned, or that was not one."""
+        """Discards the extremes of a step that is abandoned, or of evaluation."""
         self.seen.clear()
 
     def collect(self, maxima: Callable[[Sequence[float]], Sequence[float]]) -> None:
-        """Take in the extremes of this step. maxima: gives the largest of each value over all ranks."""
+        """Adds the extremes of this step to the ranges. maxima: returns the largest of each value over all ranks."""
         names = [name for name in self.ranges if name in self.seen]
         values = [float(value) for name in names for value in torch.stack(self.seen[name]).amax(dim=0)]
-        moving = self.config.activations == "tensor_moving_average"
-        if values:
-            largest = maxima(values)
-            for place, name in enumerate(names):
-                self.ranges[name].add(-largest[2 * place], largest[2 * place + 1], moving=moving)
+        largest = maxima(values) if values else ()
+        # `seen` holds minus the least value, so that one maximum over ranks serves both ends.
+        for name, low, most in zip(names, largest[::2], largest[1::2], strict=True):
+            observed, least = self.ranges[name], -low
+            if observed.is_empty:
+                observed.least, observed.most, observed.is_empty = least, most, False
+            elif self.config.activations == "tensor_moving_average":
+                observed.least = MOVING * observed.least + (1 - MOVING) * least
+                observed.most = MOVING * observed.most + (1 - MOVING) * most
+            else:
+                observed.least, observed.most = min(observed.least, least), max(observed.most, most)
         self.seen.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,5 +169,7 @@ def initial_steps(weights: Iterable[tuple[str, Tensor]], names: Iterable[str], g
     """The values of the parameters with learned steps, by their names in the model. weights: whole ones, by name."""
     wanted = {f"{name}.weight": name for name in names}
     return {
-        step_parameter(wanted[name]): torch.log2(lsq_step(weight, grid)) for name, weight in weights if name in wanted
+        f"heads.{MODULE}.{_key(wanted[name])}": torch.log2(lsq_step(weight, grid))
+        for name, weight in weights
+        if name in wanted
     }

@@ -41,36 +41,37 @@ def build_reward(
     log: Callable[[str], None] = lambda text: None,
 ) -> WeightedSum:
     """The weighted sum of `terms`, which maps the name of each to its options, its `weight` (1 by default) and its
-    `kind` (the name by default). path: of the terms in the config, for errors; log: takes the details of failures.
+    `kind` (the name by default). path: of the terms in the config, for errors; log: receives the details of failures.
 
-    Raises `ConfigError`, also where a kind cannot work on this machine.
+    Raises `ConfigError`, also for a kind that cannot work on this machine.
     """
     if not terms:
         raise ConfigError(f"{path}: needs at least one reward (known here: {', '.join(kinds)})")
-    built = [_build_term(name, options, f"{path}.{name}", kinds) for name, options in terms.items()]
+    built: list[Term] = []
+    for name, options in terms.items():
+        place = f"{path}.{name}"
+        if not isinstance(options, Mapping):
+            text = f"{place}: expected the options of the reward, got {options!r}"
+            raise ConfigError(f"{text}; write {{}} for the defaults")
+        weight, kind = options.get("weight", 1.0), options.get("kind", name)
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise ConfigError(f"{place}.weight: must be a finite number, got {weight!r}")
+        known: Mapping[str, type[RewardConfig]] = kinds
+        if kind not in known:  # only then, because reading the metadata of all installed packages takes milliseconds
+            known = {**kinds, **installed(GROUP, type, taken=tuple(kinds))}
+        if kind in EXTRAS and kind not in known:
+            raise ConfigError(
+                f"{place}.kind: {kind!r} is in a separate package: pip install 'modelwright[{EXTRAS[kind]}]'"
+            )
+        if kind not in known:
+            raise ConfigError(f"{place}.kind: {kind!r} is not one of {', '.join(known)}")
+        config_class = known[kind]
+        assert dataclasses.is_dataclass(config_class)
+        config = parse(config_class, {key: options[key] for key in options if key not in ("weight", "kind")}, place)
+        try:
+            built.append(Term(config.build(name), float(weight)))
+        except ConfigError as error:
+            raise ConfigError(f"{place}.{error}") from error
     if not any(term.weight for term in built):
         raise ConfigError(f"{path}: every term has weight 0, so all answers would be equal; give one a weight")
     return WeightedSum(built, log=log)
-
-
-def _build_term(name: str, options: Any, path: str, kinds: Mapping[str, type[RewardConfig]]) -> Term:
-    if not isinstance(options, Mapping):
-        raise ConfigError(f"{path}: expected the options of the reward, got {options!r}; write {{}} for the defaults")
-    weight, kind = options.get("weight", 1.0), options.get("kind", name)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-        raise ConfigError(f"{path}.weight: must be a finite number, got {weight!r}")
-    if kind not in kinds:  # only then, because reading the metadata of all installed packages takes milliseconds
-        kinds = {**kinds, **installed(GROUP, type, taken=tuple(kinds))}
-    if kind in EXTRAS and kind not in kinds:
-        raise ConfigError(
-            f"{path}.kind: {kind!r} is in a package of its own: pip install 'modelwright[{EXTRAS[kind]}]'"
-        )
-    if kind not in kinds:
-        raise ConfigError(f"{path}.kind: {kind!r} is not one of {', '.join(kinds)}")
-    config_class = kinds[kind]
-    assert dataclasses.is_dataclass(config_class)
-    config = parse(config_class, {key: options[key] for key in options if key not in ("weight", "kind")}, path)
-    try:
-        return Term(config.build(name), float(weight))
-    except ConfigError as error:
-        raise ConfigError(f"{path}.{error}") from error

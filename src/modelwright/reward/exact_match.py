@@ -21,7 +21,7 @@ class ExactMatchConfig:
     field: str = "answer"
     """The record's field with the reference answer, or a list of alternatives."""
     marker: str = ""
-    """Compare what follows the last occurrence of this text, such as `####` in GSM8K; empty compares everything."""
+    """Text, such as `####` in GSM8K, after whose last occurrence answers are compared; empty compares everything."""
     normalization: Normalization = "squad"
     """`squad`: case, punctuation, articles and white space do not count; `whitespace`: only white space; `none`."""
 
@@ -35,27 +35,26 @@ class ExactMatch:
     config: ExactMatchConfig
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self._score(sample) for sample in samples]
-
-    def _score(self, sample: Sample) -> Score:
-        reference = read_reference(sample, self.config.field)
-        if reference.problem:
-            return Score.failure("no_reference", reference.problem)
-        if self.config.marker and self.config.marker not in sample.answer:
-            return Score(0.0, "no_marker")
-        answer = self._normalized(sample.answer)
-        is_equal = any(self._normalized(text) == answer for text in reference.texts)
-        return Score(float(is_equal), "equal" if is_equal else "different")
-
-    def _normalized(self, text: str) -> str:
-        if self.config.marker:
-            text = text.rpartition(self.config.marker)[2]
-        return normalize(text, self.config.normalization)
+        marker, scores = self.config.marker, list[Score]()
+        for sample in samples:
+            reference = read_reference(sample, self.config.field)
+            if reference.problem:
+                scores.append(Score.failure("no_reference", reference.problem))
+            elif marker and marker not in sample.answer:
+                scores.append(Score(0.0, "no_marker"))
+            else:
+                texts = (sample.answer, *reference.texts)
+                compared = (text.rpartition(marker)[2] if marker else text for text in texts)
+                answer, *right = (normalize(text, self.config.normalization) for text in compared)
+                is_equal = answer in right
+                scores.append(Score(float(is_equal), "equal" if is_equal else "different"))
+        return scores
 
 
 def normalize(text: str, normalization: Normalization) -> str:
-    """`squad` is `normalize_answer` of the official script for SQuAD 1.1, except for a text of articles or punctuation
-    alone, which keeps them: the choice "A" would become the empty text, and equal an empty answer.
+    """Normalizes an answer. `squad` is `normalize_answer` of the official script for SQuAD 1.1, except for a text of
+    articles or punctuation alone, which keeps them: the choice "A" would become the empty text, and equal an empty
+    answer.
     """
     if normalization == "none":
         return text

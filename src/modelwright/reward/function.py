@@ -1,4 +1,4 @@
-"""A reward that is a Python function of the user, in a file of theirs."""
+"""A reward that is a user's Python function in a file."""
 
 import importlib.util
 import inspect
@@ -33,32 +33,34 @@ class FunctionConfig:
 
 @dataclass(frozen=True)
 class FunctionReward:
-    """An exception on one sample fails that sample alone."""
+    """Calls the function for each sample. An exception on one sample fails that sample alone."""
 
     name: str
     function: Callable[[Sample], float]
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self._score(sample) for sample in samples]
-
-    def _score(self, sample: Sample) -> Score:
-        try:
-            value = self.function(sample)
-            number = float(value)
-        except STOPPING:
-            raise
-        except Exception as error:
-            return Score.failure(type(error).__name__, traceback.format_exc())
-        if not math.isfinite(number):
-            return Score.failure("not_finite", f"the function returned {value!r}")
-        return Score(number)
+        scores: list[Score] = []
+        for sample in samples:
+            try:
+                value = self.function(sample)
+                number = float(value)
+            except STOPPING:
+                raise
+            except Exception as error:
+                scores.append(Score.failure(type(error).__name__, traceback.format_exc()))
+                continue
+            if math.isfinite(number):
+                scores.append(Score(number))
+            else:
+                scores.append(Score.failure("not_finite", f"the function returned {value!r}"))
+        return scores
 
 
 def load_function(path: str) -> Callable[[Sample], Any]:
-    """The function at `file.py:function`. Raises `ConfigError` with what importing the file said."""
+    """Loads the function `file.py:function`. Raises `ConfigError` with the error of importing the file."""
     file, _, name = path.rpartition(":")
     if not Path(file).is_file():
-        raise ConfigError(f"path: there is no file {file!r} (looked for in {Path.cwd()})")
+        raise ConfigError(f"path: the file {file!r} does not exist (looked for in {Path.cwd()})")
     spec = importlib.util.spec_from_file_location(f"reward_{digest(str(Path(file).resolve()))[:16]}", file)
     assert spec is not None
     assert spec.loader is not None
@@ -67,20 +69,18 @@ def load_function(path: str) -> Callable[[Sample], Any]:
         spec.loader.exec_module(module)
     except STOPPING[:2]:
         raise
+    except SyntaxError as error:
+        raise ConfigError(f"path: {file} cannot be imported (line {error.lineno}: {error.msg})") from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"path: {file} cannot be imported ({_place(error)})") from error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{last.filename}:{last.lineno}: {type(error).__name__}: {error}"
+        raise ConfigError(f"path: {file} cannot be imported ({text})") from error
     function = getattr(module, name, None)
     if not callable(function):
         functions = [
             key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == spec.name
         ]
-        raise ConfigError(f"path: {file} has no function {name!r} (it has: {', '.join(functions) or 'none'})")
+        raise ConfigError(
+            f"path: {file} does not define the function {name!r} (it has: {', '.join(functions) or 'none'})"
+        )
     return function
-
-
-def _place(error: BaseException) -> str:
-    """The exception in one line, with file and line where it was raised."""
-    if isinstance(error, SyntaxError):
-        return f"line {error.lineno}: {error.msg}"
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{last.filename}:{last.lineno}: {type(error).__name__}: {error}"

@@ -28,14 +28,20 @@ class JsonConfig:
     schema: str = ""
     """Path of a JSON Schema; empty for none."""
     schema_field: str = ""
-    """The record's field with a JSON Schema of its own, an object or its text; empty for none."""
+    """The record's field with the JSON Schema of its answer, an object or its text; empty for none."""
 
     def __post_init__(self) -> None:
         if self.schema and self.schema_field:
             raise ConfigError("schema_field: remove it, or remove schema; an answer has one schema")
 
     def build(self, name: str) -> Reward:
-        return Json(name, self.schema_field, _load_schema(self.schema) if self.schema else None)
+        if not self.schema:
+            return Json(name, self.schema_field, None)
+        try:
+            validator = _validator(Path(self.schema).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"schema: {self.schema} cannot be read as a JSON Schema ({error})") from None
+        return Json(name, self.schema_field, validator)
 
 
 @dataclass(frozen=True)
@@ -50,12 +56,16 @@ class Json:
     def _score(self, sample: Sample) -> Score:
         validator = self.validator
         if self.schema_field:
+            schema = sample.fields.get(self.schema_field)
             try:
-                validator = _validator(sample.fields.get(self.schema_field))
+                validator = _validator(schema if isinstance(schema, str) else json.dumps(schema))
             except ValueError as error:
-                return Score.failure("bad_schema", f"the field {self.schema_field!r} is no JSON Schema: {error}")
+                return Score.failure("bad_schema", f"the field {self.schema_field!r} is not a JSON Schema: {error}")
         try:
-            value = strict_json(sample.answer)
+            # `NaN` and `Infinity`, which Python's parser accepts, are not JSON (RFC 8259, section 6).
+            blocks = _FENCED.findall(sample.answer)
+            text = blocks[0] if len(blocks) == 1 else sample.answer
+            value = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             return Score(0.0, "not_json")
         try:
@@ -69,33 +79,13 @@ class Json:
         return Score(float(is_valid), "valid" if is_valid else "invalid")
 
 
-def strict_json(answer: str) -> Any:
-    """The value of an answer that is JSON or has one code block. Raises `ValueError`: `NaN` and `Infinity`, which
-    Python's parser takes, are no JSON (RFC 8259, section 6).
-    """
-    blocks = _FENCED.findall(answer)
-    return json.loads(blocks[0] if len(blocks) == 1 else answer, parse_constant=_refuse_constant)
-
-
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _load_schema(path: str) -> Validator:
-    try:
-        return _validator(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"schema: {path} cannot be read as a JSON Schema ({error})") from None
-
-
-def _validator(schema: Any) -> Validator:
-    """Raises `ValueError`."""
-    return _validator_of(schema if isinstance(schema, str) else json.dumps(schema))
+    raise ValueError(f"{name} is not JSON")
 
 
 @functools.lru_cache(maxsize=256)  # a group of answers to one prompt has one schema, and its check takes milliseconds
-def _validator_of(text: str) -> Validator:
-    """The empty registry keeps a `$ref` from fetching a URL."""
+def _validator(text: str) -> Validator:
+    """Raises `ValueError` for a text that is not a JSON Schema."""
     schema = json.loads(text)
     if not isinstance(schema, dict):
         raise ValueError(f"expected an object, got {type(schema).__name__}")
@@ -104,10 +94,11 @@ def _validator_of(text: str) -> Validator:
         draft.check_schema(schema)
     except SchemaError as error:
         raise ValueError(error.message) from None
+    # The empty registry keeps a `$ref` from fetching a URL.
     return extend(draft, {"pattern": _pattern})(schema, registry=Registry())
 
 
 def _pattern(validator: Validator, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    """The keyword `pattern` with a timeout, because the text that it matches is the model's."""
+    """Matches the keyword `pattern` with a timeout, because the text to match is the model's."""
     if isinstance(instance, str) and not compile_pattern(pattern).search(instance, timeout=TIMEOUT_S):
         yield ValidationError(f"{instance!r} does not match {pattern!r}")

@@ -9,7 +9,7 @@ MAX_EXPONENT = 400
 """A double ends at 10^308. A fraction of a larger power would take memory in proportion."""
 MAX_DIGITS = 400
 MAX_TEXT = 20_000
-"""Characters at the end of an answer that are searched for the last number."""
+"""Number of characters at the end of an answer that are searched for the last number."""
 
 _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{2,3}){0,12},\d{3}(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _BRACED = rf"\{{\s*([-+]?{_DECIMAL})\s*\}}"
@@ -40,12 +40,12 @@ _GROUP_SPACE = re.compile(r"(?<=\d)[ ~](?=\d{3}(?!\d))")
 class Number:
     value: Fraction
     is_percent: bool = False
-    """Whether a percent sign follows; `value` is the number before the sign."""
+    """True if a percent sign follows; `value` is the number before the sign."""
 
 
 def numbers_in(text: str) -> Iterator[Number]:
-    """All numbers, in order: decimals with thousands separators, exponents, fractions `3/4` and `\\frac{3}{4}`, mixed
-    numbers. Fractions with the denominator 0 and numbers too long to be an answer are left out.
+    """Yields all numbers, in order: decimals with thousands separators, exponents, fractions `3/4` and `\\frac{3}{4}`,
+    mixed numbers. Fractions with the denominator 0 and numbers too long to be an answer are left out.
     """
     yield from filter(None, map(_number, _NUMBER.finditer(_plain(text))))
 
@@ -53,10 +53,6 @@ def numbers_in(text: str) -> Iterator[Number]:
 def last_number(text: str) -> Number | None:
     matches = list(_NUMBER.finditer(_plain(text[-MAX_TEXT:])))
     return next(filter(None, map(_number, reversed(matches))), None)
-
-
-def first_number(text: str) -> Number | None:
-    return next(numbers_in(text), None)
 
 
 def last_boxed(text: str) -> str | None:
@@ -88,9 +84,9 @@ def boxed_number(content: str) -> Number | None:
 
 
 def equal(one: Number, other: Number, tolerance: float) -> bool:
-    """Whether two numbers differ by at most `tolerance` times the second one's magnitude.
+    """Returns True if two numbers differ by at most `tolerance` times the second one's magnitude.
 
-    Where only one of them is a percentage, it may count as it stands (25% and 25, as in the graders of MATH) or as a
+    If only one of them is a percentage, it may count as written (25% and 25, as in the graders of MATH) or as a
     hundredth (25% and 0.25).
     """
     values = [one.value]
@@ -107,27 +103,24 @@ def _plain(text: str) -> str:
 
 
 def _number(match: re.Match[str]) -> Number | None:
-    value = _value(match)
+    whole, top_braced, top, bottom_braced, bottom = match.group("whole", 3, 4, 5, 6)
+    if top_braced or top:
+        value = _quotient(top_braced or top, bottom_braced or bottom, whole or "0")
+    elif match["mixed"]:
+        value = _quotient(match["top"], match["bottom"], match["mixed"])
+    elif match["numerator"]:
+        value = _quotient(match["numerator"], match["denominator"], "0")
+    else:
+        # Groups 12 and 13 are the exponent of a power alone, 16 and 17 that of a factor; both use `_POWER`.
+        power = next((text for text in match.group(12, 13, "exponent", 16, 17) if text), "0")
+        value = _scaled(match["decimal"] or "1", power)
     if value is None:
         return None
     return Number(-value if match["sign"] == "-" else value, match["percent"] is not None)
 
 
-def _value(match: re.Match[str]) -> Fraction | None:
-    whole, top_braced, top, bottom_braced, bottom = match.group("whole", 3, 4, 5, 6)
-    if top_braced or top:
-        return _quotient(top_braced or top, bottom_braced or bottom, whole or "0")
-    if match["mixed"]:
-        return _quotient(match["top"], match["bottom"], match["mixed"])
-    if match["numerator"]:
-        return _quotient(match["numerator"], match["denominator"], "0")
-    power = next((text for text in match.group(12, 13, "exponent", 16, 17) if text), "0")
-    return _scaled(match["decimal"] or "1", power)
-
-
 def _quotient(top: str, bottom: str, whole: str) -> Fraction | None:
-    parts = [_scaled(text, "0") for text in (top, bottom, whole.strip())]
-    numerator, denominator, integer = parts
+    numerator, denominator, integer = (_scaled(text, "0") for text in (top, bottom, whole.strip()))
     if numerator is None or denominator is None or integer is None or denominator == 0:
         return None
     return integer + numerator / denominator

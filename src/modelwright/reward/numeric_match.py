@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from modelwright.core.errors import ConfigError
-from modelwright.reward.numbers import Number, boxed_number, equal, first_number, last_boxed, last_number
+from modelwright.reward.numbers import Number, boxed_number, equal, last_boxed, last_number, numbers_in
 from modelwright.reward.reward import Reward, Sample, Score, read_reference
 
 MARKER = "####"
-"""Stands before the final answer in GSM8K (Cobbe et al. 2021)."""
+"""Text before the final answer in GSM8K (Cobbe et al. 2021)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +19,8 @@ class NumericMatchConfig:
     field: str = "answer"
     """The record's field with the reference answer: a number, or a text with one, such as GSM8K's whole solution."""
     number_in: Literal["any", "boxed", "marker", "last"] = "any"
-    """Where the answer has its number: the last `\\boxed{}`, after the last `####`, the last number of the text, or the
-    first of the three that is there."""
+    """Place of the number in the answer: the last `\\boxed{}`, after the last `####`, the last number of the text, or
+    the first of the three that exists."""
     tolerance: float = 0.0
     """Largest difference, relative to the reference; 0 compares exactly, as fractions."""
 
@@ -38,25 +38,25 @@ class NumericMatch:
     config: NumericMatchConfig
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self._score(sample) for sample in samples]
-
-    def _score(self, sample: Sample) -> Score:
-        reference = read_reference(sample, self.config.field)
-        if reference.problem:
-            return Score.failure("no_reference", reference.problem)
-        right = [number for text in reference.texts if (number := final_number(text, "any"))]
-        if not right:
-            text = f"the field {self.config.field!r} holds no number: {reference.texts[0][:80]!r}"
-            return Score.failure("reference_not_numeric", text)
-        number = final_number(sample.answer, self.config.number_in)
-        if number is None:
-            return Score(0.0, "no_number")
-        is_equal = any(equal(number, one, self.config.tolerance) for one in right)
-        return Score(float(is_equal), "equal" if is_equal else "different")
+        scores: list[Score] = []
+        for sample in samples:
+            reference = read_reference(sample, self.config.field)
+            right = [number for text in reference.texts if (number := final_number(text, "any"))]
+            if reference.problem:
+                scores.append(Score.failure("no_reference", reference.problem))
+            elif not right:
+                text = f"the field {self.config.field!r} holds no number: {reference.texts[0][:80]!r}"
+                scores.append(Score.failure("reference_not_numeric", text))
+            elif (number := final_number(sample.answer, self.config.number_in)) is None:
+                scores.append(Score(0.0, "no_number"))
+            else:
+                is_equal = any(equal(number, one, self.config.tolerance) for one in right)
+                scores.append(Score(float(is_equal), "equal" if is_equal else "different"))
+        return scores
 
 
 def final_number(text: str, where: str) -> Number | None:
-    """The number that a text gives as its result; None if there is none in this place."""
+    """Finds the number that a text gives as its result; None if this place does not have one."""
     if where in ("any", "boxed"):
         content = last_boxed(text)
         if content is not None or where == "boxed":
@@ -64,5 +64,5 @@ def final_number(text: str, where: str) -> Number | None:
     if where in ("any", "marker"):
         marker, result = text.rpartition(MARKER)[1:]
         if marker or where == "marker":
-            return first_number(result.strip().partition("\n")[0]) if marker else None
+            return next(numbers_in(result.strip().partition("\n")[0]), None) if marker else None
     return last_number(text)

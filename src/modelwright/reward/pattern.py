@@ -14,11 +14,11 @@ from modelwright.core.errors import ConfigError
 from modelwright.reward.reward import Reward, Sample, Score
 
 TIMEOUT_S = 0.5
-"""For one match. Ordinary patterns take microseconds; more than this is catastrophic backtracking."""
+"""Time limit of one match. Ordinary patterns take microseconds; more than this is catastrophic backtracking."""
 
 
 def compile_pattern(pattern: str) -> Any:
-    """Raises `ConfigError` that says what is wrong with the pattern."""
+    """Compiles a regular expression. Raises `ConfigError` with the fault of the pattern."""
     try:
         return regex.compile(pattern)
     except regex.error as error:
@@ -27,12 +27,12 @@ def compile_pattern(pattern: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PatternConfig:
-    """A format given by a regular expression."""
+    """A format described by a regular expression."""
 
     pattern: str
     """The expression, in the syntax of Python's `re`; `(?s)` at the beginning lets a dot match line breaks."""
     match: Literal["full", "search"] = "full"
-    """Whether the whole answer has to match or a part of it."""
+    """Part of the answer that has to match: all of it (`full`), or any part (`search`)."""
 
     def __post_init__(self) -> None:
         compile_pattern(self.pattern)
@@ -43,20 +43,19 @@ class PatternConfig:
 
 @dataclass(frozen=True)
 class PatternReward:
-    """1 for an answer that matches, else 0. A match that takes longer than `TIMEOUT_S` is a failure."""
+    """Gives 1 to an answer that matches, else 0. A match that takes longer than `TIMEOUT_S` is a failure."""
 
     name: str
     pattern: Any
     matches_whole: bool
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self._score(sample) for sample in samples]
-
-    def _score(self, sample: Sample) -> Score:
-        function = self.pattern.fullmatch if self.matches_whole else self.pattern.search
-        try:
-            matches = function(sample.answer, timeout=TIMEOUT_S) is not None
-        except TimeoutError:
-            text = f"the pattern backtracked for {TIMEOUT_S} s; write it without nested repetition"
-            return Score.failure("pattern_timeout", text)
-        return Score(float(matches), "match" if matches else "no_match")
+        function, scores = self.pattern.fullmatch if self.matches_whole else self.pattern.search, list[Score]()
+        for sample in samples:
+            try:
+                matches = function(sample.answer, timeout=TIMEOUT_S) is not None
+                scores.append(Score(float(matches), "match" if matches else "no_match"))
+            except TimeoutError:
+                text = f"the pattern backtracked for {TIMEOUT_S} s; write it without nested repetition"
+                scores.append(Score.failure("pattern_timeout", text))
+        return scores

@@ -1,4 +1,4 @@
-"""`Reward`: gives each sample a score. What is learned from the scores is the concern of the objectives."""
+"""`Reward`: gives each sample a score. The objectives decide how a model learns from the scores."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """An answer to a prompt, with what its record says about the right answer."""
+    """An answer to a prompt, with the fields of its record that describe the right answer."""
 
     prompt: Sequence[Mapping[str, str]]
     """The turns before the answer, each with `role` and `content`."""
@@ -17,14 +17,14 @@ class Sample:
     num_tokens: int
     """Generated tokens, the end-of-sequence token included."""
     finish_reason: str = "stop"
-    """Why generation ended: `stop`, or `length` at the limit of tokens."""
+    """Reason that generation ended: `stop`, or `length` at the limit of tokens."""
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The record's other fields: the reference answer, test cases, a JSON schema."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """The value of one sample, or why it has none."""
+    """The value of one sample, or the reason that it could not be computed."""
 
     value: float
     """NaN for a failure."""
@@ -33,7 +33,7 @@ class Score:
     failed: bool = False
     """The reward could not be computed, so the sample must not be trained on. A wrong answer is not a failure."""
     detail: str = ""
-    """What happened to this sample, for the log."""
+    """Details of this sample for the log."""
 
     @classmethod
     def failure(cls, reason: str, detail: str = "") -> "Score":
@@ -50,7 +50,7 @@ class Reward(Protocol):
         ...
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """One score for each sample, in order. An exception fails all samples of the call."""
+        """Returns one score for each sample, in order. An exception fails all samples of the call."""
         ...
 
 
@@ -58,20 +58,20 @@ class RewardConfig(Protocol):
     """The options of a kind of reward: a frozen dataclass that checks itself."""
 
     def build(self, name: str) -> Reward:
-        """Raises `ConfigError` if the reward cannot work on this machine."""
+        """Builds the reward. Raises `ConfigError` if it cannot work on this machine."""
         ...
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The right answers that a record has, or why there is none."""
+    """The right answers of a record, or the reason that they are missing."""
 
     texts: tuple[str, ...] = ()
     problem: str = ""
 
 
 def read_reference(sample: Sample, field_name: str) -> Reference:
-    """The field as text: a string, a number, or a list of alternatives of which any is right."""
+    """Reads the field as text: a string, a number, or a list of alternatives of which any is right."""
     value = sample.fields.get(field_name)
     alternatives: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
     texts = tuple(str(one) for one in alternatives if isinstance(one, (str, int, float)) and not isinstance(one, bool))

@@ -1,4 +1,4 @@
-"""A weighted sum of rewards that goes on when one of them fails, and the metrics of its terms."""
+"""A weighted sum of rewards that survives the failure of one of them, and the metrics of its terms."""
 
 import math
 import statistics
@@ -22,8 +22,8 @@ class Term:
 
 @dataclass(frozen=True)
 class ScoredSamples:
-    """What a sum made of some samples. A sample of which one term failed has a failed score: do not train on it. A term
-    of weight 0 is only measured, and fails nothing."""
+    """Scores of some samples. A sample of which one term failed has a failed score: do not train on it. A term of
+    weight 0 is only measured, and does not fail samples."""
 
     scores: Sequence[Score]
     terms: Mapping[str, Sequence[Score]]
@@ -39,8 +39,13 @@ class ScoredSamples:
         result = {"reward": _mean(values), "reward/failures": float(len(self.scores) - len(values))}
         for name, scores in self.terms.items():
             values = [score.value for score in scores if not score.failed]
-            result[f"rewards/{name}/mean"] = _mean(values)
-            result[f"rewards/{name}/std"] = _deviation(values)
+            mean = _mean(values)
+            # Sample standard deviation (divisor n - 1), as TRL logs it; 0 for one value.
+            deviation = 0.0 if values else math.nan
+            if len(values) > 1:
+                deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+            result[f"rewards/{name}/mean"] = mean
+            result[f"rewards/{name}/std"] = deviation
             result[f"rewards/{name}/failures"] = float(len(scores) - len(values))
             outcomes = Counter(score.outcome for score in scores if score.outcome)
             result |= {f"rewards/{name}/count/{label}": float(count) for label, count in outcomes.items()}
@@ -49,7 +54,7 @@ class ScoredSamples:
 
 @dataclass
 class WeightedSum:
-    """The sum of weighted rewards; itself a `Reward`. log: takes the details of failures, one text each."""
+    """The sum of weighted rewards; itself a `Reward`. log: receives the details of failures, one text each."""
 
     terms: Sequence[Term]
     name: str = "sum"
@@ -60,19 +65,20 @@ class WeightedSum:
         return list(self.evaluate(samples).scores)
 
     def evaluate(self, samples: Sequence[Sample]) -> ScoredSamples:
-        """The scores of all terms. A term that raises fails the samples; what a user did, such as a missing kernel
-        feature, and a request to stop are raised.
+        """Scores the samples by all terms. An exception of a term fails the samples, except a `ModelwrightError`, such
+        as a missing kernel feature, and a request to stop, which are raised.
         """
         by_term = {term.reward.name: self._term_scores(term.reward, samples) for term in self.terms}
-        rows = list(zip(*by_term.values(), strict=True)) if samples else []
-        return ScoredSamples([self._total(row) for row in rows], by_term)
-
-    def _total(self, row: Sequence[Score]) -> Score:
-        counted = [(term, score) for term, score in zip(self.terms, row, strict=True) if term.weight]
-        for term, score in counted:
-            if score.failed:
-                return Score.failure(f"{term.reward.name}/{score.outcome}", score.detail)
-        return Score(math.fsum(term.weight * score.value for term, score in counted))
+        totals: list[Score] = []
+        for row in zip(*by_term.values(), strict=True) if samples else ():
+            counted = [(term, score) for term, score in zip(self.terms, row, strict=True) if term.weight]
+            failures = [(term.reward.name, score) for term, score in counted if score.failed]
+            if failures:
+                name, score = failures[0]
+                totals.append(Score.failure(f"{name}/{score.outcome}", score.detail))
+            else:
+                totals.append(Score(math.fsum(term.weight * score.value for term, score in counted)))
+        return ScoredSamples(totals, by_term)
 
     def _term_scores(self, reward: Reward, samples: Sequence[Sample]) -> list[Score]:
         try:
@@ -84,30 +90,18 @@ class WeightedSum:
         if len(scores) != len(samples):
             text = f"it returned {len(scores)} scores for {len(samples)} samples"
             scores = [Score.failure("wrong_count", text)] * len(samples)
-        scores = [_checked(score) for score in scores]
+        scores = [
+            score
+            if score.failed or math.isfinite(score.value)
+            else Score.failure("not_finite", f"the value is {score.value}")
+            for score in scores
+        ]
         for score in scores:
-            self._log(reward.name, score)
+            if score.failed and self.num_logged[reward.name] < MAX_LOGGED:
+                self.num_logged[reward.name] += 1
+                self.log(f"reward {reward.name}: no score for a sample ({score.outcome}): {score.detail.strip()}")
         return scores
-
-    def _log(self, name: str, score: Score) -> None:
-        if score.failed and self.num_logged[name] < MAX_LOGGED:
-            self.num_logged[name] += 1
-            self.log(f"reward {name}: no score for a sample ({score.outcome}): {score.detail.strip()}")
-
-
-def _checked(score: Score) -> Score:
-    if score.failed or math.isfinite(score.value):
-        return score
-    return Score.failure("not_finite", f"the value is {score.value}")
 
 
 def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else math.nan
-
-
-def _deviation(values: Sequence[float]) -> float:
-    """Sample standard deviation (divisor n - 1), as TRL logs it; 0 for one value."""
-    if len(values) < 2:
-        return 0.0 if values else math.nan
-    mean = _mean(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

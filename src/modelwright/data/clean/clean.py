@@ -1,17 +1,18 @@
-"""Cleaning: takes documents through a list of steps, and leaves what is kept and what is dropped as files to look at.
+"""Cleaning: runs documents through a list of steps, and writes the kept and the dropped documents as files.
 
 `STEPS` in `data/clean/config.py` lists the steps. `folder.py` says which files a folder of cleaned documents holds.
 
-The work is cut into shards. Each is read, measured and written by itself, on all cores; what needs the whole corpus
-(automatic limits, duplicates) is decided in between from small arrays. Every shard's results are files that are whole
-or absent (`measured_corpus.py`), so a run that was killed goes on where it was, with the same result to the byte.
+The work is cut into shards. Each is read, measured and written separately, on all cores; decisions that need the whole
+corpus (automatic limits, duplicates) are made in between from small arrays. Every shard's results are files that are
+complete or absent (`measured_corpus.py`), so a run that was killed resumes, with the same result to the byte.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,24 +26,17 @@ from modelwright.core.progress import Progress
 from modelwright.data.clean.folder import DROPPED, KEPT_NAME, ORDER, REPORT, files_by_split
 from modelwright.data.clean.measured_corpus import MeasuredCorpus, numbered
 from modelwright.data.clean.report import CleanReport, describe_drops
-from modelwright.data.clean.shards import (
-    WRITTEN,
-    StepJob,
-    StepResult,
-    decided,
-    measure_shard,
-    measured,
-    write_shard,
-)
+from modelwright.data.clean.shards import WRITTEN, StepJob, StepResult, decided, measure_shard, measured, write_shard
 from modelwright.data.clean.steps.step import CorpusStep, Drop, Phase, Step, divide
 from modelwright.data.document import Document
 from modelwright.data.workers import InProcess, ShardEngine
 
 SHARD_DOCUMENTS = 1000
+# A shard of long texts ends early, because a worker process holds all of it in memory.
 _SHARD_CHARS = 8_000_000
 _IN_PROCESS = InProcess()
+# Version of the results: raised when the same documents and steps give another result or other files of it.
 _VERSION = 5
-"""Raised when the same documents and steps give another result or other files of it."""
 
 
 def clean_documents(
@@ -57,20 +51,31 @@ def clean_documents(
     engine: ShardEngine = _IN_PROCESS,
     shard_documents: int = SHARD_DOCUMENTS,
 ) -> tuple[CleanReport, dict[str, Any]]:
-    """Take the documents through the steps and write the files of `folder.py` into `folder` (created if absent).
+    """Runs the documents through the steps and writes the files of `folder.py` into `folder` (created if absent).
 
     steps: any list; ours are made by `build_steps`.
-    work: folder for what is unfinished, which the caller removes; by default one in `folder`.
-    key: identifies the documents; with the same key and steps, work that was interrupted is resumed, and documents that
-    were all read before are not read again.
-    facts: called when all documents are read; what it returned then is returned with the report, also after a resume.
+    work: folder for unfinished work, which the caller removes; by default one in `folder`.
+    key: identifies the documents; with the same key and steps, interrupted work is resumed, and documents that were all
+    read before are not read again.
+    facts: called when all documents are read; its result is returned with the report, also after a resume.
     engine: where shards are processed, by default in this process.
-    shard_documents: that are read, measured and written at a time.
+    shard_documents: number of documents that are read, measured and written at a time.
 
     Raises `DataError` if no training document is left, and `StorageError` if the disk is full.
     """
     own_work = folder / "work" if work is None else None
-    identity = {"key": key, "steps": [_identity(step) for step in steps], "version": _VERSION}
+    # A step is identified by its class, and by its settings if it is a dataclass.
+    identities = [
+        [
+            type(step).__qualname__,
+            step.name,
+            {entry.name: getattr(step, entry.name) for entry in fields(step) if entry.compare}
+            if is_dataclass(step)
+            else {},
+        ]
+        for step in steps
+    ]
+    identity = {"key": key, "steps": identities, "version": _VERSION}
     work = (work or folder / "work").absolute() / digest(identity)[:16]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,13 +85,14 @@ def clean_documents(
         run = _Run(divide(steps), work, engine, progress)
         read = run.read(documents, shard_documents, facts)
         for phase in range(len(run.phases) - 1):
-            if phase:
-                run.measure(phase, read)
+            if phase:  # the first phase is measured while it is read
+                run.map("measure", measure_shard, phase, read.num_documents, [()] * read.num_shards)
             run.decide(phase, read)
         report = run.write(read)
         report.files = files_by_split(_join(folder, work, read.num_shards))
         assert report.num_kept + report.num_dropped == report.num_documents, "a step lost or added documents"
         write_atomic(folder / REPORT, json.dumps(report.plain(), indent=1))
+        # Last: a process that is killed before still finds its work.
         if own_work is not None:
             shutil.rmtree(own_work)
     if not any(split != "heldout" for splits in report.kept.values() for split in splits):
@@ -96,17 +102,9 @@ def clean_documents(
     return report, dict(read.facts)
 
 
-def _identity(step: Step | CorpusStep) -> list[Any]:
-    """What tells a step from others: its class, and its settings if it is a dataclass."""
-    settings = {
-        entry.name: getattr(step, entry.name) for entry in fields(step) if entry.compare
-    } if is_dataclass(step) else {}  # fmt: skip
-    return [type(step).__qualname__, step.name, settings]
-
-
 @dataclass(frozen=True)
 class _Read:
-    """What was read. facts: of whoever read it."""
+    """Totals of the documents that were read. facts: supplied by the caller that reads them."""
 
     num_shards: int
     num_documents: int
@@ -126,23 +124,14 @@ class _Run:
     def read(
         self, documents: Iterator[Document], shard_documents: int, facts: Callable[[], Mapping[str, Any]]
     ) -> _Read:
-        """Read the documents, and take each shard through the first phase as soon as it is read."""
+        """Reads the documents; each shard goes through the first phase right after it was read."""
         marker = self.work / "read.json"
         if marker.exists():
             read = _Read(**json.loads(marker.read_text()))
             if all(files.facts(measured(0)) is not None for files in numbered(self.work, read.num_shards)):
                 return read
-        self.progress.begin("read and measure", 0, "documents")
-        jobs = (
-            StepJob(str(self.work), number, self.phases, 0, tuple(shard))
-            for number, shard in enumerate(_shards(documents, shard_documents))
-        )
-        results, num_read = list[StepResult](), 0
-        for result in self.engine.map(measure_shard, jobs):
-            results.append(result)
-            num_read += result.num_documents
-            self.progress.advance(num_read)
-        self.progress.end()
+        shards = map(tuple, _shards(documents, shard_documents))
+        results = self.map("read and measure", measure_shard, 0, 0, shards)
         read = _Read(
             num_shards=len(results),
             num_documents=sum(result.num_documents for result in results),
@@ -152,11 +141,8 @@ class _Run:
         write_atomic(marker, json.dumps(vars(read)))
         return read
 
-    def measure(self, phase: int, read: _Read) -> None:
-        self._map("measure", measure_shard, phase, read)
-
     def decide(self, phase: int, read: _Read) -> None:
-        """Let the corpus steps of a phase decide which documents are dropped."""
+        """Lets the corpus steps of a phase decide which documents are dropped."""
         marker, shards = self.work / f"{decided(phase)}.json", list(numbered(self.work, read.num_shards))
         if marker.exists() and all(files.facts(decided(phase)) is not None for files in shards):
             return
@@ -181,11 +167,11 @@ class _Run:
         write_atomic(marker, json.dumps(report.plain()))
 
     def write(self, read: _Read) -> CleanReport:
-        report = CleanReport(num_documents=read.num_documents, num_bytes=read.num_bytes)
-        for phase in range(len(self.phases) - 1):
+        report, last = CleanReport(num_documents=read.num_documents, num_bytes=read.num_bytes), len(self.phases) - 1
+        for phase in range(last):
             report.merge(json.loads((self.work / f"{decided(phase)}.json").read_text()))
         facts: list[dict[str, Any]] = [{}] * read.num_shards
-        for result in self._map("write", write_shard, len(self.phases) - 1, read):
+        for result in self.map("write", write_shard, last, read.num_documents, [()] * read.num_shards):
             facts[result.number] = result.facts
         for entry in facts:  # in order, so that the report is the same however the shards were finished
             report.count(entry)
@@ -193,9 +179,13 @@ class _Run:
         report.dropped = {name: report.dropped[name] for name in report.steps if name in report.dropped}
         return report
 
-    def _map(self, name: str, function: Callable[[StepJob], StepResult], phase: int, read: _Read) -> list[StepResult]:
-        jobs = [StepJob(str(self.work), number, self.phases, phase) for number in range(read.num_shards)]
-        self.progress.begin(name, read.num_documents, "documents")
+    def map(
+        self, name: str, function: Callable[[StepJob], StepResult], phase: int, num_documents: int,
+        shards: Iterable[tuple[Document, ...]],
+    ) -> list[StepResult]:  # fmt: skip
+        """Runs a function on all shards, which are empty in later phases: their documents are in files."""
+        self.progress.begin(name, num_documents, "documents")
+        jobs = (StepJob(str(self.work), number, self.phases, phase, shard) for number, shard in enumerate(shards))
         results, done = list[StepResult](), 0
         for result in self.engine.map(function, jobs):
             done += result.num_documents
@@ -219,25 +209,24 @@ def _shards(documents: Iterator[Document], shard_documents: int) -> Iterator[lis
 
 
 def _join(folder: Path, work: Path, num_shards: int) -> list[str]:
-    """Write the files of all shards one after another: Zstandard frames may follow each other. Returns their names."""
+    """Writes the files of all shards one after another: Zstandard frames can be concatenated. Returns their names."""
+    empty = ((name, b"") for name in (ORDER, DROPPED))  # these files exist even without any shard
+    contents = (
+        (name, content.tobytes())
+        for shard in numbered(work, num_shards)
+        for name, content in shard.read_arrays(WRITTEN).items()
+    )
     files: dict[str, IO[bytes]] = {}
     with ExitStack() as stack:
-
-        def append(name: str, content: bytes) -> None:
+        for name, content in chain(empty, contents):
             if name not in files:
                 files[name] = stack.enter_context(open(folder / f"{name}.partial", "wb"))
             files[name].write(content)
-
-        for name in (ORDER, DROPPED):  # which are there without any shard, too
-            append(name, b"")
-        for shard in numbered(work, num_shards):
-            for name, content in shard.read_arrays(WRITTEN).items():
-                append(name, content.tobytes())
     # An earlier report goes first: a process that is killed between the files leaves a folder that is not read.
     (folder / REPORT).unlink(missing_ok=True)
     for name in files:
         (folder / f"{name}.partial").replace(folder / name)
-    for path in folder.iterdir():  # of an earlier result, which had documents of another split or kind
+    for path in folder.iterdir():  # files of an earlier result, which had documents of another split or kind
         if KEPT_NAME.fullmatch(path.name) and path.name not in files:
             path.unlink()
     return list(files)

@@ -22,7 +22,7 @@ from modelwright.data.clean.steps.step import CorpusStep, Step, StepSpec
 from modelwright.data.clean.steps.urls import URLS, UrlsConfig
 
 STEPS: tuple[StepSpec, ...] = (FORMAT, URLS, DECONTAMINATION, QUALITY, NOISE, DUPLICATES, IMAGES, PRIVACY)
-"""The steps in their order. Those of a user's own (`CleanConfig.steps`) follow the first."""
+"""The steps in their order. A user's own steps (`CleanConfig.steps`) follow the first."""
 STEPS_GROUP = "modelwright.steps"
 """Entry points of other packages: each a `StepSpec`."""
 
@@ -42,10 +42,10 @@ class CleanConfig:
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     engine: Literal["local", "ray"] = "local"
-    """Where shards are processed: processes of this machine, or Ray, on this machine or on the cluster at
-    `RAY_ADDRESS`. The result does not depend on it."""
+    """Engine that processes shards: `local` uses processes of this machine, `ray` uses Ray, on this machine or on the
+    cluster at `RAY_ADDRESS`. The result does not depend on it."""
     num_workers: int = 0
-    """Processes that clean; 0 uses every core. The result does not depend on it."""
+    """Number of processes that clean; 0 uses every core. The result does not depend on it."""
 
     def __post_init__(self) -> None:
         if self.num_workers < 0:
@@ -55,21 +55,20 @@ class CleanConfig:
             one = {entry: {}} if isinstance(entry, str) and re.fullmatch(r"[\w-]+", entry) else entry
             if isinstance(one, dict):
                 if len(one) != 1:
-                    raise ConfigError(
-                        f"steps: {one} has {len(one)} names; write an entry {{NAME: {{SETTINGS}}}} for each"
-                    )
-                # With all its settings: what was cleaned does not change with the defaults of another package.
+                    text = f"steps: {one} has {len(one)} names"
+                    raise ConfigError(f"{text}; write an entry {{NAME: {{SETTINGS}}}} for each")
+                # With all settings written out, cleaned data does not change with the defaults of another package.
                 one = {name: dump(settings) for name, (_, settings) in _named(one).items()}
             steps.append(one)
         object.__setattr__(self, "steps", tuple(steps))
 
     def specs(self) -> list[tuple[StepSpec, Any]]:
-        """All steps but those of files, each with its settings: this package's, then those of other ones."""
+        """All steps except those of files, each with its settings: this package's, then those of other packages."""
         named = [one for entry in self.steps if isinstance(entry, dict) for one in _named(entry).values()]
         return [*((spec, spec.settings_of(self)) for spec in STEPS), *named]
 
     def replace_paths(self, source: Callable[[str], str], path: Callable[[str], str]) -> "CleanConfig":
-        """The settings with a function applied to each source that a step reads, and another one to each path."""
+        """Returns the settings with one function applied to each source that a step reads, and another to each path."""
         own = [spec for spec in STEPS if not spec.section]
         sections = {spec.name: spec.replace_paths(spec.settings_of(self), source, path) for spec in own}
         steps = list[str | dict[str, Any]]()
@@ -87,9 +86,7 @@ def _named(entry: dict[str, Any]) -> dict[str, tuple[StepSpec, Any]]:
 
 
 def build_steps(config: CleanConfig, *, seed: int = 1) -> list[Step | CorpusStep]:
-    """The steps that the settings ask for. Raises `ConfigError` for one of a file or of another package that cannot be
-    loaded or has the name of another one.
-    """
+    """Builds the steps of the settings. Raises `ConfigError` for one that cannot be loaded or whose name is taken."""
     own = list[Step | CorpusStep]()
     for entry in config.steps:
         if isinstance(entry, str):

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from modelwright.data.clean.words import hash_words, split_words
 from modelwright.data.document import Document
 
+# Function words by language; words that are frequent in keywords of another language (Albanian "me") are left out.
 _FUNCTION_WORDS: Mapping[str, frozenset[str]] = {
     language: frozenset(words.split())
     for language, words in {
@@ -64,7 +65,6 @@ _FUNCTION_WORDS: Mapping[str, frozenset[str]] = {
         "lv": "un ir ka ar no uz par kas vai",
     }.items()
 }
-"""Without words that are frequent in keywords of another language (Albanian and English "me")."""
 
 
 _LANGUAGES_OF: Mapping[str, tuple[str, ...]] = {
@@ -86,12 +86,13 @@ _ASCII_DIGITS = [code for code, char in enumerate(_ASCII) if _DIGIT.match(char)]
 _ASCII_SYMBOLS = [code for code, char in enumerate(_ASCII) if _SYMBOL.match(char)]
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _MAX_NGRAM = 4
+# zlib looks back 32 KiB at most: more text would take time and tell little more.
 _COMPRESSED_CHARS = 20_000
 MIN_LINES = 8
 """Repeated lines and lines of data are not judged in shorter documents."""
 _FEWEST_LINES_OF_CODE = 4
+# Number of characters at the start of a text from which its features are computed.
 _HEAD_CHARS = 200_000
-"""Features of longer texts are those of their first characters."""
 
 FEATURES = (
     "num_chars", "num_words", "mean_word_chars", "char_entropy", "word_entropy", "digit_fraction", "symbol_fraction",
@@ -104,36 +105,32 @@ duplicate_line_fraction, data_fraction: of characters, in lines that occurred be
 `MIN_LINES` lines. top_ngram_fraction: largest fraction of characters that one 2- to 4-gram of words covers.
 compression_ratio: compressed over uncompressed bytes (zlib). stop_word_fraction: of the words in Latin script, those
 that are frequent in one language, 1 where there are few words in Latin script. ellipsis_fraction: of the lines, those
-that end where the text was cut off (an ellipsis, "Read more"). The others: see the functions."""
+that end where the text was cut off (an ellipsis, "Read more"). The others: see `measure` and its functions."""
 
 
-def _set(words: str) -> frozenset[str]:
-    return frozenset(words.split())
-
-
+# Words by language after which a noun phrase must continue, with the words that cannot continue it.
 _MISORDERED: Mapping[str, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {
-    "en": (
-        (
-            _set("the a an"),
-            _set("the a an of to in for on at by from with and or but that is are was were be has have it if this"),
+    language: tuple((frozenset(before.split()), frozenset(after.split())) for before, after in pairs)
+    for language, pairs in {
+        "en": (
+            (
+                "the a an",
+                "the a an of to in for on at by from with and or but that is are was were be has have it if this",
+            ),
+            ("of", "of to for on at from with and or but is are was were be has have if"),
         ),
-        (_set("of"), _set("of to for on at from with and or but is are was were be has have if")),
-    ),
-    "de": (
-        (
-            _set("ein eine einen einem einer eines vom zum zur im"),
-            _set("und oder ist sind mit zu auf für im in nicht wird ein eine aber wenn dass als das"),
+        "de": (
+            (
+                "ein eine einen einem einer eines vom zum zur im",
+                "und oder ist sind mit zu auf für im in nicht wird ein eine aber wenn dass als das",
+            ),
         ),
-    ),
-    "fr": (
-        (
-            _set("le les un une des du au"),
-            _set("le la les et ou est sont dans sur pour par avec du des un une qui que au"),
+        "fr": (
+            ("le les un une des du au", "le la les et ou est sont dans sur pour par avec du des un une qui que au"),
         ),
-    ),
-    "es": ((_set("un una el los las del al"), _set("el los las y o es son en por para con un una del al")),),
+        "es": (("un una el los las del al", "el los las y o es son en por para con un una del al"),),
+    }.items()
 }
-"""By language: words after which a noun phrase must go on, and words that cannot go on with it."""
 _FEWEST_PAIRS = 5
 _BROKEN_WORD = re.compile(r"[a-zà-öø-ÿ][\d!]+[a-zà-öø-ÿ]")
 _SPACES = re.compile(r"[\s,;|]+")
@@ -183,56 +180,19 @@ def misordered_share(words: Sequence[str], language: str) -> float:
     return max(0, num_wrong - 1) / num_pairs if num_pairs >= _FEWEST_PAIRS else 0.0
 
 
-def sorted_share(words: Sequence[str]) -> float:
-    """Fraction of pairs of different neighboring words in alphabetical order: half in prose, 1 in a word list."""
-    pairs = [(first, second) for first, second in pairwise(words) if first != second]
-    return sum(first < second for first, second in pairs) / max(1, len(pairs))
-
-
-def broken_word_share(text: str, num_words: int) -> float:
-    """Fraction of words with digits or exclamation marks between their letters, as in a bad scan."""
-    if _BROKEN_WORD.search(text) is None:
-        return 0.0
-    return sum(_BROKEN_WORD.search(part) is not None for part in text.split()) / max(1, num_words)
-
-
 def record_share(lines: Sequence[str]) -> float:
     """Fraction of characters in lines of records, such as those of a log: at least three parts of such a line hold
     digits, and these are more than a third of all its parts.
     """
-    records = sum(len(line) for line in lines if _is_record(line))
-    return records / max(1, sum(map(len, lines)))
-
-
-def code_share(lines: Sequence[str]) -> float:
-    """Fraction of lines that look like statements of a programming language."""
-    return sum(_CODE_LINE.fullmatch(line) is not None for line in lines) / max(1, len(lines))
-
-
-def error_share(lines: Sequence[str]) -> float:
-    """Fraction of lines that consist of little more than an HTTP error status, such as "404 Not Found"."""
-    may_be_errors = [line for line in lines if _STATUS.search(line)]
-    return sum(_ERROR_LINE.fullmatch(line) is not None for line in may_be_errors) / max(1, len(lines))
-
-
-def cut_end_share(text: str) -> float:
-    """Fraction of the two ends of a text that are inside a sentence, as far as letters and punctuation tell: it begins
-    with a lower-case letter (of Latin script), or does not end with punctuation.
-    """
-    stripped = text.strip()
-    if not stripped:
-        return 0.0
-    begins = _LATIN_START.match(stripped) is not None
-    ends = stripped[-1] not in _ENDS and stripped[-1].isascii()
-    return (begins + ends) / 2
-
-
-def _is_record(line: str) -> bool:
-    if not _DIGIT.search(line):
-        return False
-    tokens = [token for token in _SPACES.split(line) if token]
-    with_digits = sum(_DIGIT.search(token) is not None for token in tokens)
-    return with_digits >= _FEWEST_TOKENS_WITH_DIGITS and with_digits > _SHARE_OF_TOKENS_WITH_DIGITS * len(tokens)
+    num_chars = 0
+    for line in lines:
+        if not _DIGIT.search(line):
+            continue
+        tokens = [token for token in _SPACES.split(line) if token]
+        with_digits = sum(_DIGIT.search(token) is not None for token in tokens)
+        if with_digits >= _FEWEST_TOKENS_WITH_DIGITS and with_digits > _SHARE_OF_TOKENS_WITH_DIGITS * len(tokens):
+            num_chars += len(line)
+    return num_chars / max(1, sum(map(len, lines)))
 
 
 def measure(document: Document) -> list[float]:
@@ -246,10 +206,29 @@ def measure(document: Document) -> list[float]:
     if len(text) < len(whole):
         num_words = num_words * len(whole) // num_chars
     lengths = np.fromiter(map(len, words), np.int64, len(words))
-    counts, num_digits, num_symbols = _characters(text)
+    if text.isascii():
+        counts = np.bincount(np.frombuffer(text.encode("ascii"), np.uint8), minlength=128)
+        num_digits, num_symbols = int(counts[_ASCII_DIGITS].sum()), int(counts[_ASCII_SYMBOLS].sum())
+        counts = counts[counts > 0]
+    else:
+        points = np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)
+        counts = np.unique(points, return_counts=True)[1]
+        num_digits, num_symbols = len(_DIGIT.findall(text)), len(_SYMBOL.findall(text))
     hashes = hash_words(words)
     function_words, language = function_word_share(words)
+    # In Chinese and Japanese a few characters say as much as a line of the Latin commands between them.
+    head = text[:1000]
+    is_latin = len(_LATIN.findall(head)) >= 0.5 * len(head) and len(_UNSPACED.findall(head)) <= 0.05 * len(head)
     raw = text[:_COMPRESSED_CHARS].encode("utf-8", "replace")
+    may_be_cut_off = [line for line in lines if "..." in line or "\u2026" in line or "more" in line.lower()]
+    # Pairs of different neighboring words: half are in alphabetical order in prose, all in a word list.
+    pairs = [(first, second) for first, second in pairwise(words) if first != second]
+    # Digits or exclamation marks between the letters of a word come from bad scans.
+    parts = text.split() if _BROKEN_WORD.search(text) else []
+    may_be_errors = [line for line in lines if _STATUS.search(line)]
+    # An end that is inside a sentence: a lower-case letter (of Latin script) first, or no punctuation last.
+    ends = body.strip()
+    num_cut = (_LATIN_START.match(ends) is not None) + (ends[-1:] not in _ENDS and ends[-1:].isascii())
     return [
         float(len(body) if body.strip() else 0),
         float(num_words),
@@ -262,15 +241,17 @@ def measure(document: Document) -> list[float]:
         data_share(lines) if has_lines else 0.0,
         _top_ngram_share(hashes, lengths, num_chars),
         len(zlib.compress(raw, 1)) / max(1, len(raw)),
-        function_words if words and _is_latin(text) else 1.0,
-        sum(map(_is_cut_off, lines)) / max(1, len(lines)),
+        function_words if words and is_latin else 1.0,
+        sum(_CUT_OFF.search(line) is not None for line in may_be_cut_off) / max(1, len(lines)),
         misordered_share(words, language),
-        sorted_share(words),
-        broken_word_share(text, len(words)),
+        sum(first < second for first, second in pairs) / max(1, len(pairs)),
+        sum(_BROKEN_WORD.search(part) is not None for part in parts) / max(1, len(words)),
         record_share(lines) if has_lines else 0.0,
-        error_share(lines),
-        cut_end_share(body),
-        code_share(lines) if len(lines) >= _FEWEST_LINES_OF_CODE else 0.0,
+        sum(_ERROR_LINE.fullmatch(line) is not None for line in may_be_errors) / max(1, len(lines)),
+        num_cut / 2 if ends else 0.0,
+        sum(_CODE_LINE.fullmatch(line) is not None for line in lines) / len(lines)
+        if len(lines) >= _FEWEST_LINES_OF_CODE
+        else 0.0,
     ]
 
 
@@ -293,7 +274,7 @@ def data_share(lines: Sequence[str]) -> float:
 
 
 def is_data_line(line: str) -> bool:
-    """Whether a line holds literals and hardly anything else. A comment alone is not data."""
+    """True if a line holds literals and hardly anything else. A comment alone is not data."""
     if not _MAY_BE_DATA.search(line):
         return False
     code = _COMMENT.sub("", line) if "#" in line or "//" in line else line
@@ -302,28 +283,13 @@ def is_data_line(line: str) -> bool:
     return num_literals > 0 and letters < 0.25 * len(code.strip())
 
 
-def _is_cut_off(line: str) -> bool:
-    may_be = "..." in line or "\u2026" in line or "more" in line.lower()
-    return may_be and _CUT_OFF.search(line) is not None
-
-
-def _characters(text: str) -> tuple[NDArray[np.int64], int, int]:
-    """Counts of the different characters, and how many characters are digits and symbols."""
-    if text.isascii():
-        counts = np.bincount(np.frombuffer(text.encode("ascii"), np.uint8), minlength=128)
-        return counts[counts > 0], int(counts[_ASCII_DIGITS].sum()), int(counts[_ASCII_SYMBOLS].sum())
-    points = np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)
-    counts = np.unique(points, return_counts=True)[1]
-    return counts, len(_DIGIT.findall(text)), len(_SYMBOL.findall(text))
-
-
 def _entropy(counts: NDArray[np.int64]) -> float:
-    """Entropy in bits per symbol."""
     total = int(counts.sum())
     return float(math.log2(total) - (counts * np.log2(counts)).sum() / total) if total else 0.0
 
 
 def _top_ngram_share(hashes: NDArray[np.uint64], lengths: NDArray[np.int64], num_chars: int) -> float:
+    # A polynomial hash: that of n words comes from that of n - 1 and the last word's, for all places at once.
     largest, rolled, covered = 0.0, hashes, lengths
     for n in range(2, _MAX_NGRAM + 1):
         if len(hashes) < n:
@@ -340,11 +306,3 @@ def _top_ngram_share(hashes: NDArray[np.uint64], lengths: NDArray[np.int64], num
         most = (counts[repeated] * covered[order[starts[repeated]]]).max()
         largest = max(largest, float(most) / num_chars)
     return largest
-
-
-def _is_latin(text: str) -> bool:
-    """Whether most of a text is in Latin script. In Chinese and Japanese a few characters say as much as a line of the
-    commands between them.
-    """
-    head = text[:1000]
-    return len(_LATIN.findall(head)) >= 0.5 * len(head) and len(_UNSPACED.findall(head)) <= 0.05 * len(head)

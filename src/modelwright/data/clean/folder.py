@@ -1,4 +1,4 @@
-"""The files of a folder of cleaned documents, and how they are read.
+"""The files of a folder of cleaned documents, and their readers.
 
     kept-SPLIT-KIND.jsonl.zst    documents of one split and kind in their order, one JSON object a line
     order.zst                    a byte for each kept document in the order of the corpus: the place of its file in
@@ -38,7 +38,7 @@ def place_of_file(document: Document) -> int:
 
 
 def files_by_split(names: Collection[str]) -> dict[str, dict[str, str]]:
-    """Those of `KEPT_FILES` that are among the names, by split and kind."""
+    """Maps split and kind to the `KEPT_FILES` that are among the names."""
     result: dict[str, dict[str, str]] = {}
     for place, name in enumerate(KEPT_FILES):
         if name in names:
@@ -48,7 +48,7 @@ def files_by_split(names: Collection[str]) -> dict[str, dict[str, str]]:
 
 
 def without_dropped(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split paths of files into those to read and those of cleaned folders that are not kept documents. A folder is
+    """Splits paths of files into those to read and those of cleaned folders that are not kept documents. A folder is
     recognized by its kept and its dropped documents.
     """
     paths = [PurePosixPath(name) for name in names]
@@ -93,10 +93,11 @@ def read_kept(folder: Path, *, split: Split | None = None, kinds: Collection[Kin
     if unknown := [name for name in names if name not in KEPT_FILES]:
         raise ArtifactError(f"{folder / REPORT}: is damaged: names {unknown[0]!r}; run the clean stage again")
     lines = {KEPT_FILES.index(name): _lines(folder / name) for name in names}
-    if len(lines) < 2:  # one file is in order
+    if len(lines) < 2:  # a single file is in order
         for of_file in lines.values():
             yield from map(Document.from_json, of_file)
         return
+    # `order.zst` merges the files: each of its bytes names the file that has the next document of the corpus.
     with _opened(folder / ORDER) as stream:
         for chunk in iter(lambda: stream.read(_CHUNK_BYTES), b""):
             for place in chunk:
@@ -122,7 +123,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """The decompressed content of a file. Errors of reading it in the block become `ArtifactError`."""
+    """Opens a file decompressed. Read errors in the block become `ArtifactError`."""
     try:
         decompressor = zstandard.ZstdDecompressor()
         with open(path, "rb") as raw, decompressor.stream_reader(raw, read_across_frames=True) as stream:

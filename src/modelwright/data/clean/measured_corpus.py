@@ -1,9 +1,9 @@
-"""Files of the work on shards, each whole or absent so that a killed process resumes, and the corpus that they make.
+"""Files of the work on shards, each complete or absent so that a killed process resumes, and the corpus of all shards.
 
 A shard's result is one or more files and a marker `NNNNN.STAGE.json`, written last, with the SHA-256 of each file and
-small facts. A stage whose files do not have these hashes is not finished, so a shard that was changed on disk is done
-again, by itself; if that happens while it is read, one error names the file. `MeasuredCorpus` gives corpus steps the
-columns that they measured of all documents, shard after shard.
+small facts. A stage whose files do not have these hashes is not finished, so only a shard that was changed on disk is
+done again; if that happens while it is read, one error names the file. `MeasuredCorpus` gives corpus steps the columns
+that they measured of all documents, shard after shard.
 """
 
 import hashlib
@@ -26,6 +26,7 @@ from modelwright.core.errors import ArtifactError
 from modelwright.data.document import Document
 from modelwright.data.workers import ShardEngine
 
+# Linux reads at most 2^31 - 4096 bytes in one call.
 _READ_AT_MOST = 2**30
 Arrays = Mapping[str, NDArray[Any]]
 _REMEDY = "run the same command again, which does this shard anew"
@@ -43,9 +44,7 @@ class DiskFile:
         weakref.finalize(self, os.close, self._handle)
 
     def read(self, dtype: Any, start: int, stop: int, *, offset: int = 0) -> NDArray[Any]:
-        """The values from number `start` to below `stop`, counted from byte `offset`. Raises `EOFError` if the file
-        ends before.
-        """
+        """Reads values `start` to below `stop`, counted from byte `offset`. Raises `EOFError` at the file's end."""
         dtype = np.dtype(dtype)
         return np.frombuffer(self.read_bytes(offset + start * dtype.itemsize, (stop - start) * dtype.itemsize), dtype)
 
@@ -73,20 +72,32 @@ class ShardFiles:
         return self.folder / f"{self.number:05d}.{name}"
 
     def write(self, stage: str, files: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
-        """Write the files of a stage, and its marker last."""
+        """Writes the files of a stage, and its marker last."""
         for name, content in files.items():
-            write_file(self.path(name), content)
+            with open(self.path(name), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # before the marker is: a power cut must not leave a marker without its files
         marker = {"files": {name: _sha256(content) for name, content in files.items()}, "facts": facts}
-        write_atomic(self.path(f"{stage}.json"), json.dumps({**marker, "sha256": _sha256(_plain(marker))}))
+        sha256 = _sha256(json.dumps(marker).encode())
+        write_atomic(self.path(f"{stage}.json"), json.dumps({**marker, "sha256": sha256}))
 
     def write_arrays(self, stage: str, arrays: Arrays, facts: Mapping[str, Any]) -> None:
-        """Write the arrays of a stage, and its marker last."""
-        self.write(stage, {_arrays_of(stage): pack_arrays(arrays)}, facts)
+        """Writes the arrays of a stage as an uncompressed `.npz`, and its marker last."""
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)  # pyright: ignore[reportArgumentType]
+        self.write(stage, {f"{stage}.npz": buffer.getvalue()}, facts)
 
     def facts(self, stage: str) -> dict[str, Any] | None:
-        """The facts of a finished stage whose files are as they were written, None for any other."""
+        """The facts of a finished stage whose files are unchanged since they were written, None for any other."""
         marker = self._marker(stage)
-        return marker["facts"] if marker and all(self._is_whole(*entry) for entry in marker["files"].items()) else None
+        if not marker:
+            return None
+        try:
+            hashes = ((sha256, _sha256(self.path(name).read_bytes())) for name, sha256 in marker["files"].items())
+            return marker["facts"] if all(written == present for written, present in hashes) else None
+        except OSError:
+            return None
 
     def finished(self, stage: str) -> dict[str, Any]:
         """The facts of a stage that must be finished. Raises `ArtifactError` if it is damaged."""
@@ -94,12 +105,6 @@ class ShardFiles:
         if facts is None:
             raise ArtifactError(f"{self.path(f'{stage}.json')}: is damaged, or a file of it; {_REMEDY}")
         return facts
-
-    def _is_whole(self, name: str, sha256: str) -> bool:
-        try:
-            return _sha256(self.path(name).read_bytes()) == sha256
-        except OSError:
-            return False
 
     def read(self, stage: str, name: str) -> bytes:
         """The content of a file that `stage` wrote. Raises `ArtifactError` if it is damaged."""
@@ -113,36 +118,30 @@ class ShardFiles:
         return content
 
     def read_arrays(self, stage: str) -> Arrays:
-        """The arrays of a stage. Raises `ArtifactError` if they are damaged."""
-        return unpack_arrays(self.read(stage, _arrays_of(stage)))
+        """The arrays of a stage; nothing is unpickled. Raises `ArtifactError` if they are damaged."""
+        with np.load(io.BytesIO(self.read(stage, f"{stage}.npz")), allow_pickle=False) as loaded:
+            return {name: loaded[name] for name in loaded.files}
 
     def verify(self, stage: str) -> None:
-        """Raise `ArtifactError` if the arrays of a stage are not as they were written."""
-        self.read(stage, _arrays_of(stage))
+        """Raises `ArtifactError` if the arrays of a stage have changed since they were written."""
+        self.read(stage, f"{stage}.npz")
 
     def array(self, stage: str, name: str) -> NDArray[Any]:
-        """One array of a stage; only this one is read, and nothing is verified."""
-        with np.load(self.path(_arrays_of(stage)), allow_pickle=False) as loaded:
+        """Reads a single array of a stage, without verification."""
+        with np.load(self.path(f"{stage}.npz"), allow_pickle=False) as loaded:
             return loaded[name]
 
     def _marker(self, stage: str) -> dict[str, Any] | None:
         try:
             marker = json.loads(self.path(f"{stage}.json").read_bytes())
-            return marker if marker.pop("sha256", "") == _sha256(_plain(marker)) else None
+            # The marker has its own hash, so that a damaged one is not trusted.
+            return marker if marker.pop("sha256", "") == _sha256(json.dumps(marker).encode()) else None
         except (FileNotFoundError, ValueError, AttributeError, TypeError):
             return None
 
 
-def _arrays_of(stage: str) -> str:
-    return f"{stage}.npz"
-
-
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _plain(marker: Mapping[str, Any]) -> bytes:
-    return json.dumps(marker).encode()
 
 
 def pack_lines(lines: Iterable[str], *, level: int = 3) -> bytes:
@@ -162,29 +161,8 @@ def unpack_documents(content: bytes) -> list[Document]:
 
 
 def as_array(content: bytes) -> NDArray[np.uint8]:
-    """Bytes as an array, to be stored beside others."""
+    """Views bytes as an array, to be stored with others."""
     return np.frombuffer(content, np.uint8)
-
-
-def pack_arrays(arrays: Arrays) -> bytes:
-    """Arrays as an uncompressed `.npz`."""
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)  # pyright: ignore[reportArgumentType]
-    return buffer.getvalue()
-
-
-def unpack_arrays(content: bytes) -> Arrays:
-    """The arrays of `pack_arrays`; nothing is unpickled."""
-    with np.load(io.BytesIO(content), allow_pickle=False) as loaded:
-        return {name: loaded[name] for name in loaded.files}
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file and flush it to disk."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def numbered(folder: Path, count: int) -> Iterator[ShardFiles]:
@@ -194,18 +172,18 @@ def numbered(folder: Path, count: int) -> Iterator[ShardFiles]:
 
 @dataclass(kw_only=True)
 class MeasuredCorpus:
-    """The columns of N documents, shard after shard; a document's number is its place among them."""
+    """Columns of N documents, shard after shard; a document's number is its index among them."""
 
     shards: Sequence[ShardFiles]
     stage: str
     """The stage that wrote the columns of each shard."""
     folder: Path
-    """For files of the step; it stays until the command has finished, so that work can be resumed."""
+    """Folder for files of the step; it exists until the command has finished, so that work can be resumed."""
     key: str
-    """Stands for the documents and the steps: equal for equal input."""
+    """Key of the documents and the steps: equal for equal input."""
     engine: ShardEngine
     alive: NDArray[np.bool_] = field(init=False)
-    """Whether no earlier step dropped the document [N]."""
+    """True for the documents [N] that no earlier step dropped."""
     starts: NDArray[np.int64] = field(init=False)
     """The number of the first document of each shard, and N [shards + 1]."""
 
@@ -231,7 +209,7 @@ class MeasuredCorpus:
         return whole
 
     def parts(self, name: str) -> Iterator[NDArray[Any]]:
-        """The same column shard by shard, one at a time in memory."""
+        """Yields the parts of a column, one shard at a time in memory."""
         return (files.array(self.stage, name) for files in self.shards)
 
     def identifier(self, number: int) -> str:
@@ -243,7 +221,7 @@ class MeasuredCorpus:
 
 
 class _Identifiers:
-    """Identifiers in a file, and a second file that says where each begins."""
+    """Identifiers in a file, with a second file of the offset of each."""
 
     def __init__(self, path: Path, shards: Iterable[Sequence[str]]) -> None:
         starts, end = path.with_suffix(".starts"), 0

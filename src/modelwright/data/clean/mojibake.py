@@ -1,15 +1,15 @@
 """Text of other scripts that was decoded with the wrong encoding: `РџСЂРёРІРµС‚` and `оПХБЕР` to `Привет`.
 
 ftfy repairs UTF-8 that was read in an encoding of the West (`data/clean/steps/format.py`). This finds, line by line,
-other pairs of encodings that lead back to text: the line is encoded as it was read and decoded as it was meant. Nothing
-is lost on the way, or the line stays as it is. Where the line was meant as UTF-8, that its bytes are UTF-8 nearly
-proves it; for other encodings the line must look wrong before, and the result must look like a text of its script.
+other pairs of encodings that lead back to text: the line is encoded as it was read and decoded as it was meant. A line
+that would lose characters on the way stays unchanged. Bytes that are valid UTF-8 nearly prove that a line was meant as
+UTF-8; for other encodings the line must look wrong before, and the result must look like a text of its script.
 """
 
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,6 +20,7 @@ _SINGLE_BYTE = (
     "sloppy-windows-1254", "sloppy-windows-1256", "koi8-r", "cp866", "iso8859-5", "mac-cyrillic", "mac-roman", "cp437",
     "cp850",
 )  # fmt: skip
+# Encodings of texts, each with those they may have been read in; of equally good readings the first counts.
 _READ_AS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("utf-8", (*_SINGLE_BYTE, "gb18030", "cp932", "big5", "cp949")),
     ("cp1251", ("latin-1", "sloppy-windows-1252", "koi8-r", "cp866", "iso8859-5", "mac-cyrillic", "mac-roman")),
@@ -36,31 +37,30 @@ _READ_AS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cp1256", ("latin-1", "sloppy-windows-1252", "sloppy-windows-1251")),
     ("cp1255", ("latin-1", "sloppy-windows-1252")),
 )
-"""What a text was meant as, and what it may have been read as; of equally good readings the first counts."""
 assert ftfy.bad_codecs.search_function("sloppy-windows-1252") is not None
+# Lines with fewer characters beyond ASCII tell too little.
 _FEWEST_CHARS = 6
-"""Lines with fewer characters beyond ASCII tell too little."""
+# Minimum for lines in a script other than Latin that were not meant as UTF-8, unless the case of a word is flipped.
+# Below, names and headings decode to Chinese by chance.
 _FEWEST_OF_SCRIPTS = 12
-"""The same for lines in a script other than Latin that were not meant as UTF-8, unless the case of a word is flipped.
-Below, names and headings decode to Chinese by chance."""
+# Minimum for lines in capitals that look like a text without repair.
 _FEWEST_CAPITALS = 32
-"""The same for lines in capitals that are a text as they are."""
+# Lines with this many characters beyond ASCII are repaired though the rest of the document is right.
 _CERTAIN_CHARS = 32
-"""Lines with as many characters beyond ASCII are repaired though the rest of the document is right."""
 _JUDGED_CHARS = 4000
 _REMEMBERED_CHARS = 2**16
 _NOT_ASCII_RUN = re.compile("[\x80-\u02ff\u2010-\u27ff]{4,}")
+# The largest share of letters that differ from all others in a line of an alphabet. In a list of letters all do.
 _MOST_DIFFERENT = 0.85
-"""The largest share of letters that differ from all others in a line of an alphabet. In a list of letters all do."""
+# The largest share of a single letter. Lines of tables decode to rows of one.
 _MOST_OF_ONE = 0.3
-"""The largest share of a single letter. Lines of tables decode to rows of one."""
 _USUAL_CASE = 0.8
 _MOSTLY, _CLEARLY = 0.7, 1.15
+# Factor on the requirements of a line before another reading of it is preferred.
 _DOUBT = 0.6
-"""Factor for what is asked of a line before another reading of it is preferred."""
 _WORD = re.compile(r"[^\W\d_]{2,}")
+# Characters beyond ASCII that occur in texts of any script.
 _PLAIN = frozenset("«»“”„‘’‚–—…№©®°§·•€¿¡\xa0\xad")
-"""Characters beyond ASCII that stand in texts of any script."""
 
 
 @dataclass(frozen=True)
@@ -112,42 +112,43 @@ _SCRIPTS: Mapping[str, _Script] = {
 
 
 def repair(text: str) -> str:
-    """The text with the lines repaired whose encoding was mistaken."""
+    """Returns the text with the lines repaired whose encoding was mistaken."""
     if text.isascii():
         return text
     lines = text.split("\n")
-    from_utf8 = {number: right for number, line in enumerate(lines) if (right := _meant_as_utf8(line))}
-    left = {number: line for number, line in enumerate(lines) if number not in from_utf8}
-    others = {number: right for number, line in left.items() if (right := _meant_as_other(line))}
-    # A short line of right text may look like another one by chance; most documents have one encoding.
-    if others and _num_right_chars(lines, {*from_utf8, *others}) > sum(len(lines[number]) for number in others):
-        others = {number: right for number, right in others.items() if _num_judged(lines[number]) >= _CERTAIN_CHARS}
-    right = from_utf8 | others
-    return "\n".join(right.get(number, line) for number, line in enumerate(lines))
+    from_utf8: dict[int, str] = {}
+    others: dict[int, str] = {}
+    for number, line in enumerate(lines):
+        if _num_judged(line) >= _FEWEST_CHARS and (right := _most_natural(line, _READ_AS[:1])):
+            from_utf8[number] = right
+        elif right := _meant_as_other(line):
+            others[number] = right
+    if others:
+        # A short line of right text may look like another one by chance; most documents have one encoding.
+        right_lines = (line for number, line in enumerate(lines) if number not in from_utf8 and number not in others)
+        num_right = sum(len(line) for line in right_lines if not line.isascii() and _naturalness(line, _DOUBT))
+        if num_right > sum(len(lines[number]) for number in others):
+            others = {number: right for number, right in others.items() if _num_judged(lines[number]) >= _CERTAIN_CHARS}
+    repaired = from_utf8 | others
+    return "\n".join(repaired.get(number, line) for number, line in enumerate(lines))
 
 
 def _num_judged(line: str) -> int:
-    """Characters that tell something about the encoding."""
+    """Number of characters that tell something about the encoding."""
     return 0 if line.isascii() else sum(char > "\x7f" and char not in _PLAIN for char in line)
 
 
-def _num_right_chars(lines: Sequence[str], changed: Collection[int]) -> int:
-    """Characters of the lines beyond ASCII that look like text as they are."""
-    others = (line for number, line in enumerate(lines) if number not in changed and not line.isascii())
-    return sum(len(line) for line in others if _naturalness(line, _DOUBT))
-
-
-def _meant_as_utf8(line: str) -> str:
-    """What a line said if it was UTF-8, "" if it was not."""
-    return _most_natural(line, _READ_AS[:1]) if _num_judged(line) >= _FEWEST_CHARS else ""
-
-
 def _meant_as_other(line: str) -> str:
-    """What a line said if it was in an encoding other than UTF-8 and was read as another one, "" if it was not."""
+    """Decodes a line that was meant in an encoding other than UTF-8 and was read in another one; "" if it was not."""
     num_judged = _num_judged(line)
-    if num_judged < _FEWEST_CHARS or _is_hangul(line):
+    if num_judged < _FEWEST_CHARS:
         return ""
-    is_flipped = any(map(_is_flipped, _WORD.findall(line)))
+    # Hangul is right: other text that was read as Korean has Chinese characters, too.
+    letters = [char for char in line[:_JUDGED_CHARS] if char > "\u02ff" and char not in _PLAIN]
+    if sum("\uac00" <= char <= "\ud7a3" for char in letters) >= 0.9 * max(1, len(letters)):
+        return ""
+    # A word is flipped if all of its letters but the first are capitals: `мОСКВА`.
+    is_flipped = any(len(word) > 2 and word[0].islower() and word[1:].isupper() for word in _WORD.findall(line))
     if num_judged < _FEWEST_OF_SCRIPTS and not is_flipped and max(line) >= "\u0370":
         return ""
     before = _naturalness(line, _DOUBT)
@@ -164,52 +165,47 @@ def _meant_as_other(line: str) -> str:
 
 
 def _most_natural(line: str, read_as: Sequence[tuple[str, tuple[str, ...]]]) -> str:
-    """What the line may have said that looks most like text, "" if nothing does."""
+    """Returns the decoding of a line that looks most like text, "" if none does."""
     best, most = "", 0.0
-    for candidate in _candidates(line, read_as):
-        naturalness = _naturalness(candidate)
-        if naturalness > most:
-            best, most = candidate, naturalness
-    return best
-
-
-def _candidates(line: str, read_as: Sequence[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
-    """What the line said, for each pair of encodings by which nothing is lost."""
     for meant, others in read_as:
         for other in others:
             try:
                 candidate = line.encode(other).decode(meant)
             except (UnicodeEncodeError, UnicodeDecodeError):
                 continue
-            if candidate != line:
-                yield candidate
+            # Only a strictly better one wins: `_READ_AS` is in the order of preference.
+            if candidate != line and (naturalness := _naturalness(candidate)) > most:
+                best, most = candidate, naturalness
+    return best
 
 
 def _naturalness(text: str, doubt: float = 1.0) -> float:
-    """How much a line looks like a text of one script, 0 if it does not. Latin script has no test of its own: it is
-    right unless most of its characters beyond ASCII stand together. doubt: factor for what is asked of a text; below 1,
-    unusual text passes, too.
+    """Measures how much a line looks like a text of one script; 0 if it does not.
+
+    Latin script is not tested like the others: it is right unless most of its characters beyond ASCII are next to each
+    other. doubt: factor on the requirements of a text; below 1, unusual text passes, too.
     """
     text = text[:_JUDGED_CHARS]
     counts = Counter(char for char in text if char > "\x7f" and char not in _PLAIN)
     total = sum(counts.values())
     if not total:
         return 0.0
-    return max((_likeness(text, counts, total, name, doubt) for name in _SCRIPTS), default=0.0) or _latin(
-        text, counts, total
-    )
+    if likeness := max(_likeness(text, counts, total, name, doubt) for name in _SCRIPTS):
+        return likeness
+    letters = sum(count for char, count in counts.items() if "LATIN" in unicodedata.name(char, ""))
+    in_runs = sum(map(len, _NOT_ASCII_RUN.findall(text)))
+    return 0.5 if letters >= 0.9 * total and in_runs < 0.3 * total else 0.0
 
 
 @lru_cache(maxsize=_REMEMBERED_CHARS)
 def _scripts_of(char: str) -> frozenset[str]:
-    """The names of the scripts that have the character."""
     return frozenset(
         name for name, script in _SCRIPTS.items() if any(a <= ord(char) <= b for a, b in script.ranges)
     )  # fmt: skip
 
 
 def _likeness(text: str, counts: Counter[str], total: int, name: str, doubt: float) -> float:
-    """How much a line looks like a text in the script of this name."""
+    """Measures how much a line looks like a text in the script of this name."""
     script = _SCRIPTS[name]
     own = {char: count for char, count in counts.items() if name in _scripts_of(char)}
     num_own = sum(own.values())
@@ -227,15 +223,13 @@ def _likeness(text: str, counts: Counter[str], total: int, name: str, doubt: flo
     )  # fmt: skip
     if frequent < doubt * script.fewest or vowels < doubt * script.fewest_vowels:
         return 0.0
-    if script.is_alphabet and _share_of_usual_case(text) < doubt * _USUAL_CASE:
-        return 0.0
+    if script.is_alphabet:
+        # Words of text are in lower case, in upper case, or have one capital at the beginning.
+        words = _WORD.findall(text)
+        num_usual = sum(word in (word.lower(), word.upper(), word.capitalize()) for word in words)
+        if num_usual / max(1, len(words)) < doubt * _USUAL_CASE:
+            return 0.0
     return frequent / script.fewest
-
-
-def _latin(text: str, counts: Counter[str], total: int) -> float:
-    letters = sum(count for char, count in counts.items() if "LATIN" in unicodedata.name(char, ""))
-    in_runs = sum(map(len, _NOT_ASCII_RUN.findall(text)))
-    return 0.5 if letters >= 0.9 * total and in_runs < 0.3 * total else 0.0
 
 
 @lru_cache(maxsize=_REMEMBERED_CHARS)
@@ -244,24 +238,6 @@ def _base(char: str) -> str:
     return unicodedata.normalize("NFD", char.lower())[0]
 
 
-def _is_hangul(text: str) -> bool:
-    """Other text that was read as Korean has Chinese characters, too."""
-    letters = [char for char in text[:_JUDGED_CHARS] if char > "\u02ff" and char not in _PLAIN]
-    return sum("\uac00" <= char <= "\ud7a3" for char in letters) >= 0.9 * max(1, len(letters))
-
-
-def _is_flipped(word: str) -> bool:
-    """Whether all letters of a word but the first are capitals: `мОСКВА`."""
-    return len(word) > 2 and word[0].islower() and word[1:].isupper()
-
-
 def _share_of_capitals(text: str) -> float:
     letters = [char for char in text[:_JUDGED_CHARS] if char > "\x7f" and char.lower() != char.upper()]
     return sum(map(str.isupper, letters)) / max(1, len(letters))
-
-
-def _share_of_usual_case(text: str) -> float:
-    """The share of words in lower case, in upper case or with one capital at the beginning."""
-    words = _WORD.findall(text)
-    usual = sum(word in (word.lower(), word.upper(), word.capitalize()) for word in words)
-    return usual / max(1, len(words))

@@ -10,7 +10,7 @@ to document.
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ _FILE_CHARS = 1_000_000_000
 
 
 def write_parquet(folder: Path, work: Path, num_documents: int, progress: Progress) -> list[str]:
-    """Write the `num_documents` kept documents of a folder that has no such files; returns their paths in it.
+    """Writes the `num_documents` kept documents of a folder without such files; returns their paths in it.
 
-    work: a folder for what is unfinished, which is removed
+    work: folder for unfinished files, which is removed
     """
     partial = work / FOLDER
     with writing(folder):
@@ -52,12 +52,12 @@ def write_parquet(folder: Path, work: Path, num_documents: int, progress: Progre
 
 
 def names_of_splits(paths: Sequence[str]) -> list[str]:
-    """The names that `datasets` gives to the splits of files."""
+    """The names that `datasets` gives to the splits of files: the first part of each file's name."""
     return list(dict.fromkeys(path.rpartition("/")[2].partition("-")[0] for path in paths))
 
 
 def remove_parquet(folder: Path) -> None:
-    """Remove the files of an earlier result, and nothing else."""
+    """Removes the files of an earlier result, and nothing else."""
     place = folder / FOLDER
     files = [path for path in place.glob("*") if FILE_NAME.fullmatch(path.name)]
     for path in files:
@@ -67,7 +67,7 @@ def remove_parquet(folder: Path) -> None:
 
 
 def check_parquet(folder: Path) -> None:
-    """Raise `ConfigError` if the folder of the files has others, among which they would be lost."""
+    """Raises `ConfigError` if the folder of the files has others, among which they would be lost."""
     place = folder / FOLDER
     others = [path.name for path in sorted(place.glob("*")) if not FILE_NAME.fullmatch(path.name)]
     if place.is_file():
@@ -77,7 +77,7 @@ def check_parquet(folder: Path) -> None:
 
 
 class _SplitFiles:
-    """The files of one split. They get their names at the end, when their number is known."""
+    """Writes the files of one split. They are renamed at the end, when their number is known."""
 
     def __init__(self, folder: Path, split: str) -> None:
         self._folder, self._split = folder, split
@@ -93,7 +93,7 @@ class _SplitFiles:
             self._write()
 
     def finish(self) -> Sequence[str]:
-        """Close the last file, and return the names of all."""
+        """Closes the last file, and returns the names of all."""
         if self._rows:
             self._write()
         self._close()
@@ -106,16 +106,16 @@ class _SplitFiles:
         if self._writer is None:
             self._writer = pyarrow.parquet.ParquetWriter(self._path(self._num_files), _SCHEMA, compression="zstd")
             self._num_files += 1
-        self._writer.write_table(pyarrow.Table.from_pylist(list(self._encodable()), _SCHEMA))
+        # Lone surrogates have no UTF-8 form, and Arrow would refuse them.
+        rows = [
+            {name: value.encode("utf-8", "replace").decode("utf-8") for name, value in row.items()}
+            for row in self._rows
+        ]
+        self._writer.write_table(pyarrow.Table.from_pylist(rows, _SCHEMA))
         self._file_chars += self._num_chars
         self._rows, self._num_chars = [], 0
         if self._file_chars >= _FILE_CHARS:
             self._close()
-
-    def _encodable(self) -> Iterator[dict[str, str]]:
-        """Lone surrogates have no UTF-8."""
-        for row in self._rows:
-            yield {name: value.encode("utf-8", "replace").decode("utf-8") for name, value in row.items()}
 
     def _close(self) -> None:
         if self._writer is not None:

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,16 @@ from modelwright.data.clean.config import STEPS
 from modelwright.data.clean.features import FEATURES, measure
 from modelwright.data.clean.folder import REPORT, read_dropped, read_kept
 from modelwright.data.clean.step_files import FAILED
-from modelwright.data.clean.steps.step import DroppedDocument
-from modelwright.data.document import Document
 
+# Fields that corpus steps fill.
 _BY_STEPS = ("limits", "remedies", "noise", "figures")
-"""Fields that corpus steps fill."""
 _EXCERPT_CHARS = 1000
 _MOST_SIMILAR_NAMES = 100_000
 
 
 @dataclass(kw_only=True)
 class CleanReport:
-    """What cleaning did."""
+    """Results of cleaning: counts, limits and figures of the steps."""
 
     num_documents: int = 0
     num_bytes: int = 0
@@ -47,15 +45,15 @@ class CleanReport:
     languages: dict[str, int] = field(default_factory=dict)
     """Languages (ISO 639-1 codes) of every 20th kept document of prose and pairs, of shards of at least 500."""
     failed_validators: dict[str, int] = field(default_factory=dict)
-    """How often each validator of the step privacy raised an exception, so that the value stayed."""
+    """Number of exceptions of each validator of the step privacy; the values stayed in the text."""
     limits: dict[str, dict[str, float]] = field(default_factory=dict)
     """Limits of the step quality, by kind of document."""
     remedies: dict[str, str] = field(default_factory=dict)
     """Options that keep what this step dropped, by reason."""
     noise: dict[str, Any] = field(default_factory=dict)
-    """How the classifier was trained, and its precision and recall on documents and generators it did not see."""
+    """Training of the classifier, and its precision and recall on documents and generators it did not see."""
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What other corpus steps report, by step."""
+    """Figures of other corpus steps, by step."""
 
     @property
     def num_kept(self) -> int:
@@ -66,23 +64,23 @@ class CleanReport:
         return sum(entry["documents"] for reasons in self.dropped.values() for entry in reasons.values())
 
     def plain(self) -> dict[str, Any]:
-        """The fields as plain data; without `figures` if there are none."""
+        """The fields as plain data; empty `figures` are omitted."""
         return {name: value for name, value in asdict(self).items() if value or name != "figures"}
 
     def add(self, step: str, entries: Mapping[str, Any]) -> None:
-        """Add what a corpus step reports. Raises `DataError` for a field that is none of its own."""
+        """Adds the report of a corpus step. Raises `DataError` for a field that does not belong to corpus steps."""
         for name, value in entries.items():
             if name not in _BY_STEPS:
                 raise DataError(f"{step}: reports {name!r}, which is not one of {', '.join(_BY_STEPS)}")
             getattr(self, name).update({step: value} if name == "figures" else value)
 
     def merge(self, fields: Mapping[str, Any]) -> None:
-        """Add what the corpus steps of a phase reported, from `plain`."""
+        """Adds the reports of the corpus steps of a phase, from `plain`."""
         for name in _BY_STEPS:
             getattr(self, name).update(fields.get(name, {}))
 
     def count(self, facts: Mapping[str, Any]) -> None:
-        """Add the documents and counters of one shard."""
+        """Adds the documents and counters of one shard."""
         for which in ("kept", "dropped"):
             for first, second, entry in facts[which]:
                 total = getattr(self, which).setdefault(first, {}).setdefault(second, {"documents": 0, "bytes": 0})
@@ -106,34 +104,35 @@ def describe_drops(report: CleanReport) -> str:
 
 
 def explain(folder: Path, identifier: str) -> str:
-    """Describe what happened to the document of this id in a folder of cleaned documents.
+    """Describes what happened to the document of this id in a folder of cleaned documents.
 
-    Raises `DataError` if there is no such document; it names similar ids.
+    Raises `DataError` if the folder does not have the document, and names similar ids.
     """
-    for dropped in read_dropped(folder):
-        if dropped.document.id == identifier:
-            return _describe(folder, dropped.document, dropped)
-    for document in read_kept(folder):
-        if document.id == identifier:
-            return _describe(folder, document, None)
+    dropped_documents = ((dropped.document, dropped) for dropped in read_dropped(folder))
+    kept_documents = ((document, None) for document in read_kept(folder))
+    for document, dropped in chain(dropped_documents, kept_documents):
+        if document.id != identifier:
+            continue
+        result = "kept"
+        if dropped is not None:
+            detail = f": {dropped.detail}" if dropped.detail else ""
+            result = f"dropped by {dropped.step}, {dropped.reason}{detail}"
+        lines = [
+            f"id        {document.id}",
+            f"source    {document.source}",
+            f"kind      {document.kind}, {document.split}",
+            f"result    {result}",
+            "",
+            f"{'feature':<26}{'value':>12}{'min':>12}{'max':>12}",
+        ]
+        limits = json.loads((folder / REPORT).read_text())["limits"].get(document.kind, {})
+        for name, value in zip(FEATURES, measure(document), strict=True):
+            low, high = (f"{limits[key]:.4g}" if (key := f"{side}_{name}") in limits else "" for side in ("min", "max"))
+            lines.append(f"{name:<26}{value:>12.4g}{low:>12}{high:>12}")
+        text = document.text[:_EXCERPT_CHARS] + (" ..." if len(document.text) > _EXCERPT_CHARS else "")
+        return "\n".join([*lines, "", text])
     names = [dropped.document.id for dropped in islice(read_dropped(folder), _MOST_SIMILAR_NAMES)]
     names += [document.id for document in islice(read_kept(folder), _MOST_SIMILAR_NAMES)]
     near = difflib.get_close_matches(identifier, names, n=3, cutoff=0.0)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-    raise DataError(f"{folder}: has no document {identifier!r}{hint}")
-
-
-def _describe(folder: Path, document: Document, dropped: DroppedDocument | None) -> str:
-    lines = [f"id        {document.id}", f"source    {document.source}", f"kind      {document.kind}, {document.split}"]
-    if dropped is None:
-        lines.append("result    kept")
-    else:
-        detail = f": {dropped.detail}" if dropped.detail else ""
-        lines.append(f"result    dropped by {dropped.step}, {dropped.reason}{detail}")
-    limits = json.loads((folder / REPORT).read_text())["limits"].get(document.kind, {})
-    lines += ["", f"{'feature':<26}{'value':>12}{'min':>12}{'max':>12}"]
-    for name, value in zip(FEATURES, measure(document), strict=True):
-        low, high = (f"{limits[key]:.4g}" if (key := f"{side}_{name}") in limits else "" for side in ("min", "max"))
-        lines.append(f"{name:<26}{value:>12.4g}{low:>12}{high:>12}")
-    text = document.text[:_EXCERPT_CHARS] + (" ..." if len(document.text) > _EXCERPT_CHARS else "")
-    return "\n".join([*lines, "", text])
+    raise DataError(f"{folder}: document {identifier!r} not found{hint}")

@@ -1,4 +1,4 @@
-"""What is done to each shard of documents by itself, in worker processes."""
+"""Work on one shard of documents, in worker processes: each phase's steps and measurements, and the result's files."""
 
 import json
 from collections import Counter
@@ -16,20 +16,20 @@ from modelwright.data.clean.folder import DROPPED as DROPPED_FILE
 from modelwright.data.clean.folder import KEPT_FILES, ORDER, place_of_file
 from modelwright.data.clean.measured_corpus import DOCUMENTS, IDS, ShardFiles, as_array, pack_lines, unpack_lines
 from modelwright.data.clean.steps.quality import language_of
-from modelwright.data.clean.steps.step import CorpusStep, CountingStep, Drop, DroppedDocument, Phase, Redactor, Step
+from modelwright.data.clean.steps.step import CountingStep, Drop, DroppedDocument, Phase, Redactor, Step
 from modelwright.data.document import KINDS, Document
 
 WRITTEN = "written"
 DROPPED, KEPT = "dropped", "kept"
+# The language is recognized for every twentieth document of a shard, and for 25 at most, because that takes as long as
+# all other steps of some documents.
 _LANGUAGE_OF_EVERY = 20
 _MOST_LANGUAGES = 25
-"""The language is recognized for every twentieth document of a shard, and for 25 at most, because it takes as long as
-all other steps of some documents."""
+# Languages are recognized only in shards with at least this many documents: for fewer, loading the model is not worth
+# 100 MB of memory and half a second.
 _FEWEST_FOR_LANGUAGES = 500
-"""Languages are recognized only in shards with at least this many documents: for fewer, loading the model is not worth
-100 MB of memory and half a second."""
+# Zstandard's level for files that are read once and removed.
 _FAST = 1
-"""Zstandard's level for files that are read once and removed."""
 
 
 def measured(phase: int) -> str:
@@ -51,7 +51,7 @@ class StepJob:
     phases: tuple[Phase, ...]
     phase: int
     documents: tuple[Document, ...] = ()
-    """What was read, for the first phase of a shard that is not measured yet."""
+    """Documents that were read, for the first phase of a shard that is not measured yet."""
 
     @property
     def files(self) -> ShardFiles:
@@ -60,7 +60,7 @@ class StepJob:
 
 @dataclass(frozen=True)
 class StepResult:
-    """num_documents: that were in the shard; facts: of its stage."""
+    """num_documents: number of documents in the shard; facts: of its stage."""
 
     number: int
     num_documents: int
@@ -68,7 +68,10 @@ class StepResult:
 
 
 def measure_shard(job: StepJob) -> StepResult:
-    """Take the documents through the steps of a phase, and measure what its corpus steps want to know of the rest."""
+    """Runs the documents through the steps of a phase, and measures the others for its corpus steps.
+
+    Raises `DataError` for a corpus step that measures under the name of another one's column.
+    """
     stage, phase = measured(job.phase), job.phases[job.phase]
     facts = job.files.facts(stage)
     if facts is None:
@@ -79,20 +82,29 @@ def measure_shard(job: StepJob) -> StepResult:
                 dropped.append(result)
             else:
                 kept.append(result)
-        arrays = {
-            **_columns(kept, phase.corpus_steps),
+        arrays: dict[str, NDArray[Any]] = {
+            "kind": np.array([KINDS.index(document.kind) for document in kept], np.int8),
+            "split": np.array([document.split == "heldout" for document in kept], np.int8),
+        }
+        for step in phase.corpus_steps:
+            new = step.measure(kept, arrays)
+            if taken := [name for name in new if name in (*arrays, IDS, DOCUMENTS, DROPPED)]:
+                raise DataError(f"{step.name}: measures {taken[0]!r}, which another step measures; rename the column")
+            arrays |= new
+        arrays |= {
             IDS: as_array(json.dumps([document.id for document in kept]).encode()),
             DOCUMENTS: as_array(pack_lines((document.to_json() for document in kept), level=_FAST)),
             DROPPED: as_array(pack_lines((entry.to_json() for entry in dropped), level=_FAST)),
         }
         num_bytes = sum(len(document.text.encode("utf-8", "replace")) for document in job.documents)
-        facts = {"documents": len(kept) + len(dropped), "bytes": num_bytes, "counts": _counts(phase.steps)}
+        counts = _sum([step.take_counts() for step in phase.steps if isinstance(step, CountingStep)])
+        facts = {"documents": len(kept) + len(dropped), "bytes": num_bytes, "counts": counts}
         job.files.write_arrays(stage, arrays, facts)
     return StepResult(job.number, facts["documents"], facts)
 
 
 def write_shard(job: StepJob) -> StepResult:
-    """Take the documents through the last steps, and write what is kept and all that was dropped."""
+    """Runs the documents through the last steps, and writes the kept documents and those dropped in any phase."""
     facts = job.files.facts(WRITTEN)
     if facts is None:
         steps = [step for phase in job.phases for step in phase.steps]
@@ -110,16 +122,19 @@ def write_shard(job: StepJob) -> StepResult:
         order = zstandard.ZstdCompressor(write_checksum=True).compress(bytes(tally.order))
         arrays |= {ORDER: as_array(order), DROPPED_FILE: as_array(pack_lines(tally.dropped))}
         earlier = [(job.files.facts(measured(phase)) or {}).get("counts", {}) for phase in range(job.phase)]
-        counts = _sum([*earlier, _counts(steps), tally.counts()])
-        num_documents = len(tally.order) + len(tally.dropped)
-        facts = {**tally.facts(), "counts": counts, "documents": num_documents}
+        own = [step.take_counts() for step in steps if isinstance(step, CountingStep)]
+        facts = {
+            **{which: [(*names, entry) for names, entry in part.items()] for which, part in tally.entries.items()},
+            "counts": _sum([*earlier, *own, tally.counts()]),
+            "documents": len(tally.order) + len(tally.dropped),
+        }
         job.files.write_arrays(WRITTEN, arrays, facts)
     return StepResult(job.number, facts["documents"], facts)
 
 
 def _results(job: StepJob) -> Iterator[tuple[Document | DroppedDocument, str]]:
-    """The documents that enter a phase, dropped as the corpus steps of the phase before decided, or after the steps of
-    this one; with the line of JSON that they were read from if they are still the same, "" otherwise.
+    """Yields the documents that enter a phase, dropped as the corpus steps of the phase before decided, or after the
+    steps of this one; with the line of JSON that they were read from if they are unchanged, "" otherwise.
     """
     steps = job.phases[job.phase].steps
     if job.phase == 0:
@@ -135,30 +150,12 @@ def _results(job: StepJob) -> Iterator[tuple[Document | DroppedDocument, str]]:
 
 
 def _through(document: Document, steps: Sequence[Step]) -> Document | DroppedDocument:
-    for step in steps:
+    for step in steps:  # a document is dropped by the first step that drops it, and later ones do not see it
         result = step(document)
         if isinstance(result, Drop):
             return DroppedDocument(document, step.name, result.reason, result.detail)
         document = result
     return document
-
-
-def _columns(documents: Sequence[Document], steps: Sequence[CorpusStep]) -> dict[str, NDArray[Any]]:
-    """Raises `DataError` for a step that measures under the name of another one's column."""
-    columns: dict[str, NDArray[Any]] = {
-        "kind": np.array([KINDS.index(document.kind) for document in documents], np.int8),
-        "split": np.array([document.split == "heldout" for document in documents], np.int8),
-    }
-    for step in steps:
-        new = step.measure(documents, columns)
-        if taken := [name for name in new if name in (*columns, IDS, DOCUMENTS, DROPPED)]:
-            raise DataError(f"{step.name}: measures {taken[0]!r}, which another step measures; rename the column")
-        columns |= new
-    return columns
-
-
-def _counts(steps: Sequence[Step]) -> dict[str, dict[str, int]]:
-    return _sum([step.take_counts() for step in steps if isinstance(step, CountingStep)])
 
 
 def _sum(counts: Sequence[Any]) -> dict[str, dict[str, int]]:
@@ -170,9 +167,10 @@ def _sum(counts: Sequence[Any]) -> dict[str, dict[str, int]]:
 
 
 class _Tally:
-    """The lines of kept and dropped documents, and how many documents and bytes they are by two names.
+    """The lines of kept and dropped documents, and counts of their documents and bytes.
 
-    kept: by the place of the file in `KEPT_FILES`; order: these places, in the order of the documents.
+    kept: by index of the file in `KEPT_FILES`; order: these indices, in the order of the documents; entries: counts by
+    kind and split of kept documents, and by step and reason of dropped ones.
     """
 
     def __init__(self, steps: Sequence[Step]) -> None:
@@ -180,13 +178,13 @@ class _Tally:
         self.kept: dict[int, list[str]] = {}
         self.order = bytearray()
         self.dropped: list[str] = []
-        self._entries: dict[str, dict[tuple[str, str], dict[str, int]]] = {KEPT: {}, DROPPED: {}}
+        self.entries: dict[str, dict[tuple[str, str], dict[str, int]]] = {KEPT: {}, DROPPED: {}}
         self._lengths = {KEPT: Counter[str](), DROPPED: Counter[str]()}
         self._sampled: list[Document] = []
         self._num_of_language = 0
 
     def keep(self, document: Document, line: str) -> None:
-        """line: its JSON, if that is known."""
+        """line: JSON of the document, "" if it is not known."""
         self._add(KEPT, document.kind, document.split, document.text)
         if document.kind in ("prose", "qa"):
             if self._num_of_language % _LANGUAGE_OF_EVERY == 0:
@@ -199,12 +197,9 @@ class _Tally:
     def drop(self, entry: DroppedDocument) -> None:
         document = entry.document
         self._add(DROPPED, entry.step, entry.reason, document.text)
-        for step in self._redactors:
+        for step in self._redactors:  # the file of dropped documents is shown to people
             document = step.redact(document)
         self.dropped.append(DroppedDocument(document, entry.step, entry.reason, entry.detail).to_json())
-
-    def facts(self) -> dict[str, list[tuple[str, str, dict[str, int]]]]:
-        return {which: [(*names, entry) for names, entry in part.items()] for which, part in self._entries.items()}
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Lengths and languages, by field of `CleanReport`."""
@@ -215,6 +210,6 @@ class _Tally:
 
     def _add(self, which: str, first: str, second: str, text: str) -> None:
         self._lengths[which][str(1 << max(0, len(text).bit_length() - 1))] += 1
-        entry = self._entries[which].setdefault((first, second), {"documents": 0, "bytes": 0})
+        entry = self.entries[which].setdefault((first, second), {"documents": 0, "bytes": 0})
         entry["documents"] += 1
         entry["bytes"] += len(text.encode("utf-8", "replace"))

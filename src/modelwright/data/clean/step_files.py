@@ -1,8 +1,8 @@
 """Steps of cleaning in a user's own Python file, named `FILE.py:NAME`.
 
 NAME is a class that is made without arguments, or a function that takes a document. The file is read in every worker
-process, so what travels between processes is its name and digest. An error in one document drops that document, with
-the name of the error; what is wrong with every document ends the work.
+process, so only its name and digest travel between processes. An error in one document drops that document, with the
+name of the error; an error that affects every document ends the work.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ from modelwright.data.clean.steps.step import Columns, CorpusStep, Decisions, Dr
 from modelwright.data.document import Document
 
 FAILED = "the step failed"
-"""The reason for which a document is dropped whose step raised an exception."""
+"""Reason of a drop by a step that raised an exception."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a step is. sha256: of the file, so that a changed one is another step."""
+    """A step in a file. sha256: digest of the file, so that a changed one is another step."""
 
     path: str
     attribute: str
@@ -38,7 +38,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Installed:
-    """A step of another package. path: of the module that has it."""
+    """A step of another package. path: of the module that defines it."""
 
     step: Any
     path: str
@@ -96,7 +96,7 @@ class FileCorpusStep:
 
 
 def load_step(reference: str) -> Step | CorpusStep:
-    """The step that `FILE.py:NAME` names. Raises `ConfigError` that says what is wrong with the file or the name."""
+    """Loads the step `FILE.py:NAME`. Raises `ConfigError` with the fault of the file or the name."""
     path, separator, attribute = reference.rpartition(":")
     if not separator or not path.endswith(".py") or not attribute.isidentifier():
         raise ConfigError(f"steps: {reference!r} is not FILE.py:NAME, such as my_steps.py:NoTables")
@@ -114,10 +114,10 @@ def load_step(reference: str) -> Step | CorpusStep:
 
 
 def package_step(name: str, step: Any) -> Step | CorpusStep:
-    """A step that another package has built, with errors in documents treated as those of a file's step."""
+    """Wraps a step that another package has built: errors in documents are treated as those of a file's step."""
     is_corpus_step = isinstance(step, CorpusStep)
     if getattr(step, "name", None) != name or not (callable(step) or is_corpus_step):
-        raise ConfigError(f"steps.{name}: its package builds {step!r}, which is no step with the name {name!r}")
+        raise ConfigError(f"steps.{name}: its package builds {step!r}, which is not a step named {name!r}")
     place = _Installed(step, getattr(sys.modules.get(type(step).__module__), "__file__", None) or "")
     return FileCorpusStep(place, name) if is_corpus_step else FileStep(place, name)
 
@@ -128,7 +128,7 @@ def _load(place: _Place | _Installed) -> Any:
 
 @cache
 def _load_file(place: _Place) -> Any:
-    """The step itself, once in each process."""
+    """Loads the step, once in each process."""
     module = _module(place.path, place.sha256)
     value = vars(module).get(place.attribute)
     if value is None:
@@ -142,7 +142,7 @@ def _load_file(place: _Place) -> Any:
         text = f"steps: {place} cannot be made without arguments ({type(error).__name__}: {error})"
         raise ConfigError(f"{text}; give its fields defaults") from None
     if not callable(step) and not isinstance(step, CorpusStep):
-        text = f"steps: {place} is no step: it is not called with a document, and has no measure and decide"
+        text = f"steps: {place} is not a step: it is not called with a document, and does not have measure and decide"
         raise ConfigError(f"{text}; docs/data.md has an example of each")
     return step
 
@@ -155,7 +155,8 @@ def _module(path: str, sha256: str) -> Any:
     name = f"modelwright_steps_{sha256[:16]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "the name ends in .py"
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    # Registered before it is executed: dataclasses look their module up.
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         exec(compile(content, path, "exec"), vars(module))
     except Exception as error:

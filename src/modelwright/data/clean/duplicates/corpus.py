@@ -23,8 +23,8 @@ NO_NUMBER = 2**32 - 1
 TRAIN, HELDOUT = 0, 1
 """Values of `Corpus.split`."""
 _CACHED_BYTES = 32 * 2**20
+# 5-grams that are read from disk at a time.
 _READ_AT_ONCE = 2**19
-"""5-grams that are read from disk at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,10 @@ class DuplicatesConfig:
     min_jaccard: float = 0.85
     """Jaccard similarity of word 5-grams from which two documents are near-duplicates."""
     pairs_by: Literal["answer", "conversation"] = "answer"
-    """What question/answer pairs are compared by: `answer`, so that one answer to many questions is learned once, or
-    `conversation`, which keeps answers that many questions have in common, such as labels."""
+    """Text by which question/answer pairs are compared: `answer`, so that one answer to many questions is learned once,
+    or `conversation`, which keeps answers that many questions have in common, such as labels."""
     index: str = ""
-    """Folder that keeps the fingerprints of kept documents across runs; near-duplicates of earlier runs' documents are
-    dropped, too."""
+    """Folder with the fingerprints of earlier runs' kept documents, whose near-duplicates are dropped, too."""
     min_near_words: int = constant(20)
     """Shorter documents are neither near-duplicates nor parts of longer ones: a single word makes a difference."""
 
@@ -56,22 +55,18 @@ class ShingleStore:
     """The 5-gram hashes of all documents, one after another in a file."""
 
     def __init__(self, path: Path, offsets: NDArray[np.int64]) -> None:
-        """path: the hashes, uint32; offsets [N + 1]: where those of each document begin."""
+        """path: the hashes, uint32; offsets [N + 1]: index of the first hash of each document."""
         self.offsets = offsets
         self._file = DiskFile(path)
         self._sets: OrderedDict[int, NDArray[np.uint32]] = OrderedDict()
         self._cached_bytes = 0
-
-    def length(self, document: int) -> int:
-        """The number of hashes of one document."""
-        return int(self.offsets[document + 1]) - int(self.offsets[document])
 
     def row(self, document: int) -> NDArray[np.uint32]:
         """The hashes of one document, in the order of its text."""
         return self._file.read(np.uint32, int(self.offsets[document]), int(self.offsets[document + 1]))
 
     def unique(self, document: int) -> NDArray[np.uint32]:
-        """The different hashes of one document, sorted; the last ones asked for stay in memory."""
+        """The different hashes of one document, sorted; the most recently used ones stay in memory."""
         if document in self._sets:
             self._sets.move_to_end(document)
             return self._sets[document]
@@ -82,9 +77,7 @@ class ShingleStore:
         return hashes
 
     def chunks(self, num_documents: int) -> Iterator[tuple[int, int, NDArray[np.uint32]]]:
-        """`(first, last, hashes)` of the first `num_documents`, many at a time: those of the documents from `first` to
-        below `last`.
-        """
+        """Yields `(first, last, hashes)` of many of the first `num_documents` at a time, `first` to below `last`."""
         first = 0
         while first < num_documents:
             last = int(np.searchsorted(self.offsets, self.offsets[first] + _READ_AT_ONCE, side="right")) - 1
@@ -93,7 +86,7 @@ class ShingleStore:
             first = last
 
     def ends(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """The first and the last hash of each of some documents, which are in ascending order and have some."""
+        """The first and the last hash of each of some documents, which are in ascending order and not empty."""
         firsts, lasts = np.empty(len(documents), np.uint32), np.empty(len(documents), np.uint32)
         for first, last, flat in self.chunks(int(documents[-1]) + 1 if len(documents) else 0):
             own = slice(*np.searchsorted(documents, [first, last]))
@@ -104,9 +97,7 @@ class ShingleStore:
 
 @dataclass(frozen=True)
 class BandFiles:
-    """The hashes of all documents, a file of uint64 for each band: the 16 of MinHash, which are 0 for documents without
-    5-grams, or the parts of perceptual hashes.
-    """
+    """Hashes of all documents, a uint64 file a band: 16 of MinHash (0 without 5-grams), or parts of image hashes."""
 
     folder: Path
 
@@ -114,11 +105,11 @@ class BandFiles:
         return self.folder / f"band{band:02d}.bin"
 
     def column(self, band: int) -> NDArray[np.uint64]:
-        """One band of all documents, in memory."""
+        """Reads a band of all documents."""
         return np.fromfile(self.path(band), np.uint64)
 
     def rows(self, first: int, last: int) -> NDArray[np.uint64]:
-        """All bands of MinHash of the documents from `first` to below `last` [last - first, 16]."""
+        """Reads all bands of MinHash of the documents from `first` to below `last` [last - first, 16]."""
         columns = [
             np.fromfile(self.path(band), np.uint64, count=last - first, offset=8 * first) for band in range(NUM_BANDS)
         ]
@@ -134,7 +125,7 @@ class InCommon:
 
     @classmethod
     def of(cls, values: NDArray[np.uint64]) -> "InCommon":
-        """Those of all documents whose value [N] is also that of another one."""
+        """Selects the documents whose value [N] is also that of another one."""
         order = np.argsort(values, kind="stable")
         same = values[order[1:]] == values[order[:-1]]
         repeated = np.zeros(len(values), np.bool_)
@@ -146,7 +137,7 @@ class InCommon:
 
 @dataclass(kw_only=True)
 class Corpus:
-    """What deduplication knows of N documents. kind: int8; split: int8, 1 held out, 0 any other; quality: float32,
+    """The data of N documents for deduplication. kind: int8; split: int8, 1 held out, 0 any other; quality: float32,
     higher is better; alive: not dropped yet; equal: by the digest of kind, split and text; shared: held-out documents,
     and training documents with a digest of theirs, by the digests of text and summary [P, 2].
     """
@@ -165,14 +156,14 @@ class Corpus:
 
     @property
     def num_shingles(self) -> NDArray[np.int64]:
-        """The number of 5-grams of each document [N]; computed anew by every call."""
+        """Number of 5-grams of each document [N]; computed anew by every call."""
         return np.diff(self.shingles.offsets)
 
 
 @dataclass(frozen=True)
 class Duplicate:
-    """Why documents are dropped: their numbers, the reason, the number of the document kept instead of each (`NOTHING`
-    if unknown) and the similarity to it.
+    """Documents that are dropped for one reason: their numbers, the reason, the number of the document kept instead of
+    each (`NOTHING` if unknown) and the similarity to it.
     """
 
     numbers: NDArray[np.int64]
@@ -182,20 +173,21 @@ class Duplicate:
 
 
 def no_numbers(length: int) -> NDArray[np.uint32]:
-    """An array for the number of a document for each of `length` documents, `NO_NUMBER` everywhere."""
+    """Makes an array for a document's number for each of `length` documents, filled with `NO_NUMBER`."""
     return np.full(length, NO_NUMBER, np.uint32)
 
 
 def exact(corpus: Corpus, num_new: int) -> Duplicate:
-    """All but the first of equal texts; those of the index come before all others."""
+    """Finds all but the first of equal texts; those of the index come before all others."""
     is_alive = corpus.alive[corpus.equal.numbers]
     numbers, values = corpus.equal.numbers[is_alive], corpus.equal.values[is_alive]
     num_own = int(np.searchsorted(numbers, num_new))
+    # Rolled, so that the index's documents come first; the stable sort then keeps them as the first of equal ones.
     order = np.argsort(np.roll(values, -num_own), kind="stable")
     order += num_own
     order[order >= len(numbers)] -= len(numbers)
     numbers, values = numbers[order], values[order]
-    del order
+    del order  # the arrays of a large corpus fill memory; each is freed as soon as possible
     firsts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])[: len(values)])
     del values
     kept = np.repeat(numbers[firsts], np.diff(firsts, append=len(numbers)))

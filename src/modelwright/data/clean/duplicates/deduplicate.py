@@ -3,10 +3,10 @@
 In this order: training documents whose text, answer or summary is that of a held-out document; exact duplicates, of
 which the first stays; documents whose whole text is inside another one, found by the hashes of their word 5-grams;
 near-duplicates, of which the best stays.
-Only documents of one kind are duplicates of each other, but a training document must not give away a held-out one of
-any kind. A held-out document wins over its near-duplicates in training; one that is inside a training text is dropped
-itself, because the longer text has more to teach. It then costs no other training document: if some were dropped for
-it, all is decided again without it.
+Only documents of one kind are duplicates of each other, but a training document must not reveal a held-out one of any
+kind. A held-out document wins over its near-duplicates in training; one that is inside a training text is dropped
+instead, because the longer text has more to teach. It then costs no other training document: if some were dropped for
+it, everything is decided again without it.
 
 Memory: less than 100 bytes a document, most of them for near-duplicates (`near_duplicates.py`); the 5-grams and the
 band hashes of all documents stay on disk.
@@ -33,10 +33,10 @@ from modelwright.data.clean.duplicates.shingles import SHINGLE_WORDS
 from modelwright.data.document import KINDS
 from modelwright.data.workers import ShardEngine
 
+# Bits of the filter for very many needles; for fewer it has 64 places for each.
 _FILTER_BITS = 26
-"""Bits of the filter for very many needles; for fewer it has 64 places for each."""
+# Different questions may share a part of their answers.
 _PAIRS = KINDS.index("qa")
-"""Different questions may share a part of their answers."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class _Needles:
     numbers: NDArray[np.uint32]
     lengths: NDArray[np.uint32]
     filter: NDArray[np.bool_]
-    """Whether a needle begins with a hash of these upper bits."""
+    """True at the upper bits of a hash that a needle begins with."""
     shift: np.uint32
-    """By how much a hash is shifted for that."""
+    """Right shift that leaves the upper bits of a hash."""
 
 
 class Containments:
-    """Which documents are inside longer ones. All is decided again and again (`find_duplicates`), with other documents
+    """Finds documents inside longer ones. Everything is decided repeatedly (`find_duplicates`), with other documents
     alive; the texts are searched once, for those that may be alive, which takes most of the time.
     """
 
@@ -65,9 +65,7 @@ class Containments:
         self._pairs: NDArray[np.uint32] | None = None
 
     def found(self) -> list[Duplicate]:
-        """Documents inside others that are alive; a held-out document inside a training document is dropped itself,
-        because the longer one has more to teach.
-        """
+        """Returns documents inside others that are alive; one held out in a training document is dropped itself."""
         alive = self._corpus.alive
         is_new = alive & ~self._searched
         if self._pairs is None or is_new.any():
@@ -84,46 +82,36 @@ class Containments:
         return result
 
     def _search(self) -> NDArray[np.uint32]:
-        """The numbers of documents and of those that they are inside of [2, P]."""
-        needles = _needles(self._corpus, self._searched, self._config, self._num_new)
-        pairs: list[NDArray[np.uint32]] = []
-        for first, _, flat in self._corpus.shingles.chunks(self._num_new if needles is not None else 0):
-            assert needles is not None
-            found = list(_search(first, flat, needles, self._corpus, self._searched))
-            pairs.append(np.array(found, np.uint32).reshape(-1, 2))
-        return np.concatenate([*pairs, np.empty((0, 2), np.uint32)]).T
-
-
-def _needles(
-    corpus: Corpus, searched: NDArray[np.bool_], config: DuplicatesConfig, num_new: int
-) -> _Needles | None:  # fmt: skip
-    """The documents to look for among those that are `searched`; none if there are none."""
-    lengths = corpus.num_shingles.astype(np.uint32)
-    has_text = searched & (lengths > 0)
-    has_text[num_new:] = False
-    wanted = has_text & (corpus.split == HELDOUT)
-    if config.contained == "all":
-        wanted |= has_text & (lengths > config.min_near_words - SHINGLE_WORDS) & (corpus.kind != _PAIRS)
-    numbers = np.flatnonzero(wanted)
-    if not len(numbers):
-        return None
-    firsts, lasts = corpus.shingles.ends(numbers)
-    # Needles of equal first hashes follow one another, the shortest first, for the binary search of `_search`.
-    order = np.lexsort((lengths[numbers], firsts))
-    # At most one in 64 of the hashes that are in no needle passes the filter.
-    shift = np.uint32(32 - min(_FILTER_BITS, len(numbers).bit_length() + 6))
-    is_first = np.zeros(1 << (32 - int(shift)), np.bool_)
-    is_first[firsts >> shift] = True
-    numbers = numbers.astype(np.uint32)[order]
-    return _Needles(firsts[order], lasts[order], numbers, lengths[numbers], is_first, shift)
+        """The numbers of documents and of those that contain them [2, P]."""
+        corpus = self._corpus
+        lengths = corpus.num_shingles.astype(np.uint32)
+        has_text = self._searched & (lengths > 0)
+        has_text[self._num_new :] = False
+        wanted = has_text & (corpus.split == HELDOUT)
+        if self._config.contained == "all":
+            wanted |= has_text & (lengths > self._config.min_near_words - SHINGLE_WORDS) & (corpus.kind != _PAIRS)
+        numbers = np.flatnonzero(wanted)
+        pairs = [np.empty((0, 2), np.uint32)]
+        if len(numbers):
+            firsts, lasts = corpus.shingles.ends(numbers)
+            # Needles of equal first hashes follow one another, the shortest first, for the binary search of `_search`.
+            order = np.lexsort((lengths[numbers], firsts))
+            # At most one in 64 of the hashes that are in no needle passes the filter.
+            shift = np.uint32(32 - min(_FILTER_BITS, len(numbers).bit_length() + 6))
+            is_first = np.zeros(1 << (32 - int(shift)), np.bool_)
+            is_first[firsts >> shift] = True
+            numbers = numbers.astype(np.uint32)[order]
+            needles = _Needles(firsts[order], lasts[order], numbers, lengths[numbers], is_first, shift)
+            for first, _, flat in corpus.shingles.chunks(self._num_new):
+                found = list(_search(first, flat, needles, corpus, self._searched))
+                pairs.append(np.array(found, np.uint32).reshape(-1, 2))
+        return np.concatenate(pairs).T
 
 
 def _search(
     first: int, flat: NDArray[np.uint32], needles: _Needles, corpus: Corpus, searched: NDArray[np.bool_]
 ) -> Iterator[tuple[int, int]]:
-    """`(needle, document that contains it)` for those documents that are `searched`. flat: the hashes of some
-    documents, of which `first` is the first.
-    """
+    """Yields `(needle, document that contains it)` among the `searched`. flat: hashes of documents from `first` on."""
     store = corpus.shingles
     start = int(store.offsets[first])
     places = np.flatnonzero(needles.filter[flat >> needles.shift])
@@ -135,32 +123,28 @@ def _search(
         outer = int(owner)
         if not searched[outer]:
             continue
-        room = int(store.offsets[outer + 1]) - start - int(place)
+        end = int(store.offsets[outer + 1])
         # One less than the length: an equal text is a duplicate and not inside.
-        fits = np.searchsorted(needles.lengths[low:high], min(room, store.length(outer) - 1), side="right")
+        room = min(end - start - int(place), end - int(store.offsets[outer]) - 1)
+        fits = np.searchsorted(needles.lengths[low:high], room, side="right")
         lengths = needles.lengths[low : low + int(fits)].astype(np.int64)
         # Thousands of documents may begin with one license: compare their ends before whole texts.
         ends = np.flatnonzero(flat[place + lengths - 1] == needles.lasts[low : low + int(fits)])
         for needle, length in zip(needles.numbers[low + ends], lengths[ends], strict=True):
-            if _may_contain(corpus, outer, int(needle)) and np.array_equal(
-                store.row(int(needle)), flat[place : place + length]
-            ):
+            # Nothing is dropped for being inside a held-out document; a held-out one may be of another kind.
+            of_kind = corpus.split[needle] == HELDOUT or corpus.kind[outer] == corpus.kind[needle]
+            may_contain = of_kind and corpus.split[outer] == TRAIN
+            if may_contain and np.array_equal(store.row(int(needle)), flat[place : place + length]):
                 yield int(needle), outer
-
-
-def _may_contain(corpus: Corpus, outer: int, needle: int) -> bool:
-    if corpus.split[needle] == HELDOUT:
-        return corpus.split[outer] == TRAIN
-    return bool(corpus.split[outer] == TRAIN and corpus.kind[outer] == corpus.kind[needle])
 
 
 def find_duplicates(
     corpus: Corpus, config: DuplicatesConfig, engine: ShardEngine, *, num_indexed: int = 0
 ) -> list[Duplicate]:
-    """Find all duplicates and mark them in `corpus.alive`.
+    """Finds all duplicates and marks them in `corpus.alive`.
 
     engine: where the documents of each MinHash band are grouped.
-    num_indexed: the last so many documents come from the index of earlier runs; they are never dropped, and only
+    num_indexed: this many documents at the end come from the index of earlier runs; they are never dropped, and only
     compared as exact and near-duplicates.
     """
     num_new = len(corpus) - num_indexed
@@ -170,45 +154,45 @@ def find_duplicates(
     while True:
         given_away = _given_away(corpus, gives_away)
         near = NearDuplicates(corpus, config, num_new, similarities, engine)
-        result = [given_away, *_find(given_away, corpus, config, num_new, containments, near)]
+        corpus.alive[given_away.numbers] = False
+        equal = exact(corpus, num_new)
+        corpus.alive[equal.numbers] = False
+        # Documents inside others may come back (`_still_inside`), so they are grouped with the others.
+        before_inside = corpus.alive.copy()
+        inside = containments.found() if config.contained != "off" else []
+        for found in inside:
+            corpus.alive[found.numbers] = False
+        if config.near:
+            near.add_all(before_inside)
+            inside = [*_still_inside(inside, corpus, near), near.found()]
+        for found in inside:
+            corpus.alive[found.numbers] = False
         del near
         lost = given_away.instead[~corpus.alive[given_away.instead]]
         if not len(lost):
             break
         gives_away[lost] = False  # a held-out document that is dropped itself costs no training document
         corpus.alive[:] = before
-    # what comes back with them may have changed which held-out documents stay
+    # Documents that came back may have changed which held-out documents stay.
     leaks = _given_away(corpus, corpus.alive & (corpus.split == HELDOUT))
     corpus.alive[leaks.numbers] = False
-    return _with_survivors([found for found in (*result, leaks) if len(found.numbers)], len(corpus))
-
-
-def _find(
-    given_away: Duplicate, corpus: Corpus, config: DuplicatesConfig, num_new: int, containments: Containments,
-    near: NearDuplicates,
-) -> list[Duplicate]:  # fmt: skip
-    """All duplicates but those that give away a held-out document, marked in `corpus.alive` as these are."""
-    corpus.alive[given_away.numbers] = False
-    equal = exact(corpus, num_new)
-    corpus.alive[equal.numbers] = False
-    before = corpus.alive.copy()
-    inside: list[Duplicate] = []
-    if config.contained != "off":
-        inside = containments.found()
-        for found in inside:
-            corpus.alive[found.numbers] = False
-    if config.near:
-        near.add_all(before)
-        inside = [*_still_inside(inside, corpus, near), near.found()]
-    for found in inside:
-        corpus.alive[found.numbers] = False
-    return [equal, *inside]
+    result = [found for found in (given_away, equal, *inside, leaks) if len(found.numbers)]
+    # A document that was kept instead of another one, and dropped later, is replaced by the one kept instead of it.
+    instead_of = no_numbers(len(corpus))
+    for found in result:
+        instead_of[found.numbers] = found.instead
+    for place, found in enumerate(result):
+        instead = found.instead.copy()
+        while (is_dropped := instead_of[instead] != NO_NUMBER).any():
+            instead[is_dropped] = instead_of[instead[is_dropped]]
+        result[place] = replace(found, instead=instead)
+    return result
 
 
 def _still_inside(inside: list[Duplicate], corpus: Corpus, near: NearDuplicates) -> list[Duplicate]:
-    """Those documents that are inside one that was kept after all. Where the longer document was dropped as a
-    near-duplicate, the one kept instead may lack the part; then the shorter document is compared with the kept ones
-    itself.
+    """Selects the documents that are inside one that was kept after all. If the longer document was dropped as a
+    near-duplicate, the one kept instead may lack the part; then the shorter document is itself compared with the kept
+    ones.
     """
     numbers = np.concatenate([np.empty(0, np.int64), *(found.numbers for found in inside)])
     if not len(numbers):
@@ -222,7 +206,12 @@ def _still_inside(inside: list[Duplicate], corpus: Corpus, near: NearDuplicates)
     for number in map(int, numbers[np.lexsort((numbers, -lengths))]):
         outer = int(outer_of[number])
         outer = near.kept_instead(int(kept[outer]) if kept[outer] != NO_NUMBER else outer)
-        if corpus.alive[outer] and _contains(store.row(outer), store.row(number)):
+        is_inside = False
+        if corpus.alive[outer]:
+            whole, part = store.row(outer), store.row(number)
+            starts = np.flatnonzero(whole[: max(0, len(whole) - len(part) + 1)] == part[0])
+            is_inside = any(np.array_equal(whole[start : start + len(part)], part) for start in starts)
+        if is_inside:
             kept[number] = outer
         else:
             corpus.alive[number] = True
@@ -235,27 +224,8 @@ def _still_inside(inside: list[Duplicate], corpus: Corpus, near: NearDuplicates)
     return result
 
 
-def _contains(outer: NDArray[np.uint32], inner: NDArray[np.uint32]) -> bool:
-    starts = np.flatnonzero(outer[: max(0, len(outer) - len(inner) + 1)] == inner[0])
-    return any(np.array_equal(outer[start : start + len(inner)], inner) for start in starts)
-
-
-def _with_survivors(found: list[Duplicate], num_documents: int) -> list[Duplicate]:
-    """The same, where a document that was kept instead of another one and dropped later is replaced by its own."""
-    instead_of = no_numbers(num_documents)
-    for duplicate in found:
-        instead_of[duplicate.numbers] = duplicate.instead
-    result: list[Duplicate] = []
-    for duplicate in found:
-        instead = duplicate.instead.copy()
-        while (is_dropped := instead_of[instead] != NO_NUMBER).any():
-            instead[is_dropped] = instead_of[instead[is_dropped]]
-        result.append(replace(duplicate, instead=instead))
-    return result
-
-
 def _given_away(corpus: Corpus, by: NDArray[np.bool_]) -> Duplicate:
-    """Training documents with a text, answer or summary of a held-out one; by [N]: the held-out ones that count."""
+    """Finds training documents with a text, answer or summary of a held-out one; by [N]: held-out ones that count."""
     members, keys = corpus.shared.numbers, corpus.shared.values
     is_heldout = corpus.alive[members] & by[members]
     known, owners = keys[is_heldout].ravel(), np.repeat(members[is_heldout], keys.shape[1])

@@ -1,10 +1,10 @@
-"""Fingerprints of the documents that earlier runs kept, so that a later run drops what it has seen already.
+"""Fingerprints of the documents that earlier runs kept, so that a later run drops their duplicates.
 
 A folder with one file for each run, whose name is the digest of that run's input and settings: repeating a run replaces
 its own file. Files are in the format of safetensors and are never read whole. The digests and each MinHash band are a
 *table*: sorted keys, the document of each, and every 512th key as a fence. A lookup reads the fences of one table at
 a time and the blocks of keys that may have an equal one. It holds 4 bytes for each document found; the documents
-themselves are read some at a time.
+themselves are read in batches.
 """
 
 import fcntl
@@ -28,19 +28,20 @@ from modelwright.data.clean.measured_corpus import DiskFile
 
 _FORMAT = {"format": "modelwright duplicate index", "version": "1"}
 _BLOCK = 512
+# Limit of documents with one key, as of candidates through one band (`near_duplicates.py`); at most a block.
 _MOST_PER_KEY = 200
-"""As many as there are candidates through one band (`data/clean/duplicates/near_duplicates.py`), at most a block."""
 _DTYPES: Mapping[str, Any] = {"U64": np.uint64, "U32": np.uint32, "U8": np.uint8}
+# Documents are read until one of these numbers is reached.
 _AT_ONCE = 1024
 _SHINGLES_AT_ONCE = 2**19
-"""Documents are read until one of these numbers is reached."""
 _DIGESTS = "digest"
+_BANDS = tuple(f"band{number:02d}" for number in range(NUM_BANDS))
 
 
 @dataclass(frozen=True)
 class IndexedDocuments:
     """Some documents of earlier runs. kind [R], own [R], bands [R, 16]: as in `Fingerprints`; shingles: of one document
-    after another; lengths [R]: how many each has.
+    after another; lengths [R]: number of shingles of each.
     """
 
     kind: NDArray[np.int8]
@@ -51,8 +52,7 @@ class IndexedDocuments:
 
 
 class DuplicateIndex:
-    """The files of a folder, without that of one run. Raises `ArtifactError` for one whose header or size is wrong;
-    the values themselves have no checksum."""
+    """Files of a folder, except one run's. Raises `ArtifactError` for a wrong header or size, not for wrong values."""
 
     def __init__(self, folder: Path, *, without: str = "") -> None:
         if older := sorted(folder.glob("*.npz")):
@@ -63,13 +63,13 @@ class DuplicateIndex:
     def related(
         self, own: NDArray[np.uint64], bands: BandFiles, members: NDArray[np.bool_]
     ) -> Iterator[IndexedDocuments]:
-        """The documents that have a digest of `own` [N], or a band in common with one of the `members` [N]; of those
-        with one value of a band, the longest 200 of each file. What is asked for is read before the first of them is
-        returned, so the caller may append them to the files of `bands`.
+        """Yields the documents that have a digest of `own` [N], or a band in common with one of the `members` [N]; of
+        documents with one value of a band, the longest 200 of each file. All lookups are done before the first block is
+        returned, so the caller may append the blocks to the files of `bands`.
         """
         numbers = [np.empty(0, np.uint32) for _ in self.files]
-        for table in (_DIGESTS, *map(_band, range(NUM_BANDS))) if self.files else ():
-            queries = np.unique(own if table == _DIGESTS else bands.column(int(table[4:]))[members])
+        for table in (_DIGESTS, *_BANDS) if self.files else ():
+            queries = np.unique(own if table == _DIGESTS else bands.column(_BANDS.index(table))[members])
             for place, file in enumerate(self.files):
                 numbers[place] = np.union1d(numbers[place], file.find(table, queries))
         return (
@@ -85,7 +85,7 @@ class _IndexFile:
             (length,) = self.file.read(np.uint64, 0, 1)
             header = json.loads(self.file.read_bytes(8, min(int(length), path.stat().st_size)))
             if header.pop("__metadata__") != _FORMAT:
-                raise ValueError("it is no index of documents")
+                raise ValueError("it is not an index of documents")
             self._begin = 8 + int(length)
             self._tensors = {name: (_DTYPES[one["dtype"]], *one["data_offsets"]) for name, one in header.items()}
             if self._begin + max(end for _, _, end in self._tensors.values()) != path.stat().st_size:
@@ -95,7 +95,7 @@ class _IndexFile:
             raise ArtifactError(f"{path}: is damaged ({error}); remove it, or restore a copy") from None
 
     def find(self, table: str, queries: NDArray[np.uint64]) -> NDArray[np.uint32]:
-        """The documents in a table whose key is one of `queries`, sorted; at most 200 of each key."""
+        """Finds the documents in a table whose key is one of `queries`, sorted; at most 200 of each key."""
         fences = self._read(f"{table}_fences", 0, self._len(f"{table}_fences"))
         if not len(fences):
             return np.empty(0, np.uint32)
@@ -116,7 +116,7 @@ class _IndexFile:
         return np.concatenate([*found, np.empty(0, np.uint32)])
 
     def documents(self, numbers: NDArray[np.uint32]) -> Iterator[IndexedDocuments]:
-        """Documents by their numbers, some at a time. Raises `ArtifactError` for one that the file does not have."""
+        """Reads documents by index, in batches. Raises `ArtifactError` for one that the file does not have."""
         if len(numbers) and int(numbers[-1]) >= self.num_documents:
             text = f"it has {self.num_documents} documents and names number {numbers[-1]}"
             raise ArtifactError(f"{self._path}: is damaged ({text}); remove it, or restore a copy")
@@ -125,18 +125,15 @@ class _IndexFile:
             rows.append(self._read("shingles", *map(int, self._read("offsets", number, number + 2))))
             size += len(rows[-1])
             if place == len(numbers) or len(rows) == _AT_ONCE or size >= _SHINGLES_AT_ONCE:
-                yield self._with_shingles(numbers[first:place].tolist(), rows)
+                batch = numbers[first:place].tolist()
+                yield IndexedDocuments(
+                    kind=np.concatenate([self._read("kind", one, one + 1) for one in batch]).astype(np.int8),
+                    own=np.concatenate([self._read("own", one, one + 1) for one in batch]),
+                    bands=np.stack([self._read("bands", one * NUM_BANDS, (one + 1) * NUM_BANDS) for one in batch]),
+                    shingles=np.concatenate(rows),
+                    lengths=np.array([len(row) for row in rows], np.int64),
+                )
                 first, size, rows = place, 0, []
-
-    def _with_shingles(self, numbers: list[int], rows: list[NDArray[np.uint32]]) -> IndexedDocuments:
-        bands = [self._read("bands", number * NUM_BANDS, (number + 1) * NUM_BANDS) for number in numbers]
-        return IndexedDocuments(
-            kind=np.concatenate([self._read("kind", number, number + 1) for number in numbers]).astype(np.int8),
-            own=np.concatenate([self._read("own", number, number + 1) for number in numbers]),
-            bands=np.stack(bands),
-            shingles=np.concatenate(rows),
-            lengths=np.array([len(row) for row in rows], np.int64),
-        )
 
     def _len(self, name: str) -> int:
         dtype, start, end = self._tensors[name]
@@ -145,9 +142,8 @@ class _IndexFile:
     def _read(self, name: str, first: int, last: int) -> NDArray[Any]:
         dtype, start, _ = self._tensors[name]
         if not 0 <= first <= last <= self._len(name):
-            raise ArtifactError(
-                f"{self._path}: is damaged ({name} ends before value {last}); remove it, or restore a copy"
-            )
+            text = f"{self._path}: is damaged ({name} ends before value {last})"
+            raise ArtifactError(f"{text}; remove it, or restore a copy")
         return self.file.read(dtype, first, last, offset=self._begin + start)
 
 
@@ -155,8 +151,8 @@ def save_index(
     folder: Path, name: str, kept: NDArray[np.int64], *, kind: NDArray[np.int8], own: NDArray[np.uint64],
     bands: BandFiles, shingles: ShingleStore,
 ) -> None:  # fmt: skip
-    """Write the documents `kept` of the run called `name`, whole or not at all. kind [N], own [N]: of all documents of
-    the run; kept: the numbers of some of them, ascending.
+    """Writes the documents `kept` of the run called `name`, completely or not at all. kind [N], own [N]: of all
+    documents of the run; kept: the numbers of some of them, ascending.
     """
     lengths = shingles.offsets[kept + 1] - shingles.offsets[kept]
     with writing(folder):
@@ -174,35 +170,28 @@ def save_index(
 
 @contextmanager
 def _alone(path: Path) -> Iterator[BinaryIO]:
-    """An empty file to write, which no other process writes: the same run may be at work in two folders."""
+    """Opens an empty file that no other process writes: the same run may be at work in two folders."""
     while True:
-        with open(path, "r+b", opener=_opened) as file:
+        # Created if absent, but not truncated before the lock is held: another process may be writing it.
+        with open(path, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o644)) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_at(file, path):  # the other process may have renamed the file meanwhile
+            try:
+                is_own = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            except FileNotFoundError:
+                is_own = False  # the other process has renamed the file meanwhile
+            if is_own:
                 file.truncate(0)
                 yield file
                 return
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _opened(path: str, flags: int) -> int:
-    """The descriptor of a file, which is made if there is none and keeps what it has."""
-    return os.open(path, flags | os.O_CREAT, 0o644)
-
-
 def _header(num_documents: int, num_shingles: int, num_in_bands: int) -> bytes:
-    """The header of a safetensors file; `_tensors` gives what follows it, in this order."""
+    """Makes the header of a safetensors file; `_tensors` yields the data after it, in the same order."""
     shapes: dict[str, tuple[str, list[int]]] = {
         "own": ("U64", [num_documents]), "offsets": ("U64", [num_documents + 1]),
         "bands": ("U64", [num_documents, NUM_BANDS]),
     }  # fmt: skip
-    for table in (_DIGESTS, *map(_band, range(NUM_BANDS))):
+    for table in (_DIGESTS, *_BANDS):
         count = num_documents if table == _DIGESTS else num_in_bands
         shapes[f"{table}_keys"] = "U64", [count]
         shapes[f"{table}_fences"] = "U64", [-(-count // _BLOCK)]
@@ -214,7 +203,7 @@ def _header(num_documents: int, num_shingles: int, num_in_bands: int) -> bytes:
         start, end = end, end + int(np.prod(shape)) * np.dtype(_DTYPES[dtype]).itemsize
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % 8)
+    header += b" " * (-len(header) % 8)  # safetensors aligns the data to 8 bytes
     return np.uint64(len(header)).tobytes() + header
 
 
@@ -222,13 +211,14 @@ def _tensors(
     kept: NDArray[np.int64], lengths: NDArray[np.int64], kind: NDArray[np.int8], own: NDArray[np.uint64],
     bands: BandFiles, shingles: ShingleStore,
 ) -> Iterator[NDArray[Any]]:  # fmt: skip
-    """What the header announces, in its order."""
+    """Yields the tensors of the header, in its order."""
     yield own[kept]
     yield np.concatenate([np.zeros(1, np.uint64), np.cumsum(lengths).astype(np.uint64)])
     for start in range(0, len(kept), _AT_ONCE):
         some = kept[start : start + _AT_ONCE]
         yield bands.rows(int(some[0]), int(some[-1]) + 1)[some - some[0]]
     yield from _table(own[kept], np.arange(len(kept)))
+    # A lookup returns the first 200 documents of a key, which are therefore the longest ones.
     longest_first = np.argsort(-lengths, kind="stable")[: int(np.count_nonzero(lengths))]
     for band in range(NUM_BANDS):
         yield from _table(bands.column(band)[kept[longest_first]], longest_first)
@@ -238,13 +228,9 @@ def _tensors(
 
 
 def _table(keys: NDArray[np.uint64], documents: NDArray[np.int64]) -> Iterator[NDArray[Any]]:
-    """Keys, fences and documents; documents with equal keys stay in their order."""
+    """Yields keys, fences and documents; documents with equal keys stay in their order."""
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     yield keys
     yield keys[::_BLOCK]
     yield documents[order].astype(np.uint32)
-
-
-def _band(number: int) -> str:
-    return f"band{number:02d}"

@@ -1,11 +1,10 @@
-"""Near-duplicates: documents are taken from the best to the worst, and one is dropped if its Jaccard similarity with
-one that was kept is at least the threshold.
+"""Near-duplicates: documents are visited from the best to the worst, and one is dropped if its Jaccard similarity with
+a kept one is at least the threshold.
 
-Candidates are kept documents that share a MinHash band (`shingles.py`). The documents that have one value of a band in
-common are a group; an engine makes the groups band by band. The candidates of a group are in *slots* that are counted
-beforehand, one fewer than it has documents and at most a given number. So a document takes at most 4 bytes of memory
-for each band that it shares with another one; the groups that it is in are read from files, in the order in which
-documents are taken.
+Candidates are kept documents that share a MinHash band (`shingles.py`). Documents with an equal value of a band are a
+group; an engine makes the groups band by band. The candidates of a group are in *slots* that are counted beforehand,
+one fewer than it has documents and at most a given number. So a document takes at most 4 bytes of memory for each band
+that it shares with another one; its groups are read from files, in the order in which documents are visited.
 """
 
 from collections import Counter
@@ -32,26 +31,27 @@ from modelwright.data.clean.measured_corpus import DiskFile
 from modelwright.data.workers import InProcess, ShardEngine
 
 _FILL_BITS = 16
+# The first slot of a group counts its slots (upper bits) and how many of them hold a candidate.
 _FILL = 2**_FILL_BITS - 1
-"""The first slot of a group counts its slots (upper bits) and how many of them hold a candidate."""
 _READ_AT_ONCE = 8192
+# Fewer documents are grouped in this process, because starting others takes longer.
 _FEWEST_IN_WORKERS = 250_000
-"""Fewer documents are grouped in this process, because starting others takes longer."""
+# A document with more candidates is compared with those that have the most bands in common.
 _MOST_CANDIDATES = 200
-"""A document with more candidates is compared with those that have the most bands in common."""
+# Kept documents that are candidates through one band. Pages of one template share bands without being near-duplicates,
+# and comparing each with all others would take quadratic time; two that are near-duplicates also share bands that come
+# from their own text.
 _MOST_PER_BAND = 200
-"""Kept documents that are candidates through one band. Pages of one template share bands without being near-duplicates,
-and comparing each with all others would take quadratic time; two that are near-duplicates also share bands that come
-from their own text."""
+# Logarithm of the number of pairs whose similarity is remembered.
 _REMEMBERED_BITS = 18
-"""Bits of the number of pairs whose similarity is remembered."""
 _MULTIPLIER = 0x9E3779B97F4A7C15
+_ORDER_FILE = "order.bin"
 
 
 @dataclass(frozen=True)
 class GroupJob:
-    """A band whose documents are to be grouped. The file `order.bin` beside those of the bands holds the numbers of the
-    documents, uint32, in the order in which they are taken. most: slots of a group.
+    """A band whose documents are to be grouped. The file `order.bin` in the folder of the bands holds the numbers of
+    the documents, uint32, in the order in which they are visited. most: slots of a group.
     """
 
     bands: BandFiles
@@ -60,11 +60,11 @@ class GroupJob:
 
 
 def group_band(job: GroupJob) -> int:
-    """Write the place of each document's group in the slots of a band, by its position in the order, and the empty
+    """Writes the index of each document's group in the slots of a band, by its position in the order, and the empty
     slots; returns the number of the band. Runs in worker processes, and takes less than 50 bytes a document.
     """
     folder = job.bands.folder
-    hashes = job.bands.column(job.band)[np.fromfile(_order_file(folder), np.uint32)]
+    hashes = job.bands.column(job.band)[np.fromfile(folder / _ORDER_FILE, np.uint32)]
     places, ranked = no_numbers(len(hashes)), np.argsort(hashes, kind="stable")
     hashes = hashes[ranked]
     is_shared = np.zeros(len(hashes), np.bool_)
@@ -74,43 +74,38 @@ def group_band(job: GroupJob) -> int:
     is_shared[:-1] |= is_shared[1:]
     starts = np.flatnonzero(is_first[is_shared])
     sizes = np.diff(starts, append=int(is_shared.sum()))
-    # The last document of a group is no candidate for another one.
+    # The last document of a group is not a candidate for another one.
     capacities = np.minimum(sizes - 1, min(job.most, _FILL))
     # One slot more for the head: capacity in the high bits, fill in the low ones.
     firsts = np.cumsum(capacities + 1) - capacities - 1
     places[ranked[is_shared]] = np.repeat(firsts.astype(np.uint32), sizes)
     slots = np.zeros(int((capacities + 1).sum()), np.uint32)
     slots[firsts] = capacities << _FILL_BITS
-    _write(places, _places_file(folder, job.band))
-    _write(slots, _slots_file(folder, job.band))
+    _write(places, folder / f"places{job.band:02d}.bin")
+    _write(slots, folder / f"slots{job.band:02d}.bin")
     return job.band
 
 
 class BandGroups:
-    """The groups of each band, and the documents that are in any, from the best to the worst."""
+    """The groups of each band, and the documents that are in any, from the best to the worst.
 
-    def __init__(self, order: NDArray[np.uint32], folder: Path, num_bands: int) -> None:
-        """order: the documents; folder: with the files of `group_band`."""
-        self.order = order
-        slots = [np.fromfile(_slots_file(folder, band), np.uint32) for band in range(num_bands)]
-        self.slots = [one.data for one in slots]  # single values are read much faster than from an array
-        self._places = [DiskFile(_places_file(folder, band)) for band in range(num_bands)]
+    order: the documents, in the order in which they are visited; most: candidates of a group, below 65,536.
+    """
 
-    @classmethod
-    def of(
-        cls, order: NDArray[np.uint32], bands: BandFiles, engine: ShardEngine, *, num_bands: int, most: int
-    ) -> "BandGroups":
-        """The groups of some documents, in the order in which they are taken. most: candidates of a group, at most
-        65,535.
-        """
-        _write(order, _order_file(bands.folder))
+    def __init__(
+        self, order: NDArray[np.uint32], bands: BandFiles, engine: ShardEngine, *, num_bands: int, most: int
+    ) -> None:
+        self.order, folder = order, bands.folder
+        _write(order, folder / _ORDER_FILE)
         jobs = [GroupJob(bands, band, most) for band in range(num_bands)]
         for _ in (engine if len(order) >= _FEWEST_IN_WORKERS else InProcess()).map(group_band, jobs):
             pass  # the results are files
-        return cls(order, bands.folder, num_bands)
+        slots = [np.fromfile(folder / f"slots{band:02d}.bin", np.uint32) for band in range(num_bands)]
+        self.slots = [one.data for one in slots]  # single values are read much faster than from an array
+        self._places = [DiskFile(folder / f"places{band:02d}.bin") for band in range(num_bands)]
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        """Each document with the places of its groups, in order."""
+        """Yields each document with the places of its groups, in order."""
         for start in range(0, len(self.order), _READ_AT_ONCE):
             stop = min(len(self.order), start + _READ_AT_ONCE)
             rows = np.stack([places.read(np.uint32, start, stop) for places in self._places], axis=1)
@@ -127,12 +122,12 @@ class BandGroups:
 
 
 def kept_in(band: memoryview, place: int) -> memoryview:
-    """The documents of a group that are kept, as far as there was room for them."""
+    """The documents of a group that are kept, up to the number of its slots."""
     return band[place + 1 : place + 1 + (band[place] & _FILL)]
 
 
 def keep_in(groups: Sequence[tuple[memoryview, int]], number: int) -> None:
-    """Put a document that is kept into its groups, where there is room."""
+    """Puts a kept document into its groups, if they have a free slot."""
     for band, place in groups:
         head = band[place]
         if head & _FILL < head >> _FILL_BITS:
@@ -140,40 +135,17 @@ def keep_in(groups: Sequence[tuple[memoryview, int]], number: int) -> None:
             band[place] = head + 1
 
 
-def _order_file(folder: Path) -> Path:
-    return folder / "order.bin"
-
-
-def _places_file(folder: Path, band: int) -> Path:
-    return folder / f"places{band:02d}.bin"
-
-
-def _slots_file(folder: Path, band: int) -> Path:
-    return folder / f"slots{band:02d}.bin"
-
-
 def _write(values: NDArray[Any], path: Path) -> None:
-    """A worker that was given up may still be at work on the same band, so a file is replaced as a whole."""
+    # A worker that was given up may still be at work on the same band, so a file is replaced as a whole.
     partial = path.with_suffix(f".{uuid4().hex}")
     values.tofile(partial)
     partial.replace(path)
 
 
-def _best_first(
-    corpus: Corpus, config: DuplicatesConfig, num_new: int, is_member: NDArray[np.bool_]
-) -> NDArray[np.uint32]:
-    """The numbers of the documents in the order in which they are taken."""
-    length = corpus.num_shingles
-    members = np.flatnonzero(is_member & (length > config.min_near_words - SHINGLE_WORDS)).astype(np.uint32)
-    is_new, is_trained_on = members < num_new, corpus.split[members] != HELDOUT
-    # `lexsort` sorts by the last key first: earlier runs' documents, held-out ones, the better, the longer.
-    keys = (members, -length[members], -corpus.quality[members], is_trained_on, is_new)
-    return members[np.lexsort(keys)]
-
-
 class NearDuplicates:
-    """Adds documents from the best to the worst, and marks near-duplicates of those that were kept before as dropped
-    in the corpus. similarities: of pairs that were compared before; engine: where documents are grouped by band.
+    """Adds documents from the best to the worst; near-duplicates of kept ones are marked as dropped in the corpus.
+
+    similarities: of pairs that were compared before; engine: where documents are grouped by band.
     """
 
     def __init__(
@@ -187,30 +159,34 @@ class NearDuplicates:
         self._late = np.empty(0, np.uint32), np.empty(0, np.int64)
 
     def add_all(self, members: NDArray[np.bool_]) -> None:
-        """Add all documents that are alive. members [N]: which may be added, late ones included."""
-        order = _best_first(self._corpus, self._config, self._num_new, members)
-        self._groups = BandGroups.of(
-            order, self._corpus.bands, self._engine, num_bands=NUM_BANDS, most=_MOST_PER_BAND
-        )  # fmt: skip
+        """Adds all documents that are alive. members [N]: True for those that may be added, late ones included."""
+        corpus, length = self._corpus, self._corpus.num_shingles
+        eligible = members & (length > self._config.min_near_words - SHINGLE_WORDS)
+        numbers = np.flatnonzero(eligible).astype(np.uint32)
+        is_new, is_trained_on = numbers < self._num_new, corpus.split[numbers] != HELDOUT
+        # `lexsort` sorts by the last key first: earlier runs' documents, held-out ones, the better, the longer.
+        keys = (numbers, -length[numbers], -corpus.quality[numbers], is_trained_on, is_new)
+        order = numbers[np.lexsort(keys)]
+        self._groups = BandGroups(order, corpus.bands, self._engine, num_bands=NUM_BANDS, most=_MOST_PER_BAND)
         for number, places in self._groups:
             if self._corpus.alive[number]:
                 self._add(number, places)
 
     def expect(self, numbers: NDArray[np.int64]) -> None:
-        """Documents that are not alive now and may be added late."""
+        """Prepares for documents that are not alive now and may be added late."""
         if self._groups is not None:
             positions = np.flatnonzero(np.isin(self._groups.order, numbers))
             positions = positions[np.argsort(self._groups.order[positions])]
             self._late = self._groups.order[positions], positions
 
     def add_late(self, number: int) -> None:
-        """Add a document that was expected, after all others."""
+        """Adds an expected document, after all others."""
         place = int(np.searchsorted(self._late[0], number))
         if self._groups is not None and place < len(self._late[0]) and self._late[0][place] == number:
             self._add(number, self._groups.at(int(self._late[1][place])))
 
     def kept_instead(self, number: int) -> int:
-        """The document that was kept instead of one that was dropped; any other itself."""
+        """The document that was kept instead of a dropped one; any other document itself."""
         instead = int(self._instead[number])
         return number if instead == NO_NUMBER else instead
 
@@ -220,17 +196,13 @@ class NearDuplicates:
         return Duplicate(numbers, "near-duplicate", instead, self._similarity[numbers])
 
     def _add(self, number: int, places: list[int]) -> None:
-        """Keep a document, or mark it as dropped."""
+        """Keeps a document, or marks it as dropped if a kept candidate is similar enough."""
         assert self._groups is not None
         slots = self._groups.groups(places)
-        if number >= self._num_new or not self._is_dropped(number, slots):
-            keep_in(slots, number)
-
-    def _is_dropped(self, number: int, slots: list[tuple[memoryview, int]]) -> bool:
-        """Drop a document if a kept candidate is similar enough, in the order of shared bands."""
         shared = Counter[int]()
-        for band, place in slots:
+        for band, place in slots if number < self._num_new else ():  # documents of earlier runs are never dropped
             shared.update(kept_in(band, place).tolist())
+        # In the order of shared bands: the most similar ones first.
         for candidate in sorted(shared, key=lambda one: (-shared[one], one))[:_MOST_CANDIDATES]:
             if self._corpus.kind[candidate] != self._corpus.kind[number]:
                 continue
@@ -238,14 +210,12 @@ class NearDuplicates:
             if similarity >= self._config.min_jaccard:
                 self._instead[number], self._similarity[number] = candidate, similarity
                 self._corpus.alive[number] = False
-                return True
-        return False
+                return
+        keep_in(slots, number)
 
 
 class Similarities:
-    """Jaccard similarities of pairs of documents; the last ones asked for are remembered, because all may be decided
-    again with other documents alive.
-    """
+    """Jaccard similarities of pairs. Recent ones are remembered: everything may be decided again (`deduplicate.py`)."""
 
     def __init__(self, corpus: Corpus, min_jaccard: float) -> None:
         self._store, self._min_jaccard = corpus.shingles, min_jaccard
@@ -253,7 +223,7 @@ class Similarities:
         self._values: Any = np.zeros(1 << _REMEMBERED_BITS, np.float64).data
 
     def of(self, number: int, candidate: int) -> float:
-        """The similarity of two documents, 0 where their lengths alone make it smaller than needed."""
+        """The similarity of two documents, 0 if their lengths alone make it smaller than needed."""
         # Plus 1, because 0 marks an empty place.
         pair = (number << 32 | candidate) + 1
         # Fibonacci hashing (Knuth, vol. 3, 6.4): the high bits of the product.

@@ -1,7 +1,7 @@
-"""What deduplication reads of a document: digests of its text, its word 5-grams as hashes, and MinHash band hashes.
+"""Fingerprints of a document: digests of its text, its word 5-grams as hashes, and MinHash band hashes.
 
 Texts are compared without their titles, without case, punctuation and spacing; pairs by their answers. An answer of
-one or two words ("yes", a label) belongs to many questions and is compared together with its own.
+one or two words ("yes", a label) belongs to many questions and is compared together with its question.
 
 MinHash signatures (Broder 1997) of 128 permutations in 16 bands of 8 rows (Leskovec, Rajaraman and Ullman, Mining of
 Massive Datasets, section 3.4): documents of Jaccard similarity 0.85 share a band with probability 0.993, of 0.5 with
@@ -22,7 +22,7 @@ from modelwright.data.document import Document, join_turns
 NUM_PERMUTATIONS, NUM_BANDS = 128, 16
 SHINGLE_WORDS = 5
 MIN_ANSWER_WORDS = 3
-"""Shorter answers mean nothing without their question."""
+"""Shorter answers do not mean anything without their question."""
 _SEED = 1
 _MULTIPLIER, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 
@@ -44,12 +44,16 @@ class Fingerprints:
 
 
 def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False) -> Fingerprints:
-    """Compute the fingerprints of some documents: own [N], keys [N, 2], shingles [S], offsets [N + 1], bands [N, 16].
+    """Computes the fingerprints of some documents: own [N], keys [N, 2], shingles [S], offsets [N + 1], bands [N, 16].
 
-    whole_pairs: take pairs by the whole conversation, not by its answers. Documents of fewer than 5 words have no
-    shingles and bands of 0.
+    whole_pairs: compare pairs by the whole conversation, not by its answers. Documents of fewer than 5 words have an
+    empty row of shingles and bands of 0.
     """
-    bodies = [_compared(d, whole_pairs) for d in documents]
+    bodies: list[str] = []
+    for d in documents:
+        # A caption fits many images, which are compared by their own step (`steps/images.py`).
+        body = d.text if whole_pairs and d.kind == "qa" else d.body
+        bodies.append("" if d.kind == "image" else body)
     identities = [d.text if whole_pairs and d.kind == "qa" else identity(d) for d in documents]
     rows = [shingles(body) for body in bodies]
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
@@ -67,17 +71,8 @@ def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False) ->
     )
 
 
-def _compared(document: Document, whole_pairs: bool) -> str:
-    """The text whose 5-grams tell how similar a document is to another. A caption fits many images, which are compared
-    by their own step (`steps/images.py`).
-    """
-    if document.kind == "image":
-        return ""
-    return document.text if whole_pairs and document.kind == "qa" else document.body
-
-
 def identity(document: Document) -> str:
-    """The text by which a document is the same as another."""
+    """Returns the text by which documents are equal."""
     if document.kind == "image":
         return document.identity
     is_short = document.kind == "qa" and len(document.body.split()) < MIN_ANSWER_WORDS
@@ -85,7 +80,7 @@ def identity(document: Document) -> str:
 
 
 def digest(text: str) -> int:
-    """64 bits of BLAKE2b of the text's words, without regard to spacing; never 0.
+    """Returns 64 bits of BLAKE2b of the text's words, without regard to spacing; never 0.
 
     Among 100 million texts the chance of any two different ones with one digest is 0.0003.
     """
@@ -107,6 +102,7 @@ def shingles(text: str) -> NDArray[np.uint32]:
     for i in range(1, SHINGLE_WORDS):
         mixed *= _MULTIPLIER
         mixed += values[i : i + count]
+    # A polynomial hash leaves its low bits weak; the mix makes the upper 32 depend on all of them.
     mixed ^= mixed >> np.uint64(29)
     mixed *= _MIX
     return (mixed >> np.uint64(32)).astype(np.uint32)
@@ -126,7 +122,7 @@ def band_hashes(flat: NDArray[np.uint32], offsets: NDArray[np.int64]) -> NDArray
     for row in range(signatures.shape[2]):
         mixed = mixed * _MULTIPLIER + signatures[:, :, row]
     mixed ^= mixed >> np.uint64(29)
-    bands[rows] = (mixed * _MIX) | np.uint64(1)
+    bands[rows] = (mixed * _MIX) | np.uint64(1)  # odd, because 0 stands for a document without shingles
     return bands
 
 

@@ -1,4 +1,4 @@
-"""Trains the step noise to tell trusted text from junk, and tests how well it does.
+"""Trains the step noise to tell trusted text from junk, and tests its precision and recall.
 
 Junk is made of trusted text by generators, which also spoil corpora for benchmarks. The classifier learns from some of
 them and is tested on the others, with documents that it has not seen, so the report covers kinds of junk that it never
@@ -81,11 +81,11 @@ SURELY_TRUSTED = 0.1
 """Documents with a lower probability of noise are never read by the second model."""
 CLASSIFIER = "noise.safetensors"
 _SETS = ("train", "test")
+# A precision of 95% where a tenth is junk, of which 90% is found, means that at most 0.5% of good text is dropped. To
+# show that takes 700 tested texts of which none is dropped, and 1,060 where one is.
 _SHARES = (0.5, 0.5)
-"""A precision of 95% where a tenth is junk, of which 90% is found, means that at most 0.5% of good text is dropped. To
-show that takes 700 tested texts of which none is dropped, and 1,060 where one is."""
+# Probability that the bound on the precision is above the precision.
 _ERROR = 0.05
-"""Probability that the bound on the precision is above the precision."""
 _LOW_RECALL = 0.1
 
 
@@ -128,7 +128,7 @@ def markup(text: str, rng: random.Random) -> str:
 
 
 def wrong_encoding(text: str, rng: random.Random) -> str:
-    """Text of a script that was read as another one."""
+    """Turns text into one of a script that was read in the encoding of another."""
     table = {char: chr(ord(char) + rng.randrange(0x90, 0x160)) for char in set(text) if char.isalpha()}
     return "".join(table.get(char, char) if rng.random() < 0.6 else char for char in text)
 
@@ -156,7 +156,7 @@ def repetition(text: str, rng: random.Random) -> str:
 
 
 def mixed_lines(text: str, rng: random.Random) -> str:
-    """Fragments of sentences in no order, as of columns that were read across."""
+    """Mixes fragments of sentences, as of columns that were read across."""
     parts = re.findall(r"\S+(?:\s+\S+){0,4}", text)
     rng.shuffle(parts)
     return "\n".join(parts)
@@ -165,22 +165,21 @@ def mixed_lines(text: str, rng: random.Random) -> str:
 Corruption = Callable[[str, random.Random], str]
 
 
-def _by_name(*corruptions: Corruption) -> dict[str, Corruption]:
-    return {corruption.__name__: corruption for corruption in corruptions}
-
-
-TRAINING_CORRUPTIONS = _by_name(
-    shuffled_words, gibberish, keyword_spam, menus, markup, log_lines, wrong_encoding
-)  # fmt: skip
-"""What the noise classifier learns from."""
-TEST_CORRUPTIONS = _by_name(wrong_characters, repetition, mixed_lines)
-"""What it is tested on, and never learns from."""
+TRAINING_CORRUPTIONS: dict[str, Corruption] = {
+    corruption.__name__: corruption
+    for corruption in (shuffled_words, gibberish, keyword_spam, menus, markup, log_lines, wrong_encoding)
+}
+"""Corruptions that the noise classifier learns from."""
+TEST_CORRUPTIONS: dict[str, Corruption] = {
+    corruption.__name__: corruption for corruption in (wrong_characters, repetition, mixed_lines)
+}
+"""Corruptions that it is tested on, and never learns from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cascade:
-    """How both steps decide. threshold: from this probability on, the classifier drops; slope, offset: calibration of
-    the second model's logits; model_threshold: from this calibrated probability on, it drops.
+    """Decision rules. threshold: probability from which the classifier drops; slope, offset: calibration of the second
+    model's logits; model_threshold: calibrated probability from which it drops.
     """
 
     forms: KnownForms
@@ -193,18 +192,8 @@ class Cascade:
         return (p >= SURELY_TRUSTED) & (p < self.threshold)
 
     def by_model(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Calibrated probabilities of noise of the second model's logits."""
+        """Calibrates the second model's logits to probabilities of noise."""
         return logistic(self.slope * scores + self.offset)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Samples:
-    texts: list[str]
-    names: NDArray[np.str_]
-    """The generator of each text, "" for trusted text."""
-    sets: NDArray[np.int64]
-    groups: NDArray[np.int64]
-    """A text and the junk made of it are one group, in one set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,20 +201,20 @@ class NoiseConfig:
     """The noise classifier."""
 
     trusted: tuple[str, ...] = ()
-    """Files or directories with trusted text, from which the classifier learns what is no noise; `stdlib`: English
+    """Files or directories with trusted text, from which the classifier learns the opposite of noise; `stdlib`: English
     documentation and Python code on this machine; empty switches the step off."""
     model: str = ""
     """Folder of a Hugging Face sequence-classification model that decides where the classifier is uncertain."""
     model_noise_label: str = "1"
-    """Label of the class of `model` that stands for noise, by name or number."""
+    """Name or number of the class of `model` that means noise."""
     min_precision: float = constant(0.95)
-    """Precision that the threshold must reach on held-out samples: the share of dropped documents that are junk. Where
+    """Precision that the threshold must reach on held-out samples: the fraction of dropped documents that are junk. If
     its lower bound on the samples of the test is below, the step keeps everything: a filter of which more than one in
     20 victims is good text costs more than the junk that it leaves, at most a tenth of the corpus."""
     assumed_share: float = constant(0.1)
     """Share of noise in the corpus for which `min_precision` is kept; with more noise the precision is higher."""
     num_samples: int = constant(3000)
-    """Most trusted samples; as many junk samples are made from them."""
+    """Maximum number of trusted samples; as many junk samples are made from them."""
 
     def __post_init__(self) -> None:
         if self.model and not self.trusted:
@@ -239,43 +228,62 @@ class NoiseConfig:
 def train_cascade(
     trusted: Sequence[Document], config: NoiseConfig, seed: int, work: Path
 ) -> tuple[Cascade, dict[str, Any]]:
-    """Learn from trusted documents and from junk made of them; writes the classifier into `work`. Returns how it
-    decides, and what it did on held-out documents and generators.
+    """Learns from trusted documents and from junk made of them; writes the classifier into `work`. Returns its decision
+    rules, and its report on held-out documents and generators.
     """
-    texts = [document.text for document in trusted if len(document.text.split()) >= FEWEST_WORDS]
-    if len(texts) < FEWEST_SAMPLES:
-        text = f"noise.trusted: {len(texts)} documents of {FEWEST_WORDS} words or more are too few to learn from"
+    trusted_texts = [document.text for document in trusted if len(document.text.split()) >= FEWEST_WORDS]
+    if len(trusted_texts) < FEWEST_SAMPLES:
+        text = (
+            f"noise.trusted: {len(trusted_texts)} documents of {FEWEST_WORDS} words or more are too few to learn from"
+        )
         raise DataError(f"{text}; give at least {FEWEST_SAMPLES}, or empty clean.noise.trusted")
-    samples = _samples(texts, seed)
-    is_noise = samples.names != ""
-    train, test = (np.flatnonzero(samples.sets == number) for number in range(len(_SETS)))
-    classifier, unseen = LinearClassifier.fit([samples.texts[i] for i in train], is_noise[train], samples.groups[train])
+    texts: list[str] = []
+    names: list[str] = []  # the generator of each text, "" for trusted text
+    sets: list[int] = []
+    # A text and the junk made of it are one group, in one set: junk of a text seen in training would be an easy test.
+    groups: list[int] = []
+    for number, text in enumerate(trusted_texts):
+        rng = random.Random(derive_seed(seed, "noise", text))
+        which = int(np.searchsorted(np.cumsum(_SHARES[:-1]), rng.random(), side="right"))
+        makers = TRAINING_CORRUPTIONS
+        chosen = [list(makers)[number % len(makers)]]
+        if _SETS[which] == "test":  # which has junk of all generators
+            makers = TRAINING_CORRUPTIONS | TEST_CORRUPTIONS
+            chosen.append(list(TEST_CORRUPTIONS)[number % len(TEST_CORRUPTIONS)])
+        texts += [text, *(makers[name](text, rng) for name in chosen)]
+        names += ["", *chosen]
+        sets += [which] * (1 + len(chosen))
+        groups += [number] * (1 + len(chosen))
+    generators = np.array(names)
+    is_noise = generators != ""
+    train, test = (np.flatnonzero(np.array(sets) == number) for number in range(len(_SETS)))
+    classifier, unseen = LinearClassifier.fit([texts[i] for i in train], is_noise[train], np.array(groups)[train])
     classifier.save(work / CLASSIFIER)
-    forms = KnownForms.of([samples.texts[i] for i in train if not is_noise[i]])
+    forms = KnownForms.of([texts[i] for i in train if not is_noise[i]])
     threshold = threshold_for(unseen, is_noise[train], config.min_precision, config.assumed_share)
-    p = np.empty(len(samples.texts))
-    p[train], p[test] = unseen, classifier.probabilities([samples.texts[i] for i in test])
+    p = np.empty(len(texts))
+    p[train], p[test] = unseen, classifier.probabilities([texts[i] for i in test])
     cascade = Cascade(forms=forms, threshold=threshold)
     by_model = np.zeros(len(p))
     if config.model:
-        cascade, by_model = _with_model(cascade, samples, p, train, test, config)
-    dropped = np.array([forms.includes(samples.texts[i]) for i in test])
+        cascade, by_model = _with_model(cascade, texts, is_noise, p, train, test, config)
+    dropped = np.array([forms.includes(texts[i]) for i in test])
     dropped &= (p[test] >= cascade.threshold) | (
         cascade.is_uncertain(p[test]) & (by_model[test] >= cascade.model_threshold)
     )
-    report = heldout_report(samples.names[test], dropped, config)
-    report |= {"num_trusted": len(texts), "threshold": round(cascade.threshold, 4), "layouts": list(forms.layouts)}
-    report["languages"] = list(forms.languages)
+    report = heldout_report(generators[test], dropped, config)
+    report |= {"num_trusted": len(trusted_texts), "threshold": round(cascade.threshold, 4)}
+    report |= {"layouts": list(forms.layouts), "languages": list(forms.languages)}
     report["share_uncertain"] = round(float(cascade.is_uncertain(p[test]).mean()), 4)
     return cascade, report
 
 
 def heldout_report(names: NDArray[np.str_], dropped: NDArray[np.bool_], config: NoiseConfig) -> dict[str, Any]:
-    """Precision for the assumed share of noise, with its lower bound, recall on generators that were not trained on and
-    on those that were, the fraction of trusted text that is dropped, and whether the step acts.
+    """Computes the precision for the assumed share of noise, with its lower bound, the recall on generators that were
+    not trained on and on those that were, the fraction of trusted text that is dropped, and whether the step acts.
 
-    names: the generator of each text of the test, "" for trusted text. The bound takes the lower bound of the recall
-    and the upper bound of that fraction (Clopper and Pearson 1934), each at half the error.
+    names: the generator of each text of the test, "" for trusted text. The bound uses the lower bound of the recall and
+    the upper bound of that fraction (Clopper and Pearson 1934), each at half the error.
     """
     by_kind = {name: float(dropped[names == name].mean()) for name in np.unique(names[names != ""])}
     recall = float(np.mean([by_kind[name] for name in by_kind if name in TEST_CORRUPTIONS] or [0.0]))
@@ -292,13 +300,13 @@ def heldout_report(names: NDArray[np.str_], dropped: NDArray[np.bool_], config: 
 
 
 def _precision(recall: float, lost: float, share: float) -> float:
-    """The share of junk in what is dropped. lost: fraction of good text that is dropped; share: of junk in a corpus."""
+    """Fraction of junk among dropped documents. lost: fraction of good text dropped; share: of junk in a corpus."""
     hits, false = share * recall, (1 - share) * lost
     return hits / (hits + false) if hits + false else 1.0
 
 
 def _bounds(dropped: NDArray[np.bool_]) -> tuple[float, float]:
-    """Exact bounds of the fraction that is dropped; each fails with half the error."""
+    """Exact bounds of the fraction that is dropped; each is violated with half of the error's probability."""
     from scipy.stats import binomtest
 
     if not len(dropped):
@@ -307,44 +315,23 @@ def _bounds(dropped: NDArray[np.bool_]) -> tuple[float, float]:
     return float(interval.low), float(interval.high)
 
 
-def _samples(trusted: Sequence[str], seed: int) -> _Samples:
-    """Trusted texts with junk made of each: by the generators to learn from, in the test set by all of them."""
-    texts: list[str] = []
-    names: list[str] = []
-    sets: list[int] = []
-    groups: list[int] = []
-    for number, text in enumerate(trusted):
-        rng = random.Random(derive_seed(seed, "noise", text))
-        which = int(np.searchsorted(np.cumsum(_SHARES[:-1]), rng.random(), side="right"))
-        makers = TRAINING_CORRUPTIONS
-        chosen = [list(makers)[number % len(makers)]]
-        if _SETS[which] == "test":
-            makers = TRAINING_CORRUPTIONS | TEST_CORRUPTIONS
-            chosen.append(list(TEST_CORRUPTIONS)[number % len(TEST_CORRUPTIONS)])
-        texts += [text, *(makers[name](text, rng) for name in chosen)]
-        names += ["", *chosen]
-        sets += [which] * (1 + len(chosen))
-        groups += [number] * (1 + len(chosen))
-    return _Samples(texts=texts, names=np.array(names), sets=np.array(sets), groups=np.array(groups))
-
-
 def _with_model(
-    cascade: Cascade, samples: _Samples, p: NDArray[np.float64], train: NDArray[np.int64],
-    test: NDArray[np.int64], config: NoiseConfig,
+    cascade: Cascade, texts: list[str], is_noise: NDArray[np.bool_], p: NDArray[np.float64],
+    train: NDArray[np.int64], test: NDArray[np.int64], config: NoiseConfig,
 ) -> tuple[Cascade, NDArray[np.float64]]:  # fmt: skip
-    """The cascade with the second model, calibrated (Platt scaling) on uncertain samples or on all if these are few,
-    and its probabilities for the samples of the test.
+    """Adds the second model to the cascade, calibrated (Platt scaling) on uncertain samples or on all if these are few;
+    also returns its probabilities for the samples of the test.
     """
     from sklearn.linear_model import LogisticRegression
 
     from modelwright.data.clean.noise.model import NoiseModel
 
     model = NoiseModel(config.model, config.model_noise_label)
-    is_noise = samples.names != ""
     chosen = train[cascade.is_uncertain(p[train])]
     if min(is_noise[chosen].sum(), (~is_noise[chosen]).sum()) < FEWEST_SAMPLES // 10:
         chosen = train[: 10 * FEWEST_SAMPLES]
-    scores = model.scores([samples.texts[i] for i in chosen])
+    scores = model.scores([texts[i] for i in chosen])
+    # A large C switches the regularization off, as Platt scaling has none.
     platt: Any = LogisticRegression(C=1e6).fit(scores[:, None], is_noise[chosen])
     slope, offset = float(platt.coef_[0, 0]), float(platt.intercept_[0])
     threshold = threshold_for(
@@ -355,12 +342,12 @@ def _with_model(
     )
     by_model = np.zeros(len(p))
     uncertain = test[cascade.is_uncertain(p[test])]
-    by_model[uncertain] = cascade.by_model(model.scores([samples.texts[i] for i in uncertain]))
+    by_model[uncertain] = cascade.by_model(model.scores([texts[i] for i in uncertain]))
     return cascade, by_model
 
 
 def refusal(noise: Mapping[str, Any]) -> str:
-    """Why the step kept everything, from its report; "" where it acted."""
+    """Explains why the step kept everything, from its report; "" if it acted."""
     if noise.get("acts", True):
         return ""
     return (
@@ -372,5 +359,5 @@ def refusal(noise: Mapping[str, Any]) -> str:
 
 
 def low_recall(noise: Mapping[str, Any]) -> list[str]:
-    """The generators whose junk the classifier hardly finds, from the report of the step."""
+    """Names the generators whose junk the classifier hardly finds, from the report of the step."""
     return [name for name, recall in noise.get("recall_by_kind", {}).items() if recall < _LOW_RECALL]

@@ -1,7 +1,7 @@
 """A calibrated linear classifier of trusted text against junk, on hashed n-grams of words and characters.
 
-The classifier judges only forms of text that it knows: a chat, a table or a language that the trusted text does not
-have is rare, which does not make it junk. How it is trained and tested is `data/clean/noise/cascade.py`.
+The classifier judges only forms of text that it knows: a chat, a table or a language that is missing from the trusted
+text is rare, which does not make it junk. `data/clean/noise/cascade.py` trains and tests it.
 """
 
 import re
@@ -19,22 +19,22 @@ from safetensors.numpy import load_file, save_file
 from modelwright.core.resources import num_usable_cores
 
 _BUCKETS = 2**18
+# Number of characters at the start of a text that are read.
 _HEAD_CHARS = 4000
-"""Characters at the beginning of a text that are read; the rest of a longer one is not."""
 _FOLDS = 5
+# Forms with a smaller share of the trusted documents are unknown.
 _RARE = 0.01
-"""A form with a smaller share of the trusted documents is one that the trusted text does not have."""
 _SPEAKER = re.compile(r"\s*(?:[\[(]?\d{1,2}:\d\d(?::\d\d)?[\])]?\s*)?(<[^<>\s]{1,24}>|[^\W\d][\w .'-]{0,24}:(?=\s))")
 _CELLS = re.compile(r"\||\t|;|,(?! )| {3,}")
 _MIN_LINES = 4
+# Lower bound of the threshold: where samples are easy to tell apart, a lower one would be right for them alone.
 _LEAST_THRESHOLD = 0.5
-"""Where samples are easy to tell apart, a lower threshold would keep its promise for them, and for no other text."""
 
 Layout = Literal["chat", "table", "text"]
 
 
 def layout_of(text: str) -> Layout:
-    """Whether the lines of a text are turns of a chat, rows of a table or anything else."""
+    """Classifies the lines of a text as turns of a chat, rows of a table or anything else."""
     lines = [line for line in text[:_HEAD_CHARS].split("\n") if line.strip()]
     if len(lines) < _MIN_LINES:
         return "text"
@@ -46,7 +46,7 @@ def layout_of(text: str) -> Layout:
 
 
 def language_of(text: str) -> str:
-    """The ISO 639-1 code of a text's language, "" where its halves disagree, as those of junk often do."""
+    """The ISO 639-1 code of a text's language, "" if its halves disagree, as those of junk often do."""
     import py3langid  # takes half a second
 
     head = text[:_HEAD_CHARS]
@@ -68,7 +68,7 @@ class KnownForms:
         return cls(layouts=tuple(layouts), languages=tuple(languages))
 
     def includes(self, text: str) -> bool:
-        """Whether a text has a form that is known; one whose language cannot be told has no other language."""
+        """True if a text's layout is known, and its language is known or cannot be told."""
         return layout_of(text) in self.layouts and language_of(text) in ("", *self.languages)
 
 
@@ -85,9 +85,11 @@ class LinearClassifier:
     def fit(
         cls, texts: Sequence[str], labels: NDArray[np.bool_], groups: NDArray[np.int64]
     ) -> tuple["LinearClassifier", NDArray[np.float64]]:
-        """Fit and calibrate by cross-validation; returns P(noise) of each text by a classifier that has not seen it,
-        too [N]. labels [N]: whether noise; groups [N]: texts of one group are in one fold. Deterministic.
+        """Fits and calibrates by cross-validation; also returns P(noise) of each text by a classifier that has not seen
+        it [N]. labels [N]: True for noise; groups [N]: texts of one group are in one fold. Deterministic.
         """
+        from sklearn.calibration import CalibratedClassifierCV
+        from sklearn.frozen import FrozenEstimator
         from sklearn.linear_model import LogisticRegression
         from sklearn.model_selection import GroupKFold
 
@@ -102,7 +104,14 @@ class LinearClassifier:
         unseen = np.empty(num_texts)
         for part, (_, unknown) in zip(parts, folds, strict=True):
             unseen[unknown] = part.decision_function(inputs[unknown])
-        slope, offset = _sigmoid(unseen, labels)
+        # Platt's sigmoid (1999) of the scores. A classifier whose decision function is its input makes scikit-learn fit
+        # it to the scores themselves; they are of unseen texts, because those of seen ones are too certain.
+        same: Any = LogisticRegression()
+        same.classes_, same.coef_, same.intercept_ = np.array([False, True]), np.ones((1, 1)), np.zeros(1)
+        calibrated: Any = CalibratedClassifierCV(FrozenEstimator(same), method="sigmoid")
+        (calibrated,) = calibrated.fit(unseen[:, None], labels).calibrated_classifiers_
+        (sigmoid,) = calibrated.calibrators
+        slope, offset = -float(sigmoid.a_), -float(sigmoid.b_)
         result = cls(whole.coef_[0].astype(np.float32), float(whole.intercept_[0]), slope, offset)
         return result, logistic(slope * unseen + offset)
 
@@ -123,21 +132,6 @@ class LinearClassifier:
         return cls(arrays["weights"], *map(float, arrays["scalars"]))
 
 
-def _sigmoid(scores: NDArray[np.float64], labels: NDArray[np.bool_]) -> tuple[float, float]:
-    """Slope and offset with which a logistic function of the scores is the probability of the label (Platt 1999)."""
-    from sklearn.calibration import CalibratedClassifierCV
-    from sklearn.frozen import FrozenEstimator
-    from sklearn.linear_model import LogisticRegression
-
-    # A classifier whose decision function is its input, so that scikit-learn fits Platt's sigmoid to the scores.
-    identity: Any = LogisticRegression()
-    identity.classes_, identity.coef_, identity.intercept_ = np.array([False, True]), np.ones((1, 1)), np.zeros(1)
-    calibrated: Any = CalibratedClassifierCV(FrozenEstimator(identity), method="sigmoid")
-    (calibrated,) = calibrated.fit(scores[:, None], labels).calibrated_classifiers_
-    (sigmoid,) = calibrated.calibrators
-    return -float(sigmoid.a_), -float(sigmoid.b_)
-
-
 def logistic(scores: Any) -> Any:
     """The logistic function, without overflow."""
     return 1 / (1 + np.exp(-np.clip(scores, -50, 50)))
@@ -145,14 +139,13 @@ def logistic(scores: Any) -> Any:
 
 def threshold_for(p: NDArray[np.float64], labels: NDArray[np.bool_], min_precision: float, share: float) -> float:
     """The lowest threshold, at least a half, from which the precision is at least `min_precision` if a share of `share`
-    of all documents is noise, whatever its share among the samples; above 1 if there is none. One more trusted sample
-    than there are counts as noise for sure (Laplace's rule), so that few samples promise little.
+    of all documents is noise, whatever its share among the samples; above 1 if none reaches it.
     """
     from sklearn.metrics import precision_recall_curve
 
     if not labels.any():
         return 2.0
-    # Laplace's rule: one trusted sample more, which the classifier gets wrong.
+    # Laplace's rule: one more trusted sample, which the classifier gets wrong, so that few samples promise little.
     p, labels = np.append(p, 1.0), np.append(labels, False)
     weights = np.where(labels, share / labels.sum(), (1 - share) / (~labels).sum())
     precision, _, thresholds = precision_recall_curve(labels, p, sample_weight=weights)

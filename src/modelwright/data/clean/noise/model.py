@@ -17,9 +17,9 @@ _MAX_TOKENS = 512
 
 
 class NoiseModel:
-    """Scores of noise, in logits, by a model in `folder` whose class `noise_label` stands for noise.
+    """Scores noise, in logits, by a model in `folder`; `noise_label` is the name or number of its class of noise.
 
-    Raises `DataError` if it cannot be loaded or has no such class.
+    Raises `DataError` if the model cannot be loaded or does not have this class.
     """
 
     def __init__(self, folder: str, noise_label: str) -> None:
@@ -36,11 +36,16 @@ class NoiseModel:
         except (OSError, ValueError) as error:
             text = f"noise.model: {folder}: cannot be loaded ({str(error).splitlines()[0]})"
             raise DataError(f"{text}; give a folder of a sequence-classification model with safetensors") from None
-        self._noise = self._class_of(noise_label)
+        config = self._model.config
+        by_name = {name.lower(): int(number) for number, name in config.id2label.items()}
+        self._noise = by_name.get(noise_label.lower(), int(noise_label) if noise_label.isdigit() else -1)
+        if not 0 <= self._noise < config.num_labels:
+            known = ", ".join(config.id2label.values())
+            raise DataError(f"noise.model_noise_label: {noise_label!r} is not one of {known}")
         self._longest = min(_MAX_TOKENS, getattr(self._model.config, "max_position_embeddings", _MAX_TOKENS))
 
     def scores(self, texts: Sequence[str]) -> NDArray[np.float64]:
-        """The logit of noise against all other classes of each text [N]."""
+        """Computes the logit of noise against all other classes of each text [N]."""
         result: list[float] = []
         with torch.inference_mode():
             for start in range(0, len(texts), _BATCH):
@@ -52,12 +57,3 @@ class NoiseModel:
                 others = [number for number in range(logits.shape[1]) if number != self._noise]
                 result += (logits[:, self._noise] - logits[:, others].logsumexp(dim=1)).tolist()
         return np.array(result)
-
-    def _class_of(self, label: str) -> int:
-        config = self._model.config
-        by_name = {name.lower(): int(number) for number, name in config.id2label.items()}
-        noise = by_name.get(label.lower(), int(label) if label.isdigit() else -1)
-        if not 0 <= noise < config.num_labels:
-            known = ", ".join(config.id2label.values())
-            raise DataError(f"noise.model_noise_label: {label!r} is not one of {known}")
-        return noise

@@ -1,1 +1,1 @@
-"""Detection of personal data and secrets: a table of patterns by kind; the step privacy replaces what they match."""
+"""Detection of personal data and secrets: a table of patterns by kind, whose matches the step privacy replaces."""

@@ -43,8 +43,8 @@ systems team tech technology tel today tokyo tools top training travel universit
 _DOMAINS = frozenset(f"{_COUNTRIES} {_GENERIC}".split())
 _LETTER = r"A-Za-z0-9\u00c0-\u024f\u0370-\u03ff\u0400-\u04ff"
 _LABEL = rf"[{_LETTER}](?:[{_LETTER}\-]{{0,61}}[{_LETTER}])?"
+# User names of version control servers: `git@github.com:owner/name` is an address of a repository.
 _REPOSITORY_USERS = frozenset({"git", "hg", "svn"})
-"""User names of version control servers: `git@github.com:owner/name` is an address of a repository."""
 
 _USER_OF_URL = ascii_regex(r"://[^\s/@]*:$")
 _ADDRESS = words(
@@ -52,6 +52,7 @@ _ADDRESS = words(
     r"netmask|subnet|cidr|firewall|login|logged in|connect|\bssh\b|visitor|dirección|endereço|servidor|serveur|"
     r"地址|服务器|主机|访问|登录|アドレス|サーバ|接続|ログイン|ホスト"
 )
+# Words right before a version or the number of a section.
 _VERSION = words(
     r"(?:\b(?:version|versions|ver|v|release|released|rel|build|rfc|sections?|sect?|chapter|clause|article|table|figure|"
     r"fig|appendix|annex|item|rule|paragraph|see|oid|firmware|driver|kernel|upgraded? to|updated? to|since|since \w+|"
@@ -59,14 +60,13 @@ _VERSION = words(
     r"chapitre|tableau|versão|seção|firefox|chrome|safari|edge|windows|linux|android|python|node|java)\b[.:]?|"
     r"§+|版本|版|章|节|第|バージョン|節|項)[\s(\[\"'v]{0,4}$"
 )
-"""What stands right before a version or the number of a section."""
 _NAME_OF_SOFTWARE = ascii_regex(r"[A-Za-z][A-Za-z0-9]*[-_/=]v?$|[-_~=<>^]$")
 _RELEASE = re.compile(
     r"\)? ?(?:unstable|stable|experimental|testing|urgency|alpha|beta|rc\d|lts|release)", re.IGNORECASE
 )
 _LARGE_PART, _LARGE_SUM = 32, 150
+# Distance of the word that an address with small parts needs, less than for other context: servers have versions.
 _NEAR_CHARS = 30
-"""An address with small parts needs a word that is nearer than other context: versions stand near servers."""
 _PHONE_WORDS = words(
     r"\btel\b|telep?hon|telef[oó]n|phone|\bmobile?\b|mobilnummer|mobiltel|\bcell\b|cellular|\bfax\b|whatsapp|\bsms\b|"
     r"(?<!recent )\bcall(?:s|ed|ing)?\b|\btext me|hotline|\bdial(?:ed|led|ing)?\b|\bring\b|\bcontact\b|handy|"
@@ -74,16 +74,17 @@ _PHONE_WORDS = words(
     r"appel|joindre|numéro de|móvil|llam|llám|celular|ligue|ligar|\bfone\b|telemóvel|contato|contacto|"
     r"电话|手机|致电|拨打|联系|热线|号码|来电|短信|電話|携帯|連絡|ファックス|ケータイ|お問い合わせ|番号"
 )
+# Words right before a number of another kind.
 _NOT_A_PHONE = words(
     r"(?:\b(?:isbn|issn|doi|rfc|pages?|pp?|vol|volume|no|nos|version|lines?|ports?|uid|gid|pid|coordinates?|"
     r"latitude|longitude|lat|lon|unicode|u\+|range|years?|seiten?|páginas?|zip|plz|postcode|account|konto|kontonummer|"
     r"iban|bic|blz|ssn|total|price|preis|prix|precio|preço|population|einwohner|id)\b|[$€£¥₹]|\bU\+|isbn-1[03]|"
     r"身份证|人口|页|ページ|邮编|〒)[\s.:：#=°º(\"'“「]*$"
 )
-"""What stands right before a number of another kind."""
 _CJK = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]")
 _SEPARATOR = r"(?: ?[.\-/\u2010-\u2015] ?|[ \u00a0\u202f])"
 _EXTENSION = r"(?: ?(?:x|ext\.? ?|extension )\d{1,6})?"
+# Forms in which people write numbers, and that little else has; area codes need not be assigned.
 _NORTH_AMERICAN = re.compile(
     r"(?:(?:\+|00|011[ \-.]?)?1[ \-.]?)?"
     r"(?:\([2-9]\d\d\)[ \-.]?[2-9]\d\d[ \-.]|[2-9]\d\d(?:([\-.\u2011])[2-9]\d\d\1| [2-9]\d\d[ \-]))\d{4}"
@@ -92,45 +93,38 @@ _BRACKETED = re.compile(r"\(0\d{1,5}\)[ \-/]?\d{2,4}(?:[ \-/]?\d{2,4}){0,3}")
 _BRAZILIAN = re.compile(r"\(?[1-9]\d\)? ?9?\d{4}-\d{4}")
 _JAPANESE = re.compile(r"0\d{1,3}-\d{2,4}-\d{4}")
 _CHINESE = re.compile(r"1[3-9]\d[ \-]?\d{4}[ \-]?\d{4}")
-"""Forms in which people write numbers, and that little else has; area codes need not be assigned."""
 _DATE = re.compile(
     r"\(?(?:1[89]|20)\d\d[-/. ](?:0?[1-9]|1[0-2])[-/. ].*|\(?\d{1,2}[-/. ]\d{1,2}[-/. ](?:1[89]|20)\d\d(?!\d).*|"
     r"(?:1[5-9]|20)\d\d *[-\u2010-\u2015/] *(?:1[5-9]|20)\d\d.*|"
     r"\d{1,2}\D(?:1[5-9]|20)\d\d[-\u2010-\u2015/](?:1[5-9]|20)\d\d|"
     r"(?:19|20)\d{6}(?:[ \-]?\d{4,6})?|.*\b(?:19|20)\d\d-[01]\d-[0-3]\d\b.*"
 )
+# A decimal, thousands with spaces between them, or a table's row.
 _QUANTITY = re.compile(r"\d+\.\d+|\d{1,3}(?:[ \u00a0\u202f]\d{3}){3,}|(?:\d{3,4}[ \-/]){3,}\d{3,4}")
-"""A decimal, thousands with spaces between them, and a table's row."""
+# Forms that are not telephone numbers even after a word for one: times and quantities with a fraction, dates,
+# addresses, ZIP codes, UUIDs, ISBNs, and a year with a time zone.
 _OTHER_FORM = re.compile(
     r"\d{8,}\.\d+|\d+\.\d{1,3}|\d+/\d+/\d.*|(?:\d{1,3}\.){3}\d{1,3}|\d{5}-\d{4}|\d{8}(?:-\d{4})+.*|"
     r"97[89](?:[ \-]?\d){10}|(?:19|20)\d\d -\d{4}"
 )
-"""What no word makes a telephone number: times and quantities with a fraction, dates, addresses, ZIP codes, UUIDs,
-ISBNs, and a year with a time zone."""
+# Units right after a quantity.
 _UNIT = words(
     r" ?(?:bytes?|[kmgt]i?b|bits?|ms|seconds?|km|people|users|times|rows|lines|eur|usd|dollars?|[€$¥元円人])\b"
 )
-"""What stands right behind a quantity."""
 _COUNTING = "01234567890123456789"
+# Distance of a word for telephones after a number, and before it to outweigh `_NOT_A_PHONE`, as in "fax no.".
 _CHARS_AFTER, _CHARS_DIRECT = 14, 14
-"""How near a word for telephones stands behind a number, and how near it outweighs `_NOT_A_PHONE`, as in "fax no."."""
+# E.164 has at most fifteen digits; local numbers of fewer than seven are not told from others.
 _FEWEST_DIGITS, _MOST_DIGITS = 7, 15
-"""E.164 has at most fifteen digits; local numbers of fewer than seven are not told from others."""
-
-
-def is_top_level(label: str) -> bool:
-    """Whether a label, in any case, is a top-level domain; those in Punycode all count."""
-    label = label.lower()
-    return label in _DOMAINS or label.startswith("xn--")
 
 
 def _email(candidate: Candidate) -> Match | None:
-    """The longest part of the candidate whose domain ends in a known top-level domain."""
+    # The longest part of the candidate whose domain ends in a known top-level domain; those in Punycode all count.
     local, _, domain = candidate.value.rpartition("@")
     if ".." in local or candidate.follows(_USER_OF_URL):
         return None
     labels = domain.split(".")
-    while len(labels) > 1 and not is_top_level(labels[-1]):
+    while len(labels) > 1 and not ((top := labels[-1].lower()) in _DOMAINS or top.startswith("xn--")):
         labels.pop()
     if len(labels) < 2:
         return None
@@ -173,7 +167,7 @@ def _ipv6(candidate: Candidate) -> Match | None:
 
 
 def _public_address(candidate: Candidate) -> Match | None:
-    """Loopback, private networks and examples in documentation name nobody."""
+    # Loopback, private networks and examples in documentation name nobody.
     try:
         address = ipaddress.ip_address(candidate.value)
     except ValueError:
@@ -213,7 +207,12 @@ CONTACTS: tuple[Pattern, ...] = (
 
 
 def _phone(candidate: Candidate) -> Match | None:
-    start, end, value = _without_brackets(candidate.value)
+    # A bracket around the number, or one opened after it, and an extension are cut off.
+    value = candidate.value
+    start, end, opened = int(value[0] == "(" and ")" not in value), len(value), value.rfind("(")
+    if opened > max(0, value.rfind(")")):
+        end = len(value[:opened].rstrip(" "))
+    value = re.split(r" ?(?:x|ext)", value[start:end])[0]
     digits = re.sub(r"\D", "", value)
     if not _FEWEST_DIGITS <= len(digits) <= _MOST_DIGITS or len(set(digits)) < 4 or digits in _COUNTING:
         return None
@@ -229,18 +228,8 @@ def _phone(candidate: Candidate) -> Match | None:
     return candidate.cut(number, start=start, end=end) if number else None
 
 
-def _without_brackets(value: str) -> tuple[int, int, str]:
-    """Where a number starts and ends without a bracket around it or opened behind it, and it without an extension."""
-    start = int(value[0] == "(" and ")" not in value)
-    opened = value.rfind("(")
-    end = len(value)
-    if opened > max(0, value.rfind(")")):
-        end = len(value[:opened].rstrip(" "))
-    return start, end, re.split(r" ?(?:x|ext)", value[start:end])[0]
-
-
 def _international(candidate: Candidate, value: str, named: bool) -> str | None:
-    """`+49 30 901820`, and 00, 001 or 011 in place of the plus sign."""
+    """Reads `+49 30 901820`, or 00, 001 or 011 in place of the plus sign."""
     prefix = re.match(r"\+|\(\+|00(?=[1-9])|011[ \-.]?(?=[1-9])", value)
     if prefix is None:
         return None
@@ -257,46 +246,35 @@ def _international(candidate: Candidate, value: str, named: bool) -> str | None:
 
 
 def _national(candidate: Candidate, value: str, digits: str, named: bool) -> str | None:
-    """A number without its country: one that has a form which nothing else has, or one that is named a number."""
+    """Reads a number without its country: of a form that little else has, or after a word for telephones."""
     if candidate.is_code and not named:
         return None
-    written = _is_written_like_one(candidate, value)
+    forms = {"US": _NORTH_AMERICAN, "DE": _BRACKETED, "BR": _BRAZILIAN, "JP": _JAPANESE}
+    if any(region in candidate.regions and form.fullmatch(value) for region, form in forms.items()):
+        written = not re.fullmatch(r"(?:\d{3} ){2}\d{4}", value)
+    else:
+        near = candidate.before[-20:] + candidate.after[:20]
+        written = "CN" in candidate.regions and bool(_CHINESE.fullmatch(value)) and bool(_CJK.search(near))
     starts_with_zero = re.match(r"\(?0[1-9]", value) is not None and not value.startswith("0.")
     if not (named or written or starts_with_zero):
         return None
-    if not named and ((not written and _QUANTITY.fullmatch(value)) or _is_in_table(candidate)):
-        return None
+    if not named:
+        # In a table or a formula, other numbers or an operator are right before or after.
+        in_table = re.search(r"\d[ \t]$", candidate.before) or re.match(r"[ \t]\d|[+*/=\]]", candidate.after)
+        if in_table or (not written and _QUANTITY.fullmatch(value)):
+            return None
+    # Without a name or a form, only the zero of the country counts, and not in a run of digits that could be anything.
+    is_long_enough = len(re.findall(r"\d+", value)) > 1 or len(digits) in (10, 11)
+    is_plausible = digits[0] == "0" and len(digits) >= 9 and is_long_enough
     for region in candidate.regions:
         number = _parse(value, region)
         if number is None or not phonenumbers.is_valid_number_for_region(number, region):
             continue
-        if named or written or _is_plausible_unnamed(value, digits):
+        if named or written or is_plausible:
             return phonenumbers.format_number(number, PhoneNumberFormat.E164)
-    return digits if written or (named and _is_possible(value, digits)) else None
-
-
-def _is_in_table(candidate: Candidate) -> bool:
-    """Whether other numbers stand right before or after, or an operator does."""
-    return bool(re.search(r"\d[ \t]$", candidate.before) or re.match(r"[ \t]\d|[+*/=\]]", candidate.after))
-
-
-def _is_written_like_one(candidate: Candidate, value: str) -> bool:
-    forms = {"US": _NORTH_AMERICAN, "DE": _BRACKETED, "BR": _BRAZILIAN, "JP": _JAPANESE}
-    if any(region in candidate.regions and form.fullmatch(value) for region, form in forms.items()):
-        return not re.fullmatch(r"(?:\d{3} ){2}\d{4}", value)
-    near = candidate.before[-20:] + candidate.after[:20]
-    return "CN" in candidate.regions and bool(_CHINESE.fullmatch(value)) and bool(_CJK.search(near))
-
-
-def _is_plausible_unnamed(value: str, digits: str) -> bool:
-    """A number that starts with the zero of its country and is not one run of digits that could be anything."""
-    groups = re.findall(r"\d+", value)
-    return digits[0] == "0" and len(digits) >= 9 and (len(groups) > 1 or len(digits) in (10, 11))
-
-
-def _is_possible(value: str, digits: str) -> bool:
-    """What people who write a number after the word for it mean: not a quantity, a year or an identifier."""
-    return 9 <= len(digits) <= 13 and not re.fullmatch(r"\d{1,3}(?:[., ]\d{3})+", value) and "/" not in value
+    # After the word for it people write numbers of any area, but also quantities, years and identifiers.
+    is_quantity = re.fullmatch(r"\d{1,3}(?:[., ]\d{3})+", value) or "/" in value
+    return digits if written or (named and 9 <= len(digits) <= 13 and not is_quantity) else None
 
 
 def _parse(value: str, region: str | None) -> PhoneNumber | None:

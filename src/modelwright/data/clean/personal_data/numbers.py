@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Literal
 
@@ -16,13 +16,15 @@ from modelwright.data.clean.personal_data.pattern import (
     words,
 )
 
+# Boundaries of a number: not inside a longer one, a decimal, a date, a path or an identifier.
 _BEGIN, _END = r"(?<![\w.,\-/+=#])", r"(?![\w\-/]|[.,:]\d)"
-"""A number is no part of a longer one, of a decimal, a date, a path or an identifier."""
 
 _CARD_WORDS = words(
     r"card|visa|master|amex|american express|discover|maestro|diners|jcb|unionpay|credit|debit|paid|pay|charge|carte|"
     r"karte|tarjeta|cartão|kredit|crédito|银联|信用卡|银行卡|卡号|卡|カード|支付|付款|支払|决済"
 )
+# Prefixes and lengths of Visa, Mastercard, American Express, Discover, JCB, Maestro, Diners Club and UnionPay (ISO/IEC
+# 7812, as in braintree/credit-card-type).
 _ISSUERS: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"4", (13, 16, 19)),
     (r"5[1-5]|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720", (16,)),
@@ -34,10 +36,8 @@ _ISSUERS: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"30[0-5]|3[689]", (14,)),
     (r"62|81", (16, 17, 18, 19)),
 )
-"""Prefixes and lengths of Visa, Mastercard, American Express, Discover, JCB, Maestro, Diners Club and UnionPay (ISO/IEC
-7812, as in braintree/credit-card-type)."""
+# Every prefix that was ever issued, for numbers that are named cards.
 _RARE_ISSUERS = re.compile(r"4|5[0-9]|6[0-9]|3\d|1800|2131|2[2-7]")
-"""Every prefix that was ever issued, for numbers that are named cards."""
 _GROUPS = re.compile(
     r"\d+|\d{4}([ \-])\d{4}\1\d{4}\1\d{1,7}|\d{4}([ \-])\d{6}\2\d{4,5}|"
     r"\d{4}([ \-])\d{4}\3\d{4}\3\d{4}\3\d{1,3}"
@@ -47,21 +47,18 @@ _GROUPS = re.compile(
 
 def _card(candidate: Candidate) -> Match | None:
     digits = re.sub(r"\D", "", candidate.value)
-    if not _is_luhn(digits) or len(set(digits)) < 2 or not _GROUPS.fullmatch(candidate.value):
+    # Luhn (ISO/IEC 7812-1): every second digit from the right is doubled, and its two digits are added.
+    total = 0
+    for place, digit in enumerate(map(int, reversed(digits))):
+        doubled = digit * (1 + place % 2)
+        total += doubled - 9 * (doubled > 9)
+    if total % 10 or len(set(digits)) < 2 or not _GROUPS.fullmatch(candidate.value):
         return None
     if candidate.is_named(_CARD_WORDS):
         known = _RARE_ISSUERS.match(digits)
     else:
         known = any(re.match(prefix, digits) and len(digits) in lengths for prefix, lengths in _ISSUERS)
     return candidate.cut(digits) if known else None
-
-
-def _is_luhn(digits: str) -> bool:
-    total = 0
-    for place, digit in enumerate(map(int, reversed(digits))):
-        doubled = digit * (1 + place % 2)
-        total += doubled - 9 * (doubled > 9)
-    return total % 10 == 0
 
 
 def _iban(candidate: Candidate) -> Match | None:
@@ -75,15 +72,12 @@ def _iban(candidate: Candidate) -> Match | None:
 
 @cache
 def validator(module: str) -> Callable[[str], bool]:
-    """`is_valid` of a module of `python-stdnum`."""
+    """Loads `is_valid` of a module of `python-stdnum`."""
     return import_module(f"stdnum.{module}").is_valid
 
 
-def _stdnum(module: str) -> Callable[[Candidate], Match | None]:
-    def check(candidate: Candidate) -> Match | None:
-        return _compact(candidate) if validator(module)(candidate.value) else None
-
-    return check
+def _stdnum(module: str, candidate: Candidate) -> Match | None:
+    return _compact(candidate) if validator(module)(candidate.value) else None
 
 
 def _compact(candidate: Candidate) -> Match:
@@ -91,7 +85,7 @@ def _compact(candidate: Candidate) -> Match:
 
 
 def _rvnr(candidate: Candidate) -> Match | None:
-    """German pension insurance number (VKVV section 4): area, date of birth, initial, serial number, check digit."""
+    # German pension insurance (VKVV section 4): area, date of birth, initial, serial number, check digit.
     value = re.sub(r"\W", "", candidate.value).upper()
     digits = value[:8] + f"{ord(value[8]) - 64:02d}" + value[9:11]
     weights = (2, 1, 2, 5, 7, 1, 2, 1, 2, 1, 2, 1)
@@ -100,14 +94,14 @@ def _rvnr(candidate: Candidate) -> Match | None:
 
 
 def _ssn(candidate: Candidate) -> Match | None:
-    """A social security number, or a number of the same form for those who pay taxes without one (ITIN)."""
+    """Checks a social security number, or one of the same form for taxpayers without it (ITIN)."""
     digits = re.sub(r"\D", "", candidate.value)
     return candidate.cut(digits) if validator("us.ssn")(digits) or validator("us.itin")(digits) else None
 
 
 def _birth_date_id(candidate: Candidate) -> Match | None:
-    """A Chinese resident number: its check character and a date of birth; the list of places that `python-stdnum` has
-    lacks those that were renamed."""
+    # A Chinese resident number (GB 11643): its check character and a date of birth. The list of places of
+    # `python-stdnum` lacks those that were renamed.
     value = candidate.value.upper()
     weights = [2 ** (17 - place) % 11 for place in range(17)]
     total = sum(int(digit) * weight for digit, weight in zip(value, weights, strict=False))
@@ -128,12 +122,12 @@ def _number(
         context=words(f"{_ID_WORDS}|{near}" if near else _ID_WORDS),
         needs_context=needs,
         unless=OTHER_NUMBER,
-        check=check or _stdnum(name),
+        check=check or partial(_stdnum, name),
     )
 
 
+# Every national number has five digits with at most one character between each: codice fiscale has letters.
 _FIVE_DIGITS = ascii_regex(r"\d(?:[^\n]?\d){4}")
-"""Every national number has five digits with at most one character between each: codice fiscale has letters."""
 _ID_WORDS = (
     r"\bssn\b|social security|national insurance|\bnino?\b|personal number|identity (?:card|number)|identification|"
     r"national id|\bid (?:card|number|no)|citizen|passport|tax(?:payer)? (?:id|number|no)|\btin\b|insurance number"
@@ -177,7 +171,7 @@ NUMBERS: tuple[Pattern, ...] = (
     _number("es.nie", r"[XYZ]-?\d{7}-?[A-HJ-NP-TV-Z]", near=_SPANISH),
     _number("fr.nir", r"[12] ?\d{2} ?\d{2} ?(?:\d{2}|2[AB]) ?\d{3} ?\d{3} ?\d{2}", near=_FRENCH),
     _number("br.cpf", r"\d{3}\.\d{3}\.\d{3}-\d{2}", near=_CPF),
-    _number("br.cpf without dots", r"\d{9}-?\d{2}", _stdnum("br.cpf"), near=_CPF, needs="always"),
+    _number("br.cpf without dots", r"\d{9}-?\d{2}", partial(_stdnum, "br.cpf"), near=_CPF, needs="always"),
     _number("kr.rrn", r"\d{6}-[1-8]\d{6}"),
     _number("se.personnummer", r"\d{6}(?:\d{2})?[-+]\d{4}", near=r"personnummer|personnr|födelse", needs="always"),
     _number("fi.hetu", r"\d{6}[-+A-FU-Y]\d{3}[0-9A-FHJ-NPR-Y]", near=r"henkilötunnus|hetu|personbeteckning"),
@@ -187,5 +181,5 @@ NUMBERS: tuple[Pattern, ...] = (
     _number("jp.in_", r"\d{4}[ -]?\d{4}[ -]?\d{4}", near=r"マイナンバー|個人番号|my number", needs="always"),
     _number("be.nn", r"\d{2}\.\d{2}\.\d{2}-\d{3}\.\d{2}"),
 )
-"""Patterns of accounts and persons. The name of a national number is the module of `python-stdnum` that checks it,
-where no other check is given: British insurance numbers have no check digits, and German pension numbers no module."""
+"""Patterns of accounts and persons. A national number is named after the module of `python-stdnum` that checks it,
+unless another check is given: British insurance numbers lack check digits, and German pension numbers a module."""

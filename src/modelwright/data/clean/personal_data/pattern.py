@@ -1,4 +1,4 @@
-"""What a pattern of personal data is: an expression, the words that must or must not stand near, and a check."""
+"""Patterns of personal data: an expression, the words that must or must not be near, and a check."""
 
 import re
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from typing import Literal
 KINDS = ("email", "phone", "ip", "card", "iban", "national_id", "credentials", "secret")
 """credentials: user name and password in a URL; secret: API keys, tokens and private keys."""
 
+# Distance of words of context: about a sentence before, and a few words after.
 _CHARS_BEFORE, _CHARS_AFTER = 60, 30
-"""How near a word of context stands: about a sentence before, and a few words after."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Candidate:
 
     @property
     def before(self) -> str:
-        """The text before the candidate, as far as it is context."""
+        """The text before the candidate that is context."""
         return self.text[max(0, self.start - _CHARS_BEFORE) : self.start]
 
     @property
@@ -47,11 +47,11 @@ class Candidate:
         return self.text[self.end : self.end + _CHARS_AFTER]
 
     def is_named(self, words: re.Pattern[str]) -> bool:
-        """Whether one of the words stands near."""
+        """True if one of the words is near."""
         return bool(words.search(self.before) or words.search(self.after))
 
     def follows(self, words: re.Pattern[str]) -> bool:
-        """Whether one of the words stands right before the candidate; the expression ends in `$`."""
+        """True if one of the words is right before the candidate; the expression ends in `$`."""
         return bool(words.search(self.before))
 
     def cut(self, value: str, *, start: int = 0, end: int | None = None) -> "Match":
@@ -69,18 +69,18 @@ class Match:
 
 
 Check = Callable[[Candidate], Match | None]
-"""Whether a candidate is a value, by its check digits or by a library's rules, and which part of it."""
+"""Decides by check digits or a library's rules whether a candidate is a value, and selects the part that is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """One form of one kind of value."""
+    """A form of a kind of value."""
 
     kind: str
     name: str
     """Identifies the pattern in reports, e.g. the module of `python-stdnum` that checks it."""
     regex: re.Pattern[str]
-    """What a candidate looks like; the group `value` is the candidate where there is one, else the whole match."""
+    """Expression of a candidate, which is its group `value` if it has one, else the whole match."""
     check: Check
     anchors: tuple[str, ...] = ()
     """Lower-case texts of which one occurs in every text with a match; the search is skipped where none does."""
@@ -90,28 +90,21 @@ class Pattern:
     """Words that name the value."""
     needs_context: Literal["never", "in code", "always"] = "never"
     unless: re.Pattern[str] | None = None
-    """What stands right before a value that only looks like one; the expression ends in `$`."""
-
-    def in_context(self, candidate: Candidate) -> bool:
-        """Whether what stands near the candidate allows it."""
-        if self.unless is not None and candidate.follows(self.unless):
-            return False
-        needed = self.needs_context == "always" or (self.needs_context == "in code" and candidate.is_code)
-        return not needed or (self.context is not None and candidate.is_named(self.context))
+    """Words right before a value that only looks like one; the expression ends in `$`."""
 
 
 def ascii_regex(pattern: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[str]:
-    r"""An expression in which `\w`, `\d` and `\b` know ASCII only, so that a value may touch Chinese or Japanese."""
+    r"""Compiles an expression whose `\w`, `\d` and `\b` know ASCII only, so that a value may touch Chinese text."""
     return re.compile(pattern, re.ASCII | flags)
 
 
 def words(pattern: str) -> re.Pattern[str]:
-    """An expression for words of context, in any case."""
+    """Compiles an expression for words of context, in any case."""
     return re.compile(pattern, re.IGNORECASE)
 
 
 def whole(candidate: Candidate) -> Match:
-    """The check of a pattern that needs none."""
+    """Accepts a candidate whose pattern needs no check."""
     return candidate.cut(candidate.value)
 
 
@@ -125,4 +118,4 @@ OTHER_NUMBER = words(
     r"(?:\s*(?:number|numbers|nummer|id|code|no|nr|n°|nº|num|número|numéro|is|was|ist|est|es|号码?|番号|は|为|是))*"
     r"[\s.:：#=°º(\"'“「]*$"
 )
-"""What names a number that is neither a card's nor a person's nor a telephone's."""
+"""Words that name a number other than that of a card, a person or a telephone."""

@@ -9,57 +9,55 @@ import re
 from modelwright.data.clean.personal_data.pattern import Candidate, Match, Pattern, ascii_regex, whole, words
 
 _BEGIN, _END = r"(?<![A-Za-z0-9_])", r"(?![A-Za-z0-9_])"
+# Limits for random values: their letters and digits alternate; those of identifiers such as `TokenId2` do not.
 _FEWEST_DISTINCT_CHARS = 8
 _FEWEST_DIGIT_RUNS = 3
 _FEWEST_CASE_CHANGES = 3
-"""Random letters and digits alternate; identifiers such as `TokenId2` do not."""
 
+_CASE_CHANGE = re.compile("[a-z][A-Z]")
 _PLACEHOLDER = words(
     r"your|example|placeholder|change.?me|replace|redacted|dummy|sample|insert|xxxx|\*\*\*|\.\.\.|0000000|"
     r"abcdefghijklmnopqrstuvwxyz|1234567890|<|\{|\$|_here\b"
 )
+# User name and password as documentation writes them.
 _PLACEHOLDER_USERINFO = words(
     r"^(?:user(?:name)?|login|name|admin|root|me|foo|u)?:(?:p|pw|pass(?:word|wd)?|pwd|secret|token|bar)$|"
     r"[<>{}\[\]]|\$(?:[A-Z_]{2}|\()|%[sd(]|\.\.\.|:[x*]+$|\byour|placeholder|:[^:@]*(?:example|password)|my_?pass"
 )
-"""User name and password as documentation writes them."""
+# Lower-case words joined by `_`, `-`, `.` or `/`, with at most a short number after each.
 _IDENTIFIER = re.compile(r"(?=.{25})[a-z]+(?:[_\-./][a-z]*[0-9]{0,4})+")
-"""Lower-case words joined by `_`, `-`, `.` or `/`, with at most a short number after each."""
 _UUID = re.compile(r"[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 
 
 def is_placeholder(value: str) -> bool:
-    """Whether documentation would write this in place of a secret: `YOUR_API_KEY_HERE`, `sk-xxxx`."""
+    """True for placeholders of documentation in place of a secret: `YOUR_API_KEY_HERE`, `sk-xxxx`."""
     return bool(_PLACEHOLDER.search(value)) or len(set(value)) < _FEWEST_DISTINCT_CHARS
 
 
 def _key(candidate: Candidate) -> Match | None:
-    """A key whose format alone identifies it."""
+    # The format alone identifies the key.
     return None if is_placeholder(candidate.value) else whole(candidate)
 
 
 def _random_key(candidate: Candidate) -> Match | None:
-    """A value that only its name makes a key: it must be random, not a word, an identifier, a path or a UUID."""
+    """Checks a value that only its name makes a key: it must be random, not a word, an identifier, a path or a UUID."""
     value = candidate.value
     num_digit_runs = len(re.findall(r"[0-9]+", value))
-    is_random = num_digit_runs >= _FEWEST_DIGIT_RUNS or (num_digit_runs and _has_mixed_case(value))
+    is_mixed = len(_CASE_CHANGE.findall(value)) >= _FEWEST_CASE_CHANGES
+    is_random = num_digit_runs >= _FEWEST_DIGIT_RUNS or (num_digit_runs and is_mixed)
     is_word = not re.search(r"[A-Za-z]", value) or _IDENTIFIER.fullmatch(value) or _UUID.fullmatch(value)
     return whole(candidate) if is_random and not is_word and not is_placeholder(value) else None
 
 
-def _has_mixed_case(value: str) -> bool:
-    return len(re.findall(r"[a-z][A-Z]", value)) >= _FEWEST_CASE_CHANGES
-
-
 def _named_key(candidate: Candidate) -> Match | None:
-    """A random value that a name assigns, such as `api_key = `, or a provider, such as `twilio sid: `."""
+    """Checks a random value that a name assigns, such as `api_key = `, or a provider, such as `twilio sid: `."""
     match = _random_key(candidate)
     is_other = re.match(r"/|\./|0x|000102", candidate.value) or candidate.follows(_RESOURCE_NAME)
     return match if match is not None and not is_other and candidate.follows(_NAME_OF_KEY) else None
 
 
 def _password(candidate: Candidate) -> Match | None:
-    """A password in quotes: three of the four classes of characters."""
+    """Checks a password in quotes: it has three of the four classes of characters."""
     value = candidate.value
     classes = sum(bool(re.search(pattern, value)) for pattern in ("[a-z]", "[A-Z]", "[0-9]", "[^A-Za-z0-9]"))
     if classes < 3 or _PLACEHOLDER.search(value) or re.search(r"(?i)passw|secret|[()\[\];,\\]", value):
@@ -68,7 +66,7 @@ def _password(candidate: Candidate) -> Match | None:
 
 
 def _credentials(candidate: Candidate) -> Match | None:
-    """User name and password, or a token in the place of both; a user name alone is none."""
+    """Checks a user name with a password, or a token in the place of both; a user name alone does not count."""
     value = candidate.value
     if _PLACEHOLDER_USERINFO.search(value):
         return None
@@ -76,10 +74,11 @@ def _credentials(candidate: Candidate) -> Match | None:
         return whole(candidate)
     token = value.rstrip(":")
     has_digits = re.search(r"[0-9]", token) and re.search(r"[A-Za-z]", token)
-    is_random = has_digits or _has_mixed_case(token)
+    is_random = has_digits or len(_CASE_CHANGE.findall(token)) >= _FEWEST_CASE_CHANGES
     return whole(candidate) if len(token) >= 16 and is_random and not is_placeholder(token) else None
 
 
+# Provider, anchors and format of keys that their prefix or structure identifies.
 _KEYS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("1password", ("ops_eyj",), r"ops_eyJ[A-Za-z0-9+/]{200,2000}={0,3}"),
     ("age", ("age-secret-key-1",), r"AGE-SECRET-KEY-1[A-Z0-9]{58}"),
@@ -156,7 +155,6 @@ _KEYS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("vault", ("hvs.", "hvb.", "hvr."), r"hv[sbr]\.[\w\-]{24,300}"),
     ("xai", ("xai-",), r"xai-[A-Za-z0-9]{70,90}"),
 )  # fmt: skip
-"""Provider, anchors and format of keys that a prefix or a structure of their own identifies."""
 
 _KEY_NAMES = (
     r"(?<!next)(?<!change)(?<!change-)(?<!page)(?<!continuation)(?:(?:api|app|auth|access|account|client|consumer|encryption|license|master|private|secret|service|session|shared|"
@@ -175,24 +173,13 @@ _ASSIGNED = r"[\"'`\])]{0,2}[ \t]{0,3}(?::=|=>|=|:|：|\bis\b|\bist\b|\best\b|\b
 
 _NAME_OF_KEY = words(rf"(?:{_KEY_NAMES}|(?:{_PROVIDERS})[\w .\-]{{0,40}}){_ASSIGNED}(?:bearer |basic |token )?$")
 _RESOURCE_NAME = words(r"\barn:[\w:\-]*$|::[\w]+[\"']?[ =:\"']*$")
+# Fourteen characters of a key; every key has a match.
 _LONG_RUN = ascii_regex(r"[A-Za-z0-9+/_\-.~]{14}")
-"""Fourteen characters of a key; every key has a match."""
+# Every key without an anchor has a match; most texts have names of fourteen characters but not of 32.
 _LONGER_RUN = ascii_regex(r"[A-Za-z0-9+/_\-.~]{32}")
-"""Every key without an anchor has a match; most texts have names of fourteen characters and none of 32."""
+# Every random value has a match.
 _RUN_WITH_DIGIT = ascii_regex(r"(?=[A-Za-z0-9+/_\-.~]{14})[A-Za-z+/_\-.~]*[0-9]")
-"""Every random value has a match."""
 _AWS_SECRET = words(r"aws|amazon|secret|akia|geheim|密钥|シークレット")
-
-
-def _key_pattern(provider: str, anchors: tuple[str, ...], regex: str) -> Pattern:
-    return Pattern(
-        kind="secret",
-        name=provider,
-        anchors=anchors,
-        shape=_LONG_RUN if anchors else _LONGER_RUN,
-        regex=ascii_regex(f"{_BEGIN}{regex}{_END}"),
-        check=_key,
-    )
 
 
 SECRETS: tuple[Pattern, ...] = (
@@ -206,7 +193,17 @@ SECRETS: tuple[Pattern, ...] = (
         ),
         check=whole,
     ),
-    *(_key_pattern(*key) for key in _KEYS),
+    *(
+        Pattern(
+            kind="secret",
+            name=provider,
+            anchors=anchors,
+            shape=_LONG_RUN if anchors else _LONGER_RUN,
+            regex=ascii_regex(f"{_BEGIN}{regex}{_END}"),
+            check=_key,
+        )
+        for provider, anchors, regex in _KEYS
+    ),
     Pattern(
         kind="secret",
         name="azure storage",

@@ -37,31 +37,46 @@ class Decontamination:
     name: str = "decontamination"
 
     def measure(self, documents: Sequence[Document], columns: Columns) -> Columns:
-        """`passage` [N]: the first passage of an evaluation set in each document, by its number, -1 for none;
-        `passages`: all that are in the shard.
-        """
+        """Measures `passage` [N], the number of each document's first one or -1, and `passages` of the shard."""
         known = _passages(self.config.sources)
         first: list[int] = []
         every: list[NDArray[np.int64]] = []
         for document in documents:
-            numbers = known.find(document.text)
+            hashes = passage_hashes(document.text)
+            places = np.minimum(np.searchsorted(known.hashes, hashes), len(known.hashes) - 1)
+            numbers = places[known.hashes[places] == hashes] if len(known.hashes) else _NOTHING
             first.append(int(numbers[0]) if len(numbers) else _NONE)
             every.append(numbers)
         return {"passage": np.array(first, np.int64), "passages": np.unique(np.concatenate([*every, _NOTHING]))}
 
     def decide(self, corpus: MeasuredCorpus) -> Decisions:
+        """Drops the documents with a passage. The figures give for each evaluation set the number of its documents, the
+        fraction of them with a passage in the corpus, and the fraction of all its passages that are in the corpus.
+        Documents of fewer than 13 words do not have passages.
+        """
         known = _passages(self.config.sources)
         passages = corpus.column("passage")
         numbers = np.flatnonzero(corpus.alive & (passages != _NONE))
         passages = passages[numbers]
 
         def drop(place: int) -> Drop:
-            return Drop("in an evaluation set", f"{PASSAGE_WORDS} words of {known.name(int(passages[place]))}")
+            owner = known.ids[known.owners[int(passages[place])]]
+            return Drop("in an evaluation set", f"{PASSAGE_WORDS} words of {owner}")
 
         hits = np.zeros(len(known.hashes), np.bool_)
         for found in corpus.parts("passages"):
             hits[found] = True
-        return Decisions(drops=Drops(numbers, drop), report={"figures": known.shares_found(hits)})
+        sets, figures = np.array(known.sets), dict[str, dict[str, float]]()
+        for name in dict.fromkeys(known.sets):
+            members = np.flatnonzero(sets == name)
+            own = np.isin(known.owners, members)
+            num_found = len(np.unique(known.owners[own & hits]))
+            figures[name] = {
+                "documents": len(members),
+                "found": round(num_found / len(members), 4),
+                "passages_found": round(float(hits[own].mean()), 4) if own.any() else 0.0,
+            }
+        return Decisions(drops=Drops(numbers, drop), report={"figures": figures})
 
 
 DECONTAMINATION = StepSpec(
@@ -82,32 +97,6 @@ class _Passages:
     sets: list[str]
     hashes: NDArray[np.uint64]
     owners: NDArray[np.int64]
-
-    def find(self, text: str) -> NDArray[np.int64]:
-        """The numbers of the passages in a text, in its order."""
-        hashes = passage_hashes(text)
-        places = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
-        return places[self.hashes[places] == hashes] if len(self.hashes) else _NOTHING
-
-    def name(self, passage: int) -> str:
-        return self.ids[self.owners[passage]]
-
-    def shares_found(self, hits: NDArray[np.bool_]) -> dict[str, dict[str, float]]:
-        """By evaluation set: its documents, the share of these that the corpus has a passage of, and the share of all
-        passages that it has. Documents of fewer than 13 words have no passage. hits [P]: which passages it has.
-        """
-        sets = np.array(self.sets)
-        result: dict[str, dict[str, float]] = {}
-        for name in dict.fromkeys(self.sets):
-            members = np.flatnonzero(sets == name)
-            own = np.isin(self.owners, members)
-            num_found = len(np.unique(self.owners[own & hits]))
-            result[name] = {
-                "documents": len(members),
-                "found": round(num_found / len(members), 4),
-                "passages_found": round(float(hits[own].mean()), 4) if own.any() else 0.0,
-            }
-        return result
 
 
 @cache
@@ -133,6 +122,7 @@ def passage_hashes(text: str) -> NDArray[np.uint64]:
     count = max(0, len(values) - PASSAGE_WORDS + 1)
     mixed = values[:count].copy()
     for i in range(1, PASSAGE_WORDS):
+        # A polynomial hash of the words; the shift mixes high bits into the low ones, which a product leaves weak.
         mixed = mixed * _MULTIPLIER + values[i : i + count]
         mixed ^= mixed >> np.uint64(29)
     return mixed

@@ -1,14 +1,11 @@
-"""The step duplicates: deduplicates by the fingerprints of all documents, and of those that earlier runs left in an
-index (`data/clean/duplicates/`).
-"""
+"""The step duplicates: deduplicates by fingerprints of all documents and of an index of earlier runs."""
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +15,6 @@ from modelwright.data.clean.duplicates.corpus import (
     NOTHING,
     BandFiles,
     Corpus,
-    Duplicate,
     DuplicatesConfig,
     InCommon,
     ShingleStore,
@@ -41,7 +37,7 @@ class Duplicates:
     name: str = "duplicates"
 
     def measure(self, documents: Sequence[Document], columns: Columns) -> Columns:
-        """The fingerprints, and `quality` [N]: the best of near-duplicates is kept, any if nothing judged them."""
+        """Measures the fingerprints, and `quality` [N] by `quality_score` (equal for all if nothing judged them)."""
         prints = fingerprints(documents, whole_pairs=self.config.pairs_by == "conversation")
         no_features = np.zeros((len(documents), len(FEATURES)), np.float32)
         return {
@@ -59,9 +55,29 @@ class Duplicates:
                 Path(self.config.index), corpus.key, np.flatnonzero(documents.alive[: len(corpus)]),
                 kind=documents.kind, own=corpus.column("own"), bands=documents.bands, shingles=documents.shingles,
             )  # fmt: skip
+        # Closes the files before their folder is removed, and frees the arrays before those of the drops are made.
         del documents
         shutil.rmtree(folder)
-        return Decisions(drops=_drops(found, corpus), report=_clusters(found))
+        # A document is in `found` once, for one reason.
+        numbers = np.concatenate([np.empty(0, np.int64), *(one.numbers for one in found)])
+        order = np.argsort(numbers, kind="stable")
+        reasons = np.repeat(np.arange(len(found), dtype=np.uint8), [len(one.numbers) for one in found])[order]
+        instead = np.concatenate([np.empty(0, np.int64), *(one.instead for one in found)])[order]
+        similarity = np.concatenate([np.empty(0, np.float32), *(one.similarity for one in found)])[order]
+        names = [one.reason for one in found]
+
+        def drop(place: int) -> Drop:
+            reason, other = names[reasons[place]], int(instead[place])
+            near = f"Jaccard {similarity[place]:.2f} with " if reason == "near-duplicate" else ""
+            is_earlier = other == NOTHING or other >= len(corpus)
+            return Drop(reason, f"{near}{_EARLIER if is_earlier else corpus.identifier(other)}")
+
+        sizes = Counter[int]()  # of clusters of near-duplicates, with the document that is kept
+        for duplicate in found:
+            if duplicate.reason == "near-duplicate":
+                sizes.update((np.unique(duplicate.instead, return_counts=True)[1] + 1).tolist())
+        figures = {"cluster_sizes": {str(size): sizes[size] for size in sorted(sizes)}}
+        return Decisions(drops=Drops(numbers[order], drop), report={"figures": figures} if sizes else {})
 
 
 DUPLICATES = StepSpec(
@@ -77,17 +93,25 @@ DUPLICATES = StepSpec(
 
 
 def quality_score(features: NDArray[np.float32]) -> NDArray[np.float32]:
-    """How good each document is among near-duplicates [N]: the less repetition, data, digits and symbols the better."""
+    """Ranks near-duplicates [N], the largest first: the less repetition, data, digits and symbols the better."""
     return -np.round(sum(features[:, FEATURES.index(name)] for name in _BAD), 2).astype(np.float32)
 
 
 def _read(corpus: MeasuredCorpus, config: DuplicatesConfig, folder: Path) -> tuple[Corpus, int]:
-    """The documents of this run, after them the related ones of earlier runs, and how many these are. folder: for files
-    of fingerprints.
-    """
+    """Reads this run's documents and, after them, related ones of earlier runs and their number. folder: for files."""
     bands, shingles = BandFiles(folder), folder / "shingles.bin"
     kinds, owns, lengths = [corpus.column("kind")], [corpus.column("own")], [corpus.column("num_shingles")]
-    with _fingerprint_files(bands, shingles) as add:
+    with ExitStack() as stack:
+        columns = [stack.enter_context(open(bands.path(band), "wb")) for band in range(NUM_BANDS)]
+        rows = stack.enter_context(open(shingles, "wb"))
+
+        def add(hashes: NDArray[np.uint64], flat: NDArray[np.uint32]) -> None:
+            for column, values in zip(columns, hashes.T, strict=True):
+                column.write(values.tobytes())
+            rows.write(flat.tobytes())
+            for file in (*columns, rows):
+                file.flush()  # the index reads the files while they are open
+
         for hashes, flat in zip(corpus.parts("bands"), corpus.parts("shingles"), strict=True):
             add(hashes, flat)
         if config.index:
@@ -116,27 +140,8 @@ def _read(corpus: MeasuredCorpus, config: DuplicatesConfig, folder: Path) -> tup
     ), num_indexed
 
 
-@contextmanager
-def _fingerprint_files(
-    bands: BandFiles, shingles: Path
-) -> Iterator[Callable[[NDArray[np.uint64], NDArray[np.uint32]], None]]:
-    """A function that adds documents to the files, given their bands [N, 16] and 5-grams."""
-    with ExitStack() as stack:
-        columns = [stack.enter_context(open(bands.path(band), "wb")) for band in range(NUM_BANDS)]
-        rows = stack.enter_context(open(shingles, "wb"))
-
-        def add(hashes: NDArray[np.uint64], flat: NDArray[np.uint32]) -> None:
-            for column, values in zip(columns, hashes.T, strict=True):
-                column.write(values.tobytes())
-            rows.write(flat.tobytes())
-            for file in (*columns, rows):
-                file.flush()  # the files are read while they are open
-
-        yield add
-
-
 def _shared_with_heldout(corpus: MeasuredCorpus) -> InCommon:
-    """Held-out documents, and training documents with a digest of theirs, by their digests."""
+    """Finds held-out documents, and training documents with a digest of theirs, by their digests."""
 
     def parts() -> Iterator[tuple[int, NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]]:
         columns = zip(corpus.starts[:-1], corpus.parts("keys"), corpus.parts("split"), strict=True)
@@ -145,37 +150,10 @@ def _shared_with_heldout(corpus: MeasuredCorpus) -> InCommon:
 
     heldout = [keys[is_heldout & alive].ravel() for _, keys, is_heldout, alive in parts()]
     known = np.unique(np.concatenate(heldout))
-    known = known[known != 0]
+    known = known[known != 0]  # 0 stands for a key that a document does not have
     numbers, values = [np.empty(0, np.int64)], [np.empty((0, 2), np.uint64)]
     for start, keys, is_heldout, alive in parts() if len(known) else ():
         rows = np.flatnonzero(alive & (is_heldout | np.isin(keys, known).any(axis=1)))
         numbers.append(start + rows)
         values.append(keys[rows])
     return InCommon(np.concatenate(numbers), np.concatenate(values))
-
-
-def _clusters(found: Sequence[Duplicate]) -> dict[str, Any]:
-    """How many clusters of near-duplicates there are of each size, the document that is kept included."""
-    sizes = Counter[int]()
-    for duplicate in found:
-        if duplicate.reason == "near-duplicate":
-            sizes.update((np.unique(duplicate.instead, return_counts=True)[1] + 1).tolist())
-    return {"figures": {"cluster_sizes": {str(size): sizes[size] for size in sorted(sizes)}}} if sizes else {}
-
-
-def _drops(found: Sequence[Duplicate], corpus: MeasuredCorpus) -> Drops:
-    """found: different documents, for one reason each."""
-    numbers = np.concatenate([np.empty(0, np.int64), *(one.numbers for one in found)])
-    order = np.argsort(numbers, kind="stable")
-    reasons = np.repeat(np.arange(len(found), dtype=np.uint8), [len(one.numbers) for one in found])[order]
-    instead = np.concatenate([np.empty(0, np.int64), *(one.instead for one in found)])[order]
-    similarity = np.concatenate([np.empty(0, np.float32), *(one.similarity for one in found)])[order]
-    names = [one.reason for one in found]
-
-    def drop(place: int) -> Drop:
-        reason, other = names[reasons[place]], int(instead[place])
-        near = f"Jaccard {similarity[place]:.2f} with " if reason == "near-duplicate" else ""
-        is_earlier = other == NOTHING or other >= len(corpus)
-        return Drop(reason, f"{near}{_EARLIER if is_earlier else corpus.identifier(other)}")
-
-    return Drops(numbers[order], drop)

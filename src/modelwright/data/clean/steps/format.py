@@ -1,4 +1,4 @@
-"""Format: repairs what is wrong with a text's encoding and markup, and gives equal texts one spelling.
+"""Format: repairs encodings and markup, and gives equal texts one spelling.
 
 In this order: markup to text, broken encodings (by `data/clean/mojibake.py` and ftfy), line ends as LF, no byte order
 marks or control characters, Unicode NFC, no trailing spaces, at most two blank lines in a row, and URLs as configured.
@@ -25,8 +25,8 @@ _CONTROL = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\x80-\x84\x86-\x9f\ufeff\ufffe
 _LINE_END = re.compile("\r\n?|[\x0c\x85\u2028\u2029]")
 _TRAILING_SPACE = re.compile(r"[ \t]+$", re.MULTILINE)
 _BLANK_LINES = re.compile(r"\n{4,}")
+# Soft hyphens, zero-width spaces and direction marks. Joiners (U+200C, U+200D) stay: scripts and emoji need them.
 _INVISIBLE = re.compile("[\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u206a-\u206f]")
-"""Soft hyphens, zero-width spaces and direction marks. Joiners (U+200C, U+200D) stay: scripts and emoji need them."""
 _URL = re.compile(r"\b(?:https?|ftp)://[^\s<>\"'`\]\)}]+|\bwww\.[\w-]+\.[^\s<>\"'`\]\)}]+")
 _TAG = re.compile(
     r"</?(?:html|head|body|div|span|p|br|a|b|i|em|strong|ul|ol|li|table|tr|td|th|h[1-6]|script|style|img|section|"
@@ -46,7 +46,7 @@ class FormatConfig:
     html: Literal["to_text", "keep"] = "to_text"
     """Extract the text of prose that is marked up in HTML; web pages (`.html`) are always read as text."""
     urls: Literal["keep", "mark", "remove"] = "keep"
-    """What happens to URLs outside of code: `mark` replaces each by `<URL>`."""
+    """Treatment of URLs outside of code: `keep` leaves them, `mark` replaces each by `<URL>`, `remove` deletes them."""
     min_html_tags: int = constant(3)
     """Fewer tags are taken for text about HTML."""
     min_html_fraction: float = constant(0.05)
@@ -65,14 +65,19 @@ class Format:
     def __call__(self, document: Document) -> Document | Drop:
         share = control_share(document.text)
         if share > self.config.max_control_fraction and document.kind != "code":
-            # UTF-8 that was read as Latin-1 is full of control characters
+            # UTF-8 that was read as Latin-1 is full of control characters.
             document = document.map_text(self._decoded)
             share = control_share(document.text)
         if share > self.config.max_control_fraction:
             return Drop("binary data", f"{share:.1%} control characters, limit {self.config.max_control_fraction:.1%}")
         if document.kind == "code":
             return document.map_text(normalize)
-        markup = document.kind == "prose" and self.config.html == "to_text" and self._is_html(document.text)
+        markup = False
+        if document.kind == "prose" and self.config.html == "to_text":
+            text = document.text
+            tags = [len(tag) for tag in _TAG.findall(text)] if "</" in text or "<br" in text.lower() else []
+            is_markup = sum(tags) >= self.config.min_html_fraction * len(text)
+            markup = is_markup and len(tags) >= self.config.min_html_tags
         return document.map_text(lambda text: self._repaired(text, markup))
 
     def _repaired(self, text: str, markup: bool) -> str:
@@ -89,10 +94,6 @@ class Format:
             return text
         text = repair(text)  # first, because ftfy changes parts of what it does not know
         return ftfy.fix_encoding(text) if is_bad(text) else text
-
-    def _is_html(self, text: str) -> bool:
-        tags = [len(tag) for tag in _TAG.findall(text)] if "</" in text or "<br" in text.lower() else []
-        return len(tags) >= self.config.min_html_tags and sum(tags) >= self.config.min_html_fraction * len(text)
 
 
 FORMAT = StepSpec(name="format", build=lambda config, seed: Format(config))

@@ -21,8 +21,8 @@ from modelwright.data.images.stored import HASH_BITS, KEY
 from modelwright.data.workers import ShardEngine
 
 TOO_SMALL, TOO_LONG, NEAR = "image too small", "image too elongated", "near-duplicate image"
+# Bands of 12 bits have groups of 250 images in a million: a bound as low as that of texts would miss some.
 _MOST_IN_GROUP = 65_535
-"""Bands of 12 bits have groups of 250 images in a million: a bound as low as that of texts would miss some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class ImagesConfig:
     max_aspect: float = 4.0
     """Longest side over shortest side."""
     max_hash_distance: int = 4
-    """Images are near-duplicates if at most so many of the 64 bits of their perceptual hashes differ. The largest of
-    them is kept, or a held-out one where there is any. -1 keeps near-duplicates."""
+    """Largest number of different bits, of 64, between the perceptual hashes of near-duplicates. The largest image is
+    kept, or a held-out one if there is one. -1 keeps near-duplicates."""
 
     def __post_init__(self) -> None:
         if self.min_side < 1:
@@ -52,7 +52,7 @@ class Images:
     name: str = "images"
 
     def measure(self, documents: Sequence[Document], columns: Columns) -> Columns:
-        """`image_width` and `image_height` [N] in pixels and `image_hash` [N] uint64; 0 for documents without one."""
+        """Measures `image_width` and `image_height` [N] in pixels and `image_hash` [N] uint64; 0 without an image."""
         facts = [document.meta[KEY] if document.kind == "image" else _NO_IMAGE for document in documents]
         return {
             "image_width": np.array([one["width"] for one in facts], np.int32),
@@ -61,7 +61,7 @@ class Images:
         }
 
     def decide(self, corpus: MeasuredCorpus) -> Decisions:
-        """Drop by size and shape, then near-duplicates of what is left."""
+        """Drops by size and shape, then near-duplicates of the others."""
         is_image = corpus.alive & (corpus.column("kind") == KINDS.index("image"))
         width, height = corpus.column("image_width"), corpus.column("image_height")
         is_small = is_image & (np.minimum(width, height) < self.config.min_side)
@@ -69,7 +69,10 @@ class Images:
         is_long &= is_image & ~is_small
         near = np.empty((0, 3), np.int64)
         if self.config.max_hash_distance >= 0:
-            order = _best_first(np.flatnonzero(is_image & ~is_small & ~is_long), width, height, corpus.column("split"))
+            # Held-out images first, then the largest: the first of near-duplicates is kept.
+            split, left = corpus.column("split"), np.flatnonzero(is_image & ~is_small & ~is_long)
+            area = width[left].astype(np.int64) * height[left]
+            order = left[np.lexsort((left, -area, -split[left]))].astype(np.uint32)
             hashes, most = corpus.column("image_hash"), self.config.max_hash_distance
             near = near_duplicates(order, hashes, most, corpus.folder, corpus.engine)
             near = near[np.argsort(near[:, 0])]
@@ -92,7 +95,7 @@ _NO_IMAGE = {"width": 0, "height": 0, "hash": "0"}
 
 
 def images_config(quality: QualityConfig) -> ImagesConfig:
-    """The limits among those of the step quality."""
+    """Selects the limits on images among those of the step quality."""
     limits = {name.removeprefix("image."): quality.limits[name] for name in IMAGE_LIMITS if name in quality.limits}
     whole = {name: int(value) for name, value in limits.items() if name != "max_aspect"}
     try:
@@ -113,28 +116,23 @@ IMAGES = StepSpec(
 )
 
 
-def _best_first(
-    numbers: NDArray[np.int64], width: NDArray[np.int32], height: NDArray[np.int32], heldout: NDArray[np.int8]
-) -> NDArray[np.uint32]:
-    """These images in the order in which they are taken. width, height, heldout: of all documents."""
-    area = width[numbers].astype(np.int64) * height[numbers]
-    return numbers[np.lexsort((numbers, -area, -heldout[numbers]))].astype(np.uint32)
-
-
 def near_duplicates(
     order: NDArray[np.uint32], hashes: NDArray[np.uint64], most: int, folder: Path, engine: ShardEngine
 ) -> NDArray[np.int64]:
-    """`(number, the one kept instead, bits between them)` [D, 3] of each image that differs in at most `most` bits from
-    one that was kept before it. order: the numbers of the images, the best first; hashes [N]: of all documents; folder:
-    for files that go then; engine: where images are grouped by band.
+    """Returns `(number, the one kept instead, bits between them)` [D, 3] of each image that differs in at most `most`
+    bits from one that was kept before it. order: the numbers of the images, the best first; hashes [N]: of all
+    documents; folder: for temporary files; engine: where images are grouped by band.
 
-    Hashes are cut into `most` + 1 bands: two that differ in `most` bits agree in one of them at least. The images of
+    Hashes are cut into `most` + 1 bands: two that differ in `most` bits agree in at least one of them. The images of
     one value of a band are a group, as for texts; of those that are kept the first 65,535 are candidates.
     """
     with tempfile.TemporaryDirectory(dir=folder) as files:
         bands = BandFiles(Path(files))
-        _write_bands(hashes, most + 1, bands)
-        groups = BandGroups.of(order, bands, engine, num_bands=most + 1, most=_MOST_IN_GROUP)
+        edges = [HASH_BITS * band // (most + 1) for band in range(most + 2)]
+        for band, (low, high) in enumerate(itertools.pairwise(edges)):
+            part = (hashes >> np.uint64(low)) & np.uint64((1 << (high - low)) - 1)
+            part.tofile(bands.path(band))
+        groups = BandGroups(order, bands, engine, num_bands=most + 1, most=_MOST_IN_GROUP)
         found = array("q")
         for number, places in groups:
             own = groups.groups(places)
@@ -145,11 +143,3 @@ def near_duplicates(
             else:
                 keep_in(own, number)
     return np.array(found, np.int64).reshape(-1, 3)
-
-
-def _write_bands(values: NDArray[np.uint64], count: int, files: BandFiles) -> None:
-    """The bits of hashes in `count` parts of nearly equal width, each of all hashes in a file."""
-    edges = [HASH_BITS * place // count for place in range(count + 1)]
-    for band, (low, high) in enumerate(itertools.pairwise(edges)):
-        part = (values >> np.uint64(low)) & np.uint64((1 << (high - low)) - 1)
-        part.tofile(files.path(band))

@@ -1,11 +1,10 @@
-"""The step noise: drops documents that a classifier, trained on trusted text, takes for junk, if a test has shown that
-it can.
+"""The step noise: drops documents that a classifier of trusted text takes for junk, if a test shows its precision.
 
 Training and its test are in `data/clean/noise/cascade.py`, the classifier in `data/clean/noise/classifier.py`.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -44,7 +43,7 @@ class Noise:
     name: str = "noise"
 
     def measure(self, documents: Sequence[Document], columns: Columns) -> Columns:
-        """`judged` [N]: whether a document is long enough, no pair and no caption."""
+        """Measures `judged` [N]: True if a document is long enough, not a pair and not a caption."""
         if "features" in columns:
             num_words = columns["features"][:, _NUM_WORDS]
         else:
@@ -53,17 +52,30 @@ class Noise:
         return {"judged": is_text & (num_words >= FEWEST_WORDS)}
 
     def decide(self, corpus: MeasuredCorpus) -> Decisions:
-        """Train the classifier, and score the documents in worker processes. Nothing is scored or dropped where its
+        """Trains the classifier, and scores the documents in worker processes. Nothing is scored or dropped if its
         test does not show the promised precision. Raises `DataError` if there are too few trusted samples to learn
         from.
         """
-        cascade, report = self._trained(corpus.folder)
+        path = corpus.folder / _CASCADE
+        if not path.exists():
+            trusted = read_trusted(self.config.trusted, self.config.num_samples)
+            trained = train_cascade(trusted, self.config, self.seed, corpus.folder)
+            write_atomic(path, json.dumps([asdict(trained[0]), trained[1]]))
+        # Read back even if just written: a resumed run must decide by the same values.
+        fields, report = json.loads(path.read_text())
+        cascade = Cascade(**fields | {"forms": KnownForms(**fields["forms"])})
         if not report["acts"]:
             nothing = dict.fromkeys(("judged", "abstained", "uncertain", "dropped"), 0)
             return Decisions(drops={}, report={"noise": {**report, **nothing}})
         numbers, values, by_model = [np.empty(0, np.int64)], [np.empty(0)], [np.empty(0, np.bool_)]
         num_judged = num_unknown = num_uncertain = 0
-        for shard, arrays in corpus.engine.map(score_shard, self._jobs(corpus, cascade)):
+        columns = zip(corpus.shards, corpus.starts[:-1], corpus.parts("judged"), strict=True)
+        jobs = (
+            _ScoreJob(corpus.folder, files, corpus.stage, rows.tolist(), self.config, cascade)
+            for files, start, judged in columns
+            if len(rows := np.flatnonzero(judged & corpus.alive[start : start + len(judged)]))
+        )
+        for shard, arrays in corpus.engine.map(score_shard, jobs):
             has_form, is_uncertain = arrays["has_form"], cascade.is_uncertain(arrays["p"])
             num_judged += len(has_form)
             num_unknown += int((~has_form).sum())
@@ -87,23 +99,6 @@ class Noise:
         }  # fmt: skip
         return Decisions(drops=Drops(all_numbers[order], drop), report={"noise": {**report, **counts}})
 
-    def _jobs(self, corpus: MeasuredCorpus, cascade: Cascade) -> Iterator["_ScoreJob"]:
-        """The shards that have documents to score."""
-        columns = zip(corpus.shards, corpus.starts[:-1], corpus.parts("judged"), strict=True)
-        for files, start, judged in columns:
-            rows = np.flatnonzero(judged & corpus.alive[start : start + len(judged)])
-            if len(rows):
-                yield _ScoreJob(corpus.folder, files, corpus.stage, rows.tolist(), self.config, cascade)
-
-    def _trained(self, folder: Path) -> tuple[Cascade, dict[str, Any]]:
-        path = folder / _CASCADE
-        if not path.exists():
-            trusted = read_trusted(self.config.trusted, self.config.num_samples)
-            trained = train_cascade(trusted, self.config, self.seed, folder)
-            write_atomic(path, json.dumps([asdict(trained[0]), trained[1]]))
-        cascade, report = json.loads(path.read_text())
-        return Cascade(**cascade | {"forms": KnownForms(**cascade["forms"])}), report
-
 
 NOISE = StepSpec(
     name="noise",
@@ -115,8 +110,8 @@ NOISE = StepSpec(
 
 
 def read_trusted(sources: tuple[str, ...], most: int) -> list[Document]:
-    """The first documents of the sources of `clean.noise.trusted`, without pairs, which the step does not judge. Of
-    `stdlib`, the documentation and code on this machine, a tenth of the modules is enough.
+    """Reads the first documents of the sources of `clean.noise.trusted`, without pairs, which the step does not judge.
+    A tenth of the modules of `stdlib`, the documentation and code on this machine, is enough.
     """
     config = SourceConfig(
         sources=sources, validation_fraction=0.0, on_bad_record="skip", stdlib_fraction=_STDLIB_FRACTION
@@ -127,7 +122,7 @@ def read_trusted(sources: tuple[str, ...], most: int) -> list[Document]:
 
 @dataclass(frozen=True)
 class _ScoreJob:
-    """Documents of a shard to score. folder: with the classifier; stage: which wrote the documents of the shard."""
+    """Documents of a shard to score. folder: with the classifier; stage: the one that wrote the shard's documents."""
 
     folder: Path
     files: ShardFiles
@@ -138,14 +133,13 @@ class _ScoreJob:
 
 
 def score_shard(job: _ScoreJob) -> tuple[int, dict[str, NDArray[Any]]]:
-    """Probabilities of noise of some documents of a shard by both models, and whether their form is known; runs in
-    worker processes.
-    """
+    """Computes both models' probabilities of noise for some documents, and whether their form is known; in workers."""
     if job.files.facts(_STAGE) is None:
         documents = unpack_documents(job.files.array(job.stage, DOCUMENTS).tobytes())
         texts = [documents[row].text for row in job.rows]
         p = LinearClassifier.load(job.folder / CLASSIFIER).probabilities(texts)
         has_form = np.ones(len(texts), np.bool_)
+        # The others are kept whatever their form, and recognizing a language takes time.
         for index in np.flatnonzero(p >= SURELY_TRUSTED):
             has_form[index] = job.cascade.forms.includes(texts[index])
         by_model = np.zeros(len(texts))

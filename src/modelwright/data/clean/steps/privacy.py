@@ -1,6 +1,6 @@
 """The step privacy: replaces personal data and secrets by markers, the same one for equal values.
 
-`data/personal_data` finds the values. The first e-mail address of a document becomes `<EMAIL_1>`, a second one
+`data/clean/personal_data` finds the values. The first e-mail address of a document becomes `<EMAIL_1>`, a second one
 `<EMAIL_2>`, every repetition of the first `<EMAIL_1>` again. Only counts leave this module, never a value.
 """
 
@@ -15,8 +15,9 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.clean.personal_data.find import find
 from modelwright.data.clean.personal_data.pattern import KINDS
 from modelwright.data.clean.steps.step import StepSpec
-from modelwright.data.document import Document, turn_texts
+from modelwright.data.document import Document, map_turn
 
+# The record's own identifier and URL must survive numbers that merely identify, such as an IP address or a card number.
 _FIELDS = ("id", "url")
 _KINDS_IN_FIELDS = ("email", "credentials", "secret")
 _MARKERS = {kind: kind.upper() for kind in KINDS}
@@ -27,8 +28,7 @@ class PrivacyConfig:
     """Detection of personal data and secrets."""
 
     replace: tuple[str, ...] = field(default=KINDS, metadata=word_for_none())
-    """Kinds of values that are replaced: email, phone, ip, card, iban, national_id, credentials and secret; none for
-    no replacement."""
+    """Kinds of values that are replaced: email, phone, ip, card, iban, national_id, credentials and secret; or none."""
     phone_regions: tuple[str, ...] = ("US", "GB", "DE", "FR", "ES", "IT", "CN", "JP", "IN", "BR")
     """Countries (ISO 3166) whose national phone numbers are recognized; international ones (`+49 ...`) always are."""
 
@@ -48,16 +48,16 @@ class Privacy:
     replaced: Counter[str] = field(default_factory=Counter, compare=False)
     """Values replaced in documents that were not dropped, by kind."""
     failures: Counter[str] = field(default_factory=Counter, compare=False)
-    """How often the check of each pattern raised an exception instead of an answer; the text stayed as it was."""
+    """Exceptions of the check of each pattern; the text stayed unchanged."""
 
     def __call__(self, document: Document) -> Document:
-        """The document with markers in place of values."""
+        """Returns the document with markers in place of values."""
         changed, counts = self._replace(document)
         self.replaced.update(counts)
         return changed
 
     def redact(self, document: Document) -> Document:
-        """The same for a dropped document, whose values are not counted."""
+        """Replaces the values of a dropped document, without counting them."""
         return self._replace(document)[0]
 
     def take_counts(self) -> dict[str, dict[str, int]]:
@@ -67,53 +67,53 @@ class Privacy:
         return counts
 
     def _replace(self, document: Document) -> tuple[Document, Counter[str]]:
-        """The changed document, and how many values were replaced by kind."""
+        """Returns the changed document, and the number of replaced values by kind."""
         if not self.config.replace:
             return document, Counter()
         replacer = _Replacer(self.config, document.kind == "code", self.failures)
         changed = document.map_text(replacer)
-        changed = replace(changed, meta={**changed.meta, **self._redacted_fields(document, replacer)})
+        fields = {name: document.meta[name] for name in _FIELDS if isinstance(document.meta.get(name), str)}
+        redacted = {name: replacer(value, kinds=_KINDS_IN_FIELDS) for name, value in fields.items()}
+        changed = replace(changed, meta={**changed.meta, **redacted})
         if not replacer.markers:
             return document, Counter()
+        # Counted by turn: the title and the summary repeat values of the text.
         turns = [*document.messages, *document.rejected] if document.kind == "qa" else []
-        parts = [text for turn in turns for text in turn_texts(turn)] if turns else [document.text]
+        parts = list[str]() if turns else [document.text]
+        for turn in turns:
+            map_turn(turn, lambda text: parts.append(text) or text)
         return changed, sum((replacer.counts[part] for part in parts), Counter[str]())
-
-    def _redacted_fields(self, document: Document, replacer: "_Replacer") -> dict[str, str]:
-        """The record's own identifier and URL without what can be told from a number that merely identifies."""
-        fields = {name: document.meta[name] for name in _FIELDS if isinstance(document.meta.get(name), str)}
-        return {name: replacer(value, kinds=_KINDS_IN_FIELDS) for name, value in fields.items()}
 
 
 PRIVACY = StepSpec(name="privacy", build=lambda config, seed: Privacy(config))
 
 
+@dataclass
 class _Replacer:
-    """Replaces values in the texts of one document."""
+    """Replaces values in the texts of one document. counts: by text, of the kinds that were found in it."""
 
-    def __init__(self, config: PrivacyConfig, is_code: bool, failures: Counter[str]) -> None:
-        self._config = config
-        self._is_code = is_code
-        self._failures = failures
-        self.markers: dict[tuple[str, str], str] = {}
-        self._numbers: Counter[str] = Counter()
-        self.counts: dict[str, Counter[str]] = {}
+    config: PrivacyConfig
+    is_code: bool
+    failures: Counter[str]
+    markers: dict[tuple[str, str], str] = field(default_factory=dict)
+    numbers: Counter[str] = field(default_factory=Counter)
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
 
     def __call__(self, text: str, kinds: Sequence[str] = KINDS) -> str:
         findings = find(
             text,
-            [kind for kind in kinds if kind in self._config.replace],
-            is_code=self._is_code,
-            regions=self._config.phone_regions,
-            failures=self._failures,
+            [kind for kind in kinds if kind in self.config.replace],
+            is_code=self.is_code,
+            regions=self.config.phone_regions,
+            failures=self.failures,
         )
         self.counts[text] = Counter(finding.kind for finding in findings)
         parts, at = [], 0
         for finding in findings:
             key = (finding.kind, finding.value)
             if key not in self.markers:
-                self._numbers[finding.kind] += 1
-                self.markers[key] = f"<{_MARKERS[finding.kind]}_{self._numbers[finding.kind]}>"
+                self.numbers[finding.kind] += 1
+                self.markers[key] = f"<{_MARKERS[finding.kind]}_{self.numbers[finding.kind]}>"
             parts += [text[at : finding.start], self.markers[key]]
             at = finding.end
         return "".join([*parts, text[at:]])

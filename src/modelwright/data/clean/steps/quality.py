@@ -49,7 +49,7 @@ LIMIT_OF = {
 """The limit that a document violates, by the reason for which it is dropped."""
 
 Limits = Mapping[str, float]
-"""By `min_FEATURE` or `max_FEATURE`."""
+"""Limits by name, `min_FEATURE` or `max_FEATURE`."""
 
 _ANY = {"min_num_chars": 20.0, "max_num_chars": 2_000_000.0, "max_data_fraction": 0.6}
 DEFAULT_LIMITS: Mapping[Kind, Limits] = {
@@ -70,24 +70,24 @@ DEFAULT_LIMITS: Mapping[Kind, Limits] = {
 """Gopher's limits where it has them, wider for short documents; see `QualityConfig.limits`."""
 IMAGE_LIMITS = ("image.min_side", "image.max_aspect", "image.max_hash_distance")
 """Limits that the step images applies (`steps/images.py`)."""
+# Prose with a larger fraction of lines that look like code is judged as code: records often do not state a kind.
 _CODE_LINES = 0.4
-"""Prose of which more lines look like code is judged as code: records often have no kind."""
 _OF_ANY_LENGTH = (
     "num_chars", "num_words", "duplicate_line_fraction", "data_fraction", "ellipsis_fraction", "misordered_fraction",
     "broken_word_fraction", "error_fraction", "cut_end_fraction",
 )  # fmt: skip
+# Long texts are more than their ends. No limit by default: chats and comments are often written in lower case.
 _OF_SHORT_TEXTS = ("cut_end_fraction",)
-"""Long texts are more than their ends. No limit by default: chats and comments are often written in lower case."""
 _NEVER_AUTOMATIC = ("num_chars", "num_words", "cut_end_fraction", "code_fraction")
 
 _LANGUAGE_CHARS = 2_000
+# Values in place of the index of a limit: the language, and no violation.
 _LANGUAGE, _NO_LIMIT = -1, -2
-"""Places of limits: the language, and none."""
 _NO_DOCUMENTS = np.empty((0, len(FEATURES)), np.float32)
 FeatureColumn = Callable[[int], NDArray[np.float32]]
-"""One feature, by its number, of all documents of a kind with at least 50 words."""
+"""Reads one feature, by its number, of all documents of a kind with at least 50 words."""
+# Fractions, ratios and entropies of shorter texts vary too much to be judged.
 _SHORT_WORDS, _SHORT_CHARS = 50, 300
-"""Fractions, ratios and entropies of shorter texts vary too much to be judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,12 @@ class QualityConfig:
             if kind not in ("", *DEFAULT_LIMITS) or limit[:4] not in ("min_", "max_") or limit[4:] not in FEATURES:
                 raise ConfigError(f"limits: {name!r} is not [KIND.]min_FEATURE or max_FEATURE; features: {FEATURES}")
         if self.languages:
-            _check_languages(self.languages)
+            import py3langid  # takes half a second
+
+            known = sorted({code for code, _ in py3langid.rank("")})
+            if unknown := [code for code in self.languages if code not in known]:
+                text = f"languages: {unknown[0]!r} is not the code of a language that can be recognized"
+                raise ConfigError(f"{text}, such as en, de or zh; known are {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -124,15 +129,20 @@ class Quality:
     name: str = "quality"
 
     def measure(self, documents: Sequence[Document], columns: Columns) -> Columns:
-        """`features` [N, F] in the order of `FEATURES`, and `language` [N]: whether it is one that is wanted."""
+        """Measures `features` [N, F] in the order of `FEATURES`, and `language` [N]: True for a wanted language."""
         features = np.array([measure(document) for document in documents], np.float32).reshape(-1, len(FEATURES))
         language = [has_language(document, self.config) for document in documents]
         return {"features": features, "language": np.array(language, np.bool_)}
 
     def decide(self, corpus: MeasuredCorpus) -> Decisions:
-        """Drop what violates a limit, with the first limit violated."""
-        limits = self._limits(corpus)
-        # judging no document tells the order of the limits
+        """Drops the documents that violate a limit, for the first limit violated."""
+        if self.config.thresholds == "fixed":
+            limits = limits_by_kind(self.config, {})
+        else:
+            with TemporaryDirectory(dir=corpus.folder) as folder:
+                texts = _LongTexts.of(corpus, Path(folder))
+                limits = limits_by_kind(self.config, {kind: partial(texts.column, kind) for kind in KINDS})
+        # Judging no document tells the order of the limits.
         judged: dict[Kind, list[tuple[str, str, float]]] = {
             kind: [entry[1:] for entry in judge(_NO_DOCUMENTS, limits[kind])] for kind in KINDS
         }
@@ -150,19 +160,10 @@ class Quality:
         report = {"limits": shown, "remedies": remedies(violations, judged)}
         return Decisions(drops=Drops(violations.numbers[order], drop), report=report)
 
-    def _limits(self, corpus: MeasuredCorpus) -> dict[Kind, dict[str, float]]:
-        if self.config.thresholds == "fixed":
-            return limits_by_kind(self.config, {})
-        with TemporaryDirectory(dir=corpus.folder) as folder:
-            texts = _LongTexts.of(corpus, Path(folder))
-            return limits_by_kind(self.config, {kind: partial(texts.column, kind) for kind in KINDS})
-
 
 @dataclass(frozen=True)
 class _LongTexts:
-    """The features of all documents that are alive and have at least 50 words, a file for each feature. kinds [L]: by
-    which each is judged.
-    """
+    """Features of the L documents alive with at least 50 words, a file each. kinds [L]: that each is judged by."""
 
     folder: Path
     kinds: NDArray[np.int8]
@@ -199,7 +200,7 @@ class _Violations:
 
     @classmethod
     def of(cls, corpus: MeasuredCorpus, limits: Mapping[Kind, Limits]) -> "_Violations":
-        """Those of the documents that are alive, found shard by shard."""
+        """Finds the violations of the documents that are alive, shard by shard."""
         parts: list[tuple[NDArray[Any], ...]] = [
             tuple(np.empty(0, dtype) for dtype in (np.int64, np.int8, np.int8, np.float32))
         ]
@@ -214,6 +215,7 @@ class _Violations:
             for number in np.unique(kinds[alive]):
                 members = np.flatnonzero(alive & (kinds == number))
                 judged = judge(features[members], limits[KINDS[number]])
+                # Backward, so that the first limit that a document violates is written last and stays.
                 for place, (violates, _, feature, _) in reversed(list(enumerate(judged))):
                     places[members[violates]] = place
                     values[members[violates]] = features[members[violates], FEATURES.index(feature)]
@@ -226,17 +228,8 @@ class _Violations:
 QUALITY = StepSpec(name="quality", build=lambda config, seed: Quality(config))
 
 
-def _check_languages(languages: Sequence[str]) -> None:
-    import py3langid  # takes half a second
-
-    known = sorted({code for code, _ in py3langid.rank("")})
-    if unknown := [code for code in languages if code not in known]:
-        text = f"languages: {unknown[0]!r} is not the code of a language that can be recognized, such as en, de or zh"
-        raise ConfigError(f"{text}; known are {', '.join(known)}")
-
-
 def has_language(document: Document, config: QualityConfig) -> bool:
-    """Whether a document is in one of the wanted languages, as far as there are any and it is not code."""
+    """True for code, for a document in a wanted language, and if all languages are wanted."""
     return not config.languages or document.kind == "code" or language_of(document) in config.languages
 
 
@@ -254,12 +247,12 @@ def judged_kinds(features: NDArray[np.float32], kinds: NDArray[np.int8]) -> NDAr
 
 
 def limits_by_kind(config: QualityConfig, columns: Mapping[Kind, FeatureColumn]) -> dict[Kind, dict[str, float]]:
-    """The limits in effect. columns: by kind; called for `thresholds: auto` only."""
+    """Computes the limits in effect. columns: by kind; called for `thresholds: auto` only."""
     result: dict[Kind, dict[str, float]] = {}
     for kind, defaults in DEFAULT_LIMITS.items():
         limits = dict(defaults)
         if config.thresholds == "auto" and kind in columns:
-            limits |= _tighter(limits, _quantile_limits(columns[kind], config.auto_tail))
+            limits |= _automatic_limits(columns[kind], config.auto_tail, limits)
         limits |= {name: value for name, value in config.limits.items() if "." not in name}
         own = {name: value for name, value in config.limits.items() if name not in IMAGE_LIMITS}
         limits |= {name[len(kind) + 1 :]: value for name, value in own.items() if name.startswith(f"{kind}.")}
@@ -268,7 +261,7 @@ def limits_by_kind(config: QualityConfig, columns: Mapping[Kind, FeatureColumn])
 
 
 def judge(features: NDArray[np.float32], limits: Limits) -> list[tuple[NDArray[np.bool_], str, str, float]]:
-    """For each limit in order: which of the documents [N] violate it, the reason, the feature and the limit.
+    """For each limit in order, returns which of the documents [N] violate it, the reason, the feature and the limit.
 
     Documents of fewer than 50 words and 300 characters are judged by their length, lines, ends and words alone.
     """
@@ -278,6 +271,7 @@ def judge(features: NDArray[np.float32], limits: Limits) -> list[tuple[NDArray[n
     for name in sorted(limits, key=lambda name: (FEATURES.index(name[4:]), name)):
         feature, limit = name[4:], limits[name]
         values = features[:, FEATURES.index(feature)]
+        # In FP32 like the features: a value equal to its limit must not violate it by rounding.
         violates = values < np.float32(limit) if name.startswith("min_") else values > np.float32(limit)
         if feature not in _OF_ANY_LENGTH:
             violates = violates & ~is_short
@@ -290,48 +284,33 @@ def judge(features: NDArray[np.float32], limits: Limits) -> list[tuple[NDArray[n
 def remedies(
     violations: _Violations, judged: Mapping[Kind, Sequence[tuple[str, str, float]]]
 ) -> dict[str, str]:  # fmt: skip
-    """By the reason for which documents were dropped: the options of the command line that would keep all of them, as
-    far as this reason goes. judged: reason, feature and limit in the order of `judge`.
+    """Maps each reason for drops to the options of the command line that would keep all documents dropped for it.
+
+    judged: reason, feature and limit in the order of `judge`.
     """
     options: dict[tuple[str, Kind], str] = {}
     for number, kind in enumerate(KINDS):
         for place, (reason, *_) in enumerate(judged[kind]):
             values = violations.values[(violations.kinds == number) & (violations.places == place)]
-            if len(values):
-                limit = LIMIT_OF[reason]
-                is_max = limit.startswith("max_")
-                value = _rounded(float(values.max() if is_max else values.min()), up=is_max)
-                options[reason, kind] = f"--clean.quality.limits.{kind}.{limit} {value:.10g}"
+            if not len(values):
+                continue
+            limit = LIMIT_OF[reason]
+            is_max = limit.startswith("max_")
+            value = float(values.max() if is_max else values.min())
+            if value:
+                # Three significant digits, rounded away from the limit in effect, so that the new one keeps the value.
+                unit = 10.0 ** (math.floor(math.log10(abs(value))) - 2)
+                value = (math.ceil(value / unit) if is_max else math.floor(value / unit)) * unit
+            options[reason, kind] = f"--clean.quality.limits.{kind}.{limit} {value:.10g}"
     result: dict[str, str] = {}
     for (reason, _), option in sorted(options.items()):
         result[reason] = f"{result[reason]} {option}" if reason in result else option
     return result
 
 
-def _rounded(value: float, *, up: bool) -> float:
-    """Three significant digits, away from the measured value, so that a limit of it keeps the value."""
-    if value == 0:
-        return 0.0
-    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 2)
-    return (math.ceil(value / unit) if up else math.floor(value / unit)) * unit
-
-
-def _tighter(fixed: Limits, automatic: Limits) -> dict[str, float]:
-    """The automatic limits, none of them wider than the fixed one, without those that no document can violate."""
-    result: dict[str, float] = {}
-    for name, value in automatic.items():
-        is_max = name.startswith("max_")
-        bound = fixed.get(name, value)
-        value = min(value, bound) if is_max else max(value, bound)
-        can_bite = value < 1 or not name.endswith("_fraction") if is_max else value > 0
-        if can_bite:
-            result[name] = value
-    return result
-
-
-def _quantile_limits(column: FeatureColumn, tail: float) -> dict[str, float]:
-    """Limits at the tails' quantiles, moved outward by half their distance from the median. Where a distribution has
-    no tail on one side, nothing is cut there.
+def _automatic_limits(column: FeatureColumn, tail: float, fixed: Limits) -> dict[str, float]:
+    """Computes limits at the tails' quantiles, moved outward by half their distance from the median, but never wider
+    than the fixed ones. Where a distribution has no tail on one side, nothing is cut there.
     """
     result: dict[str, float] = {}
     for number, name in enumerate(FEATURES):
@@ -339,8 +318,12 @@ def _quantile_limits(column: FeatureColumn, tail: float) -> dict[str, float]:
         if not len(values):
             continue
         low, middle, high = np.quantile(values, [tail, 0.5, 1 - tail])
-        if low < middle:
-            result[f"min_{name}"] = float(1.5 * low - 0.5 * middle)
-        if high > middle:
-            result[f"max_{name}"] = float(1.5 * high - 0.5 * middle)
+        least, most = float(1.5 * low - 0.5 * middle), float(1.5 * high - 0.5 * middle)
+        least = max(least, fixed.get(f"min_{name}", least))
+        most = min(most, fixed.get(f"max_{name}", most))
+        # Limits that no document can violate are left out, so that the report does not show them.
+        if low < middle and least > 0:
+            result[f"min_{name}"] = least
+        if high > middle and (most < 1 or not name.endswith("_fraction")):
+            result[f"max_{name}"] = most
     return result

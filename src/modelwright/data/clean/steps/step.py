@@ -1,4 +1,4 @@
-"""What a step of cleaning is: `Step` looks at one document at a time, `CorpusStep` at the whole corpus.
+"""The interfaces of cleaning steps: `Step` looks at one document at a time, `CorpusStep` at the whole corpus.
 
 `STEPS` in `data/clean/config.py` lists the steps of this package; `data/clean/clean.py` runs any list of them.
 """
@@ -21,7 +21,7 @@ Columns = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Drop:
-    """A step drops a document. reason: short and from a fixed set, because reasons become counters; detail: the
+    """The decision to drop a document. reason: short and from a fixed set, because reasons become counters; detail: the
     measured value and the limit, or the document that was kept instead.
     """
 
@@ -29,24 +29,27 @@ class Drop:
     detail: str = ""
 
 
+@dataclass(frozen=True, eq=False)
 class Drops(Mapping[int, Drop]):
-    """Drops by the number of the document, each made when it is asked for: a corpus may lose millions of documents."""
+    """Drops by the number of the document, each made when it is asked for: a corpus may lose millions of documents.
 
-    def __init__(self, numbers: NDArray[np.int64], drop: Callable[[int], Drop]) -> None:
-        """numbers: ascending; drop: makes the drop of a document from its place among them."""
-        self._numbers, self._drop = numbers, drop
+    numbers: ascending; drop: makes the drop of a document from its index among them.
+    """
+
+    numbers: NDArray[np.int64]
+    drop: Callable[[int], Drop]
 
     def __getitem__(self, number: int) -> Drop:
-        place = int(np.searchsorted(self._numbers, number))
-        if place == len(self._numbers) or self._numbers[place] != number:
+        place = int(np.searchsorted(self.numbers, number))
+        if place == len(self.numbers) or self.numbers[place] != number:
             raise KeyError(number)
-        return self._drop(place)
+        return self.drop(place)
 
     def __iter__(self) -> Iterator[int]:
-        return map(int, self._numbers)
+        return map(int, self.numbers)
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self.numbers)
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class DroppedDocument:
     detail: str
 
     def to_json(self) -> str:
-        """One JSON line, without the line end; `from_json` reads it back."""
+        """Serializes to one JSON line, without the line end; `from_json` reads it back."""
         entry = {"step": self.step, "reason": self.reason, "detail": self.detail, **self.document.plain()}
         return json.dumps(entry, ensure_ascii=False)
 
@@ -71,10 +74,10 @@ class DroppedDocument:
 
 
 class Step(Protocol):
-    """Looks at one document at a time, in worker processes, so it can be pickled.
+    """Looks at one document at a time, in worker processes; it must be picklable.
 
-    What it returns depends on the document and its own settings alone. Its dataclass fields tell one setting of it
-    from another: work that was interrupted goes on with equal steps only.
+    Its result depends only on the document and its own settings. Its dataclass fields are these settings: interrupted
+    work is resumed with equal steps only.
     """
 
     @property
@@ -83,22 +86,22 @@ class Step(Protocol):
         ...
 
     def __call__(self, document: Document) -> Document | Drop:
-        """The document, a changed copy of it, or why it is dropped. Nothing is changed in place: a document that comes
-        back itself is written as it was read.
+        """Returns the document, a changed copy of it, or the reason to drop it. Nothing is changed in place: a document
+        that is returned unchanged is written as it was read.
         """
         ...
 
 
 @runtime_checkable
 class Redactor(Protocol):
-    """A `Step` that takes personal data out of dropped documents, too, before they are written."""
+    """A `Step` that also removes personal data from dropped documents, before they are written."""
 
     def redact(self, document: Document) -> Document: ...
 
 
 @runtime_checkable
 class CountingStep(Protocol):
-    """A `Step` that counts what it does to documents."""
+    """A `Step` that counts its changes to documents."""
 
     def take_counts(self) -> Mapping[str, Mapping[str, int]]:
         """The counters since the last call, by field of `CleanReport`."""
@@ -107,17 +110,17 @@ class CountingStep(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """What a `CorpusStep` decides."""
+    """Decisions of a `CorpusStep`."""
 
     drops: Mapping[int, Drop]
-    """By the number of the document; `Drops` for many."""
+    """Drops by the number of the document; a `Drops` for many."""
     report: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `CleanReport`, or `figures` of the step by names of its own."""
+    """Fields of `CleanReport`, or `figures` of the step under names that it chooses."""
 
 
 @runtime_checkable
 class CorpusStep(Protocol):
-    """Decides about documents from what it measured of all of them. As for `Step`, its fields are its settings."""
+    """Decides about documents from measurements of all of them. As for `Step`, its fields are its settings."""
 
     @property
     def name(self) -> str:
@@ -125,14 +128,14 @@ class CorpusStep(Protocol):
         ...
 
     def measure(self, documents: Sequence[Document], columns: Columns) -> Columns:
-        """Measure a shard of N documents, in worker processes; the columns are stored.
+        """Measures a shard of N documents, in worker processes; the columns are stored.
 
-        columns: `kind` and `split` (1 for held out), and what the corpus steps before this one measured.
+        columns: `kind` and `split` (1 for held out), and those that the corpus steps before this one measured.
         """
         ...
 
     def decide(self, corpus: MeasuredCorpus) -> Decisions:
-        """Decide about the documents that are `alive`, in one process."""
+        """Decides about the documents that are `alive`, in one process."""
         ...
 
 
@@ -145,7 +148,7 @@ class Phase:
 
 
 def divide(steps: Sequence[Step | CorpusStep]) -> tuple[Phase, ...]:
-    """The phases of a list of steps, two or more. The last one has no corpus steps: its documents are the result."""
+    """Divides steps into two or more phases. The last one does not have corpus steps: its documents are the result."""
     phases: list[Phase] = []
     single: list[Step] = []
     deciding: list[CorpusStep] = []
@@ -165,32 +168,32 @@ def divide(steps: Sequence[Step | CorpusStep]) -> tuple[Phase, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpec:
-    """An entry of `STEPS`, or what the entry point of another package names (docs/extending.md)."""
+    """An entry of `STEPS`, or of the entry point of another package (docs/extending.md)."""
 
     name: str
     """The name of the step and, unless `section` names another, of its section of `CleanConfig`."""
     build: Callable[[Any, int], Step | CorpusStep | None]
-    """The step for its section and the seed of the run; none if the section switches it off."""
+    """Builds the step from its section and the seed of the run; None if the section switches it off."""
     remedies: Mapping[str, str] = field(default_factory=dict)
-    """By the reason for a drop: the option that keeps such documents."""
+    """Option that keeps the documents, by the reason for their drop."""
     config: type = NoSettings
     """The dataclass of the settings of a step of another package; the others have a section of `CleanConfig`."""
     sources: Sequence[str] = ()
-    """Settings that name sources. Like those of `files` they decide the result, and become absolute in a run."""
+    """Settings that name sources. Like those of `files` they affect the result, and become absolute in a run."""
     files: Sequence[str] = ()
-    """Settings that name files and folders which decide the result."""
+    """Settings that name files and folders which affect the result."""
     paths: Sequence[str] = ()
     """Settings that name other files and folders, such as one that the step writes."""
     section: str = ""
-    """The section that the step reads, where it has none of its own."""
+    """Section that the step reads, if not one named after it."""
 
     def values(self, names: Sequence[str], settings: Any) -> list[str]:
-        """The paths in some of the settings."""
+        """Lists the paths in some of the settings."""
         values = [getattr(settings, name) for name in names]
         return [path for value in values for path in ([value] if isinstance(value, str) else value) if path]
 
     def replace_paths(self, settings: Any, source: Callable[[str], str], path: Callable[[str], str]) -> Any:
-        """The settings with a function applied to each source, and another one to each path."""
+        """Returns the settings with one function applied to each source, and another to each path."""
         change = {**dict.fromkeys(self.sources, source), **dict.fromkeys((*self.files, *self.paths), path)}
         old = {name: getattr(settings, name) for name in change}
         new = {n: change[n](one) if isinstance(one, str) else tuple(map(change[n], one)) for n, one in old.items()}

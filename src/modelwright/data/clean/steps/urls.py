@@ -4,7 +4,6 @@ The page is the record's own field `url`. A list is a text file with a domain or
 lists have them (https://dsi.ut-capitole.fr/blacklists/); a domain stands for all of its subdomains, too.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,13 +29,26 @@ class Urls:
     name: str = "urls"
 
     def __post_init__(self) -> None:
-        _blocked(self.config.blocked)  # complains before anything is read
+        _blocked(self.config.blocked)  # reports unreadable lists before anything is read
 
     def __call__(self, document: Document) -> Document | Drop:
         url = document.meta.get("url")
-        blocked = _blocked(self.config.blocked) if isinstance(url, str) else frozenset()
-        entry = next((place for place in _places(str(url)) if place in blocked), "")
-        return Drop("blocked URL", entry) if entry else document
+        if not isinstance(url, str):
+            return document
+        try:
+            parts = urlsplit(url if "//" in url else f"//{url}")
+            host = (parts.hostname or "").rstrip(".")
+        except ValueError:  # brackets that are not an IPv6 address
+            return document
+        # A URL is blocked by its host or a domain above, alone or with a beginning of its path.
+        blocked = _blocked(self.config.blocked)
+        labels, folders = host.split("."), [part for part in parts.path.split("/") if part]
+        for first in range(len(labels)):
+            for depth in range(len(folders) + 1):
+                place = "/".join([".".join(labels[first:]), *folders[:depth]])
+                if place in blocked:
+                    return Drop("blocked URL", place)
+        return document
 
 
 URLS = StepSpec(
@@ -45,19 +57,6 @@ URLS = StepSpec(
     remedies={"blocked URL": "--clean.urls.blocked []"},
     files=("blocked",),
 )
-
-
-def _places(url: str) -> Iterator[str]:
-    """What may block a URL: its host and each domain above, alone and with each beginning of its path."""
-    try:
-        parts = urlsplit(url if "//" in url else f"//{url}")
-        host = (parts.hostname or "").rstrip(".")
-    except ValueError:  # brackets that are no IPv6 address
-        return
-    labels, folders = host.split("."), [part for part in parts.path.split("/") if part]
-    for first in range(len(labels)):
-        domain = ".".join(labels[first:])
-        yield from ("/".join([domain, *folders[:depth]]) for depth in range(len(folders) + 1))
 
 
 @cache
