@@ -18,12 +18,13 @@ Move = Callable[[Tensor], Tensor]
 
 
 def with_gradient(x: Tensor, there: Move, back: Move) -> Tensor:
-    """`there(x)`, whose gradient is `back` of the incoming gradient. Neither may work in place."""
+    """Returns `there(x)`, whose gradient is `back` of the incoming gradient. Neither may work in place."""
     return _Moved.apply(x, there, back)  # type: ignore[return-value]
 
 
 def enter(x: Tensor, axis: World) -> Tensor:
     """x unchanged, the same on all ranks, as input of work that is divided among ranks; gradients are summed."""
+    # A view, because autograd treats an input that a function returns unchanged as modified or copied.
     return with_gradient(x, lambda y: y.view_as(y), lambda grad: summed(grad, axis))
 
 
@@ -48,7 +49,9 @@ def gather_replicated(x: Tensor, axis: World, dim: int) -> Tensor:
     """All ranks' slices, for work that all ranks do identically; every rank keeps its slice of the gradient,
     unsummed.
     """
-    return with_gradient(x, lambda y: gathered(y, axis, dim), lambda grad: own_slice(grad, axis, dim))
+    return with_gradient(
+        x, lambda y: gathered(y, axis, dim), lambda grad: grad.chunk(axis.size, dim)[axis.rank].contiguous()
+    )
 
 
 def summed(x: Tensor, axis: World) -> Tensor:
@@ -71,10 +74,6 @@ def summed_slice(x: Tensor, axis: World, dim: int) -> Tensor:
 
 def _widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-def own_slice(x: Tensor, axis: World, dim: int) -> Tensor:
-    return x.chunk(axis.size, dim)[axis.rank].contiguous()
 
 
 class _Moved(torch.autograd.Function):
