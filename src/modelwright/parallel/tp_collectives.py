@@ -24,7 +24,6 @@ def with_gradient(x: Tensor, there: Move, back: Move) -> Tensor:
 
 def enter(x: Tensor, axis: World) -> Tensor:
     """x unchanged, the same on all ranks, as input of work that is divided among ranks; gradients are summed."""
-    # A view, because autograd treats an input that a function returns unchanged as modified or copied.
     return with_gradient(x, lambda y: y.view_as(y), lambda grad: summed(grad, axis))
 
 

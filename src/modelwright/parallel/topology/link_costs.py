@@ -151,7 +151,7 @@ def _measure(world: World, hosts: tuple[str, ...], budget_s: float) -> Links:
     members = [[rank for rank in range(world.size) if hosts[rank] == name] for name in names]
     # Rounds of disjoint pairs: the first ranks of two hosts, and at last two ranks of each host that has them.
     pairs = [[(a, b, members[a][0], members[b][0]) for a, b in of] for of in _tournament(len(names))]
-    pairs.append([(number, number, *ranks[:2]) for number, ranks in enumerate(members) if len(ranks) > 1])
+    pairs.append([(number, number, ranks[0], ranks[1]) for number, ranks in enumerate(members) if len(ranks) > 1])
     # One pair at a time while the budget allows, because pairs that are measured at once may share a link.
     if sum(map(len, pairs)) * MIN_PAIR_S * NUM_PASSES <= budget_s:
         pairs = [[pair] for of in pairs for pair in of]
