@@ -10,13 +10,13 @@ from modelwright.ops import cpu_kernels
 
 
 def swiglu(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
-    """gate * sigmoid(gate) * up, in the format of `up`; in_fp32: the activation is not computed in a narrower format.
-
-    Differentiable; once, where there is a kernel. Where there is none, it is computed step by step while no gradients
-    are needed, for the same reason as in `gated_gelu`.
+    """Returns gate * sigmoid(gate) * up, in the format of `up`. in_fp32: compute the activation in FP32 at least.
+    Differentiable; once where a kernel computes it.
     """
     if gate.dtype == up.dtype and cpu_kernels.take("gated_activation", gate, up):
         return _SwiGlu.apply(gate.contiguous(), up.contiguous())  # type: ignore[return-value]
+    # Step by step, because PyTorch's operators on a CPU round the last elements of a tensor differently, so that a
+    # row's result would depend on the number of rows.
     if not torch.is_grad_enabled():
         wide = gate.float() if gate.dtype.itemsize < 4 else gate
         activated = wide / (1.0 + (-wide).exp())
@@ -30,12 +30,9 @@ def swiglu_naive(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
 
 
 def gated_gelu(gate: Tensor, up: Tensor, *, by_tanh: bool, in_fp32: bool = False) -> Tensor:
-    """gelu(gate) * up (GeGLU), in the format of `up`; by_tanh: gelu by its approximation by a tanh.
-
-    Without gradients it is computed step by step: PyTorch's operator on a CPU rounds the last elements
-    of a tensor differently, so that a row's result would depend on the number of rows.
-    """
+    """Returns gelu(gate) * up (GeGLU), in the format of `up`. by_tanh: approximate gelu by a tanh."""
     gate = gate.float() if in_fp32 else gate
+    # Step by step for the same reason as in `swiglu`.
     if not torch.is_grad_enabled():
         wide = gate.float() if gate.dtype.itemsize < 4 else gate
         activated = gelu_tanh_naive(wide) if by_tanh else gelu_naive(wide)
