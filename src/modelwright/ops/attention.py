@@ -118,11 +118,7 @@ def whole_rows(segments_BT: Tensor) -> Tiles:
 
 
 def packed_tiles(
-    segments_BT: Tensor,
-    tile_len: int = TILE_LEN,
-    *,
-    spans: Sequence[tuple[int, int]] | None = None,
-    window: int = 0,
+    segments_BT: Tensor, tile_len: int = TILE_LEN, *, spans: Sequence[tuple[int, int]] | None = None, window: int = 0
 ) -> Tiles:
     """Splits every run of equal segment numbers into tiles of at most `tile_len` queries. CPU tensors only. spans:
     `(start, end)` of the tokens whose queries are computed, concatenated in the tensor of queries; the whole row by
@@ -191,19 +187,15 @@ def _packed_forward(
     return out_BTHd, lse_BKGT
 
 
-@_packed_forward.register_fake
-def _(
-    q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P5: Tensor, bias: Tensor, has_window: bool
-) -> tuple[Tensor, Tensor]:
-    return _results(q_BTHd, k_BTKd)
-
-
 def _results(q_BTHd: Tensor, k_BTKd: Tensor) -> tuple[Tensor, Tensor]:
     rows, row_len, num_heads, _ = q_BTHd.shape
     lse_shape = (rows, k_BTKd.shape[2], num_heads // k_BTKd.shape[2], row_len)
     # The kernel keeps the denominators in FP32 at least.
     lse_BKGT = q_BTHd.new_empty(lse_shape, dtype=torch.promote_types(q_BTHd.dtype, torch.float32))
     return torch.empty_like(q_BTHd, memory_format=torch.contiguous_format), lse_BKGT
+
+
+_packed_forward.register_fake(lambda q_BTHd, k_BTKd, *_: _results(q_BTHd, k_BTKd))
 
 
 @torch.library.custom_op("modelwright::packed_attention_backward", mutates_args=(), device_types="cpu")
@@ -251,12 +243,9 @@ def _packed_backward(
     return grad_q, grad_k, grad_v
 
 
-@_packed_backward.register_fake
-def _(
-    grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bounds_P5, bias, has_window
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BTHd, k_BTKd, v_BTKd))
-    return q, k, v
+_packed_backward.register_fake(
+    lambda _, q, k, v, *rest: tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+)
 
 
 def _keep_for_backward(ctx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -58,7 +58,7 @@ def compiled_for(march: str, *more: str) -> ctypes.CDLL:
     except OSError:
         known.append((platform.processor() or platform.machine()).encode())
     digest = hashlib.sha256(b"\n".join(known)).hexdigest()
-    # Without contraction a sum rounds alike in vectors and in the rest of a row, for any number of rows.
+    # The kernels say themselves where they fuse multiply and add; a compiler's choice would change the rounding.
     options = ("-std=c++17", "-O3", f"-march={march}", "-fopenmp", "-ffp-contract=off", *more)
     way_out = f"set {SWITCH}=0 to do without, or"
     library = ctypes.CDLL(str(compiled(SOURCE, options, folder=cache_folder(), way_out=way_out, known=digest)))

@@ -204,19 +204,15 @@ class Int8:
     wgrad_high_precision: bool = False
 
     def products(self) -> LinearGemms:
-        wgrad = _wide_weight_gradient if self.wgrad_high_precision else self._weight_gradient
-        return LinearGemms(name="int8", forward=self._forward, dgrad=self._input_gradient, wgrad=wgrad)
+        narrow = partial(self._product, stochastic=self.stochastic)
+        return LinearGemms(
+            name="int8",
+            forward=partial(self._product, stochastic=False),
+            dgrad=lambda dy_NO, weight_OI: narrow(dy_NO, weight_OI.T),
+            wgrad=_wide_weight_gradient if self.wgrad_high_precision else lambda dy_NO, x_NI: narrow(dy_NO.T, x_NI.T),
+        )
 
     def _product(self, left: Tensor, right: Tensor, *, stochastic: bool) -> Tensor:
         a = quantize(left, ROWWISE, torch.int8, stochastic=stochastic)
         b = quantize(right, ROWWISE, torch.int8)
         return scaled_product(a, b, (ROWWISE, ROWWISE), self.result)
-
-    def _forward(self, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-        return self._product(x_NI, weight_OI, stochastic=False)
-
-    def _input_gradient(self, dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
-        return self._product(dy_NO, weight_OI.T, stochastic=self.stochastic)
-
-    def _weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
-        return self._product(dy_NO.T, x_NI.T, stochastic=self.stochastic)

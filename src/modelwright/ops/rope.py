@@ -59,7 +59,21 @@ def scaled_frequencies(lengths_BT: Tensor, rotary_dim: int, theta: float, scalin
             growth_BT1 = scaling.factor * lengths_BT1 / original - (scaling.factor - 1)
             return 1.0 / (theta * growth_BT1 ** (rotary_dim / (rotary_dim - 2))) ** exponents_F, 1.0
         case "yarn":
-            return _yarn(powers_F, rotary_dim, theta, scaling)
+            # Peng et al. 2023, section 3.2 to 3.4: a ramp over the dimensions from unscaled to interpolated
+            # frequencies, between those that make `beta_fast` and `beta_slow` rotations over the original context.
+            low, high = (
+                rotary_dim * math.log(scaling.original_max_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+                for rotations in (scaling.beta_fast, scaling.beta_slow)
+            )
+            if scaling.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, rotary_dim - 1)
+            # A ramp of width 0 would divide by 0; the same offset as in `transformers`.
+            high += 0.001 if low == high else 0.0
+            places_F = torch.arange(rotary_dim // 2, dtype=torch.float32, device=device)
+            unscaled_F = 1 - ((places_F - low) / (high - low)).clamp(0, 1)
+            frequencies_F = 1.0 / (scaling.factor * powers_F) * (1 - unscaled_F) + 1.0 / powers_F * unscaled_F
+            return frequencies_F, scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
         case "longrope":
             short_F, long_F = (
                 torch.tensor(factors, dtype=torch.float32, device=device)
@@ -111,25 +125,6 @@ def _tables(positions_BT: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = angles.cos(), angles.sin()
     # The sines of the first half carry the minus sign of the rotation, which saves a pass over the data.
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def _yarn(powers_F: Tensor, rotary_dim: int, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """Peng et al. 2023, section 3.2 to 3.4: a ramp over the dimensions from unscaled to interpolated frequencies."""
-
-    def dimension_of(num_rotations: float) -> float:
-        """The dimension whose frequency makes that many rotations over the original context."""
-        return rotary_dim * math.log(scaling.original_max_len / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rotary_dim - 1)
-    # A ramp of width 0 would divide by 0; the same offset as in `transformers`.
-    high += 0.001 if low == high else 0.0
-    places_F = torch.arange(rotary_dim // 2, dtype=torch.float32, device=powers_F.device)
-    unscaled_F = 1 - ((places_F - low) / (high - low)).clamp(0, 1)
-    frequencies_F = 1.0 / (scaling.factor * powers_F) * (1 - unscaled_F) + 1.0 / powers_F * unscaled_F
-    return frequencies_F, scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
 
 
 class _Rotate(torch.autograd.Function):

@@ -68,13 +68,7 @@ def _heads(x_LKd: Tensor, num_heads: int) -> Tensor:
 
 @torch.library.custom_op("modelwright::selected_attention", mutates_args=(), device_types="cpu")
 def _selected_forward(
-    q_BTHd: Tensor,
-    k_BTKd: Tensor,
-    v_BTKd: Tensor,
-    open_BTH: Tensor,
-    bounds_P5: Tensor,
-    bias: Tensor,
-    has_window: bool,
+    q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, open_BTH: Tensor, bounds_P5: Tensor, bias: Tensor, has_window: bool
 ) -> tuple[Tensor, Tensor]:
     """The output, and the log of each softmax's denominator [B, H, T], which backward needs."""
     # A bias with 4 dimensions is the mask of whole rows.
@@ -95,9 +89,7 @@ def _selected_forward(
         if tile is None:
             continue
         out_1HNd, lse_1HN = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            tile.of(q[row, queries]),
-            *(_heads(x[row, keys], q.shape[2]) for x in (k, v)),
-            attn_mask=tile.bias_HNL[None],
+            tile.of(q[row, queries]), *(_heads(x[row, keys], q.shape[2]) for x in (k, v)), attn_mask=tile.bias_HNL[None]
         )
         out_BTHd[row, queries] = tile.back(out_1HNd, out_BTHd[row, queries])
         lse_BHT[row, :, queries].scatter_(1, tile.index_HN, lse_1HN[0])
@@ -111,9 +103,7 @@ def _results(q_BTHd: Tensor) -> tuple[Tensor, Tensor]:
     return out_BTHd, q_BTHd.new_zeros((rows, num_heads, row_len), dtype=wide)
 
 
-@_selected_forward.register_fake
-def _(q_BTHd, k_BTKd, v_BTKd, open_BTH, bounds_P5, bias, has_window) -> tuple[Tensor, Tensor]:
-    return _results(q_BTHd)
+_selected_forward.register_fake(lambda q_BTHd, *_: _results(q_BTHd))
 
 
 @torch.library.custom_op("modelwright::selected_attention_backward", mutates_args=(), device_types="cpu")
@@ -163,12 +153,9 @@ def _selected_backward(
     return grad_q, grad_k, grad_v
 
 
-@_selected_backward.register_fake
-def _(
-    grad_BTHd, q_BTHd, k_BTKd, v_BTKd, open_BTH, bounds_P5, bias, out_BTHd, lse_BHT, has_window
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BTHd, k_BTKd, v_BTKd))
-    return q, k, v
+_selected_backward.register_fake(
+    lambda _, q, k, v, *rest: tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -37,12 +37,7 @@ class LinearHead:
 
 
 def token_log_probs(
-    hidden_ND: Tensor,
-    head: LinearHead,
-    labels_N: Tensor,
-    *,
-    chunk_tokens: int = CHUNK_TOKENS,
-    ignore_index: int = -100,
+    hidden_ND: Tensor, head: LinearHead, labels_N: Tensor, *, chunk_tokens: int = CHUNK_TOKENS, ignore_index: int = -100
 ) -> Tensor:
     """log p(label) of every token in nats, [N], in FP32 at least; 0 where the label is `ignore_index`, which costs
     nothing.
@@ -55,12 +50,7 @@ def token_log_probs(
 
 
 def token_log_probs_and_entropies(
-    hidden_ND: Tensor,
-    head: LinearHead,
-    labels_N: Tensor,
-    *,
-    chunk_tokens: int = CHUNK_TOKENS,
-    ignore_index: int = -100,
+    hidden_ND: Tensor, head: LinearHead, labels_N: Tensor, *, chunk_tokens: int = CHUNK_TOKENS, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
     """`token_log_probs` [N], and the entropy of the distribution at every token in nats, [N], 0 where the label is
     ignored. Both are differentiable.
@@ -69,13 +59,7 @@ def token_log_probs_and_entropies(
 
 
 def _apply(
-    hidden_ND: Tensor,
-    head: LinearHead,
-    labels_N: Tensor,
-    chunk_tokens: int,
-    ignore_index: int,
-    *,
-    with_entropies: bool,
+    hidden_ND: Tensor, head: LinearHead, labels_N: Tensor, chunk_tokens: int, ignore_index: int, *, with_entropies: bool
 ) -> tuple[Tensor, Tensor]:
     function: Any = _TokenLogProbs
     return function.apply(

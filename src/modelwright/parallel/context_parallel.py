@@ -95,10 +95,7 @@ def _visits(both: Tensor, context: World) -> Iterator[tuple[int, Tensor]]:
 
 
 def shard_sequence(
-    part: TokenBatch,
-    context: World,
-    kind: ContextAttention = "all_gather",
-    windows: Sequence[int] = ALL_TOKENS,
+    part: TokenBatch, context: World, kind: ContextAttention = "all_gather", windows: Sequence[int] = ALL_TOKENS
 ) -> tuple[Attend, TokenBatch]:
     """Returns the `Attend` of packed rows, and this rank's tokens of them. kind: how ranks attend to each other's
     tokens; windows: those of the model's layers. All ranks of the axis pass the same rows. Raises `ConfigError` if the

@@ -21,6 +21,7 @@ def gather_rows(x_PE: Tensor, axis: World) -> tuple[Tensor, int]:
         return x_PE, 0
     counts = axis.all_gather(torch.tensor(len(x_PE), device=x_PE.device)).tolist()
     first = sum(counts[: axis.rank])
+    own = slice(first, first + counts[axis.rank])
 
     def there(own_PE: Tensor) -> Tensor:
         # An all-gather needs equal shapes.
@@ -28,8 +29,10 @@ def gather_rows(x_PE: Tensor, axis: World) -> tuple[Tensor, int]:
         padded[: len(own_PE)] = own_PE
         return torch.cat([rows[:count] for rows, count in zip(axis.all_gather(padded), counts, strict=True)])
 
-    def back(gradient_NE: Tensor) -> Tensor:
-        total_NE = axis.all_reduce_sum(gradient_NE.clone(memory_format=torch.contiguous_format))
-        return total_NE[first : first + counts[axis.rank]].clone()
-
-    return with_gradient(x_PE, there, back), first
+    # The sum is in place, so it takes a copy; and the own rows another, or they would keep all of it alive.
+    rows_NE = with_gradient(
+        x_PE,
+        there,
+        lambda grad: axis.all_reduce_sum(grad.clone(memory_format=torch.contiguous_format))[own].clone(),
+    )
+    return rows_NE, first

@@ -33,15 +33,7 @@ from torch.func import functional_call
 
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import (
-    Adapter,
-    Block,
-    Decoder,
-    Linear,
-    RMSNorm,
-    add_bias,
-    decoders_in,
-)
+from modelwright.model.decoder import Adapter, Block, Decoder, Linear, RMSNorm, add_bias, decoders_in
 from modelwright.model.frozen_weight import CODES, SCALES, FrozenWeight
 from modelwright.model.low_rank import MAGNITUDE, A, B, Factors, LowRank
 from modelwright.ops.cross_entropy import linear_cross_entropy

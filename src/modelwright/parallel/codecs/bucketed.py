@@ -26,12 +26,7 @@ class BucketedSync:
     """
 
     def __init__(
-        self,
-        world: World,
-        make: Callable[[World], GradientSync],
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-        many: int = 1,
+        self, world: World, make: Callable[[World], GradientSync], *, bucket_bytes: int = BUCKET_BYTES, many: int = 1
     ) -> None:
         self.world = world
         self._make = make

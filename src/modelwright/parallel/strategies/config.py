@@ -44,14 +44,7 @@ from modelwright.parallel.strategies.optimizer_in_backward import (
     room_of_two_buckets,
 )
 from modelwright.parallel.strategies.shared_memory import SharedMemory, fits
-from modelwright.parallel.strategy import (
-    STRATEGIES_GROUP,
-    AllReduce,
-    Compensate,
-    Replica,
-    Strategy,
-    StrategySpec,
-)
+from modelwright.parallel.strategy import STRATEGIES_GROUP, AllReduce, Compensate, Replica, Strategy, StrategySpec
 from modelwright.parallel.topology.collectives import TopologyConfig
 from modelwright.parallel.topology.gradient_sync import TopologyAwareSync
 
@@ -84,21 +77,18 @@ class GradientSyncConfig:
     def __post_init__(self) -> None:
         if len(self.strategy) > 1:
             raise ConfigError(f"strategy: names {', '.join(self.strategy)}; a training has one strategy")
-        object.__setattr__(self, "strategy", {name: dump(settings) for name, (_, settings) in self._named().items()})
+        object.__setattr__(self, "strategy", {name: dump(settings) for name, (_, settings) in self.named().items()})
         if self.powersgd_rank < 1:
             raise ConfigError(f"powersgd_rank: must be at least 1, got {self.powersgd_rank}; 8 is usual")
 
-    def _named(self) -> dict[str, tuple[StrategySpec, Any]]:
+    def named(self) -> dict[str, tuple[StrategySpec, Any]]:
+        """The strategy of another package and its settings, by its name; empty if settings name none."""
         return configured(STRATEGIES_GROUP, StrategySpec, self.strategy, "strategy")
-
-    def named_strategy(self, replica: Replica, world: World) -> Strategy | None:
-        """The strategy of another package for one rank; None if settings name none."""
-        return next((spec.strategy(settings, replica, world) for spec, settings in self._named().values()), None)
 
     def features(self) -> list[Feature]:
         """Returns the features of gradient synchronization, with the properties of a run that each needs and breaks."""
         result, needs = [], {WHOLE_GRADIENTS, GRADIENT_SUMS}
-        for name, (spec, _) in self._named().items():
+        for name, (spec, _) in self.named().items():
             # The settings that choose another strategy would have no effect.
             replaced = {WHOLE_GRADIENTS, PROMPT_GRADIENTS, SYNCHRONOUS_UPDATES}
             breaks = spec.strategy.breaks | {GRADIENT_SUMS}
@@ -173,8 +163,9 @@ def build_strategy(
     """Builds the strategy for one rank; called on all ranks of `world` alike. compensate, encode, decode: see
     `Hogwild`. Raises `ConfigError` for `hogwild` on several hosts.
     """
-    if (named := config.transport.named_strategy(replica, world)) is not None:
-        return named
+    if named := list(config.transport.named().values()):
+        spec, settings = named[0]
+        return spec.strategy(settings, replica, world)
     mesh, parameters = replica.mesh, list(replica.names)
     # `fits` is a collective: all ranks ask, before any of them builds its strategy.
     shares_memory = config.shares_memory and fits(

@@ -41,12 +41,7 @@ class DelayedSync:
     """
 
     def __init__(
-        self,
-        inner: GradientSync,
-        *,
-        delay: int,
-        weights: Sequence[Tensor] = (),
-        compensate: Compensate | None = None,
+        self, inner: GradientSync, *, delay: int, weights: Sequence[Tensor] = (), compensate: Compensate | None = None
     ) -> None:
         assert delay >= 1
         self.inner = inner

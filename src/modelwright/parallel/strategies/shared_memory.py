@@ -119,17 +119,13 @@ class SharedModel:
         ]
         self.slots = dict(zip(self.parameters, gradients[world.rank], strict=True))
         """Place of each parameter's gradient from this process."""
-        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Parameter groups of the whole optimizer, with those of the shards."""
         self._divide(optimizer, starts, gradients, own_range or self.consecutive_range)
 
     def close(self) -> None:
         for parameter in self.parameters:
             parameter.data, parameter.grad = parameter.data.clone(), None
-
-    def copy_group_settings(self) -> None:
-        """Copies rates and decay from the groups of the whole optimizer, which schedules change."""
-        for whole, own in self._groups:
-            own.update({name: value for name, value in whole.items() if name != "params"})
 
     def count_step(self) -> None:
         """Advances the optimizer's step counts and waits until all processes have updated their shards."""
@@ -142,11 +138,7 @@ class SharedModel:
         return min(max(first - start, 0), parameter.numel()), min(max(last - start, 0), parameter.numel())
 
     def _divide(
-        self,
-        optimizer: Optimizer,
-        starts: Sequence[int],
-        gradients: Sequence[Sequence[Tensor]],
-        own_range: OwnRange,
+        self, optimizer: Optimizer, starts: Sequence[int], gradients: Sequence[Sequence[Tensor]], own_range: OwnRange
     ) -> None:
         """Creates an optimizer of the same kind over this process's shards, with the shared states."""
         for number, (parameter, start) in enumerate(zip(self.parameters, starts, strict=False)):
@@ -167,7 +159,7 @@ class SharedModel:
                 key: value.clone() if key == "step" else value.reshape(-1)[shard.first : shard.last]
                 for key, value in optimizer.state[parameter].items()
             }
-        self._groups = [(group, own) for (group, _), own in zip(groups, self.shard_optimizer.param_groups, strict=True)]
+        self.groups = [(group, own) for (group, _), own in zip(groups, self.shard_optimizer.param_groups, strict=True)]
 
     def _moved(self, values: Tensor, place: Tensor) -> Tensor:
         return place.copy_(values) if self.world.is_first else place
@@ -239,7 +231,9 @@ class SharedMemory(Strategy):
     def optimizer_step(self) -> None:
         """Updates this process's shards, and waits for the others."""
         assert self.shared is not None
-        self.shared.copy_group_settings()
+        # Schedules and other techniques change rates and decay in the groups of the whole optimizer.
+        for whole, own in self.shared.groups:
+            own.update({name: value for name, value in whole.items() if name != "params"})
         if self.shared.shard_optimizer is not None:
             self.shared.shard_optimizer.step()
         self.shared.count_step()

@@ -126,43 +126,42 @@ def fastest_tree(links: Links, num_bytes: float) -> list[tuple[int, int]]:
     completing edge first" of Bhat, Raghavendra, Prasanna, Efficient collective communication in distributed
     heterogeneous systems (ICDCS 1999). The root is the rank from which the tree completes first.
     """
-    costs = links.costs(num_bytes)
-    return min((_tree_from(root, costs) for root in range(links.num_ranks)), key=lambda found: found[0])[1]
-
-
-def _tree_from(root: int, costs: Sequence[Sequence[float]]) -> tuple[float, list[tuple[int, int]]]:
-    free_at, pairs, done = {root: 0.0}, [], 0.0
-    reach = [(costs[root][rank], root, rank) for rank in range(len(costs)) if rank != root]
-    heapq.heapify(reach)
-    while len(free_at) < len(costs):
-        at, parent, child = heapq.heappop(reach)
-        if child in free_at:
-            continue
-        now = free_at[parent] + costs[parent][child]
-        if now > at:  # the parent has sent something since this entry was made
-            heapq.heappush(reach, (now, parent, child))
-            continue
-        free_at[parent] = free_at[child] = done = at
-        pairs.append((parent, child))
-        others = (rank for rank in range(len(costs)) if rank not in free_at)
-        for rank in others:
-            heapq.heappush(reach, (at + costs[child][rank], child, rank))
-    return done, pairs
+    costs, ranks = links.costs(num_bytes), range(links.num_ranks)
+    trees: list[tuple[float, list[tuple[int, int]]]] = []
+    for root in ranks:
+        free_at, pairs, done = {root: 0.0}, [], 0.0
+        reach = [(costs[root][rank], root, rank) for rank in ranks if rank != root]
+        heapq.heapify(reach)
+        while len(free_at) < len(costs):
+            at, parent, child = heapq.heappop(reach)
+            if child in free_at:
+                continue
+            now = free_at[parent] + costs[parent][child]
+            # The parent has sent something since this entry was made.
+            if now > at:
+                heapq.heappush(reach, (now, parent, child))
+                continue
+            free_at[parent] = free_at[child] = done = at
+            pairs.append((parent, child))
+            for rank in ranks:
+                if rank not in free_at:
+                    heapq.heappush(reach, (at + costs[child][rank], child, rank))
+        trees.append((done, pairs))
+    return min(trees, key=lambda tree: tree[0])[1]
 
 
 def _ring_rounds(order: Sequence[int], num_chunks: int) -> list[Round]:
     size = len(order)
     width = num_chunks // size
-
-    def turn(shift: int, adds: bool) -> Round:
+    turns = [(shift, True) for shift in range(size - 1)] + [(shift - 1, False) for shift in range(size - 1)]
+    rounds: list[Round] = []
+    for shift, adds in turns:
         steps = []
         for place in range(size):
             first = (place - shift) % size * width
             steps.append(TransferStep(order[place], order[(place + 1) % size], first, first + width, adds))
-        return tuple(steps)
-
-    summing = [turn(shift, True) for shift in range(size - 1)]
-    return summing + [turn(shift - 1, False) for shift in range(size - 1)]
+        rounds.append(tuple(steps))
+    return rounds
 
 
 def _doubling_rounds(order: Sequence[int], num_chunks: int) -> list[Round]:

@@ -96,9 +96,6 @@ class FlatCost:
     latency_s: float
     s_per_byte: float
 
-    def seconds(self, num_bytes: float) -> float:
-        return self.latency_s + num_bytes * self.s_per_byte
-
 
 class Planner:
     """Candidates and choice for one set of links; pure, so that equal links give equal plans on every rank."""
@@ -128,7 +125,9 @@ class Planner:
         return {plan.name: plan for plan in plans}
 
     def seconds(self, plan: AllReducePlan, num_bytes: float) -> float:
-        return self.flat.seconds(num_bytes) if plan.name == "backend" else plan_seconds(plan, self.links, num_bytes)
+        if plan.name == "backend":
+            return self.flat.latency_s + num_bytes * self.flat.s_per_byte
+        return plan_seconds(plan, self.links, num_bytes)
 
     def choose(self, num_bytes: float) -> AllReducePlan:
         """Returns the cheapest plan for a message of this size; on a tie the first one, the backend's own before all
