@@ -33,18 +33,14 @@ MOST_WHOLE = 512
 
 
 def document_mask(segments_BT: Tensor, window: int = 0) -> Tensor:
-    """Boolean [B, 1, T, T]: true where query token i may see key token j <= i of the same segment, with a window only
-    if i - j < window.
-    """
+    """Boolean [B, 1, T, T]: true where query i sees key j <= i of its segment; with a window only if i - j < window."""
     # A token always sees itself, padding too, so no row of the softmax is empty.
     same_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]).tril()
     return (same_BTT.triu(1 - window) if window else same_BTT).unsqueeze(1)
 
 
 def causal_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, window: int = 0) -> Tensor:
-    """Causal attention over whole rows, [B, T, H, d]; with a window, of each token to the last `window` tokens, itself
-    included.
-    """
+    """Causal attention over whole rows, [B, T, H, d]; with a window, to the last `window` tokens, itself included."""
     if 0 < window < q_BTHd.shape[1]:
         return masked_attention(q_BTHd, k_BTKd, v_BTKd, causal_mask(q_BTHd.shape[1], window, q_BTHd.device))
     out_BHTd = F.scaled_dot_product_attention(
@@ -263,9 +259,7 @@ torch.library.register_autograd("modelwright::packed_attention", _differentiate,
 
 
 def whole_rows_forward(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bias_B1TT: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of all rows in one call, under the additive mask of `whole_rows`: the output and the logs of the
-    denominators.
-    """
+    """Attention of all rows in one call under the mask of `whole_rows`: the output and the logs of the denominators."""
     q_BHTd, k_BHTd, v_BHTd = _whole_heads(*upcast(q_BTHd, k_BTKd, v_BTKd))
     out_BHTd, lse_BHT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_BHTd, k_BHTd, v_BHTd, attn_mask=bias_B1TT.to(q_BHTd.dtype)

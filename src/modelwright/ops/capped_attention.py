@@ -31,9 +31,7 @@ def capped_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, tiles: Tile
 def masked_capped_attention(
     q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask_B1TT: Tensor, soft_cap: float
 ) -> Tensor:
-    """Capped attention under a boolean mask, with all scores at once: for short rows, caches and devices without
-    tiles.
-    """
+    """Capped attention under a boolean mask, all scores at once: for short rows, caches and devices without tiles."""
     # Factors are contiguous: for others PyTorch chooses the kernel by the number of rows, so that a row's last bits
     # would depend on its neighbors.
     wide, group = torch.promote_types(v_BTKd.dtype, torch.float32), q_BTHd.shape[2] // k_BTKd.shape[2]

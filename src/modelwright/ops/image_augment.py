@@ -94,9 +94,7 @@ def cut_and_mixed(image_CHW: Tensor, other_CHW: Tensor, box: CutBox) -> Tensor:
 
 
 def soft_target(num_classes: int, label: int, *, smoothing: float = 0.0) -> Tensor:
-    """The distribution [K] that stands for a label: `smoothing` spread over all classes (Szegedy et al. 2016, section
-    7).
-    """
+    """The distribution [K] of a label: `smoothing` spread over all classes (Szegedy et al. 2016, section 7)."""
     target_K = torch.full((num_classes,), smoothing / num_classes, dtype=torch.float64)
     target_K[label] += 1.0 - smoothing
     return target_K

@@ -29,9 +29,7 @@ TINY = 1e-12
 
 
 class Codes(NamedTuple):
-    """A weight as integers: codes INT8 [O, I], and for each group its step, FP32 [G], and zero point, [G] in the format
-    of the step.
-    """
+    """A weight as integers: INT8 codes [O, I], FP32 steps [G], and zero points [G] in the format of the steps."""
 
     codes_OI: Tensor
     step_G: Tensor
@@ -165,9 +163,7 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def round_tokens(x_NI: Tensor) -> Tensor:
-    """Rounds activations to 127 levels each way of each token's largest magnitude, with the gradient of the
-    identity.
-    """
+    """Rounds activations to 127 levels each way of a token's largest magnitude, with the gradient of the identity."""
     # In the order of operations of `compress/int8_linear.py`, so that training sees the bits of inference.
     wide_NI = x_NI.detach().to(torch.promote_types(x_NI.dtype, torch.float32))
     peak_N1 = wide_NI.abs().amax(dim=-1, keepdim=True).clamp_min(TINY)

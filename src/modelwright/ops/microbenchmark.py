@@ -112,9 +112,7 @@ def undisturbed(
 def _wait_for_free_cores(
     others: LoadMeter, num_threads: int, patience_s: float, sleep: Callable[[float], None]
 ) -> float:
-    """Returns 0 as soon as each thread has a core; after `patience_s` the number of cores that others used at the
-    quietest time.
-    """
+    """Returns 0 once each thread has a core; after `patience_s` the cores that others used at the quietest time."""
     quietest = float(num_usable_cores())
     for _ in range(max(1, round(patience_s / PERIOD_S))):
         others.begin()

@@ -38,19 +38,15 @@ def rms_norm_naive(
     x: Tensor, weight_D: Tensor, eps: float, *, out_dtype: torch.dtype | None = None, in_fp32: bool = True
 ) -> Tensor:
     """The definition: the reference for `rms_norm`."""
-    wide = x.to(_working_dtype(x, in_fp32))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)) if in_fp32 else x
     unit = wide / (wide.square().mean(dim=-1, keepdim=True) + eps).sqrt()
     return (unit * weight_D.to(wide.dtype)).to(out_dtype or x.dtype)
-
-
-def _working_dtype(x: Tensor, in_fp32: bool) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32) if in_fp32 else x.dtype
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_D, eps, out_dtype, in_fp32):
-        wide = x.to(_working_dtype(x, in_fp32))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32)) if in_fp32 else x
         inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         unit = wide * inverse

@@ -94,9 +94,7 @@ def visible_mask(segments_BT: Tensor, query_spans: Sequence[Span], key_spans: Se
 
 
 def empty_output(q_BSHd: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns output [B, S, H, d] and log-sum-exp [B, S, H] of attention to no keys, in at least FP32, for
-    `add_keys`.
-    """
+    """Returns the output [B, S, H, d] and log-sum-exp [B, S, H] of attention to no keys, in FP32 at least."""
     dtype = torch.promote_types(q_BSHd.dtype, torch.float32)
     return q_BSHd.new_zeros(q_BSHd.shape, dtype=dtype), q_BSHd.new_full(q_BSHd.shape[:3], -math.inf, dtype=dtype)
 

@@ -31,9 +31,7 @@ def piece_ends(segments_BT: Tensor) -> Tensor:
 
 
 def piece_means(hidden_BTD: Tensor, segments_BT: Tensor, num_pieces: int) -> Tensor:
-    """The mean of the hidden states of each piece, [B, num_pieces, D], with gradients; 0 for a piece that a row does
-    not have.
-    """
+    """The mean of each piece's hidden states, [B, num_pieces, D], with gradients; 0 for a piece that a row lacks."""
     pieces_S = torch.arange(num_pieces, device=segments_BT.device)
     is_inside_BST = (segments_BT[:, None, :] == pieces_S[:, None]).to(hidden_BTD.dtype)
     return (is_inside_BST @ hidden_BTD) / is_inside_BST.sum(dim=-1, keepdim=True).clamp(min=1.0)

@@ -1,6 +1,4 @@
-"""Settings that scale rotary frequencies for contexts longer than a model was first trained on. `ops/rope.py` computes
-the frequencies.
-"""
+"""Scaling of rotary frequencies for contexts longer than those of training (settings; formulas: `ops/rope.py`)."""
 
 from dataclasses import dataclass
 from typing import Literal

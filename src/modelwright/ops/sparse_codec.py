@@ -147,9 +147,7 @@ def rice_decode(data: Bytes, count: int, low: int) -> NDArray[np.int64]:
 
 
 def encode_places(indices_K: NDArray[np.int64], numel: int) -> tuple[int, Bytes]:
-    """Encodes ascending indices below `numel` as (kind of code, bytes): nothing for all, a bitmap or Rice-coded
-    gaps.
-    """
+    """Encodes ascending indices below `numel` as (kind, bytes): nothing for all, a bitmap or Rice-coded gaps."""
     if len(indices_K) == numel:
         return _ALL, np.zeros(0, np.uint8)
     if len(indices_K) == 0:

@@ -35,19 +35,13 @@ def gated_gelu(gate: Tensor, up: Tensor, *, by_tanh: bool, in_fp32: bool = False
     # Step by step for the same reason as in `swiglu`.
     if not torch.is_grad_enabled():
         wide = gate.float() if gate.dtype.itemsize < 4 else gate
-        activated = gelu_tanh_naive(wide) if by_tanh else gelu_naive(wide)
-        return (activated.to(gate.dtype) * up).to(up.dtype)
+        if by_tanh:
+            # Hendrycks and Gimpel 2016
+            bent = (math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide * wide * wide)).tanh()
+        else:
+            bent = (wide * math.sqrt(0.5)).erf()
+        return ((0.5 * wide * (1.0 + bent)).to(gate.dtype) * up).to(up.dtype)
     return (F.gelu(gate, approximate="tanh" if by_tanh else "none") * up).to(up.dtype)
-
-
-def gelu_naive(x: Tensor) -> Tensor:
-    """The definition: x times the standard normal distribution function."""
-    return 0.5 * x * (1.0 + (x * math.sqrt(0.5)).erf())
-
-
-def gelu_tanh_naive(x: Tensor) -> Tensor:
-    """The definition (Hendrycks and Gimpel 2016)."""
-    return 0.5 * x * (1.0 + (math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)).tanh())
 
 
 class _SwiGlu(torch.autograd.Function):

@@ -30,8 +30,7 @@ class LinearHead:
     first_row: int = 0
     """The token of the first row."""
     enter: Callable[[Tensor], Tensor] = lambda hidden_ND: hidden_ND
-    """Function that returns hidden states unchanged, and in backward sums their gradients over the ranks that share the
-    vocabulary."""
+    """Returns hidden states unchanged; backward sums their gradients over the ranks that share the vocabulary."""
     gather: Callable[[Tensor], Tensor] = lambda statistics_SC: statistics_SC.unsqueeze(0)
     """Function that stacks the tensors of these ranks, [S, C] to [R, S, C]."""
 

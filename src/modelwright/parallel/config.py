@@ -62,8 +62,7 @@ class ParallelConfig:
     """A process that has sent no heartbeat for this long is taken for lost, in every stage, and the others exit with
     status 3, so that a launcher can restart the run; 0 never."""
     reorder_ranks: bool = False
-    """Measure the links between hosts at the start, and renumber ranks so that the axes that communicate most use the
-    fastest links."""
+    """Measure the links between hosts at the start, and renumber ranks so that the busiest axes use the fastest."""
 
     def __post_init__(self) -> None:
         for name in ("pipeline", "context", "tensor", "stages_per_rank"):

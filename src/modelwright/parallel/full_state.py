@@ -17,9 +17,7 @@ from modelwright.parallel.mesh import Mesh
 
 
 def whole_weights(model: nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Yields every weight of the whole model by name, one at a time, on all ranks. Pipeline stages hold different
-    names.
-    """
+    """Yields every weight of the whole model by name, one at a time, on all ranks of all pipeline stages."""
     own = dict(model.state_dict())
     if mesh.pipeline.size == 1:
         yield from ((name, _whole(weight)) for name, weight in own.items())

@@ -59,9 +59,7 @@ def combine_norms(norms: Mapping[int, float], world: World) -> float:
 
 
 def replication(parameter: Tensor, mesh: Mesh, *, num_stages: int = 1) -> int:
-    """Number of ranks that hold each element of a parameter. num_stages: pipeline stages that have it (2 for a tied
-    head).
-    """
+    """Number of ranks that hold each element. num_stages: pipeline stages that have it (2 for a tied head)."""
     pieces = 1
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):

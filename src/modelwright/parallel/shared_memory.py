@@ -40,9 +40,7 @@ def share(world: World, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def shared_zeros(world: World, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns zeros in shared memory with the shapes and dtypes of `tensors`, whose values are not read. Raises like
-    `share`.
-    """
+    """Returns zeros in shared memory in the shapes and dtypes of `tensors`, which are not read. Raises like `share`."""
     sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     starts = [0, *accumulate(sizes)]
     with shared_file(world, max(1, starts[-1])) as path:

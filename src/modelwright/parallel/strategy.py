@@ -41,9 +41,7 @@ Compensate = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], No
 
 
 class Strategy(Protocol):
-    """The protocol of strategies. All ranks call the same methods in the same order. Methods with a body are
-    optional.
-    """
+    """Protocol of strategies. All ranks call the same methods in the same order. Methods with a body are optional."""
 
     mesh: Mesh
     """The processes that make one update together."""
@@ -105,9 +103,7 @@ class Strategy(Protocol):
         return None
 
     def send_only_rows(self, rows: Sequence[Tensor | None]) -> None:
-        """Announces the only rows of each gradient (int64 [S]; None for all) that are not zero on some rank, from the
-        next step on.
-        """
+        """Announces the rows of each gradient (int64 [S]; None for all) that may be other than zero from now on."""
 
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the newest step."""

@@ -58,9 +58,7 @@ def own_rows(vocab_size: int, num_ranks: int, rank: int) -> range:
 
 
 def embed(weight_UD: Tensor, tokens_BT: Tensor, vocab_size: int, axis: World) -> Tensor:
-    """[B, T, D]: the embedding of tokens whose row is on this rank, zeros for others; the sum over the axis is
-    complete.
-    """
+    """[B, T, D]: the embedding of tokens whose row is on this rank, zeros for others; one part of the axis's sum."""
     rows = own_rows(vocab_size, axis.size, axis.rank)
     here_BT = (tokens_BT >= rows.start) & (tokens_BT < rows.stop)
     found_BTD = F.embedding((tokens_BT - rows.start) * here_BT, weight_UD)
@@ -82,9 +80,7 @@ def cross_entropy(model: Decoder, axis: World, hidden_BTD: Tensor, labels_BT: Te
 
 
 def linear_head(model: Decoder, axis: World) -> LinearHead:
-    """`Decoder.linear_head` of the rows on this rank. Log-probabilities, entropies and their gradients are complete on
-    each rank.
-    """
+    """`Decoder.linear_head` of the rows on this rank; its results and their gradients are complete on each rank."""
     return LinearHead(
         weight_UD=_head_piece(model),
         soft_cap=model.config.logit_soft_cap,
@@ -345,9 +341,7 @@ def _local_factors(adapter: LowRank, rows: slice) -> Factors:
 
 
 def _share_norm(layers: _Layers, norm: RMSNorm, *, partial_over_axis: bool) -> None:
-    """Replicates a norm. partial_over_axis: each rank normalizes its own values, so the weight's gradients must be
-    summed.
-    """
+    """Replicates a norm. partial_over_axis: each rank normalizes its own values, so the gradients must be summed."""
     layers.place(norm, Replicate())
     _replace(norm, forward=partial(_norm, norm, Partial() if partial_over_axis else Replicate()))
 

@@ -45,9 +45,7 @@ def reduce_scatter(x: Tensor, axis: World, dim: int) -> Tensor:
 
 
 def gather_replicated(x: Tensor, axis: World, dim: int) -> Tensor:
-    """All ranks' slices, for work that all ranks do identically; every rank keeps its slice of the gradient,
-    unsummed.
-    """
+    """All ranks' slices, for work that all ranks do identically; each keeps its slice of the gradient, unsummed."""
     return with_gradient(
         x, lambda y: gathered(y, axis, dim), lambda grad: grad.chunk(axis.size, dim)[axis.rank].contiguous()
     )

@@ -32,9 +32,7 @@ class Traffic:
         self._num_bytes = 0
 
     def bytes_sent(self) -> int | None:
-        """Returns payload and headers of all segments so far; None if the kernel does not report it, 0 for a single
-        process.
-        """
+        """Payload and headers of all segments so far; None if the kernel does not report it, 0 for a single process."""
         if not self._sends:
             return 0
         if not self._counts:
@@ -48,9 +46,7 @@ class Traffic:
 
 
 def connections_sent() -> dict[int, int]:
-    """Returns the bytes that each TCP connection of this process has sent, by inode; empty where Linux is too old to
-    count.
-    """
+    """Bytes that each TCP connection of this process has sent, by inode; empty where Linux is too old to count."""
     result = {}
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -61,9 +61,7 @@ class BucketedSync:
         self._thread.shutdown()
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals in the order of the gradients; empty before the first message. Buckets are formed from the last
-        gradient to the first.
-        """
+        """Residuals in the order of the gradients, while buckets come last first; empty before the first message."""
         states = [transport.state_dict() for transport in reversed(self._transports)]
         if not states:
             return self._loaded

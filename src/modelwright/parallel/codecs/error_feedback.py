@@ -36,9 +36,7 @@ class Residual:
     tensors: list[Tensor] = field(default_factory=list[Tensor])
 
     def flat(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """The residual of these gradients [N], None before the first message. Raises `ArtifactError` if it was loaded
-        for other gradients.
-        """
+        """The residual [N], None before the first message. Raises `ArtifactError` if it belongs to other gradients."""
         if not self.tensors:
             return None
         if [tensor.shape for tensor in self.tensors] != [gradient.shape for gradient in gradients]:

@@ -88,9 +88,7 @@ def decode_levels(data: Bytes, numel: int) -> tuple[NDArray[np.int64], NDArray[n
 
 
 def gather_bytes(world: World, message: Tensor) -> tuple[list[Tensor], int]:
-    """Returns the messages [bytes, uint8, on the CPU] of all ranks, in rank order, and the bytes that this rank
-    sent.
-    """
+    """Returns the messages [bytes, uint8, on the CPU] of all ranks in rank order, and the bytes that this rank sent."""
     messages = world.gather_bytes(message)
     # In a ring all-gather a rank forwards n - 1 messages, each padded to the longest and preceded by its length.
     return messages, (world.size - 1) * (8 + max(map(len, messages)))
@@ -115,8 +113,7 @@ class TopKQuantizedConfig:
     bucket_numel: int = constant(2**20)
     """Most entries in one bucket, which has one bit width and one range."""
     codebook: Literal["uniform", "means"] = constant("uniform")
-    """`uniform`: levels evenly spaced between a bucket's smallest and largest magnitude; `means`: each level is the
-    mean of its entries."""
+    """`uniform`: levels evenly spaced in a bucket's range of magnitudes; `means`: levels are the means of entries."""
     min_bits: int = constant(4)
     """Fewest bits of a uniform code."""
     max_bits: int = constant(16)

@@ -77,9 +77,7 @@ def _best_cuts(
     join: Callable[[float, float], float],
     bound: float,
 ) -> tuple[float, tuple[int, ...]]:
-    """Returns the partition of all layers that minimizes `join` over the stages' costs, none of which exceeds `bound`,
-    and that minimum.
-    """
+    """Minimizes `join` over the stages' costs, none above `bound`; returns the minimum and the layers per stage."""
     # The best split of the first n layers into the stages so far, by n. A tie goes to the shorter early stages.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(num_stages):

@@ -90,9 +90,7 @@ class StageBalance:
 def better_split(
     costs: LayerCosts, layers_per_stage: Sequence[int], times_s: Sequence[float], config: LoadBalanceConfig
 ) -> tuple[int, ...]:
-    """Returns the split for stages that took `times_s`, or the present one if nothing has drifted or little can be
-    gained.
-    """
+    """The split for stages that took `times_s`, or the present one if they are balanced or little can be gained."""
     present = tuple(layers_per_stage)
     slowest = max(times_s)
     if slowest <= (1 + config.max_imbalance) * statistics.fmean(times_s):

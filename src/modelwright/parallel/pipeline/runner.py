@@ -34,7 +34,6 @@ from modelwright.parallel.pipeline.stages import (
     check_blocks,
     check_microbatches,
     check_ties,
-    check_trained,
     cut,
     is_v_shaped,
     join,
@@ -80,9 +79,7 @@ class ModelStage:
 
 @contextmanager
 def unsplit_backward_refused(schedule: str) -> Generator[None]:
-    """Raises `ConfigError` where this version of PyTorch cannot split the backward pass of our layers, as zero bubble
-    does (2.11 cannot).
-    """
+    """Raises `ConfigError` where PyTorch cannot split the backward pass of our layers for zero bubble (2.11 cannot)."""
     try:
         yield
     except RuntimeError as error:
@@ -108,7 +105,11 @@ class Pipeline:
         self.config = config
         self.mesh = mesh
         self.layers = layers_of_stages(model.config, config)
-        check_trained(model, self.layers)
+        if model.adapters.r and not all(self.layers):
+            raise ConfigError(
+                "parallel.layers_per_stage: a stage without layers would hold only frozen weights, because adapters "
+                "are in layers; set it so that every stage has a layer"
+            )
         self.owners = rank_of_stage(config)
         self._ends_share_a_weight = model.config.tie_embeddings and self.owners[0] != self.owners[-1]
         # Of the whole model: a stage without an embedding could not tell.
@@ -170,9 +171,7 @@ class Pipeline:
         own.add_(theirs)
 
     def evaluate(self, parts: Sequence[TokenBatch], loss_of: Callable[[Tensor, TokenBatch], Tensor]) -> None:
-        """Passes hidden states through the stages, one part after the other; the number of rows may differ from part to
-        part.
-        """
+        """Passes hidden states through the stages, part by part; parts may have different numbers of rows."""
         self._begin(parts, loss_of)
         for number, (_, batch) in enumerate(self._microbatches):
             hidden_BTD = sending = None

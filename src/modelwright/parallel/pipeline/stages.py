@@ -71,15 +71,6 @@ def check_ties(model: ModelConfig, config: ParallelConfig) -> None:
         )
 
 
-def check_trained(model: Decoder, layers: Sequence[range]) -> None:
-    """Raises `ConfigError` if a stage would have nothing to train, because adapters are in layers only."""
-    if model.adapters.r and not all(layers):
-        raise ConfigError(
-            "parallel.layers_per_stage: a stage without layers would hold only frozen weights, because adapters are in "
-            "layers; set it so that every stage has a layer"
-        )
-
-
 def check_blocks(part: Decoder, config: ParallelConfig) -> None:
     """Raises `ConfigError` if passes have created blocks that zero_bubble cannot split."""
     # The schedule computes weight gradients separately, from the middle of the graph: a recomputed block would be

@@ -26,9 +26,7 @@ class StageSpan:
 
 
 class StageTimeline:
-    """Records the spans of the newest step. On CUDA, events mark the stream, so nothing waits until `spans` is
-    called.
-    """
+    """Records the spans of the newest step. On CUDA, events mark the stream, so nothing waits before `spans`."""
 
     def __init__(self, device: torch.device) -> None:
         self._uses_events = device.type == "cuda"

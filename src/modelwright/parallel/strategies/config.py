@@ -211,9 +211,7 @@ def build_strategy(
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltSync:
-    """A gradient sync and its capabilities. is_exact: sums of scaled gradients are scaled sums; start, send_rows,
-    close: see `AllReduce`.
-    """
+    """A gradient sync. is_exact: sums of scaled gradients are scaled sums; start, send_rows, close: see `AllReduce`."""
 
     sync: GradientSync
     is_exact: bool

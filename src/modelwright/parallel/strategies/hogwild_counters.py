@@ -30,9 +30,7 @@ _DRAWN, _MADE, _STOPPED_PERIOD, _STOPPED_AT = range(4)
 
 
 class SharedCounters:
-    """One process's view of the shared counters. `num_heard`: updates whose reports it has read, and the number of the
-    next one in order.
-    """
+    """One process's view. `num_heard`: updates whose reports it has read, and the number of the next one in order."""
 
     def __init__(self, world: World) -> None:
         self.world = world

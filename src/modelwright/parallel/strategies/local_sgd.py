@@ -230,9 +230,7 @@ class OuterStep:
             self._moment.share(self._private().get(SECOND_MOMENT, []))
 
     def _own_start(self) -> list[Tensor]:
-        """Weights from which this rank continues: the common start, plus its own unsent displacement if that is
-        kept.
-        """
+        """Weights from which this rank continues: the common start, plus its own unsent displacement if it is kept."""
         unsent = self.transport.state_dict().get("residuals", []) if self.config.keep_residual else []
         if not unsent:
             return [start.clone() for start in self.start]

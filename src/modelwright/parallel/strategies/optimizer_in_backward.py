@@ -44,17 +44,15 @@ than the backward of that many weights."""
 class GradientReady(Protocol):
     """Decides when gradients are final while backward runs."""
 
-    updates_shards: bool
+    updates_shards: bool = False
     """True if each process updates shards of parameters, so that nothing is replicated."""
 
     def begin(self, optimizer: Optimizer) -> Optimizer:
         """Returns the optimizer for this process's shards. Called once, when weights and optimizer are in place."""
-        ...
+        return optimizer
 
     def arm(self, parameters: Sequence[Tensor], then: Then) -> None:
-        """Called before the last backward of a step. then: called for each parameter once its gradient is final; it
-        frees the gradient.
-        """
+        """Called before the last backward. then: called for each parameter with a final gradient, which it frees."""
         ...
 
     def finish(self) -> None:
@@ -64,18 +62,13 @@ class GradientReady(Protocol):
     def close(self) -> None: ...
 
 
-class LocalGradients:
+class LocalGradients(GradientReady):
     """Gradients are final as soon as they exist: in one process, or where FSDP's backward reduces them."""
-
-    updates_shards = False
 
     def __init__(self) -> None:
         self._waiting: dict[Tensor, None] = {}
         self._hooks: list[RemovableHandle] = []
         self._then: Then = lambda parameter, shard: None
-
-    def begin(self, optimizer: Optimizer) -> Optimizer:
-        return optimizer
 
     def arm(self, parameters: Sequence[Tensor], then: Then) -> None:
         self.close()
@@ -99,12 +92,10 @@ class LocalGradients:
         self._then(parameter, parameter)
 
 
-class ReducedInBackward:
+class ReducedInBackward(GradientReady):
     """Sums gradients over the ranks of `world` while backward runs, bucket by bucket. Buckets and sums equal those of
     `AllReduceSync`. A gradient's own memory is freed when its bucket starts.
     """
-
-    updates_shards = False
 
     def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.world = world
@@ -114,9 +105,6 @@ class ReducedInBackward:
             self._begin, bucket_bytes=bucket_bytes, many=MANY_BUCKETS, of=lambda parameter: parameter
         )
         self._in_flight: list[tuple[Sequence[Tensor], Tensor, Callable[[], object]]] = []
-
-    def begin(self, optimizer: Optimizer) -> Optimizer:
-        return optimizer
 
     def arm(self, parameters: Sequence[Tensor], then: Then) -> None:
         self._parameters, self._then = list(parameters), then
@@ -155,7 +143,7 @@ class ReducedInBackward:
                 self._then(parameter, parameter)
 
 
-class SharedInBackward:
+class SharedInBackward(GradientReady):
     """Keeps one copy of the weights for all processes of a host (`SharedModel`), and gradients only in two buckets.
 
     While one bucket is summed and used, the next is filled. Each process updates a shard of every parameter, so that

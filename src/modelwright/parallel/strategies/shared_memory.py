@@ -107,9 +107,10 @@ class SharedModel:
         own_places = _views(self.parameters, weights, starts)
         for number, (parameter, place) in enumerate(zip(self.parameters, own_places, strict=True)):
             make_states(optimizer, [parameter])
-            parameter.data = self._moved(parameter.data, place)
+            parameter.data = place.copy_(parameter.data) if world.is_first else place
             for key, tensors in states.items():
-                optimizer.state[parameter][key] = self._moved(optimizer.state[parameter][key], tensors[number])
+                state, moved = optimizer.state[parameter], tensors[number]
+                state[key] = moved.copy_(state[key]) if world.is_first else moved
         self._counts = [optimizer.state[p]["step"] for p in self.parameters]
         # The first process writes the values; the others may read them from here on.
         world.barrier()
@@ -160,9 +161,6 @@ class SharedModel:
                 for key, value in optimizer.state[parameter].items()
             }
         self.groups = [(group, own) for (group, _), own in zip(groups, self.shard_optimizer.param_groups, strict=True)]
-
-    def _moved(self, values: Tensor, place: Tensor) -> Tensor:
-        return place.copy_(values) if self.world.is_first else place
 
 
 class SharedMemory(Strategy):

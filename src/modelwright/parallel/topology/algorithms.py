@@ -34,9 +34,7 @@ Round = tuple[TransferStep, ...]
 
 @dataclass(frozen=True)
 class AllReducePlan:
-    """name: the algorithm; num_chunks: equal parts of the vector; rounds: steps that read the values from before the
-    round.
-    """
+    """name: the algorithm; num_chunks: equal parts of the vector; rounds: steps that read the values before them."""
 
     name: str
     num_ranks: int
@@ -72,9 +70,7 @@ def tree(parents: Sequence[tuple[int, int]], num_ranks: int) -> AllReducePlan:
 
 
 def hierarchical(groups: Sequence[Sequence[int]], across: str) -> AllReducePlan:
-    """Sums inside each group to its first rank, among those ranks by "ring" or "doubling", then copies inside the
-    groups.
-    """
+    """Sums inside each group to its first rank, among those by "ring" or "doubling", then copies inside the groups."""
     leaders = [group[0] for group in groups]
     # A ring across the groups divides the vector by their number; all parts of a plan count in the same chunks.
     num_chunks = len(groups) if across == "ring" else 1

@@ -130,24 +130,18 @@ class Planner:
         return plan_seconds(plan, self.links, num_bytes)
 
     def choose(self, num_bytes: float) -> AllReducePlan:
-        """Returns the cheapest plan for a message of this size; on a tie the first one, the backend's own before all
-        others.
-        """
+        """Returns the cheapest plan for a message of this size; on a tie the first, so the backend's own before others."""
         return min(self.candidates(num_bytes).values(), key=lambda plan: self.seconds(plan, num_bytes))
 
     def coalesce_bytes(self) -> int:
-        """The size from which a message is dominated by bandwidth: eight times the bytes that fit into the longest
-        latency.
-        """
+        """The size from which bandwidth dominates: eight times the bytes that fit into the longest latency."""
         latencies, rates = sum(self.links.latency_s, ()), sum(self.links.bytes_per_s, ())
         useful = 8 * max(latency * rate for latency, rate in zip(latencies, rates, strict=True))
         return int(min(max(useful, MIN_COALESCE_BYTES), MAX_COALESCE_BYTES))
 
 
 class Collectives:
-    """All-reduce over a world by plans made from its links. Construction is a collective call, because the backend is
-    measured.
-    """
+    """All-reduce over a world by plans made from its links. Construction is collective: it measures the backend."""
 
     def __init__(self, world: World, links: Links, config: TopologyConfig | None = None) -> None:
         self.world = world
@@ -333,9 +327,7 @@ class _Watch:
 
 
 def measure_flat(world: World) -> FlatCost:
-    """Measures the cost of the backend's own all-reduce among these ranks. Collective; the same numbers on all
-    ranks.
-    """
+    """Measures the cost of the backend's own all-reduce among these ranks. Collective; equal numbers on all ranks."""
     if world.size == 1:
         return FlatCost(latency_s=0.0, s_per_byte=0.0)
     # The shortest of a few repeats on the rank that waited least, at a small and at a larger size.

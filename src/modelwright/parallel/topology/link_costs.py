@@ -164,9 +164,7 @@ def _measure(world: World, hosts: tuple[str, ...], budget_s: float) -> Links:
 def _one_pass(
     world: World, pairs: Sequence[Sequence[tuple[int, int, int, int]]], num_hosts: int, budget_s: float
 ) -> torch.Tensor:
-    """Measures latency and bandwidth by pair of hosts; the same on all ranks. pairs: those to measure at once, as hosts
-    and ranks.
-    """
+    """Measures latency and bandwidth by pair of hosts; the same on all ranks. pairs: hosts and ranks, by round."""
     figures_2HH = torch.zeros(2, num_hosts, num_hosts, dtype=torch.float64, device=world.device)
     for at_once in pairs:
         world.barrier()  # nobody starts while the pair before is still measuring

@@ -196,9 +196,7 @@ def _starts(links: Links, size: int) -> Iterator[tuple[int, ...]]:
 def _improve(
     start: tuple[int, ...], cost: _Cost, moves: Sequence[tuple[int, int, int]], allowed: int
 ) -> tuple[tuple[int, ...], tuple[float, float], int]:
-    """Applies every move that makes the order cheaper until none does or the evaluations are used up; returns the
-    number used, too.
-    """
+    """Applies moves that make the order cheaper while there are any; returns the number of evaluations, too."""
     best, best_cost, moved, spent = start, cost(start), True, 1
     while moved and spent < allowed:
         moved = False
