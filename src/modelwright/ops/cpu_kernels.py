@@ -168,9 +168,7 @@ def _attention_shape(q_BTHd: Tensor, k_BTKd: Tensor) -> Tensor:
 
 
 def _attention_scratch(q_BTHd: Tensor, bounds_P5: Tensor, *, blocks: int, copies: int) -> tuple[Tensor, int]:
-    """Allocates working memory for all threads, and returns each one's part of it: blocks of queries, two of scores,
-    copies of a document's keys.
-    """
+    """Working memory, and each thread's part: blocks of queries, two of scores, copies of a document's keys."""
     _, start_P, _, end_P, _ = bounds_P5.unbind(1)
     longest = int((end_P - start_P).max()) if len(bounds_P5) else 0
     of_thread = (blocks * BLOCK + copies * -(-longest // BLOCK) * BLOCK) * q_BTHd.shape[-1] + 2 * BLOCK**2

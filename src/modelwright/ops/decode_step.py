@@ -196,7 +196,7 @@ class DecodeLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeShape:
-    """A decoder's shape beyond its tensors. score_scale: factor on products of queries and keys; soft_cap: 0 for none."""
+    """Shape of a decoder beyond its tensors. score_scale: factor on products of queries and keys; soft_cap: 0: none."""
 
     num_heads: int
     num_kv_heads: int

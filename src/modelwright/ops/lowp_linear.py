@@ -105,9 +105,7 @@ def in_float(
 
 
 def plain_cast(product: Callable[..., Tensor]) -> torch.dtype | None:
-    """The format to which a product by `in_float` casts both factors; None for any other product, and for one whose
-    matrix products are replaced.
-    """
+    """The format to which a product by `in_float` casts; None for other products, or with replaced `products`."""
     if not isinstance(product, partial) or product.func is not in_float:
         return None
     return product.args[0] if product.keywords.get("products", PLAIN) is PLAIN else None

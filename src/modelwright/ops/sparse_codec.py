@@ -86,9 +86,7 @@ def relative_error(values_K: NDArray[np.float32], quantized: Quantized) -> float
 
 
 def quantize_within(values_K: NDArray[np.float32], *, min_bits: int, max_bits: int, max_error: float) -> Quantized:
-    """Quantizes to the narrowest width in [min_bits, max_bits] whose observed relative error is at most `max_error`; at
-    `max_bits` any error is accepted.
-    """
+    """Quantizes to the narrowest width whose observed relative error is at most `max_error`, or to `max_bits`."""
     bits = min_bits
     while True:
         quantized = quantize(values_K, bits)

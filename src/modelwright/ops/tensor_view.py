@@ -52,7 +52,7 @@ class TensorView:
         return as_dtensor_like(self.source, values)
 
     def positions(self, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Positions of the elements in the flattened whole tensor, shaped like `tensor`. A narrow dtype wraps around."""
+        """Positions of the elements in the flattened whole tensor, shaped like `tensor`. Narrow dtypes wrap around."""
         shape, device = (self.full_shape.numel(),) if self.is_flat else self.full_shape, self.tensor.device
         positions = torch.zeros((), dtype=dtype, device=device)
         for dim, part in enumerate(self.index):

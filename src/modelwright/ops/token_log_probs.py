@@ -51,9 +51,7 @@ def token_log_probs(
 def token_log_probs_and_entropies(
     hidden_ND: Tensor, head: LinearHead, labels_N: Tensor, *, chunk_tokens: int = CHUNK_TOKENS, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """`token_log_probs` [N], and the entropy of the distribution at every token in nats, [N], 0 where the label is
-    ignored. Both are differentiable.
-    """
+    """`token_log_probs` and the entropy at every token in nats, [N] each, 0 where ignored; both differentiable."""
     return _apply(hidden_ND, head, labels_N, chunk_tokens, ignore_index, with_entropies=True)
 
 

@@ -20,9 +20,7 @@ _PIECE = 2**16
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The L2 norm of all tensors together, as accurate on the CPU as on an accelerator: a scalar, 0 for no tensors; not
-    finite if any value is not.
-    """
+    """L2 norm of all tensors together, a scalar; 0 for no tensors, not finite if any value is not."""
     pieces = []
     for tensor in tensors:
         pieces += tensor.reshape(-1).split(_PIECE) if tensor.device.type == "cpu" else [tensor]

@@ -28,9 +28,7 @@ class GradientSync(Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes of this rank's own messages so far. The metric `bytes_sent` counts all that the process sends
-        (`parallel/traffic.py`).
-        """
+        """Payload bytes of this rank's messages; the metric of this name counts all traffic (`parallel/traffic.py`)."""
         ...
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:

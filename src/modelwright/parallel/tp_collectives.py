@@ -33,9 +33,7 @@ def leave(x: Tensor, axis: World) -> Tensor:
 
 
 def gather(x: Tensor, axis: World, dim: int) -> Tensor:
-    """All ranks' slices of dimension `dim`, for work of which each rank does a part; backward sums the gradients and
-    takes this rank's slice.
-    """
+    """All ranks' slices, for work that is divided among ranks; backward sums the gradients and takes this slice."""
     return with_gradient(x, lambda y: gathered(y, axis, dim), lambda grad: summed_slice(grad, axis, dim))
 
 

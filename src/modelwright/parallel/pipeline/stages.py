@@ -85,9 +85,7 @@ def check_blocks(part: Decoder, config: ParallelConfig) -> None:
 
 
 def cut(model: Decoder, layers: range, *, is_first: bool, is_last: bool) -> Decoder:
-    """Returns the part of `model` with these layers, modules shared; the last part has the heads, for which a tied
-    model needs its embedding.
-    """
+    """The part of `model` with these layers, modules shared; the last has the heads, which may need the embedding."""
     needs_embedding = is_first or (is_last and model.config.tie_embeddings)
     return _assemble(
         model,

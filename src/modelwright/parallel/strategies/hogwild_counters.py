@@ -105,9 +105,7 @@ class SharedCounters:
             yield json.loads(text)
 
     def wait_for_all(self) -> Iterator[Any]:
-        """Yields `news` until every update drawn in this period is applied. Raises `ModelwrightError` if a process that
-        drew one has ended.
-        """
+        """Yields `news` until all updates of this period are applied. Raises `ModelwrightError` if a process ended."""
         for attempt in itertools.count(1):
             yield from self.news()
             with self._locked():

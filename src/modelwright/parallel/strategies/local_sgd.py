@@ -309,9 +309,7 @@ class LocalSgd(Strategy):
         return [local(parameter.detach()) for parameter in self.replica.names]
 
     def _moments(self) -> dict[str, list[Tensor]]:
-        """Moments by name, in the order and shapes of the parameters; zeros for a parameter whose update does not use
-        one. Empty before the first step.
-        """
+        """Moments by name, like the parameters; zeros where an update does not use one. Empty before the first step."""
         states = [self.replica.optimizer.state.get(parameter, {}) for parameter in self.replica.names]
         return {
             name: [

@@ -130,7 +130,7 @@ class Planner:
         return plan_seconds(plan, self.links, num_bytes)
 
     def choose(self, num_bytes: float) -> AllReducePlan:
-        """Returns the cheapest plan for a message of this size; on a tie the first, so the backend's own before others."""
+        """The cheapest plan for a message of this size; on a tie the first, so the backend's own before all others."""
         return min(self.candidates(num_bytes).values(), key=lambda plan: self.seconds(plan, num_bytes))
 
     def coalesce_bytes(self) -> int:
