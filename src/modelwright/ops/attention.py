@@ -251,11 +251,11 @@ def _keep_for_backward(ctx, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     ctx.save_for_backward(q_BTHd, k_BTKd, v_BTKd, *output, bounds_P5, bias)
 
 
-def _differentiate(ctx, grad_BTHd: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-    return (*_packed_backward(grad_BTHd, *ctx.saved_tensors, ctx.has_window), None, None, None)
-
-
-torch.library.register_autograd("modelwright::packed_attention", _differentiate, setup_context=_keep_for_backward)
+torch.library.register_autograd(
+    "modelwright::packed_attention",
+    lambda ctx, grad_BTHd, _: (*_packed_backward(grad_BTHd, *ctx.saved_tensors, ctx.has_window), None, None, None),
+    setup_context=_keep_for_backward,
+)
 
 
 def whole_rows_forward(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bias_B1TT: Tensor) -> tuple[Tensor, Tensor]:

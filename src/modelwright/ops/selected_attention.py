@@ -165,9 +165,8 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.save_for_backward(*tensors, *output)
 
 
-def _differentiate(ctx: Any, grad_BTHd: Tensor, _: Tensor) -> tuple[Any, ...]:
-    grads = _selected_backward(grad_BTHd, *ctx.saved_tensors, ctx.has_window)
-    return (*grads, None, None, None, None)
-
-
-torch.library.register_autograd("modelwright::selected_attention", _differentiate, setup_context=_keep_for_backward)
+torch.library.register_autograd(
+    "modelwright::selected_attention",
+    lambda ctx, grad_BTHd, _: (*_selected_backward(grad_BTHd, *ctx.saved_tensors, ctx.has_window), *[None] * 4),
+    setup_context=_keep_for_backward,
+)

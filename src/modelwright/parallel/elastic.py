@@ -164,7 +164,7 @@ def launch(
         with stop:
             _run_until_found(lambda: run_agent(arguments), gates, config.join_timeout_s)
     except ChildFailedError as error:
-        # Processes that ended by SIGTERM, or later than the first, were stopped as a consequence.
+        # Processes that ended by SIGTERM, or more than 2 s after the first, were stopped as a consequence.
         first = min(failure.timestamp for failure in error.failures.values())
         killed = {
             rank: -failure.exitcode

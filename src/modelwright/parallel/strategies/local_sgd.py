@@ -234,7 +234,7 @@ class OuterStep:
         unsent = self.transport.state_dict().get("residuals", []) if self.config.keep_residual else []
         if not unsent:
             return [start.clone() for start in self.start]
-        # The residual is a share of the mean, of which the outer step takes `outer_lr`.
+        # The residual was divided by the number of ranks, like the displacement, of which the outer step takes this.
         scale = self.world.size * self.config.outer_lr
         return [start.sub(left.to(start.device), alpha=scale) for start, left in zip(self.start, unsent, strict=True)]
 
