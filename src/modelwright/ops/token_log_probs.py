@@ -45,23 +45,18 @@ def token_log_probs(
     Differentiable once, in hidden states and weight. Peak memory above the gradients: a few times chunk_tokens * U
     elements.
     """
-    return _apply(hidden_ND, head, labels_N, chunk_tokens, ignore_index, with_entropies=False)[0]
+    function: Any = _TokenLogProbs
+    settings = (head, labels_N, chunk_tokens, ignore_index, False)
+    return function.apply(head.enter(hidden_ND), head.weight_UD, *settings)[0]
 
 
 def token_log_probs_and_entropies(
     hidden_ND: Tensor, head: LinearHead, labels_N: Tensor, *, chunk_tokens: int = CHUNK_TOKENS, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
     """`token_log_probs` and the entropy at every token in nats, [N] each, 0 where ignored; both differentiable."""
-    return _apply(hidden_ND, head, labels_N, chunk_tokens, ignore_index, with_entropies=True)
-
-
-def _apply(
-    hidden_ND: Tensor, head: LinearHead, labels_N: Tensor, chunk_tokens: int, ignore_index: int, *, with_entropies: bool
-) -> tuple[Tensor, Tensor]:
     function: Any = _TokenLogProbs
-    return function.apply(
-        head.enter(hidden_ND), head.weight_UD, head, labels_N, chunk_tokens, ignore_index, with_entropies
-    )
+    settings = (head, labels_N, chunk_tokens, ignore_index, True)
+    return function.apply(head.enter(hidden_ND), head.weight_UD, *settings)
 
 
 def token_log_probs_naive(
