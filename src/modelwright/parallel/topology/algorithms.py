@@ -34,7 +34,7 @@ Round = tuple[TransferStep, ...]
 
 @dataclass(frozen=True)
 class AllReducePlan:
-    """name: the algorithm; num_chunks: equal parts of the vector; rounds: all steps of one read the values before it."""
+    """name: the algorithm; num_chunks: equal parts of the vector; rounds: steps that read the values before each."""
 
     name: str
     num_ranks: int
