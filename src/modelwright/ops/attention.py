@@ -3,16 +3,16 @@
 Packed rows hold several documents, and a token sees its own document only. On a CPU most of a full T x T product would
 be masked away, so `packed_attention` splits every document into tiles of queries and gives each tile only its visible
 keys. This package's own kernels take all tiles at once (`cpu_kernels`); otherwise each tile is one call of PyTorch's
-attention, and rows so short that calls cost more than masked products are not split. A sliding window of W tokens
-leaves out the keys that none of a tile's queries see, and masks the others. Scores with a soft cap, which neither
-kernel computes, are in `ops/capped_attention.py`.
+attention, and rows so short that calls cost more than masked products are not split. With a sliding window of W tokens
+a tile has only the keys that some of its queries see, under a mask. Scores with a soft cap, which neither kernel
+computes, are in `ops/capped_attention.py`.
 
 Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G = H / K query heads per key/value head.
 Query head h reads key/value head h // G.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,24 +26,21 @@ from modelwright.ops.lowp_emulation import upcast
 TILE_LEN = 128
 """Queries per tile. The CPU kernel walks keys in blocks of 512 and skips none within a block (its `kvSplitSize`)."""
 TILE_COST = 6_000
-"""What a tile's calls, forward and backward, cost beside its products: as much as so many entries of the scores, of all
-heads. Two AVX2 cores, widths of 128 and 384: 0.3 ms, where an entry takes 30 to 100 ns."""
+"""Overhead of a tile's calls, forward and backward, in entries of the scores of all heads. On two AVX2 cores, with
+widths of 128 and 384, it is 0.3 ms, where an entry takes 30 to 100 ns."""
 MOST_WHOLE = 512
-"""Tokens of a row that may go uncut: its mask is kept for backward, at most 2 KiB a token, once for all layers."""
+"""Longest row that is not split: its mask is kept for backward, at most 2 KiB a token, once for all layers."""
 
 
 def document_mask(segments_BT: Tensor, window: int = 0) -> Tensor:
-    """Boolean [B, 1, T, T]: true where query token i may see key token j <= i of the same segment, with a window only
-    if i - j < window.
-
-    A token always sees itself, padding too, so no row of the softmax is empty.
-    """
+    """Boolean [B, 1, T, T]: true where query i sees key j <= i of its segment; with a window only if i - j < window."""
+    # A token always sees itself, padding too, so no row of the softmax is empty.
     same_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]).tril()
     return (same_BTT.triu(1 - window) if window else same_BTT).unsqueeze(1)
 
 
 def causal_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, window: int = 0) -> Tensor:
-    """Causal attention over whole rows, [B, T, H, d]; with a window, of each token to so many tokens up to itself."""
+    """Causal attention over whole rows, [B, T, H, d]; with a window, to the last `window` tokens, itself included."""
     if 0 < window < q_BTHd.shape[1]:
         return masked_attention(q_BTHd, k_BTKd, v_BTKd, causal_mask(q_BTHd.shape[1], window, q_BTHd.device))
     out_BHTd = F.scaled_dot_product_attention(
@@ -82,13 +79,13 @@ def masked_attention_naive(
 
 @dataclass(frozen=True)
 class Tiles:
-    """How packed rows are split for `packed_attention`.
+    """Tiles of packed rows for `packed_attention`.
 
     bounds_P5: int64, one tile per line: row, first key, first query and end (of queries and keys), all counted within
     the row; and the position of the first query in the tensor of queries, which may hold only some of the row's tokens.
-    bias: [tile_len, most keys of any tile, rounded up], additive causal mask aligned at its lower right corner. Rows
-    that are not split have no tile, and as bias the additive mask of whole rows, [B, 1, T, T]. window: tokens that a
-    query sees, the present one included; 0 is all of its document up to itself.
+    bias: [tile_len, most keys of any tile, rounded up], additive causal mask aligned at its lower right corner. For
+    rows that are not split there are no tiles, and bias is the additive mask of whole rows, [B, 1, T, T]. window:
+    tokens that a query sees, the present one included; 0 is all of its document up to itself.
     """
 
     bounds_P5: Tensor
@@ -99,6 +96,7 @@ class Tiles:
 def packed_cuts(segments_BT: Tensor, window: int = 0) -> Tiles:
     """`packed_tiles`, or no tiles for short rows where a mask is expected to be faster. CPU tensors only."""
     tiles, (num_rows, row_len) = packed_tiles(segments_BT, window=window), segments_BT.shape
+    # This package's kernels take all tiles in one call, so tiles cost no calls there.
     if tiles.window or "attention" in cpu_kernels.used():
         return tiles
     _, start_P, first_P, end_P, _ = tiles.bounds_P5.unbind(1)
@@ -109,33 +107,35 @@ def packed_cuts(segments_BT: Tensor, window: int = 0) -> Tiles:
 
 
 def whole_rows(segments_BT: Tensor) -> Tiles:
-    """No tiles: documents are separated by a mask."""
+    """`Tiles` of rows that are not split: documents are separated by a mask."""
     mask_B1TT = document_mask(segments_BT)
     bias_B1TT = torch.zeros(mask_B1TT.shape).masked_fill_(~mask_B1TT, float("-inf"))
     return Tiles(torch.empty(0, 5, dtype=torch.int64), bias_B1TT)
 
 
 def packed_tiles(
-    segments_BT: Tensor,
-    tile_len: int = TILE_LEN,
-    *,
-    spans: Sequence[tuple[int, int]] | None = None,
-    window: int = 0,
+    segments_BT: Tensor, tile_len: int = TILE_LEN, *, spans: Sequence[tuple[int, int]] | None = None, window: int = 0
 ) -> Tiles:
-    """Split every run of equal segment numbers into tiles of at most `tile_len` queries. CPU tensors only. spans:
+    """Splits every run of equal segment numbers into tiles of at most `tile_len` queries. CPU tensors only. spans:
     `(start, end)` of the tokens whose queries are computed, concatenated in the tensor of queries; the whole row by
-    default. window: see `Tiles`; one that no document exceeds is none.
+    default. window: see `Tiles`; one that no document exceeds counts as 0.
     """
     lengths = [torch.unique_consecutive(segments_T, return_counts=True)[1].tolist() for segments_T in segments_BT]
     window = window if window < max(map(max, lengths), default=0) else 0
-    tile_len = min(tile_len, window) if window else tile_len  # a document's first tile is causal, without a window
+    # A document's first tile is causal, without a mask for the window: it must not be longer than that.
+    tile_len = min(tile_len, window) if window else tile_len
     bounds: list[tuple[int, int, int, int, int]] = []
     spans = [(0, segments_BT.shape[1])] if spans is None else spans
     for row, row_lengths in enumerate(lengths):
         start = 0
         for length in row_lengths:
-            end = start + length
-            bounds += _document_tiles(row, start, end, tile_len, spans, window)
+            end, before = start + length, 0
+            for span_start, span_end in spans:
+                last = min(end, span_end)
+                for first in range(max(start, span_start), last, tile_len):
+                    first_key = max(start, first - window + 1) if window else start
+                    bounds.append((row, first_key, first, min(first + tile_len, last), before + first - span_start))
+                before += span_end - span_start
             start = end
     reach = max((first - start for _, start, first, _, _ in bounds), default=0)
     width = (math.ceil(reach / tile_len) + 1) * tile_len
@@ -145,31 +145,14 @@ def packed_tiles(
     return Tiles(torch.tensor(bounds, dtype=torch.int64).view(-1, 5), bias, window)
 
 
-def _document_tiles(
-    row: int, start: int, end: int, tile_len: int, spans: Sequence[tuple[int, int]], window: int
-) -> Iterator[tuple[int, int, int, int, int]]:
-    before = 0
-    for span_start, span_end in spans:
-        last = min(end, span_end)
-        for first in range(max(start, span_start), last, tile_len):
-            first_key = max(start, first - window + 1) if window else start
-            yield row, first_key, first, min(first + tile_len, last), before + first - span_start
-        before += span_end - span_start
-
-
 def packed_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, tiles: Tiles) -> Tensor:
-    """Causal attention within documents, [B, T, H, d], in the number format of `v_BTKd`. CPU only.
+    """Computes causal attention within documents, [B, T, H, d], in the number format of `v_BTKd`. CPU only.
 
     Equals `masked_attention` under `document_mask`, at the queries of the tiles. One opaque operator to
     `torch.compile`; differentiable once.
     """
     q_BTHd, k_BTKd = q_BTHd.to(v_BTKd.dtype), k_BTKd.to(v_BTKd.dtype)
     return _packed_forward(q_BTHd, k_BTKd, v_BTKd, tiles.bounds_P5, tiles.bias, tiles.window > 0)[0]
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """The dtype in which the kernel keeps the softmax's denominator."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 @torch.library.custom_op("modelwright::packed_attention", mutates_args=(), device_types="cpu")
@@ -179,16 +162,14 @@ def _packed_forward(
     """The output [B, T, H, d] and the log of each softmax's denominator [B, K, G, T], which backward needs. has_window:
     tiles start behind the beginning of their document, which this package's kernels do not support.
     """
-    if _is_whole(bias):
+    # A bias with 4 dimensions is the mask of whole rows.
+    if bias.dim() == 4:
         return whole_rows_forward(q_BTHd, k_BTKd, v_BTKd, bias)
     if not has_window and cpu_kernels.take_heads(q_BTHd):
         return cpu_kernels.attention(q_BTHd.contiguous(), k_BTKd.contiguous(), v_BTKd.contiguous(), bounds_P5)
-    rows, row_len, num_heads, _ = q_BTHd.shape
-    num_kv_heads = k_BTKd.shape[2]
-    out_BTHd = torch.empty_like(q_BTHd, memory_format=torch.contiguous_format)
-    lse_BKGT = q_BTHd.new_empty((rows, num_kv_heads, num_heads // num_kv_heads, row_len), dtype=_wide(q_BTHd))
+    out_BTHd, lse_BKGT = _results(q_BTHd, k_BTKd)
     q_BKGTd, k_BKGTd, v_BKGTd = _grouped(*upcast(q_BTHd, k_BTKd, v_BTKd))
-    out_BKGTd = out_BTHd.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    out_BKGTd = out_BTHd.unflatten(2, (k_BTKd.shape[2], -1)).permute(0, 2, 3, 1, 4)
     bias = bias.to(q_BKGTd.dtype)
     for row, start, first, end, at in bounds_P5.tolist():
         tile = (row, slice(None), slice(None), slice(at, at + end - first))
@@ -202,14 +183,15 @@ def _packed_forward(
     return out_BTHd, lse_BKGT
 
 
-@_packed_forward.register_fake
-def _(
-    q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P5: Tensor, bias: Tensor, has_window: bool
-) -> tuple[Tensor, Tensor]:
+def _results(q_BTHd: Tensor, k_BTKd: Tensor) -> tuple[Tensor, Tensor]:
     rows, row_len, num_heads, _ = q_BTHd.shape
-    num_kv_heads = k_BTKd.shape[2]
-    lse_BKGT = q_BTHd.new_empty((rows, num_kv_heads, num_heads // num_kv_heads, row_len), dtype=_wide(q_BTHd))
+    lse_shape = (rows, k_BTKd.shape[2], num_heads // k_BTKd.shape[2], row_len)
+    # The kernel keeps the denominators in FP32 at least.
+    lse_BKGT = q_BTHd.new_empty(lse_shape, dtype=torch.promote_types(q_BTHd.dtype, torch.float32))
     return torch.empty_like(q_BTHd, memory_format=torch.contiguous_format), lse_BKGT
+
+
+_packed_forward.register_fake(lambda q_BTHd, k_BTKd, *_: _results(q_BTHd, k_BTKd))
 
 
 @torch.library.custom_op("modelwright::packed_attention_backward", mutates_args=(), device_types="cpu")
@@ -224,7 +206,7 @@ def _packed_backward(
     bias: Tensor,
     has_window: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _is_whole(bias):
+    if bias.dim() == 4:
         return whole_rows_backward(grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bias)
     if not has_window and cpu_kernels.take_heads(q_BTHd):
         q, k, v = q_BTHd.contiguous(), k_BTKd.contiguous(), v_BTKd.contiguous()
@@ -251,38 +233,33 @@ def _packed_backward(
             attn_mask=_tile_bias(bias, start, first, end),
         )
         grad_q_BKGTd[tile] = tile_q
+        # Each tile of a document adds to its keys, over all query heads that read them.
         grad_k[row, start:end] += tile_k.sum(1).transpose(0, 1)
         grad_v[row, start:end] += tile_v.sum(1).transpose(0, 1)
     return grad_q, grad_k, grad_v
 
 
-@_packed_backward.register_fake
-def _(
-    grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bounds_P5, bias, has_window
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BTHd, k_BTKd, v_BTKd))
-    return q, k, v
+_packed_backward.register_fake(
+    lambda _, q, k, v, *rest: tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+)
 
 
 def _keep_for_backward(ctx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q_BTHd, k_BTKd, v_BTKd, bounds_P5, bias, ctx.has_window = inputs
+    # The denominators are an output only because backward needs them.
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q_BTHd, k_BTKd, v_BTKd, *output, bounds_P5, bias)
 
 
-def _differentiate(ctx, grad_BTHd: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-    return (*_packed_backward(grad_BTHd, *ctx.saved_tensors, ctx.has_window), None, None, None)
-
-
-torch.library.register_autograd("modelwright::packed_attention", _differentiate, setup_context=_keep_for_backward)
-
-
-def _is_whole(bias: Tensor) -> bool:
-    return bias.dim() == 4
+torch.library.register_autograd(
+    "modelwright::packed_attention",
+    lambda ctx, grad_BTHd, _: (*_packed_backward(grad_BTHd, *ctx.saved_tensors, ctx.has_window), None, None, None),
+    setup_context=_keep_for_backward,
+)
 
 
 def whole_rows_forward(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bias_B1TT: Tensor) -> tuple[Tensor, Tensor]:
-    """One call for all rows, under the additive mask of `whole_rows`: the output and the logs of the denominators."""
+    """Attention of all rows in one call under the mask of `whole_rows`: the output and the logs of the denominators."""
     q_BHTd, k_BHTd, v_BHTd = _whole_heads(*upcast(q_BTHd, k_BTKd, v_BTKd))
     out_BHTd, lse_BHT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_BHTd, k_BHTd, v_BHTd, attn_mask=bias_B1TT.to(q_BHTd.dtype)
@@ -300,7 +277,7 @@ def whole_rows_backward(
     lse_BKGT: Tensor,
     bias_B1TT: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values of the same."""
+    """Gradients of queries, keys and values of `whole_rows_forward`."""
     q_BHTd, k_BHTd, v_BHTd = _whole_heads(*upcast(q_BTHd, k_BTKd, v_BTKd))
     grad_BHTd, out_BHTd = (x.transpose(1, 2) for x in upcast(grad_BTHd, out_BTHd))
     grads_BHTd = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -333,6 +310,7 @@ def _tile_bias(bias: Tensor, start: int, first: int, end: int) -> Tensor | None:
     """The causal bias of queries first..end over keys start..end; a document's first tile is simply causal."""
     if first == start:
         return None
+    # The bias is aligned at its lower right corner: leave out the keys that precede the document.
     height, width = bias.shape
     skip = width - height - (first - start)
     return bias[: end - first, skip : skip + end - start]

@@ -1,8 +1,8 @@
 """Divergence of self-attention distributions, head by head (Wang et al. 2020, MiniLM, arXiv 2002.10957, section 3.1).
 
 A head's distribution over the tokens that a token sees is the softmax of its scaled and, where a model has a soft cap,
-capped scores. Student and teacher need as many query heads and the same window; widths of heads and numbers of
-key/value heads may differ. Only pairs of tokens of one document, causally ordered, take part.
+capped scores. Student and teacher need equal numbers of query heads and the same window; widths of heads and numbers of
+key/value heads may differ. Only causally ordered pairs of tokens of one document count.
 
 Legend: B rows, T tokens, H query heads, K key/value heads, d head width, L tokens of one document, h some of the heads.
 """
@@ -16,8 +16,8 @@ from modelwright.ops.relation_loss import LARGEST, documents
 
 
 class QueriesAndKeys(NamedTuple):
-    """What a layer's scores are made of: queries [B, T, H, d] and keys [B, T, K, d] with their positions; query head h
-    reads key head h // (H / K). soft_cap: scores s become soft_cap * tanh(s / soft_cap); 0 leaves them.
+    """Factors of a layer's scores: queries [B, T, H, d] and keys [B, T, K, d] with their positions; query head h reads
+    key head h // (H / K). soft_cap: scores s become soft_cap * tanh(s / soft_cap); 0 leaves them.
     """
 
     q_BTHd: Tensor
@@ -75,6 +75,7 @@ class _AttentionDivergence(torch.autograd.Function):
         grad_q_BTHd, grad_k_BTKd = (torch.zeros_like(x, dtype=wide) for x in (q_BTHd, k_BTKd))
         for row, start, end in documents(segments_BT):
             own, its = (of.document(row, start, end, wide) for of in (student, teacher))
+            # Heads whose distributions fit into memory together.
             at_once = max(1, LARGEST // (end - start) ** 2)
             parts = []
             for q_hLd, k_hLd, its_q_hLd, its_k_hLd in zip(*(x.split(at_once) for x in (*own, *its)), strict=True):
@@ -84,6 +85,7 @@ class _AttentionDivergence(torch.autograd.Function):
                 parts.append(grads)
             grad_q_HLd, grad_k_HLd = (torch.cat(of) for of in zip(*parts, strict=True))
             grad_q_BTHd[row, start:end] = grad_q_HLd.transpose(0, 1)
+            # A key head gets the gradients of all query heads that read it.
             grad_k_KLd = grad_k_HLd.unflatten(0, (k_BTKd.shape[2], -1)).sum(dim=1)
             grad_k_BTKd[row, start:end] = grad_k_KLd.transpose(0, 1)
         ctx.save_for_backward(grad_q_BTHd, grad_k_BTKd)
@@ -100,9 +102,9 @@ class _AttentionDivergence(torch.autograd.Function):
 def _of_document(
     q_hLd: Tensor, k_hLd: Tensor, log_teacher_hLL: Tensor, soft_cap: float, window: int
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The loss of some heads in one document, and its gradients. With S = Q K' / sqrt(d) and dS = (P_student -
-    P_teacher) times the slope of the cap, dQ = dS K / sqrt(d) and dK = dS' Q / sqrt(d).
-    """
+    """The loss of some heads in one document, and its gradients. A function, so that its matrices are freed at once."""
+    # With S = Q K' / sqrt(d) and dS = (P_student - P_teacher) times the slope of the cap, dQ = dS K / sqrt(d) and
+    # dK = dS' Q / sqrt(d).
     log_student_hLL, slope_hLL = _log_probs(q_hLd, k_hLd, soft_cap, window)
     teacher_hLL = log_teacher_hLL.exp()
     # Both are minus infinity where nothing is seen, and the teacher's probability is zero there.

@@ -1,6 +1,6 @@
 """Attention whose scores have a soft cap, soft_cap * tanh(scores / soft_cap): Gemma 2, section 2.3.
 
-PyTorch's attention operators have no such step on a CPU. Here the tiles of `ops/attention.py` are computed one after
+PyTorch's attention operators for CPUs do not support it. Here the tiles of `ops/attention.py` are computed one after
 the other and again in backward, so that scores exist for one tile at a time (Dao et al. 2022, "FlashAttention"). In at
 least FP32. The reference is `ops.attention.masked_attention_naive`.
 
@@ -31,11 +31,9 @@ def capped_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, tiles: Tile
 def masked_capped_attention(
     q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask_B1TT: Tensor, soft_cap: float
 ) -> Tensor:
-    """The same under a boolean mask, with all scores at once: for short rows, caches and devices without tiles.
-
-    Products of contiguous factors: for others PyTorch chooses the kernel by the number of rows, so that a row's last
-    bits would depend on its neighbors.
-    """
+    """Capped attention under a boolean mask, all scores at once: for short rows, caches and devices without tiles."""
+    # Factors are contiguous: for others PyTorch chooses the kernel by the number of rows, so that a row's last bits
+    # would depend on its neighbors.
     wide, group = torch.promote_types(v_BTKd.dtype, torch.float32), q_BTHd.shape[2] // k_BTKd.shape[2]
     q_BHTd = q_BTHd.to(wide).transpose(1, 2).contiguous()
     k_BHTd, v_BHTd = (x.to(wide).repeat_interleave(group, dim=2).transpose(1, 2).contiguous() for x in (k_BTKd, v_BTKd))
@@ -48,7 +46,9 @@ class _CappedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, tiles: Tiles, soft_cap: float) -> Tensor:
         ctx.formats = q_BTHd.dtype, k_BTKd.dtype, v_BTKd.dtype
-        q_BTKGd, k_BTKd, v_BTKd = _wide_heads(q_BTHd, k_BTKd, v_BTKd)
+        wide = torch.promote_types(v_BTKd.dtype, torch.float32)
+        q_BTKGd = q_BTHd.to(wide).unflatten(2, (k_BTKd.shape[2], -1))
+        k_BTKd, v_BTKd = k_BTKd.to(wide), v_BTKd.to(wide)
         out_BTKGd = torch.zeros_like(q_BTKGd, memory_format=torch.contiguous_format)
         lse_BTKG = q_BTKGd.new_zeros(q_BTKGd.shape[:-1])
         for row, queries, keys, visible_SN in _tiles(tiles, q_BTKGd.device):
@@ -77,17 +77,13 @@ class _CappedAttention(torch.autograd.Function):
             grad_v[row, keys] += torch.einsum("kgsn,skgd->nkd", weights_KGSN, grad_SKGd)
             grad_weights_KGSN = torch.einsum("skgd,nkd->kgsn", grad_SKGd, v_BTKd[row, keys])
             weighted_KGS = (grad_SKGd * out_BTKGd[row, queries]).sum(-1).permute(1, 2, 0)
-            slope_KGSN = 1 - (capped_KGSN / ctx.soft_cap).square()  # of the tanh
+            # d tanh(x) = 1 - tanh(x)^2
+            slope_KGSN = 1 - (capped_KGSN / ctx.soft_cap).square()
             grad_scores_KGSN = weights_KGSN * (grad_weights_KGSN - weighted_KGS.unsqueeze(-1)) * slope_KGSN * scale
             grad_q[row, queries] = torch.einsum("kgsn,nkd->skgd", grad_scores_KGSN, k_NKd)
             grad_k[row, keys] += torch.einsum("kgsn,skgd->nkd", grad_scores_KGSN, q_SKGd)
         of_q, of_k, of_v = ctx.formats
         return grad_q.flatten(2, 3).to(of_q), grad_k.to(of_k), grad_v.to(of_v), None, None
-
-
-def _wide_heads(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(v_BTKd.dtype, torch.float32)
-    return q_BTHd.to(wide).unflatten(2, (k_BTKd.shape[2], -1)), k_BTKd.to(wide), v_BTKd.to(wide)
 
 
 def _capped(q_SKGd: Tensor, k_NKd: Tensor, soft_cap: float) -> Tensor:

@@ -29,10 +29,11 @@ SOURCE = Path(__file__).with_name("kernels") / "kernels.cpp"
 SWITCH = "MODELWRIGHT_CPU_KERNELS"
 """Environment variable: `1`, the kernels that are faster here (the default); `0`, none; or names of `KERNELS`."""
 BLOCK = 64
+"""Queries and keys that the kernels of attention take at a time (`kernels/attention.h`)."""
 HEAD_DIM_STEP = 16
-"""Widths of heads are multiples of it, which is one of every processor's vectors."""
+"""Divisor of the widths of heads: FP32 numbers in the widest vectors of any processor."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-"""The formats that kernels read and write."""
+"""Formats that kernels read and write."""
 Argument = Tensor | int | float | bool
 
 
@@ -48,30 +49,26 @@ def kernels() -> ctypes.CDLL | None:
 
 
 def compiled_for(march: str, *more: str) -> ctypes.CDLL:
-    """The library for an architecture, as a compiler's option `-march` names it. more: further options."""
-    options = ("-std=c++17", "-O3", f"-march={march}", "-fopenmp", "-ffp-contract=off", *more)
-    way_out = f"set {SWITCH}=0 to do without, or"
-    library = ctypes.CDLL(str(compiled(SOURCE, options, folder=cache_folder(), way_out=way_out, known=_known())))
-    library.instruction_set.restype = ctypes.c_char_p
-    library.decode_scratch.restype = library.code_bytes.restype = ctypes.c_int64
-    return library
-
-
-def _known() -> str:
-    """What the library depends on besides its source: the headers, and the instruction set that the compiler
-    selects.
-    """
+    """The library for an architecture, by its name in the compiler's option `-march`. more: further options."""
+    # The library depends on the headers, and on the instruction set that the compiler selects for `native`.
     known = [header.read_bytes() for header in sorted(SOURCE.parent.glob("*.h"))]
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
         known += sorted({line for line in lines if line.startswith((b"flags", b"Features", b"model name"))})
     except OSError:
         known.append((platform.processor() or platform.machine()).encode())
-    return hashlib.sha256(b"\n".join(known)).hexdigest()
+    digest = hashlib.sha256(b"\n".join(known)).hexdigest()
+    # The kernels say themselves where they fuse multiply and add; a compiler's choice would change the rounding.
+    options = ("-std=c++17", "-O3", f"-march={march}", "-fopenmp", "-ffp-contract=off", *more)
+    way_out = f"set {SWITCH}=0 to do without, or"
+    library = ctypes.CDLL(str(compiled(SOURCE, options, folder=cache_folder(), way_out=way_out, known=digest)))
+    library.instruction_set.restype = ctypes.c_char_p
+    library.decode_scratch.restype = library.code_bytes.restype = ctypes.c_int64
+    return library
 
 
 def instruction_set() -> str:
-    """The one that the kernels are compiled for; "" without kernels."""
+    """The instruction set for which the kernels are compiled; "" without kernels."""
     library = kernels()
     return library.instruction_set().decode() if library is not None else ""
 
@@ -95,20 +92,18 @@ def _selected(setting: str, of: str) -> frozenset[Kernel]:
 
 
 def as_setting(names: Iterable[Kernel]) -> Mapping[str, str]:
-    """The environment in which exactly these are used."""
+    """The environment in which exactly these kernels are used."""
     return {SWITCH: ",".join(sorted(names)) or "0"}
 
 
 def are_used_on(device: str) -> bool:
-    """Whether norms and activations of models on such a device are single kernels, provided that the device is like
-    this machine.
-    """
+    """Returns whether norms and activations of models on a device like this machine's are single kernels."""
     return device == "cpu" and {"norm", "gated_activation"} <= used()
 
 
 def take(kernel: Kernel, *tensors: Tensor) -> bool:
-    """Whether the kernel is used and takes these tensors: on a CPU, in a supported format, no wrapper subclasses, not
-    while code is traced.
+    """Returns whether the kernel is used and takes these tensors: on a CPU, in a supported format, without wrapper
+    subclasses, not while code is traced.
     """
     return (
         all(
@@ -121,7 +116,7 @@ def take(kernel: Kernel, *tensors: Tensor) -> bool:
 
 
 def take_heads(x: Tensor) -> bool:
-    """Whether the kernels of attention are used and support queries or keys of this width."""
+    """Returns whether the kernels of attention are used and support queries or keys of this width."""
     return x.shape[-1] % HEAD_DIM_STEP == 0 and take("attention", x)
 
 
@@ -132,8 +127,9 @@ ALL_OPEN = torch.empty(0, dtype=torch.bool)
 def attention(
     q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P5: Tensor, open_BTH: Tensor = ALL_OPEN
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of tiles (`ops.attention.Tiles`), one format: the output [B, T, H, d], zeros outside the tiles
-    and where a head is not open (`open_BTH`, boolean), and the logs of the softmax's denominators [B, K, G, T], FP32.
+    """Computes causal attention of tiles (`ops.attention.Tiles`), in one format: the output [B, T, H, d], zeros outside
+    the tiles and where a head is not open (`open_BTH`, boolean), and the logs of the softmax's denominators [B, K, G,
+    T], FP32.
     """
     (rows, row_len, num_heads, head_dim), num_kv_heads = q_BTHd.shape, k_BTKd.shape[2]
     out_BTHd = torch.zeros_like(q_BTHd, memory_format=torch.contiguous_format)
@@ -172,7 +168,7 @@ def _attention_shape(q_BTHd: Tensor, k_BTKd: Tensor) -> Tensor:
 
 
 def _attention_scratch(q_BTHd: Tensor, bounds_P5: Tensor, *, blocks: int, copies: int) -> tuple[Tensor, int]:
-    """Working memory, and each thread's part of it: blocks of queries, two of scores, copies of a document's keys."""
+    """Working memory, and each thread's part: blocks of queries, two of scores, copies of a document's keys."""
     _, start_P, _, end_P, _ = bounds_P5.unbind(1)
     longest = int((end_P - start_P).max()) if len(bounds_P5) else 0
     of_thread = (blocks * BLOCK + copies * -(-longest // BLOCK) * BLOCK) * q_BTHd.shape[-1] + 2 * BLOCK**2
@@ -180,7 +176,7 @@ def _attention_scratch(q_BTHd: Tensor, bounds_P5: Tensor, *, blocks: int, copies
 
 
 def norm(x: Tensor, weight_D: Tensor, eps: float, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, and 1 / sqrt(mean(x^2) + eps) of each row."""
+    """Returns x / sqrt(mean(x^2) + eps) * weight over the last dimension, and 1 / sqrt(mean(x^2) + eps) of each row."""
     y = x.new_empty(x.shape, dtype=out_dtype)
     inverse = x.new_empty(x.shape[:-1], dtype=torch.float32)
     width = x.shape[-1]
@@ -192,6 +188,7 @@ def norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, inverse: Tensor) ->
     """Gradients of the input, in its format, and of the weight."""
     of_x = x.new_empty(x.shape)
     width = x.shape[-1]
+    # A row for each thread: the sum over them depends on their number.
     of_weight = x.new_zeros((torch.get_num_threads(), width), dtype=torch.float32)
     _call(
         f"norm_backward_{NAMES[x.dtype]}_{NAMES[grad.dtype]}", grad, x, weight_D, inverse, x.numel() // width, width,
@@ -201,7 +198,7 @@ def norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, inverse: Tensor) ->
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gate * sigmoid(gate) * up, all of one format."""
+    """Returns gate * sigmoid(gate) * up, all of one format."""
     out = gate.new_empty(gate.shape)
     _call(f"swiglu_forward_{NAMES[gate.dtype]}", gate, up, gate.numel(), out)
     return out
@@ -214,7 +211,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 
 
 def rotate(x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor, *, back: bool) -> Tensor:
-    """Heads rotated by the angles of `ops.rope.rope_tables`, or rotated back."""
+    """Rotates heads by the angles of `ops.rope.rope_tables`, or back."""
     y = x_BTHd.new_empty(x_BTHd.shape)
     rows, row_len, num_heads, head_dim = x_BTHd.shape
     _call(f"rotate_{NAMES[x_BTHd.dtype]}", x_BTHd, cos_BT1d, sin_BT1d, rows * row_len, num_heads, head_dim, back, y)
@@ -222,7 +219,7 @@ def rotate(x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor, *, back: bool) ->
 
 
 def quantize(x_RK: Tensor, *, stochastic: bool) -> tuple[Tensor, Tensor]:
-    """INT8 codes [R, K], with the memory layout of `x_RK` (row-major or column-major), and FP32 scales [R, 1].
+    """Returns INT8 codes [R, K], with the memory layout of `x_RK` (row-major or column-major), and FP32 scales [R, 1].
     Stochastic rounding takes one number of PyTorch's generator as its seed.
     """
     by_column = not x_RK.is_contiguous()
@@ -236,14 +233,14 @@ def quantize(x_RK: Tensor, *, stochastic: bool) -> tuple[Tensor, Tensor]:
 
 
 def rescale(sums_MN: Tensor, of_rows: Tensor, of_columns: Tensor, result: torch.dtype) -> Tensor:
-    """Sums of products of codes (INT32) times the scales of their row and column, in `result`."""
+    """Returns sums of products of codes (INT32) times the scales of their row and column, in `result`."""
     findings = sums_MN.new_empty(sums_MN.shape, dtype=result)
     _call(f"rescale_{NAMES[result]}", sums_MN, *sums_MN.shape, of_rows, of_columns, findings)
     return findings
 
 
 def _call(name: str, *arguments: Argument) -> None:
-    """Calls by pointer, so tensors must be contiguous; results are allocated accordingly."""
+    # By pointer, so tensors must be contiguous; results are allocated accordingly.
     tensors = [one for one in arguments if isinstance(one, Tensor)]
     if any(type(one) is FakeTensor for one in tensors):
         return
@@ -258,4 +255,5 @@ def _as_c(argument: Argument) -> ctypes.c_void_p | ctypes.c_float | ctypes.c_int
         return ctypes.c_void_p(argument.data_ptr())
     if isinstance(argument, float):
         return ctypes.c_float(argument)
+    # `bool` is an `int`, but the kernels declare flags as C's `int`.
     return ctypes.c_int(argument) if isinstance(argument, bool) else ctypes.c_int64(argument)

@@ -1,7 +1,7 @@
 """Cross-entropy of a linear head without materializing all logits.
 
 A vocabulary of 12,000 makes the logits the largest tensor of a small model's step. Here they exist for one chunk of
-tokens at a time, and both gradients are computed while the chunk is still in the cache, so nothing is computed twice.
+tokens at a time, and both gradients are computed while the chunk is in the cache, so nothing is computed twice.
 Tokens whose label is ignored cost nothing. The log-probability of each token is in `token_log_probs.py`.
 
 Legend: N flattened tokens, D model width, V vocabulary, C tokens of one chunk.
@@ -23,10 +23,9 @@ LossOfLogits = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def softmax_loss(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
     """Summed loss and its gradient softmax - one_hot; the logits are overwritten."""
-    scores_CV = logits_CV
-    largest_C1 = scores_CV.amax(dim=-1, keepdim=True)
-    chosen_C1 = scores_CV.gather(1, labels_C[:, None])
-    exponentials_CV = scores_CV.sub_(largest_C1).exp_()
+    largest_C1 = logits_CV.amax(dim=-1, keepdim=True)
+    chosen_C1 = logits_CV.gather(1, labels_C[:, None])
+    exponentials_CV = logits_CV.sub_(largest_C1).exp_()
     denominator_C1 = exponentials_CV.sum(dim=-1, keepdim=True)
     loss = (largest_C1 + denominator_C1.log() - chosen_C1).sum()
     grad_CV = exponentials_CV.div_(denominator_C1)
@@ -40,7 +39,7 @@ def soft_cap_logits(products: Tensor, cap: float) -> Tensor:
 
 
 def soft_capped(loss_of_logits: LossOfLogits, cap: float) -> LossOfLogits:
-    """`loss_of_logits` of soft-capped products, with the gradient in the products."""
+    """Wraps `loss_of_logits` to take soft-capped products, with the gradient in the products."""
 
     def loss_of_products(products_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
         share_CV = (products_CV / cap).tanh()
@@ -88,6 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, compute, in_fp32, loss_of_logits):
+        # The gradients are made here; backward only multiplies them with the incoming gradient.
         weight = weight_VD.to(compute)
         grad_hidden_ND = torch.zeros_like(hidden_ND) if ctx.needs_input_grad[0] else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -102,7 +102,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_hidden_ND[kept_C] = product(grad_logits_CV, weight).to(grad_hidden_ND.dtype)
             if grad_weight_VD is not None:
                 add_product(grad_weight_VD, grad_logits_CV.T, hidden_CD)
-            del grad_logits_CV  # or the next chunk's logits would be made beside it
+            # Or the next chunk's logits would exist at the same time.
+            del grad_logits_CV
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
         ctx.weight_dtype, ctx.chunk_tokens = weight_VD.dtype, chunk_tokens
         return loss
@@ -112,24 +113,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
         if grad_hidden_ND is not None:
-            grad_hidden_ND = _times(grad_hidden_ND, grad_loss, ctx.chunk_tokens)
+            if grad_hidden_ND.dtype in (torch.float32, torch.float64):
+                grad_hidden_ND = grad_hidden_ND * grad_loss
+            else:
+                # In FP32, rounded once: a factor rounded to a narrow format would bias all elements alike.
+                parts, grad_hidden_ND = grad_hidden_ND.split(ctx.chunk_tokens), torch.empty_like(grad_hidden_ND)
+                for scaled, part in zip(grad_hidden_ND.split(ctx.chunk_tokens), parts, strict=True):
+                    scaled.copy_(part.float() * grad_loss)
         if grad_weight_VD is not None:
             grad_weight_VD = (grad_weight_VD * grad_loss).to(ctx.weight_dtype)
         return grad_hidden_ND, grad_weight_VD, None, None, None, None, None, None
 
 
-def _times(x_ND: Tensor, factor: Tensor, chunk_tokens: int) -> Tensor:
-    """x times a number in FP32, rounded once: a factor rounded to a narrow format would bias all elements alike."""
-    if x_ND.dtype in (torch.float32, torch.float64):
-        return x_ND * factor
-    result_ND = torch.empty_like(x_ND)
-    for local, given in zip(result_ND.split(chunk_tokens), x_ND.split(chunk_tokens), strict=True):
-        local.copy_(given.float() * factor)
-    return result_ND
-
-
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, with `total` in FP32 whatever the format of the factors."""
+    """Adds left @ right to `total`, which is in FP32 for factors of any format."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
@@ -137,7 +134,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def kept_chunks(labels_N: Tensor, ignore_index: int, chunk_tokens: int) -> Iterator[slice | Tensor]:
-    """Indices of the tokens that count, `chunk_tokens` at a time; slices (no copy) if all of them do."""
+    """Yields the indices of the tokens that count, `chunk_tokens` at a time; slices (no copy) if all of them do."""
     kept = labels_N != ignore_index
     if bool(kept.all()):
         for start in range(0, labels_N.numel(), chunk_tokens):

@@ -1,10 +1,10 @@
 """A decode step of a whole decoder as one call of a kernel for CPUs (`kernels/decode.h`): the newest token of each
 sequence through all layers, with keys and values in a paged cache.
 
-Weights are FP32, BF16, INT8 or codes of four bits as they are stored; nothing is packed or copied. Everything is
-computed in FP32. The result of a row has the same bits whatever the number of rows and threads. INT8 weights [-64, 64]
-take INT8 activations with one scale per token, as `compress/int8_linear.py` defines it; 4-bit weights take FP32
-activations or such INT8 ones, as `compress/grid_linear.py` does.
+Weights are FP32, BF16, INT8 or codes of four bits in their stored layout; nothing is packed or copied. Everything is
+computed in FP32. The result of a row has the same bits for any number of rows and threads. INT8 weights [-64, 64] take
+INT8 activations with one scale per token, as `compress/int8_linear.py` defines it; 4-bit weights take FP32 activations
+or such INT8 ones, as `compress/grid_linear.py` does.
 
 Legend: N rows, D model width, K key/value heads, d head width, O outputs, I inputs, P groups of an output's inputs, L
 cache blocks, S tokens of one.
@@ -22,24 +22,25 @@ from torch import Tensor
 from modelwright.ops import cpu_kernels
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
-"""Formats of weights, by the numbers that the kernel calls them; bytes hold two codes of four bits each."""
+"""The kernel's numbers for the formats of weights; bytes hold two codes of four bits each."""
 UNENCODED = frozenset({FORMATS[torch.float32], FORMATS[torch.bfloat16]})
-"""Those that multiply activations as they are."""
+"""Formats that multiply activations in FP32, without INT8 codes."""
 FOUR_BITS_BY_CODES = 4
-"""The number of 4-bit weights whose activations are INT8."""
+"""The kernel's number for 4-bit weights whose activations are INT8."""
 GROUP_STEP = 32
-"""A group of 4-bit codes has a multiple of so many inputs."""
+"""Divisor of the number of inputs in a group of 4-bit codes."""
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 Rotation = Literal["none", "global", "window"]
 ROTATIONS: dict[Rotation, int] = {"none": 0, "global": 1, "window": 2}
 LARGEST_CODE = 127.0
 PARTS = ("projections", "heads", "attention", "feed-forward", "norms")
-"""What the time of a step goes to: products of attention; norms and rotations of queries and keys, and writing the
+"""Parts of a step that are timed: products of attention; norms and rotations of queries and keys, and writing the
 cache; scores, softmax and sums of values; products of the feed-forward layer, with its activation; and the rest: norms,
 gates, sums of the residual stream, codes of activations.
 """
 
 
+# These structures have the fields of those in `kernels/linear.h` and `kernels/decode.h`, in the same order.
 class _Matrix(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "step", "zero")),
@@ -100,13 +101,14 @@ class Weight:
 
     @property
     def format(self) -> int:
-        """By the kernel's numbers."""
+        """The kernel's number of the format."""
         return FORMATS[self.weight_OI.dtype]
 
     def matrix(self, divisor: float) -> tuple[_Matrix, list[Tensor]]:
-        """The kernel's description and the tensors that it points to. divisor: of scales."""
+        """The kernel's description and the tensors that it points to. divisor: divides the scales."""
         scale_O, row_sum_O = self.scale_O, torch.empty(0)
         if self.weight_OI.dtype == torch.int8:
+            # Sums of the rows: the products run on unsigned activations, shifted by 128.
             scale_O = (scale_O.float() / divisor).contiguous()
             row_sum_O = self.weight_OI.sum(dim=1, dtype=torch.int32)
         held = [self.weight_OI.detach(), scale_O, torch.empty(0), row_sum_O, self.bias_O.detach()]
@@ -117,8 +119,8 @@ class Weight:
 @dataclass(frozen=True, kw_only=True)
 class FourBitWeight:
     """A linear layer over codes of four bits, two to a byte as `compress/grid_linear.py` packs them, [O, I / 2 rounded
-    up]: step_OP, zero_OP: of groups, which divide the inputs equally, FP32; an empty zero_OP is zero throughout. A code
-    q stands for (q - zero) * step. takes_codes: whether activations are rounded to INT8. bias_O: FP32, empty for none.
+    up]. step_OP, zero_OP: of groups, which divide the inputs equally, FP32; an empty zero_OP is zero throughout. A code
+    q stands for (q - zero) * step. takes_codes: activations are rounded to INT8. bias_O: FP32, empty for none.
     """
 
     packed: Tensor
@@ -144,11 +146,11 @@ class FourBitWeight:
 
     @property
     def format(self) -> int:
-        """By the kernel's numbers."""
+        """The kernel's number of the format."""
         return FOUR_BITS_BY_CODES if self.takes_codes else FORMATS[torch.uint8]
 
     def matrix(self, divisor: float) -> tuple[_Matrix, list[Tensor]]:
-        """As `Weight.matrix`."""
+        """See `Weight.matrix`."""
         step_OP = (self.step_OP.float() / (divisor if self.takes_codes else 1.0)).contiguous()
         held = [self.packed, step_OP, self.zero_OP.float().contiguous(), torch.empty(0), self.bias_O.detach()]
         weight, step, zero, row_sum, bias = map(_pointer_to, held)
@@ -166,7 +168,7 @@ NO_NORM = torch.empty(0)
 @dataclass(frozen=True, kw_only=True)
 class DecodeLayer:
     """The tensors of one layer. Weights that multiply the same activations have one format. Norms are FP32 factors;
-    `NO_NORM` and `NO_WEIGHT` stand for what a layer has not. keys, values: of the cache, [L, K, S, d] each.
+    `NO_NORM` and `NO_WEIGHT` stand for missing ones. keys, values: of the cache, [L, K, S, d] each.
     head_router: the query heads of a key/value head are computed where its output is positive. window: tokens that a
     query sees, the present one included; 0 is all earlier ones.
     """
@@ -194,7 +196,7 @@ class DecodeLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeShape:
-    """What the tensors do not tell. score_scale: of products of queries and keys; soft_cap: 0 for none."""
+    """Shape of a decoder beyond its tensors. score_scale: factor on products of queries and keys; soft_cap: 0: none."""
 
     num_heads: int
     num_kv_heads: int
@@ -209,9 +211,9 @@ class DecodeShape:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """The tokens of a step, in any order; tokens of one sequence see each other as their positions say. blocks: the
-    block tables of all sequences, one after the other; first_block: where the table of a row's sequence begins;
-    rope_rows: the row of the tables of cosines and sines that belongs to each token.
+    """The tokens of a step, in any order; a token sees those of its sequence at earlier positions, also of this step.
+    blocks: the block tables of all sequences, one after the other; first_block: the start of the table of a row's
+    sequence; rope_rows: the row of the tables of cosines and sines that belongs to each token.
     """
 
     tokens: "array[int]" = field(default_factory=lambda: array("q"))
@@ -227,10 +229,16 @@ class DecodeStep:
     """
 
     def __init__(self, shape: DecodeShape, layers: Sequence[DecodeLayer], embedding: Weight, norm_D: Tensor) -> None:
+        # The kernel's structures hold addresses only: without these references the memory could be freed.
         self._held: list[Tensor] = []
-        """Keeps what the kernel points to."""
         self._width = embedding.shape[1]
-        self._layers = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
+        structures = []
+        for layer in layers:
+            matrices = {name: self._matrix(getattr(layer, name)) for name in MATRICES}
+            pointers = {name: self._pointer(getattr(layer, name)) for name in (*NORMS, "keys", "values")}
+            rotation = ROTATIONS[layer.rotation]
+            structures.append(_Layer(**matrices, **pointers, window=layer.window, rotation=rotation))
+        self._layers = (_Layer * len(layers))(*structures)
         self._decoder = _Decoder(
             layers=self._layers,
             norm=self._pointer(norm_D),
@@ -245,26 +253,20 @@ class DecodeStep:
         )
         self._scratch = torch.empty(0)
         self.seconds: array[float] | None = None
-        """Where the seconds of all steps' `PARTS` are added up; None measures nothing and costs nothing."""
+        """Sums of the seconds of all steps' `PARTS`; None does not measure and costs nothing."""
 
     def __call__(self, rows: DecodeRows, tables: Sequence[Tensor]) -> Tensor:
-        """Hidden states [N, D] after the final norm, FP32; the cache gets the tokens' keys and values. tables: cosines
-        and signed sines as in `ops/rope.py`, of layers that see all tokens and of layers with a window, four in all,
-        [any, rotary_dim] each.
+        """Computes hidden states [N, D] after the final norm, FP32; the cache gets the tokens' keys and values. tables:
+        cosines and signed sines as in `ops/rope.py`, of layers that see all tokens and of layers with a window, four in
+        all, [any, rotary_dim] each.
         """
         library = cpu_kernels.kernels()
         assert library is not None
         assert all(table.is_contiguous() and table.dtype == torch.float32 for table in tables)
         num_rows, longest, threads = len(rows.tokens), max(rows.positions) + 1, torch.get_num_threads()
-        step = _Step(
-            *(
-                one.buffer_info()[0]
-                for one in (rows.tokens, rows.positions, rows.rope_rows, rows.first_block, rows.blocks)
-            ),
-            *(table.data_ptr() for table in tables),
-            num_rows,
-            longest,
-        )
+        arrays = (rows.tokens, rows.positions, rows.rope_rows, rows.first_block, rows.blocks)
+        pointers = [*(one.buffer_info()[0] for one in arrays), *(table.data_ptr() for table in tables)]
+        step = _Step(*pointers, num_rows, longest)
         needed = library.decode_scratch(
             ctypes.byref(self._decoder), ctypes.c_int64(num_rows), ctypes.c_int64(longest), threads
         )
@@ -285,14 +287,6 @@ class DecodeStep:
             library.decode_step_timed(*arguments, ctypes.c_void_p(self.seconds.buffer_info()[0]))
         return hidden_ND
 
-    def _layer(self, layer: DecodeLayer) -> _Layer:
-        return _Layer(
-            **{name: self._matrix(getattr(layer, name)) for name in MATRICES},
-            **{name: self._pointer(getattr(layer, name)) for name in (*NORMS, "keys", "values")},
-            window=layer.window,
-            rotation=ROTATIONS[layer.rotation],
-        )
-
     def _matrix(self, weight: AnyWeight, *, divisor: float = LARGEST_CODE) -> _Matrix:
         matrix, held = weight.matrix(divisor)
         self._held += held
@@ -304,8 +298,8 @@ class DecodeStep:
 
 
 class RowProduct(Generic[W]):
-    """x [N, I] times one weight', FP32 [N, O], each row by itself: the head of a decode step, and linear layers over
-    integers.
+    """x [N, I] times one weight', FP32 [N, O], with a row's bits independent of the other rows: the head of a decode
+    step, and linear layers over integers.
     """
 
     def __init__(self, weight: W) -> None:
@@ -313,7 +307,8 @@ class RowProduct(Generic[W]):
         self._matrix, self._held = weight.matrix(LARGEST_CODE)
 
     def __reduce__(self) -> tuple[type["RowProduct[W]"], tuple[W]]:
-        return RowProduct, (self.weight,)  # a copy points to its own tensors
+        # A copy is made anew, so that it points to its own tensors.
+        return RowProduct, (self.weight,)
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         library = cpu_kernels.kernels()
@@ -321,10 +316,9 @@ class RowProduct(Generic[W]):
         x_NI = x_NI.float().contiguous()
         num_rows = len(x_NI)
         num_outputs, num_inputs = self.weight.shape
-        out_NO = torch.empty(num_rows, num_outputs)
         num_bytes = library.code_bytes(ctypes.c_int64(num_inputs), ctypes.c_int64(self.weight.format))
         codes = torch.empty(num_rows, num_bytes, dtype=torch.int8)
-        peaks_N = torch.empty(num_rows)
+        peaks_N, out_NO = torch.empty(num_rows), torch.empty(num_rows, num_outputs)
         pointers = (ctypes.c_void_p(one.data_ptr()) for one in (peaks_N, codes, out_NO))
         library.multiply_rows(
             ctypes.byref(self._matrix),
@@ -337,12 +331,11 @@ class RowProduct(Generic[W]):
 
 
 def summarized(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest token of each row, the first of equally likely ones, and the logarithm of the sum of exponentials,
-    [N] each. Where a row is not finite, neither is the latter.
+    """Returns the likeliest token of each row, the first of equally likely ones, and the log-sum-exp, [N] each. Where a
+    row is not finite, neither is the latter.
     """
-    if not (
-        logits_NV.dtype == torch.float32 and logits_NV.is_contiguous() and cpu_kernels.take("decode_step", logits_NV)
-    ):
+    fits = logits_NV.dtype == torch.float32 and logits_NV.is_contiguous()
+    if not (fits and cpu_kernels.take("decode_step", logits_NV)):
         return summarized_naive(logits_NV)
     library = cpu_kernels.kernels()
     assert library is not None

@@ -1,4 +1,4 @@
-"""Divergence of a linear head's distribution from a teacher's, mixed with hard labels, without all logits at a time.
+"""Divergence of a linear head's distribution from a teacher's, mixed with hard labels, without all logits in memory.
 
 For each token, with temperature t and share a of the labels (Hinton et al. 2015, "Distilling the Knowledge in a Neural
 Network"):
@@ -6,10 +6,10 @@ Network"):
     (1 - a) * t^2 * KL(softmax(z_teacher / t) || softmax(z_student / t)) - a * log softmax(z_student)[label]
 
 Other divergences than KL(teacher || student) are in `divergences.py`. Logits of student and teacher exist for one chunk
-of tokens at a time, and the gradient is computed while the chunk is at hand, as in `cross_entropy.py`. The teacher is a
-head over its hidden states, or the logarithms of its K largest probabilities; what the others have together is then one
-more outcome, so that the divergence stays a proper one: it is a lower bound of the full divergence, and zero only where
-the student agrees on every stored probability.
+of tokens at a time, and the gradient is computed together with the loss, as in `cross_entropy.py`. The teacher is a
+head over its hidden states, or the logarithms of its K largest probabilities; the sum of all other probabilities is
+then one more outcome, so that the divergence stays a proper one: it is a lower bound of the full divergence, and zero
+only where the student agrees on every stored probability.
 
 Legend: N flattened tokens, D student's width, E teacher's width, V vocabulary, U the rows of it on this rank, C tokens
 of one chunk, K stored tokens.
@@ -35,7 +35,7 @@ class Teacher(Protocol):
 
     def divergence(self, kept_C: slice | Tensor, scores_CU: Tensor, temperature: float, head: LinearHead) -> Divergence:
         """The divergence of the student from the teacher at the tokens `kept_C`. scores_CU: the student's logits over
-        the temperature. head: the student's, which says which rows of the vocabulary this rank has.
+        the temperature. head: the student's, which knows this rank's rows of the vocabulary.
         """
         ...
 
@@ -79,11 +79,13 @@ class TopTokens:
         here_CK = (places_CK >= 0) & (places_CK < scores_CU.shape[1])
         places_CK = places_CK * here_CK
         log_student_CU = log_softmax_over_ranks(scores_CU, head.gather)
+        # A stored token on another rank gathers row 0 here, and counts 0.
         chosen_CK = log_student_CU.gather(1, places_CK)
         own_C = (teacher_CK * here_CK * (log_teacher_CK - chosen_CK)).sum(dim=-1)
         is_stored_CU = torch.zeros_like(scores_CU).scatter_add_(1, places_CK, here_CK.to(scores_CU.dtype)) > 0
         log_others_CU = log_student_CU.masked_fill(is_stored_CU, -torch.inf)
         log_rest_C = log_sum_over_ranks(log_others_CU, head.gather)
+        # K may be the whole vocabulary: no other outcome is left, and its logarithm is minus infinity.
         has_rest_C = (rest_C > 0) & log_rest_C.isfinite()
         log_rest_C = torch.where(has_rest_C, log_rest_C, 0.0)
         of_rest_C = torch.where(has_rest_C, torch.special.xlogy(rest_C, rest_C) - rest_C * log_rest_C, 0.0)
@@ -94,7 +96,7 @@ class TopTokens:
 
 
 def log_sum_over_ranks(scores_CU: Tensor, gather: Gather) -> Tensor:
-    """log sum exp over the whole vocabulary [C]; every rank merges the parts in the same order."""
+    """Log-sum-exp over the whole vocabulary [C]; every rank merges the parts in the same order."""
     return gather(scores_CU.logsumexp(dim=-1)).logsumexp(dim=0)
 
 
@@ -105,8 +107,8 @@ def log_softmax_over_ranks(scores_CU: Tensor, gather: Gather) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationTerms:
-    """What is summed over the tokens that count. loss: differentiable once, in the student's hidden states and
-    weight; divergence and label_loss: the parts that it mixes, without gradient and without the factor t^2.
+    """Sums over the tokens that count. loss: differentiable once, in the student's hidden states and weight; divergence
+    and label_loss: the parts that it mixes, without gradient and without the factor t^2.
     """
 
     loss: Tensor
@@ -225,13 +227,19 @@ class _DistillationLoss(torch.autograd.Function):
 def _add_chunk(
     sums: _Sums, kept_C: slice | Tensor, hidden_CD: Tensor, weight: Tensor, labels_C: Tensor, settings: _Settings
 ) -> None:
-    """Add one chunk's losses and gradients."""
+    """Adds one chunk's losses and gradients. A function, so that its logits are freed before the next chunk's."""
     head, temperature, share = settings.head, settings.temperature, settings.label_share
     logits_CU = product(hidden_CD, weight.T).to(sums.loss.dtype)
     logits_CU = soft_cap_logits(logits_CU, head.soft_cap) if head.soft_cap else logits_CU
     soft = settings.teacher.divergence(kept_C, logits_CU / temperature, temperature, head)
+    # In the logits: t^2 times the gradient in the scores, over t.
     grad_CU = soft.grad_CU.mul_((1 - share) * temperature)
-    nll_C, hard_grad_CU = _label_loss(logits_CU, labels_C, head)
+    places_C1 = labels_C[:, None] - head.first_row
+    here_C1 = (places_C1 >= 0) & (places_C1 < logits_CU.shape[1])
+    places_C1 = places_C1 * here_C1
+    log_probs_CU = log_softmax_over_ranks(logits_CU, head.gather)
+    nll_C = -sum_over_ranks((log_probs_CU.gather(1, places_C1) * here_C1)[:, 0], head.gather)
+    hard_grad_CU = log_probs_CU.exp_().scatter_add_(1, places_C1, -here_C1.to(log_probs_CU.dtype))
     grad_CU.add_(hard_grad_CU, alpha=share)
     if head.soft_cap:
         grad_CU.mul_(1 - (logits_CU / head.soft_cap).square())
@@ -244,13 +252,3 @@ def _add_chunk(
         sums.grad_hidden_ND[kept_C] = product(grad_CU, weight).to(sums.grad_hidden_ND.dtype)
     if sums.grad_weight_UD is not None:
         add_product(sums.grad_weight_UD, grad_CU.T, hidden_CD)
-
-
-def _label_loss(logits_CU: Tensor, labels_C: Tensor, head: LinearHead) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihoods [C], and their gradient in the logits on this rank."""
-    places_C1 = labels_C[:, None] - head.first_row
-    here_C1 = (places_C1 >= 0) & (places_C1 < logits_CU.shape[1])
-    places_C1 = places_C1 * here_C1
-    log_probs_CU = log_softmax_over_ranks(logits_CU, head.gather)
-    nll_C = -sum_over_ranks((log_probs_CU.gather(1, places_C1) * here_C1)[:, 0], head.gather)
-    return nll_C, log_probs_CU.exp_().scatter_add_(1, places_C1, -here_C1.to(log_probs_CU.dtype))

@@ -1,7 +1,7 @@
 """Divergences of a student's distribution q from a teacher's p, with their gradients in the student's scores.
 
     forward_kl    KL(p || q) = sum p (log p - log q)
-    reverse_kl    KL(q || p): the student leaves out what it cannot have, where KL(p || q) makes it cover everything
+    reverse_kl    KL(q || p): the student drops modes that it cannot fit, where KL(p || q) makes it cover all of them
     jsd           b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q (Agarwal et al. 2024, "On-Policy
                   Distillation of Language Models", arXiv 2306.13649, equation 1)
 
@@ -32,20 +32,34 @@ class Divergence(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceKind:
-    """Which divergence is learned. beta: b of `jsd`, in (0, 1)."""
+    """The divergence that is learned. beta: b of `jsd`, in (0, 1)."""
 
     name: DivergenceName = "forward_kl"
     beta: float = 0.5
 
     def of(self, log_teacher_CU: Tensor, log_student_CU: Tensor, gather: Gather) -> Divergence:
-        """Of the parts of two distributions on this rank. Overwrites the student's."""
+        """The divergence, from the parts of two distributions on this rank. Overwrites the student's."""
         match self.name:
             case "forward_kl":
-                return _forward_kl(log_teacher_CU, log_student_CU, gather)
+                teacher_CU = log_teacher_CU.exp()
+                own_C = (teacher_CU * (log_teacher_CU - log_student_CU)).sum(dim=-1)
+                return Divergence(sum_over_ranks(own_C, gather), log_student_CU.exp_().sub_(teacher_CU))
             case "reverse_kl":
-                return _reverse_kl(log_teacher_CU, log_student_CU, gather)
+                # The gradient is q (log q - log p - D).
+                gap_CU = log_student_CU - log_teacher_CU
+                student_CU = log_student_CU.exp_()
+                values_C = sum_over_ranks((student_CU * gap_CU).sum(dim=-1), gather)
+                return Divergence(values_C, gap_CU.sub_(values_C[:, None]).mul_(student_CU))
             case "jsd":
-                return _jensen_shannon(log_teacher_CU, log_student_CU, self.beta, gather)
+                # The gradient is (1 - b) q (log(q / m) - KL(q || m)).
+                beta = self.beta
+                log_mixed_CU = torch.logaddexp(log_teacher_CU + math.log(beta), log_student_CU + math.log1p(-beta))
+                of_teacher_C = (log_teacher_CU.exp() * (log_teacher_CU - log_mixed_CU)).sum(dim=-1)
+                gap_CU = log_student_CU - log_mixed_CU
+                student_CU = log_student_CU.exp_()
+                of_student_C = sum_over_ranks((student_CU * gap_CU).sum(dim=-1), gather)
+                values_C = beta * sum_over_ranks(of_teacher_C, gather) + (1 - beta) * of_student_C
+                return Divergence(values_C, gap_CU.sub_(of_student_C[:, None]).mul_(student_CU).mul_(1 - beta))
 
     def naive(self, teacher_NV: Tensor, student_NV: Tensor) -> Tensor:
         """The definition, by probabilities of the whole vocabulary, [N]: the reference for `of`."""
@@ -66,28 +80,3 @@ class DivergenceKind:
 
 def sum_over_ranks(values_C: Tensor, gather: Gather) -> Tensor:
     return gather(values_C).sum(dim=0)
-
-
-def _forward_kl(log_teacher_CU: Tensor, log_student_CU: Tensor, gather: Gather) -> Divergence:
-    teacher_CU = log_teacher_CU.exp()
-    own_C = (teacher_CU * (log_teacher_CU - log_student_CU)).sum(dim=-1)
-    return Divergence(sum_over_ranks(own_C, gather), log_student_CU.exp_().sub_(teacher_CU))
-
-
-def _reverse_kl(log_teacher_CU: Tensor, log_student_CU: Tensor, gather: Gather) -> Divergence:
-    """The gradient is q (log q - log p - D)."""
-    gap_CU = log_student_CU - log_teacher_CU
-    student_CU = log_student_CU.exp_()
-    values_C = sum_over_ranks((student_CU * gap_CU).sum(dim=-1), gather)
-    return Divergence(values_C, gap_CU.sub_(values_C[:, None]).mul_(student_CU))
-
-
-def _jensen_shannon(log_teacher_CU: Tensor, log_student_CU: Tensor, beta: float, gather: Gather) -> Divergence:
-    """The gradient is (1 - b) q (log(q / m) - KL(q || m))."""
-    log_mixed_CU = torch.logaddexp(log_teacher_CU + math.log(beta), log_student_CU + math.log1p(-beta))
-    of_teacher_C = (log_teacher_CU.exp() * (log_teacher_CU - log_mixed_CU)).sum(dim=-1)
-    gap_CU = log_student_CU - log_mixed_CU
-    student_CU = log_student_CU.exp_()
-    of_student_C = sum_over_ranks((student_CU * gap_CU).sum(dim=-1), gather)
-    values_C = beta * sum_over_ranks(of_teacher_C, gather) + (1 - beta) * of_student_C
-    return Divergence(values_C, gap_CU.sub_(of_student_C[:, None]).mul_(student_CU).mul_(1 - beta))

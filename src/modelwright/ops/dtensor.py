@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard, sharing memory; a plain tensor is returned as it is."""
+    """This rank's shard, sharing memory; a plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,7 +1,7 @@
 """Counts the FLOPs of the products that are executed, from the shapes that reach them, 2 per multiply-add.
 
-Wrap the innermost `LinearGemms`, so that only the remaining work is counted after something has been skipped. Attention
-and the head are not layers with `LinearGemms`; the code that runs them calls `add`.
+Wrap the innermost `LinearGemms`, so that skipped work does not count. Attention and the head are not layers with
+`LinearGemms`; the code that runs them calls `add`.
 """
 
 import math
@@ -14,7 +14,7 @@ from modelwright.ops.linear_gemms import LinearGemms, Pair
 
 @dataclass
 class Executed:
-    """Number of FLOPs in this process."""
+    """Counter of the FLOPs in this process."""
 
     flops: int = 0
 
@@ -23,21 +23,16 @@ class Executed:
 
 
 def counted(inner: LinearGemms, executed: Executed) -> LinearGemms:
-    """`inner`, with the FLOPs it computes added to `executed`."""
+    """Wraps `inner` so that its FLOPs are added to `executed`."""
 
     def counting(product: Pair) -> Pair:
         def run(left: Tensor, right: Tensor) -> Tensor:
             result = product(left, right)
-            # of matrices (m k), (k n) and (m n), whichever way each lies: (mk * kn * mn) is the square of mkn
+            # Of matrices (m k), (k n) and (m n), transposed or not: (mk * kn * mn) is the square of mkn.
             executed.add(2 * math.isqrt(left.numel() * right.numel() * result.numel()))
             return result
 
         return run
 
-    return replace(
-        inner,
-        name=f"{inner.name}, counted",
-        forward=counting(inner.forward),
-        dgrad=counting(inner.dgrad),
-        wgrad=counting(inner.wgrad),
-    )
+    forward, dgrad, wgrad = map(counting, (inner.forward, inner.dgrad, inner.wgrad))
+    return replace(inner, name=f"{inner.name}, counted", forward=forward, dgrad=dgrad, wgrad=wgrad)

@@ -1,8 +1,8 @@
-"""Augmentation of images as pure functions of what was drawn; who draws is `objectives/image_augmentation.py`.
+"""Augmentation of images as pure functions of parameters that `objectives/image_augmentation.py` draws.
 
-Values are in [0, 1]. Torchvision has these transforms, too; its build on the package index is one for CUDA, which
-cannot be imported beside PyTorch for CPUs, and its MixUp and CutMix draw once for a batch from a global generator, so
-that a batch that is divided among ranks would become another one.
+Values are in [0, 1]. Torchvision has these transforms, too; its build on the package index is for CUDA and cannot be
+imported together with PyTorch for CPUs, and its MixUp and CutMix draw once for a batch from a global generator, so that
+a batch that is divided among ranks would become another one.
 
 Legend: C colors, H rows, W columns, K classes.
 """
@@ -18,7 +18,7 @@ LUMA = (0.299, 0.587, 0.114)
 
 
 def shifted(image_CHW: Tensor, down: int, right: int, fill: float) -> Tensor:
-    """The image moved by so many pixels, which may be negative, with `fill` where nothing is left: a random crop of the
+    """Moves the image by numbers of pixels, which may be negative, with `fill` in the freed area: a random crop of the
     padded image (He et al. 2016, section 4.2).
     """
     height, width = image_CHW.shape[-2:]
@@ -38,17 +38,17 @@ def gray(image_CHW: Tensor) -> Tensor:
 
 
 def brightened(image_CHW: Tensor, factor: float) -> Tensor:
-    """Mixed with black; above 1 away from it."""
+    """Mixes the image with black; a factor above 1 moves it away from black."""
     return (image_CHW * factor).clamp(0, 1)
 
 
 def contrasted(image_CHW: Tensor, factor: float) -> Tensor:
-    """Mixed with the mean gray value of the image."""
+    """Mixes the image with its mean gray value."""
     return torch.lerp(gray(image_CHW).mean().expand_as(image_CHW), image_CHW, factor).clamp(0, 1)
 
 
 def saturated(image_CHW: Tensor, factor: float) -> Tensor:
-    """Mixed with its own gray version."""
+    """Mixes the image with its gray version."""
     return torch.lerp(gray(image_CHW).expand_as(image_CHW), image_CHW, factor).clamp(0, 1)
 
 
@@ -61,7 +61,7 @@ class CutBox(NamedTuple):
     right: int
 
     def share(self, height: int, width: int) -> float:
-        """Its share of the pixels of an image."""
+        """Share of an image's pixels inside the box."""
         return (self.bottom - self.top) * (self.right - self.left) / (height * width)
 
 
@@ -71,8 +71,8 @@ def mixed(image_CHW: Tensor, other_CHW: Tensor, share: float) -> Tensor:
 
 
 def cut_box(height: int, width: int, share: float, center: tuple[int, int]) -> CutBox:
-    """The box that CutMix replaces so that `share` of the image is left (Yun et al. 2019, section 3.1), cut off at the
-    borders: what is left in the end is 1 - `CutBox.share`. center: its row and column.
+    """The box that CutMix replaces so that `share` of the image is left (Yun et al. 2019, section 3.1). It is cut off
+    at the borders, so the share that is left in the end is 1 - `CutBox.share`. center: its row and column.
     """
     scale = (1.0 - share) ** 0.5
     half_height, half_width = int(height * scale) // 2, int(width * scale) // 2
@@ -94,9 +94,7 @@ def cut_and_mixed(image_CHW: Tensor, other_CHW: Tensor, box: CutBox) -> Tensor:
 
 
 def soft_target(num_classes: int, label: int, *, smoothing: float = 0.0) -> Tensor:
-    """The distribution [K] that stands for a label: `smoothing` spread over all classes (Szegedy et al. 2016, section
-    7).
-    """
+    """The distribution [K] of a label: `smoothing` spread over all classes (Szegedy et al. 2016, section 7)."""
     target_K = torch.full((num_classes,), smoothing / num_classes, dtype=torch.float64)
     target_K[label] += 1.0 - smoothing
     return target_K

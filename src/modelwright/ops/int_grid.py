@@ -20,8 +20,8 @@ Granularity = Literal["tensor", "channel", "group_32", "group_64", "group_128"]
 Bits = Literal[4, 8]
 
 WEIGHT_LEVELS: dict[Bits, int] = {8: 64, 4: 7}
-"""Largest code of symmetric weights. Of eight bits seven are used, because the CPU kernels for INT8 add neighboring
-products in 16 bits (`compress/int8_linear.py`)."""
+"""Largest code of symmetric weights. INT8 weights use seven bits, because the CPU kernels add neighboring products in
+16 bits (`compress/int8_linear.py`)."""
 ACTIVATION_LEVELS = 127
 """Largest code of symmetric activations."""
 TINY = 1e-12
@@ -29,9 +29,7 @@ TINY = 1e-12
 
 
 class Codes(NamedTuple):
-    """A weight as integers: codes INT8 [O, I], and for each group its step, FP32 [G], and zero point, [G] in the format
-    of the step.
-    """
+    """A weight as integers: INT8 codes [O, I], FP32 steps [G], and zero points [G] in the format of the steps."""
 
     codes_OI: Tensor
     step_G: Tensor
@@ -48,7 +46,7 @@ class WeightGrid:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The smallest and the largest code."""
+        """Smallest and largest code."""
         largest = WEIGHT_LEVELS[self.bits]
         return (-largest, largest) if self.symmetric else (-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1)
 
@@ -58,7 +56,7 @@ class WeightGrid:
         return int(self.granularity.partition("_")[2] or 0)
 
     def check(self, name: str, num_inputs: int) -> None:
-        """Raise `ConfigError` if a projection's inputs do not divide into groups."""
+        """Raises `ConfigError` if a projection's inputs do not divide into groups."""
         if self.group_size and num_inputs % self.group_size:
             raise ConfigError(
                 f"granularity: the {num_inputs} inputs of {name} do not divide into groups of {self.group_size}; "
@@ -66,7 +64,7 @@ class WeightGrid:
             )
 
     def num_groups(self, shape: tuple[int, int] | torch.Size) -> int:
-        """Groups of a weight [O, I]."""
+        """Number of groups of a weight [O, I]."""
         if self.granularity == "tensor":
             return 1
         return shape[0] * (shape[1] // self.group_size if self.group_size else 1)
@@ -119,7 +117,7 @@ def lsq_step(weight_OI: Tensor, grid: WeightGrid) -> Tensor:
 
 
 def fake_quantize(x: Tensor, step: Tensor, zero: Tensor, low: int, high: int) -> Tensor:
-    """x rounded to the grid, in its own format. step, zero: broadcast over x.
+    """Rounds x to the grid, in its own format. step, zero: broadcast over x.
 
     The gradient in x is that of the result where the code is not clamped, else 0; in the step it is LSQ's, summed over
     the group and multiplied by 1 / sqrt(elements of the group * largest code). Differentiable once.
@@ -130,6 +128,7 @@ def fake_quantize(x: Tensor, step: Tensor, zero: Tensor, low: int, high: int) ->
 def fake_quantize_naive(x: Tensor, step: Tensor, zero: Tensor, low: int, high: int) -> Tensor:
     """The definition by automatic differentiation: the reference for `fake_quantize`."""
     factor = (high * x.numel() / step.numel()) ** -0.5
+    # The same value with `factor` times the gradient; and the rounded value with the gradient of the unrounded one.
     step = (step - step * factor).detach() + step * factor
     scaled = x / step
     rounded = scaled + (scaled.round() - scaled).detach()
@@ -155,6 +154,7 @@ class _FakeQuantize(torch.autograd.Function):
         inside = (codes >= low) & (codes <= high)
         grad_step = None
         if ctx.needs_input_grad[1]:
+            # LSQ, equation 3: round(v) - v inside the grid, the bound outside.
             slope = codes.clamp_(low, high) - zero
             slope = torch.where(inside, slope - scaled, slope)
             factor = (high * x.numel() / step.numel()) ** -0.5
@@ -163,9 +163,8 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def round_tokens(x_NI: Tensor) -> Tensor:
-    """Activations rounded to 127 levels each way of each token's largest magnitude, with the gradient of the identity.
-    The arithmetic is that of `compress/int8_linear.py`.
-    """
+    """Rounds activations to 127 levels each way of a token's largest magnitude, with the gradient of the identity."""
+    # In the order of operations of `compress/int8_linear.py`, so that training sees the bits of inference.
     wide_NI = x_NI.detach().to(torch.promote_types(x_NI.dtype, torch.float32))
     peak_N1 = wide_NI.abs().amax(dim=-1, keepdim=True).clamp_min(TINY)
     rounded_NI = torch.round(wide_NI / peak_N1 * ACTIVATION_LEVELS) * (peak_N1 / ACTIVATION_LEVELS)

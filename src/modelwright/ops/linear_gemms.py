@@ -18,59 +18,40 @@ from modelwright.ops.lowp_emulation import is_emulated, product
 Pair = Callable[[Tensor, Tensor], Tensor]
 
 
-def _forward(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    return product(x_NI, weight_OI.T)
-
-
-def _input_gradient(dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
-    return product(dy_NO, weight_OI)
-
-
-def _weight_gradient(dy_NO: Tensor, x_NI: Tensor) -> Tensor:
-    return product(dy_NO.T, x_NI)
-
-
-def _as_it_is(x_NI: Tensor) -> tuple[Tensor, ...]:
-    return (x_NI,)
-
-
-def _alone(x_NI: Tensor) -> Tensor:
-    return x_NI
-
-
 @dataclass(frozen=True, kw_only=True)
 class LinearGemms:
-    """How a linear layer multiplies.
+    """The products of a linear layer.
 
-    forward: (x_NI, weight_OI) -> y_NO; dgrad: (dy_NO, weight_OI) -> dx_NI; wgrad: (dy_NO, x_NI) ->
-    dw_OI. pack and unpack: how the input x_NI is saved between forward and backward.
+    forward: (x_NI, weight_OI) -> y_NO; dgrad: (dy_NO, weight_OI) -> dx_NI; wgrad: (dy_NO, x_NI) -> dw_OI. pack and
+    unpack: convert the input x_NI to the tensors that are saved for backward, and back.
     """
 
     name: str = "plain"
-    forward: Pair = _forward
-    dgrad: Pair = _input_gradient
-    wgrad: Pair = _weight_gradient
-    pack: Callable[[Tensor], tuple[Tensor, ...]] = _as_it_is
-    unpack: Callable[..., Tensor] = _alone
+    forward: Pair = lambda x_NI, weight_OI: product(x_NI, weight_OI.T)
+    dgrad: Pair = lambda dy_NO, weight_OI: product(dy_NO, weight_OI)
+    wgrad: Pair = lambda dy_NO, x_NI: product(dy_NO.T, x_NI)
+    pack: Callable[[Tensor], tuple[Tensor, ...]] = lambda x_NI: (x_NI,)
+    unpack: Callable[..., Tensor] = lambda x_NI: x_NI
 
 
 PLAIN = LinearGemms()
-"""In the format of what is multiplied; the twin of all others."""
+"""Products in the format of the factors; the reference for all others."""
 
 
 def multiply(x: Tensor, weight_OI: Tensor, products: LinearGemms = PLAIN) -> Tensor:
-    """x [..., I] times weight', [..., O], with gradients computed by `products`. Differentiable once."""
+    """Returns x [..., I] times weight', [..., O], with gradients computed by `products`. Differentiable once."""
     if products is PLAIN and not is_emulated(x.dtype, x.device):
         return F.linear(x, weight_OI)
     return _Multiply.apply(x, weight_OI, products)  # type: ignore[return-value]
 
 
 def multiply_add(y: Tensor, x: Tensor, weight_OI: Tensor) -> Tensor:
-    """y [..., O] plus x [..., I] times weight', all in one format: one pass over y where I is small."""
+    """Returns y [..., O] plus x [..., I] times weight', all in one format: one pass over y where I is small."""
     if is_emulated(y.dtype, y.device):
         return y + multiply(x, weight_OI)
     sums_NO = torch.addmm(y.flatten(0, -2), x.flatten(0, -2), weight_OI.T)
-    return torch.ops.aten._unsafe_view(sums_NO, list(y.shape))  # no view to autograd: see below
+    # Not a view to autograd: see `_Multiply`.
+    return torch.ops.aten._unsafe_view(sums_NO, list(y.shape))
 
 
 class _Multiply(torch.autograd.Function):
@@ -80,7 +61,7 @@ class _Multiply(torch.autograd.Function):
         ctx.save_for_backward(weight_OI, *products.pack(x_NI))
         ctx.products, ctx.shape, ctx.dtype = products, x.shape, x.dtype
         y_NO = products.forward(x_NI, weight_OI)
-        # As `F.linear` does it: no view to autograd, or FSDP2 warns that its hook may be lost by an operation in place.
+        # As in `F.linear`: not a view to autograd, or FSDP2 warns that an operation in place may lose its hook.
         return torch.ops.aten._unsafe_view(y_NO, [*x.shape[:-1], y_NO.shape[-1]])
 
     @staticmethod

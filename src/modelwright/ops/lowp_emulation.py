@@ -1,4 +1,4 @@
-"""Matrix products and convolutions in formats that a processor may have no instructions for.
+"""Matrix products and convolutions in formats for which a processor may lack instructions.
 
 Without instructions PyTorch multiplies BF16 and FP16 at a tenth of FP32's speed and INT8 at a thirtieth (AVX2, one
 thread). FP32 products of widened factors give the same result: a product of two BF16, FP16 or INT8 numbers is exact in
@@ -12,15 +12,16 @@ from torch import Tensor
 
 from modelwright.core.library_environment import lowered
 
+NARROW = frozenset({torch.bfloat16, torch.float16, torch.int8})
+
 
 def _instructions_of_cpu() -> frozenset[torch.dtype]:
-    """The narrow formats that this processor multiplies natively; all of them if PyTorch cannot tell. None if it is
-    held to an older instruction set, which PyTorch's checks do not ask for.
-    """
+    # PyTorch's checks ask the processor, not the older instruction set that it may be restricted to.
     if lowered() is not None:
         return frozenset()
+    # Without oneDNN PyTorch cannot tell.
     if not torch.backends.mkldnn.is_available():
-        return frozenset({torch.bfloat16, torch.float16, torch.int8})
+        return NARROW
     result = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
@@ -31,16 +32,15 @@ def _instructions_of_cpu() -> frozenset[torch.dtype]:
 
 CPU_MULTIPLIES = _instructions_of_cpu()
 """Narrow formats with instructions on this machine's processor."""
-NARROW = frozenset({torch.bfloat16, torch.float16, torch.int8})
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether factors of this format are multiplied as FP32 on this device."""
+    """Returns whether factors of this format are multiplied as FP32 on this device."""
     return device.type == "cpu" and dtype in NARROW and dtype not in CPU_MULTIPLIES
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, both in one floating-point format, in that format; sums in FP32."""
+    """Returns left @ right, both in one floating-point format, in that format; sums in FP32."""
     if is_emulated(left.dtype, left.device):
         return (left.float() @ right.float()).to(left.dtype)
     return left @ right
@@ -54,5 +54,5 @@ def convolution(x_NCHW: Tensor, weight_OCkk: Tensor, bias_O: Tensor | None, *, s
 
 
 def upcast(*factors: Tensor) -> tuple[Tensor, ...]:
-    """The factors for the kernel: in FP32 if their format has no instructions here, else unchanged."""
+    """Widens factors to FP32 if this processor lacks instructions for their format; else they are unchanged."""
     return tuple(one.float() if is_emulated(one.dtype, one.device) else one for one in factors)

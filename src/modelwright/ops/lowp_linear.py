@@ -6,10 +6,6 @@ A format's three products read their factors in that format and sum in FP32 (or 
 current or delayed scaling (Micikevicius et al. 2022), blockwise with E4M3 in all three products (DeepSeek-V3, 2024).
 
 Legend: N flattened rows, I inputs, O outputs.
-
-Codes of one input for all layers that read it: quantized once, and saved once between forward and backward.
-
-Several projections read the same tensor one after the other (queries, keys and values; gate and up).
 """
 
 import weakref
@@ -41,8 +37,9 @@ Codes = tuple[Tensor, Tensor]
 
 
 class SharedCodes:
-    """Codes of the tensor that was quantized last, valid while its memory lives and is not written to. Tensor wrappers
-    (DTensor), inference tensors and tensors under tracing are quantized every time.
+    """Codes of the tensor that was quantized last, for projections that read the same one (queries, keys and values;
+    gate and up): quantized once, and saved once for backward. Valid while its memory lives and is not written to.
+    Tensor wrappers (DTensor), inference tensors and tensors under tracing are quantized every time.
     """
 
     def __init__(self) -> None:
@@ -52,6 +49,7 @@ class SharedCodes:
         """The result of `quantize`."""
         if torch.compiler.is_compiling() or type(x_NI) not in (Tensor, FakeTensor) or x_NI.is_inference():
             return quantize(x_NI, grid, dtype)
+        # `_version` counts writes in place; the storage's identity, not its address, tells a new tensor in old memory.
         storage, last = x_NI.untyped_storage(), self._last
         key = (x_NI._version, x_NI.storage_offset(), x_NI.shape, x_NI.stride(), x_NI.dtype, grid, dtype)
         if last is not None and last[0]() is storage and last[1] == key:
@@ -67,7 +65,7 @@ class SharedCodes:
 
 Format = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
 FLOATS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Those that are plain casts."""
+"""Formats that are plain casts."""
 Recipe = Literal["tensorwise", "rowwise", "blockwise"]
 Role = Literal["x", "weight", "grad"]
 Kind = Literal["forward", "input gradient", "weight gradient"]
@@ -76,9 +74,9 @@ FACTORS: dict[Kind, tuple[Role, Role]] = {
     "input gradient": ("grad", "weight"),
     "weight gradient": ("grad", "x"),
 }
-"""What each product of a layer multiplies."""
+"""Factors of each product of a layer."""
 Maxima = Callable[[Role, Tensor], Tensor]
-"""The role of a factor and its present largest magnitudes -> those to scale by."""
+"""`(role of a factor, its present largest magnitudes) -> the magnitudes to scale by`."""
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRIDS: dict[Recipe, tuple[Grid, Grid]] = {
@@ -92,40 +90,29 @@ GRIDS: dict[Recipe, tuple[Grid, Grid]] = {
 def in_float(
     dtype: torch.dtype, x: Tensor, weight_OI: Tensor, *, products: LinearGemms = PLAIN, keeps_cast: bool = False
 ) -> Tensor:
-    """x [..., I] times weight', computed and returned in `dtype`; gradients are computed in it and returned in the
-    original formats.
-
-    The weight is cast again for backward; otherwise a model would hold the casts of all its weights in between.
-    keeps_cast: keep the cast instead, for blocks that are recomputed anyway.
+    """Returns x [..., I] times weight', computed and returned in `dtype`; gradients are computed in it and returned in
+    the original formats. keeps_cast: keep the cast of the weight for backward, for blocks that are recomputed anyway.
     """
     if keeps_cast or weight_OI.dtype == dtype:
         return multiply(x.to(dtype), weight_OI.to(dtype), products)
-    return multiply(x.to(dtype), weight_OI, _of_casts(products, dtype))
+    # The weight is cast again for backward; otherwise a model would hold the casts of all its weights in between.
+    casting = replace(
+        products,
+        forward=lambda x_NI, weight_OI: products.forward(x_NI, weight_OI.to(dtype)),
+        dgrad=lambda dy_NO, weight_OI: products.dgrad(dy_NO, weight_OI.to(dtype)),
+    )
+    return multiply(x.to(dtype), weight_OI, casting)
 
 
 def plain_cast(product: Callable[..., Tensor]) -> torch.dtype | None:
-    """The format that a product by `in_float` casts both factors to; None for any other product, and for one whose
-    matrix products are replaced.
-    """
+    """The format to which a product by `in_float` casts; None for other products, or with replaced `products`."""
     if not isinstance(product, partial) or product.func is not in_float:
         return None
     return product.args[0] if product.keywords.get("products", PLAIN) is PLAIN else None
 
 
-def _of_casts(products: LinearGemms, dtype: torch.dtype) -> LinearGemms:
-    """The same products for weights that they cast themselves."""
-
-    def forward(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-        return products.forward(x_NI, weight_OI.to(dtype))
-
-    def dgrad(dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
-        return products.dgrad(dy_NO, weight_OI.to(dtype))
-
-    return replace(products, forward=forward, dgrad=dgrad)
-
-
 def in_products(products: LinearGemms, result: torch.dtype, x: Tensor, weight_OI: Tensor) -> Tensor:
-    """x [..., I] times weight' by `products`, with the output in `result`."""
+    """Returns x [..., I] times weight' by `products`, with the output in `result`."""
     return multiply(x.to(result), weight_OI, products)
 
 
@@ -134,11 +121,15 @@ def _grid_of(recipe: Recipe, role: Role) -> Grid:
     return of_weights if role == "weight" else of_rows
 
 
+def _wide_weight_gradient(dy_NO: Tensor, x_NI: Tensor) -> Tensor:
+    return product(dy_NO.T, x_NI.to(dy_NO.dtype))
+
+
 @torch.compiler.assume_constant_result
 def _has_kernel(
     device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, recipe: Recipe, kind: Kind, result: torch.dtype
 ) -> bool:
-    """`has_fp8_kernel`, by names, as a constant of compiled blocks: `torch.compile` takes numbers for variables."""
+    # A constant of compiled blocks. By names, because `torch.compile` takes numbers for variables.
     left, right = FACTORS[kind]
     return has_fp8_kernel(device, a_dtype, b_dtype, (_grid_of(recipe, left), _grid_of(recipe, right)), result)
 
@@ -162,27 +153,19 @@ class Fp8:
     maxima: Maxima | None = None
 
     def products(self) -> LinearGemms:
-        wgrad = self._wide_weight_gradient if self.wgrad_high_precision else self._weight_gradient
+        wgrad = _wide_weight_gradient if self.wgrad_high_precision else self._weight_gradient
         packing = {"pack": self._pack, "unpack": self._unpack} if self.cache else {}
-        return LinearGemms(
-            name=f"fp8-{self.recipe}",
-            forward=self._forward,
-            dgrad=self._input_gradient,
-            wgrad=wgrad,
-            **packing,
-        )
-
-    def _grid(self, role: Role) -> Grid:
-        return _grid_of(self.recipe, role)
+        name = f"fp8-{self.recipe}"
+        return LinearGemms(name=name, forward=self._forward, dgrad=self._input_gradient, wgrad=wgrad, **packing)
 
     def _quantized(self, factor: Tensor, role: Role) -> Codes:
         dtype = self.gradients if role == "grad" else E4M3
         maxima = partial(self.maxima, role) if self.maxima else None
-        return quantize(factor, self._grid(role), dtype, maxima=maxima)
+        return quantize(factor, _grid_of(self.recipe, role), dtype, maxima=maxima)
 
     def _product(self, kind: Kind, a: Codes, b: Codes) -> Tensor:
         left, right = FACTORS[kind]
-        grids = self._grid(left), self._grid(right)
+        grids = _grid_of(self.recipe, left), _grid_of(self.recipe, right)
         has_kernel = _has_kernel(a[0].device, a[0].dtype, b[0].dtype, self.recipe, kind, self.result)
         return scaled_product(a, b, grids, self.result, name=f"fp8 {self.recipe}, {kind}", has_kernel=has_kernel)
 
@@ -198,15 +181,12 @@ class Fp8:
         dy = self._quantized(dy_NO.T, "grad")
         return self._product("weight gradient", dy, self._quantized(x_NI.T, "x"))
 
-    def _wide_weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
-        return product(dy_NO.T, x_NI.to(dy_NO.dtype))
-
     def _pack(self, x_NI: Tensor) -> Codes:
-        return self.shared(x_NI, self._grid("x"), E4M3) if self.shared else self._quantized(x_NI, "x")
+        return self.shared(x_NI, _grid_of(self.recipe, "x"), E4M3) if self.shared else self._quantized(x_NI, "x")
 
     def _unpack(self, *packed: Tensor) -> Tensor:
         codes_NI, scales = packed
-        return dequantize(codes_NI, scales, self._grid("x")).to(self.result)
+        return dequantize(codes_NI, scales, _grid_of(self.recipe, "x")).to(self.result)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,22 +202,15 @@ class Int8:
     wgrad_high_precision: bool = False
 
     def products(self) -> LinearGemms:
-        wgrad = self._wide_weight_gradient if self.wgrad_high_precision else self._weight_gradient
-        return LinearGemms(name="int8", forward=self._forward, dgrad=self._input_gradient, wgrad=wgrad)
+        narrow = partial(self._product, stochastic=self.stochastic)
+        return LinearGemms(
+            name="int8",
+            forward=partial(self._product, stochastic=False),
+            dgrad=lambda dy_NO, weight_OI: narrow(dy_NO, weight_OI.T),
+            wgrad=_wide_weight_gradient if self.wgrad_high_precision else lambda dy_NO, x_NI: narrow(dy_NO.T, x_NI.T),
+        )
 
     def _product(self, left: Tensor, right: Tensor, *, stochastic: bool) -> Tensor:
         a = quantize(left, ROWWISE, torch.int8, stochastic=stochastic)
         b = quantize(right, ROWWISE, torch.int8)
         return scaled_product(a, b, (ROWWISE, ROWWISE), self.result)
-
-    def _forward(self, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-        return self._product(x_NI, weight_OI, stochastic=False)
-
-    def _input_gradient(self, dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
-        return self._product(dy_NO, weight_OI.T, stochastic=self.stochastic)
-
-    def _weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
-        return self._product(dy_NO.T, x_NI.T, stochastic=self.stochastic)
-
-    def _wide_weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
-        return product(dy_NO.T, x_NI.to(dy_NO.dtype))

@@ -1,7 +1,7 @@
 """The micro-benchmark timer: seconds of short calls, repeated, interleaved, and undisturbed by other processes.
 
-What is timed, and whether the minimum or the median of the repeats counts, is up to the caller: the minimum for what a
-machine can do, since other work only slows a repeat down; the median for what it usually does.
+Whether the minimum or the median of the repeats counts is up to the caller: the minimum for a machine's best, since
+other work only slows a repeat down; the median for its usual speed.
 
 `torch.utils.benchmark.Timer` is not suitable: it repeats one statement before the next, so that a busy moment affects
 only one of two alternatives, and it counts time in which other processes had the core.
@@ -24,13 +24,13 @@ Clock = Callable[[], float]
 """Seconds since any moment."""
 
 PATIENCE_S = 2.0
-"""How long several threads wait for a moment in which each of them has a core."""
+"""Longest wait in seconds for a moment in which each of several threads has a core."""
 
 
 def seconds_of(
     call: Callable[[], object], device: torch.device | str, *, calls: int = 1, clock: Clock = time.perf_counter
 ) -> float:
-    """Wall-clock seconds of all calls together, from idle device to idle device."""
+    """Measures the seconds of all calls together, from idle device to idle device."""
     on_cpu = torch.device(device).type == "cpu"
     if not on_cpu:
         torch.accelerator.synchronize()
@@ -43,8 +43,8 @@ def seconds_of(
 
 
 def own_clock(device: torch.device | str) -> Clock:
-    """The clock that other processes disturb least. For a single CPU thread it stops while they have the core. Several
-    threads wait for each other, and an accelerator for its host, so for them it is the wall clock.
+    """Returns the clock that other processes disturb least. For a single CPU thread it stops while they have the core.
+    Several threads wait for each other, and an accelerator for its host, so for them it is the wall clock.
     """
     on_one_thread = torch.device(device).type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if on_one_thread else time.perf_counter
@@ -53,7 +53,7 @@ def own_clock(device: torch.device | str) -> Clock:
 def in_turn(
     measures: Mapping[K, Callable[[], float]], *, num_rounds: int, num_warmups: int = 0
 ) -> dict[K, list[float]]:
-    """The results of each measure in every round; a round goes through all of them, so that all meet the same
+    """Returns the results of each measure in every round; a round goes through all of them, so that all meet the same
     conditions. num_warmups: rounds before those that count.
     """
     figures: dict[K, list[float]] = {key: [] for key in measures}
@@ -88,17 +88,16 @@ def undisturbed(
     patience_s: float = PATIENCE_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Undisturbed[T]:
-    """Measure on the CPU if other processes leave a core for each of PyTorch's threads, or else on one thread.
-
-    Threads that wait for each other without a core each reach a hundredth of their rate, which says nothing. One
-    thread's own time is known however busy the machine is (`own_clock`).
-    """
+    """Measures on the CPU if other processes leave a core for each of PyTorch's threads, or else on one thread."""
+    # Threads that wait for each other without a core each reach a hundredth of their rate, which says nothing. One
+    # thread's own time is known on a busy machine too (`own_clock`).
     num_threads, busy_cores = torch.get_num_threads(), 0.0
     if num_threads > 1:
         busy_cores = _wait_for_free_cores(others, num_threads, patience_s, sleep)
     if not busy_cores:
         others.begin()
         value = measure()
+        # The load meter needs a whole period, and a short measurement may end before.
         sleep(max(0.0, PERIOD_S - others.seconds()))
         busy_cores = _competing_cores(others, num_threads)
         if num_threads == 1 or not busy_cores:
@@ -113,9 +112,7 @@ def undisturbed(
 def _wait_for_free_cores(
     others: LoadMeter, num_threads: int, patience_s: float, sleep: Callable[[float], None]
 ) -> float:
-    """0 as soon as there is a core for each thread; after `patience_s` the number of cores that others used at the
-    quietest time.
-    """
+    """Returns 0 once each thread has a core; after `patience_s` the cores that others used at the quietest time."""
     quietest = float(num_usable_cores())
     for _ in range(max(1, round(patience_s / PERIOD_S))):
         others.begin()

@@ -14,6 +14,7 @@ from modelwright.ops.quantize import Grid, group_maxima, spread
 RUN_LEN = 64
 RUNS: Grid = (1, RUN_LEN)
 """The groups of weights that share a scale."""
+# Runs of zeros divide by it.
 _TINY = 2.0**-100
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -24,8 +25,8 @@ LEVELS = (
 
 
 def quantize_nf4(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [O, P] as uint8, the even columns' in the lower halves of the bytes, and FP32 scales [O, runs]. The last
-    run of a row may be shorter; a row of odd length ends in half a byte.
+    """Returns codes [O, P] as uint8, the even columns' in the lower halves of the bytes, and FP32 scales [O, runs]. The
+    last run of a row may be shorter; a row of odd length ends in half a byte.
     """
     scales = group_maxima(weight_OI, RUNS).clamp_min_(_TINY)
     levels = torch.tensor(LEVELS, device=weight_OI.device)
@@ -36,12 +37,14 @@ def quantize_nf4(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_nf4(codes_OP: Tensor, scales: Tensor, num_inputs: int) -> Tensor:
-    """The weight [O, I] in the format of the scales."""
+    """Returns the weight [O, I] in the format of the scales."""
+    # A table of all 256 bytes gives two weights per lookup.
     levels = torch.tensor(LEVELS, device=codes_OP.device, dtype=scales.dtype)
     pairs = torch.stack((levels.repeat(16), levels.repeat_interleave(16)), dim=1)
     weight_OI = pairs[codes_OP.int()].flatten(1)
+    # Whole runs are scaled in place, without a copy of the scales as large as the weight.
     if num_inputs % RUN_LEN == 0:
-        weight_OI.unflatten(1, (-1, RUN_LEN)).mul_(scales[..., None])  # scales are not spread over a copy
+        weight_OI.unflatten(1, (-1, RUN_LEN)).mul_(scales[..., None])
         return weight_OI
     weight_OI = weight_OI[:, :num_inputs]
     return weight_OI.mul_(spread(scales, weight_OI, RUNS))

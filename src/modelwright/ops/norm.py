@@ -25,8 +25,9 @@ def rms_norm(
     """
     if torch.compiler.is_compiling():
         return rms_norm_naive(x, weight_D, eps, out_dtype=out_dtype, in_fp32=in_fp32)
+    # One kernel call, because a decode step of few rows is bound by the number of calls.
     if not torch.is_grad_enabled() and x.dtype == weight_D.dtype == torch.float32 and out_dtype in (None, x.dtype):
-        return F.rms_norm(x, weight_D.shape, weight_D, eps)  # one kernel call: what a decode step of few rows needs
+        return F.rms_norm(x, weight_D.shape, weight_D, eps)
     out_dtype = out_dtype or x.dtype
     if weight_D.dtype == torch.float32 and out_dtype in cpu_kernels.NAMES and cpu_kernels.take("norm", x, weight_D):
         return _RmsNormByKernel.apply(x.contiguous(), weight_D, eps, out_dtype)  # type: ignore[return-value]
@@ -37,19 +38,15 @@ def rms_norm_naive(
     x: Tensor, weight_D: Tensor, eps: float, *, out_dtype: torch.dtype | None = None, in_fp32: bool = True
 ) -> Tensor:
     """The definition: the reference for `rms_norm`."""
-    wide = x.to(_working_dtype(x, in_fp32))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)) if in_fp32 else x
     unit = wide / (wide.square().mean(dim=-1, keepdim=True) + eps).sqrt()
     return (unit * weight_D.to(wide.dtype)).to(out_dtype or x.dtype)
-
-
-def _working_dtype(x: Tensor, in_fp32: bool) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32) if in_fp32 else x.dtype
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_D, eps, out_dtype, in_fp32):
-        wide = x.to(_working_dtype(x, in_fp32))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32)) if in_fp32 else x
         inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         unit = wide * inverse
@@ -65,12 +62,13 @@ class _RmsNorm(torch.autograd.Function):
         product = grad * unit
         weight = weight_D.to(product.dtype)
         projection = (product @ weight).unsqueeze(-1).div_(unit.shape[-1])
+        # With u = x / norm: dx = (w g - u mean(w g u)) / norm.
         grad_x = (grad * weight).sub_(unit * projection).mul_(inverse)
         return grad_x.to(ctx.dtype), product.flatten(0, -2).sum(0).to(weight_D.dtype), None, None, None
 
 
 class _RmsNormByKernel(torch.autograd.Function):
-    """Saves its input, which the residual stream keeps in any case, where the other version saves a normalized copy."""
+    """Saves its input, which the residual stream keeps in any case; `_RmsNorm` saves a normalized copy."""
 
     @staticmethod
     def forward(ctx, x, weight_D, eps, out_dtype):

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 RowBlocks = Callable[[Tensor, Tensor], Iterator[Tensor]]
-"""(codes, scales) -> consecutive rows of the weight [O, I], together all of them."""
+"""`(codes, scales)` -> consecutive rows of the weight [O, I], together all of them."""
 Product = Callable[[Tensor, Tensor], Tensor]
-"""(x [..., I], weight [O, I]) -> [..., O]."""
+"""`(x [..., I], weight [O, I])` -> [..., O]."""
 
 
 def packed_product(x: Tensor, codes: Tensor, scales: Tensor, row_blocks: RowBlocks, product: Product) -> Tensor:
-    """product(x, W), [..., O] for x [..., I]. Its gradient is the same product of the output's gradient with W
+    """Returns product(x, W), [..., O] for x [..., I]. Its gradient is the same product of the output's gradient with W
     transposed. Saves codes and scales for backward, neither x nor W. Differentiable once, in x.
     """
     return _PackedProduct.apply(x, codes, scales, row_blocks, product)  # type: ignore[return-value]
@@ -39,7 +39,7 @@ class _PackedProduct(torch.autograd.Function):
         dx, start = None, 0
         for rows_RI in ctx.row_blocks(*ctx.saved_tensors):
             part = ctx.product(grad[..., start : start + rows_RI.shape[0]], rows_RI.T)
-            # several parts are added up in FP32 at least
+            # Several parts are added up in FP32 at least.
             dx = part if dx is None else dx.to(torch.promote_types(part.dtype, torch.float32)) + part
             start += rows_RI.shape[0]
         assert dx is not None

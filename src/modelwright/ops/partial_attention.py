@@ -3,7 +3,7 @@
 A softmax over all keys is a weighted sum of softmaxes over disjoint sets of keys; the weights follow from the logarithm
 of each softmax's denominator (log-sum-exp), so that keys can be visited one block after another. Sources: Milakov and
 Gimelshein 2018, "Online normalizer calculation for softmax"; Liu et al. 2023, "Ring Attention with Blockwise
-Transformers". Who holds which keys, and how they travel, is in `parallel/context_parallel.py`.
+Transformers". `parallel/context_parallel.py` passes the keys from rank to rank.
 
 Legend: B rows, S queries, N keys, H query heads, K key/value heads, d head width, G = H / K. Query head h reads
 key/value head h // G.
@@ -39,14 +39,14 @@ class VisibleBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which keys of one rank the queries of another see, as a list of blocks, for a CPU."""
+    """The keys of one rank that the queries of another see, as a list of blocks, for a CPU."""
 
     blocks: Sequence[VisibleBlock]
 
 
 @dataclass(frozen=True)
 class Mask:
-    """The same as a boolean mask [B, S, N], true where a query sees a key: for any device."""
+    """The keys that queries see as a boolean mask [B, S, N], true where a query sees a key: for any device."""
 
     visible_BSN: Tensor
 
@@ -55,10 +55,9 @@ Visible = Blocks | Mask
 
 
 def visible_blocks(segments_BT: Tensor, query_spans: Sequence[Span], key_spans: Sequence[Span]) -> Blocks:
-    """Which keys at `key_spans` the queries at `query_spans` see: earlier tokens of their own document, and themselves.
-
-    segments_BT: the document of each token of the whole rows, on the CPU. Two spans are equal or do not overlap. A
-    tensor of queries or keys holds the spans concatenated.
+    """Finds the keys at `key_spans` that the queries at `query_spans` see: earlier tokens of their own document, and
+    themselves. segments_BT: the document of each token of the whole rows, on the CPU. Two spans are equal or do not
+    overlap. A tensor of queries or keys holds the spans concatenated.
     """
     blocks: list[VisibleBlock] = []
     for row, segments_T in enumerate(segments_BT):
@@ -75,7 +74,7 @@ def visible_blocks(segments_BT: Tensor, query_spans: Sequence[Span], key_spans: 
 
 
 def _within(document: Span, spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
-    """The part of each span that lies in the document, and its position in the tensor of all spans."""
+    """Yields the part of each span within the document, and its position in the tensor of all spans."""
     offset = 0
     for start, end in spans:
         first, last = max(start, document[0]), min(end, document[1])
@@ -86,17 +85,16 @@ def _within(document: Span, spans: Sequence[Span]) -> Iterator[tuple[Span, int]]
 
 def visible_mask(segments_BT: Tensor, query_spans: Sequence[Span], key_spans: Sequence[Span]) -> Mask:
     """`visible_blocks` as a mask, on the device of `segments_BT`."""
-    query_S, key_N = (_positions(spans, segments_BT.device) for spans in (query_spans, key_spans))
+    query_S, key_N = (
+        torch.cat([torch.arange(start, end, device=segments_BT.device) for start, end in spans])
+        for spans in (query_spans, key_spans)
+    )
     same_BSN = segments_BT[:, query_S, None] == segments_BT[:, None, key_N]
     return Mask(same_BSN & (query_S[:, None] >= key_N))
 
 
-def _positions(spans: Sequence[Span], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(start, end, device=device) for start, end in spans])
-
-
 def empty_output(q_BSHd: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [B, S, H, d] and log-sum-exp [B, S, H] of attention to no keys, in at least FP32, to accumulate into."""
+    """Returns the output [B, S, H, d] and log-sum-exp [B, S, H] of attention to no keys, in FP32 at least."""
     dtype = torch.promote_types(q_BSHd.dtype, torch.float32)
     return q_BSHd.new_zeros(q_BSHd.shape, dtype=dtype), q_BSHd.new_full(q_BSHd.shape[:3], -math.inf, dtype=dtype)
 
@@ -104,12 +102,17 @@ def empty_output(q_BSHd: Tensor) -> tuple[Tensor, Tensor]:
 def add_keys(
     out_BSHd: Tensor, lse_BSH: Tensor, q_BSHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, visible: Visible
 ) -> None:
-    """Accumulate attention to further keys: `out_BSHd` and `lse_BSH` are changed in place. Keys of which every query
+    """Accumulates attention to further keys: `out_BSHd` and `lse_BSH` are changed in place. Keys of which every query
     sees at least one must come first.
     """
     q_BSHd, k_BNKd, v_BNKd = upcast(q_BSHd, k_BNKd, v_BNKd)
     if isinstance(visible, Mask):
-        _merge(out_BSHd, lse_BSH, *_masked_forward(q_BSHd, k_BNKd, v_BNKd, visible.visible_BSN))
+        scores_BKGSN = _scores(q_BSHd, k_BNKd, visible.visible_BSN)
+        lse_BKGS = scores_BKGSN.logsumexp(-1)
+        # A query that sees none of the keys has minus infinity everywhere: its output must be 0, not nan.
+        weights_BKGSN = (scores_BKGSN - lse_BKGS.clamp(min=torch.finfo(lse_BKGS.dtype).min).unsqueeze(-1)).exp()
+        part_BSKGd = torch.einsum("bkgsn,bnkd->bskgd", weights_BKGSN.to(v_BNKd.dtype), v_BNKd)
+        _merge(out_BSHd, lse_BSH, part_BSKGd.flatten(2, 3), lse_BKGS.permute(0, 3, 1, 2).flatten(2, 3))
         return
     for block in visible.blocks:
         query, key = _places(block)
@@ -128,9 +131,9 @@ def gradients_of_keys(
     v_BNKd: Tensor,
     visible: Visible,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The contribution of some keys to the gradients of the queries [B, S, H, d], and the gradients of these keys and
-    values from these queries [B, N, K, d], in at least FP32. out_BSHd, lse_BSH: of the whole softmax, after all keys
-    were added.
+    """Returns the contribution of some keys to the gradients of the queries [B, S, H, d], and the gradients of these
+    keys and values from these queries [B, N, K, d], in at least FP32. out_BSHd, lse_BSH: of the whole softmax, after
+    all keys were added.
     """
     dtype = lse_BSH.dtype
     grad_BSHd, out_BSHd, q_BSHd, k_BNKd, v_BNKd = upcast(grad_BSHd, out_BSHd, q_BSHd, k_BNKd, v_BNKd)
@@ -169,7 +172,8 @@ def _repeated(q_BSHd: Tensor, *keys_and_values_NKd: Tensor) -> list[Tensor]:
 
 
 def _merge(out_xHd: Tensor, lse_xH: Tensor, part_xHd: Tensor, part_lse_xH: Tensor) -> None:
-    """Combine with a softmax over further keys, in place."""
+    """Combines with a softmax over further keys, in place."""
+    # Each part's weight is its share of the joint denominator, exp(lse - lse of both).
     lse_after_xH = torch.logaddexp(lse_xH, part_lse_xH.to(lse_xH.dtype))
     out_xHd *= (lse_xH - lse_after_xH).exp().unsqueeze(-1)
     out_xHd += part_xHd * (part_lse_xH - lse_after_xH).exp().unsqueeze(-1)
@@ -182,15 +186,6 @@ def _scores(q_BSHd: Tensor, k_BNKd: Tensor, visible_BSN: Tensor) -> Tensor:
     q_BSKGd = q_BSHd.to(wide).unflatten(2, (k_BNKd.shape[2], -1))
     scores_BKGSN = torch.einsum("bskgd,bnkd->bkgsn", q_BSKGd, k_BNKd.to(wide)) * q_BSHd.shape[-1] ** -0.5
     return scores_BKGSN.masked_fill(~visible_BSN[:, None, None], -math.inf)
-
-
-def _masked_forward(q_BSHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, visible_BSN: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [B, S, H, d] and log-sum-exp [B, S, H]; 0 and minus infinity for a query that sees none of the keys."""
-    scores_BKGSN = _scores(q_BSHd, k_BNKd, visible_BSN)
-    lse_BKGS = scores_BKGSN.logsumexp(-1)
-    weights_BKGSN = (scores_BKGSN - lse_BKGS.clamp(min=torch.finfo(lse_BKGS.dtype).min).unsqueeze(-1)).exp()
-    out_BSKGd = torch.einsum("bkgsn,bnkd->bskgd", weights_BKGSN.to(v_BNKd.dtype), v_BNKd)
-    return out_BSKGd.flatten(2, 3), lse_BKGS.permute(0, 3, 1, 2).flatten(2, 3)
 
 
 def _masked_backward(
@@ -209,6 +204,7 @@ def _masked_backward(
     k_BNKd, v_BNKd, scale = k_BNKd.to(wide), v_BNKd.to(wide), q_BSHd.shape[-1] ** -0.5
     weights_BKGSN = (_scores(q_BSHd, k_BNKd, visible_BSN) - lse_BSKG.permute(0, 2, 3, 1).unsqueeze(-1)).exp()
     grad_v = torch.einsum("bkgsn,bskgd->bnkd", weights_BKGSN, grad_BSKGd)
+    # dS = P (dP - sum over keys of P dP); that sum is dO . O, so no other block of keys is needed for it.
     weighted_BKGS = (grad_BSKGd * out_BSKGd).sum(-1).permute(0, 2, 3, 1)
     grad_weights_BKGSN = torch.einsum("bskgd,bnkd->bkgsn", grad_BSKGd, v_BNKd)
     grad_scores_BKGSN = weights_BKGSN * (grad_weights_BKGSN - weighted_BKGS.unsqueeze(-1)) * scale

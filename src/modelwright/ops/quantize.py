@@ -2,8 +2,8 @@
 
 All products of a linear layer have the form a b' with both factors cut into groups along the summed dimension. A grid
 gives the (rows, columns) of a group, 0 for all of them. Tensorwise: one scale; rowwise: one for each row; blockwise, as
-DeepSeek-V3 trains (2024, section 3.3): 1 x 128 for activations and gradients, 128 x 128 for weights. `scaled_product`
-uses the hardware's kernel if there is one; `scaled_product_naive` is the definition, and runs anywhere.
+in DeepSeek-V3 (2024, section 3.3): 1 x 128 for activations and gradients, 128 x 128 for weights. `scaled_product` uses
+the hardware's kernel if there is one; `scaled_product_naive` is the definition, and runs anywhere.
 
 Legend: M, N rows of the factors, K the summed dimension, R rows of either, G groups.
 """
@@ -28,7 +28,7 @@ BLOCK = 128
 ROW_BLOCKS: Grid = (1, BLOCK)
 SQUARE_BLOCKS: Grid = (BLOCK, BLOCK)
 Maxima = Callable[[Tensor], Tensor]
-"""Present largest magnitudes of groups -> those to scale by, of the same shape."""
+"""`(present largest magnitudes of groups) -> the magnitudes to scale by`, of the same shape."""
 INT8_MAX = 127.0
 _TINY = 2.0**-100
 """Smallest scale: groups of zeros divide by it."""
@@ -59,7 +59,8 @@ def group_maxima(x_RK: Tensor, grid: Grid) -> Tensor:
 def quantize(
     x_RK: Tensor, grid: Grid, dtype: torch.dtype, *, maxima: Maxima | None = None, stochastic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Codes [R, K] in `dtype` (INT8 or an FP8 format) and FP32 scales, one for each group: x is about code * scale.
+    """Returns codes [R, K] in `dtype` (INT8 or an FP8 format) and FP32 scales, one for each group: x is about code *
+    scale.
 
     maxima: the maxima that scales derive from, given the present ones (delayed scaling uses those of earlier steps);
     larger values are clipped. A group with a non-finite value has a non-finite scale, so that no overflow passes for a
@@ -77,6 +78,7 @@ def quantize_naive(
 ) -> tuple[Tensor, Tensor]:
     """The definition, in PyTorch operators: the reference for `quantize`."""
     result = group_maxima(x_RK, grid)
+    # A non-finite maximum stays, or delayed scaling would clip an overflow to a finite value.
     if maxima is not None:
         result = torch.where(result.isfinite(), maxima(result), result)
     scales = (result / largest(dtype)).clamp_min_(_TINY)
@@ -117,14 +119,13 @@ def scaled_product(
     (a_MK, a_scales), (b_NK, b_scales) = a, b
     if a_MK.dtype == torch.int8 and not grids[0][1] and not grids[1][1]:
         sums_MN = int8_product(a_MK, b_NK)
-        if (
-            sums_MN.dtype == torch.int32
-            and result in cpu_kernels.NAMES
-            and cpu_kernels.take("int8", a_scales, b_scales)
-        ):
+        fits = sums_MN.dtype == torch.int32 and result in cpu_kernels.NAMES
+        if fits and cpu_kernels.take("int8", a_scales, b_scales):
             return cpu_kernels.rescale(sums_MN, a_scales, b_scales, result)
         return (sums_MN.float() * a_scales * b_scales.T).to(result)
-    if has_kernel and _fits_kernel(a_MK, b_NK, grids):
+    # CUDA's kernels need dimensions in multiples of 16, and a blockwise summed dimension in multiples of 128.
+    multiple = BLOCK if BLOCK in (grids[0][1], grids[1][1]) else 16
+    if has_kernel and a_MK.shape[1] % multiple == 0 and b_NK.shape[0] % 16 == 0 and a_MK.shape[0] % 16 == 0:
         return scaled_mm(a, b, grids, result)
     if a_MK.device.type != "cpu" and not torch.compiler.is_compiling():
         _say_that_it_is_slow(name, "its shapes" if has_kernel else "its formats and scales")
@@ -132,15 +133,13 @@ def scaled_product(
 
 
 def int8_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """a b' of INT8 codes, exact, [M, N]: INT32, or FP32 where codes are widened (exact up to 2^24, then rounded).
-
-    CUDA's kernel needs more than 16 rows and multiples of 8: factors are padded with zeros there.
-    """
+    """a b' of INT8 codes, exact, [M, N]: INT32, or FP32 where codes are widened (exact up to 2^24, then rounded)."""
     if is_emulated(torch.int8, a_MK.device):
         return a_MK.float() @ b_NK.float().T
     int_mm = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
     if a_MK.device.type == "cpu":
         return int_mm(a_MK, b_NK.T)
+    # CUDA's kernel needs more than 16 rows and multiples of 8: factors are padded with zeros.
     (num_rows, num_summed), num_columns = a_MK.shape, b_NK.shape[0]
     pad = torch.nn.functional.pad
     more_rows = max(32 - num_rows, -num_rows % 8)
@@ -156,7 +155,7 @@ def _sizes(x_RK: Tensor, grid: Grid) -> tuple[int, int]:
 
 
 def spread(scales: Tensor, x_RK: Tensor, grid: Grid) -> Tensor:
-    """Scales of groups, broadcast so that they multiply with x_RK."""
+    """Repeats scales of groups so that they multiply with x_RK."""
     rows, columns = _sizes(x_RK, grid)
     if scales.shape[0] > 1 and rows > 1:
         scales = scales.repeat_interleave(rows, dim=0)[: x_RK.shape[0]]
@@ -174,20 +173,23 @@ def _say_that_it_is_slow(name: str, reason: str) -> None:
     )
 
 
-def _fits_kernel(a_MK: Tensor, b_NK: Tensor, grids: tuple[Grid, Grid]) -> bool:
-    """The kernels need dimensions in multiples of 16, and a blockwise summed dimension in multiples of 128."""
-    multiple = BLOCK if BLOCK in (grids[0][1], grids[1][1]) else 16
-    return a_MK.shape[1] % multiple == 0 and b_NK.shape[0] % 16 == 0 and a_MK.shape[0] % 16 == 0
-
-
 @cache
 def has_fp8_kernel(
     device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, grids: tuple[Grid, Grid], result: torch.dtype
 ) -> bool:
-    """Whether `scaled_mm` runs on the device and agrees with the definition on an example. Tried once."""
+    """Returns whether `scaled_mm` runs on the device and agrees with the definition on an example. Tried once."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9) or torch.int8 in (a_dtype, b_dtype):
         return False
-    return _agrees(device, (a_dtype, b_dtype), grids, result)
+    generator, dtypes = torch.Generator(device).manual_seed(0), (a_dtype, b_dtype)
+    # Transposed views, as in backward.
+    factors = [torch.randn(2 * BLOCK, 256, device=device, generator=generator).T for _ in dtypes]
+    a, b = (quantize(x, grid, dtype) for x, grid, dtype in zip(factors, grids, dtypes, strict=True))
+    try:
+        findings, requested = scaled_mm(a, b, grids, result), scaled_product_naive(a, b, grids, torch.float32)
+    except (RuntimeError, ValueError, NotImplementedError):  # this build or device has none for these grids
+        return False
+    tolerance = 4 * math.sqrt(2 * BLOCK) * torch.finfo(result).eps
+    return bool(((findings.float() - requested).abs().max() <= tolerance * requested.std()).item())
 
 
 def scaled_mm(
@@ -212,17 +214,3 @@ def _laid_out(scales: Tensor, grid: Grid) -> Tensor:
         num_columns = scales.shape[1]
         return torch.nn.functional.pad(scales.contiguous(), (0, -num_columns % 4))[:, :num_columns]
     return scales.contiguous()
-
-
-def _agrees(
-    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], grids: tuple[Grid, Grid], result: torch.dtype
-) -> bool:
-    generator = torch.Generator(device).manual_seed(0)
-    factors = [torch.randn(2 * BLOCK, 256, device=device, generator=generator).T for _ in dtypes]  # as in backward
-    a, b = (quantize(x, grid, dtype) for x, grid, dtype in zip(factors, grids, dtypes, strict=True))
-    try:
-        findings, requested = scaled_mm(a, b, grids, result), scaled_product_naive(a, b, grids, torch.float32)
-    except (RuntimeError, ValueError, NotImplementedError):  # this build or device has none for these grids
-        return False
-    tolerance = 4 * math.sqrt(2 * BLOCK) * torch.finfo(result).eps
-    return bool(((findings.float() - requested).abs().max() <= tolerance * requested.std()).item())

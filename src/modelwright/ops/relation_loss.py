@@ -2,7 +2,7 @@
 
 Queries, keys or values of all heads of a layer are concatenated and cut anew into R relation heads. The relations of a
 token are the softmax of its scaled products with the tokens that it sees; student and teacher are compared there, so
-their numbers and widths of heads may differ. Only pairs of tokens of one document, causally ordered, take part.
+their numbers and widths of heads may differ. Only causally ordered pairs of tokens of one document count.
 
 Legend: B rows, T tokens, C student's channels, E teacher's channels, R relation heads, L tokens of one document.
 """
@@ -74,9 +74,8 @@ class _RelationLoss(torch.autograd.Function):
 
 
 def _loss_of_document(student_RLc: Tensor, teacher_RLe: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of one document, and its gradient [R, L, c]. With S = A A' / sqrt(c) and dS = P_student - P_teacher,
-    dA = (dS + dS') A / sqrt(c).
-    """
+    """The loss of one document, and its gradient [R, L, c]. A function, so that its matrices are freed at once."""
+    # With S = A A' / sqrt(c) and dS = P_student - P_teacher, dA = (dS + dS') A / sqrt(c).
     log_teacher_RLL, log_student_RLL = _log_relations(teacher_RLe), _log_relations(student_RLc)
     teacher_RLL = log_teacher_RLL.exp()
     # Both are minus infinity above the diagonal, where the teacher's probability is zero.
@@ -94,7 +93,7 @@ def _log_relations(x_RLc: Tensor) -> Tensor:
 
 
 def documents(segments_BT: Tensor) -> Iterator[tuple[int, int, int]]:
-    """`(row, start, end)` of each document piece of packed rows; padding is left out."""
+    """Yields `(row, start, end)` of each document piece of packed rows, without padding."""
     num_tokens = segments_BT.shape[1]
     begins_BT = torch.ones_like(segments_BT, dtype=torch.bool)
     begins_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]

@@ -14,10 +14,7 @@ from modelwright.ops.rope_scaling import RopeScaling
 
 
 def rope_tables(positions_BT: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines of integer positions, each [B, T, 1, rotary_dim] in FP32.
-
-    The sines of the first half carry the minus sign of the rotation, which saves a pass over the data.
-    """
+    """Cosines and signed sines of integer positions, each [B, T, 1, rotary_dim] in FP32."""
     exponents = torch.arange(0, rotary_dim, 2, device=positions_BT.device, dtype=torch.float32) / rotary_dim
     return _tables(positions_BT, 1.0 / theta**exponents)
 
@@ -36,7 +33,8 @@ def scaled_rope_tables(
 
 
 def document_lengths(positions_BT: Tensor) -> Tensor:
-    """Tokens of the document of each token, int64 [B, T], from positions that restart at 0 in each document."""
+    """Length of the document of each token, int64 [B, T], from positions that restart at 0 in each document."""
+    # Documents count from 1; tokens before the first start have number 0.
     documents_BT = (positions_BT == 0).cumsum(1)
     lengths = positions_BT.new_zeros((positions_BT.shape[0], positions_BT.shape[1] + 1))
     return lengths.scatter_reduce(1, documents_BT, positions_BT + 1, "amax").gather(1, documents_BT)
@@ -61,22 +59,43 @@ def scaled_frequencies(lengths_BT: Tensor, rotary_dim: int, theta: float, scalin
             growth_BT1 = scaling.factor * lengths_BT1 / original - (scaling.factor - 1)
             return 1.0 / (theta * growth_BT1 ** (rotary_dim / (rotary_dim - 2))) ** exponents_F, 1.0
         case "yarn":
-            return _yarn(powers_F, rotary_dim, theta, scaling)
+            # Peng et al. 2023, section 3.2 to 3.4: a ramp over the dimensions from unscaled to interpolated
+            # frequencies, between those that make `beta_fast` and `beta_slow` rotations over the original context.
+            low, high = (
+                rotary_dim * math.log(scaling.original_max_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+                for rotations in (scaling.beta_fast, scaling.beta_slow)
+            )
+            if scaling.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, rotary_dim - 1)
+            # A ramp of width 0 would divide by 0; the same offset as in `transformers`.
+            high += 0.001 if low == high else 0.0
+            places_F = torch.arange(rotary_dim // 2, dtype=torch.float32, device=device)
+            unscaled_F = 1 - ((places_F - low) / (high - low)).clamp(0, 1)
+            frequencies_F = 1.0 / (scaling.factor * powers_F) * (1 - unscaled_F) + 1.0 / powers_F * unscaled_F
+            return frequencies_F, scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
         case "longrope":
             short_F, long_F = (
                 torch.tensor(factors, dtype=torch.float32, device=device)
                 for factors in (scaling.short_factor, scaling.long_factor)
             )
             is_long_BT1 = (lengths_BT > scaling.original_max_len).unsqueeze(-1)
-            return torch.where(is_long_BT1, 1.0 / (long_F * powers_F), 1.0 / (short_F * powers_F)), _longrope_factor(
-                scaling
-            )
+            frequencies = torch.where(is_long_BT1, 1.0 / (long_F * powers_F), 1.0 / (short_F * powers_F))
+            if scaling.attention_factor or scaling.factor <= 1.0:
+                return frequencies, scaling.attention_factor or 1.0
+            # Ding et al. 2024, section 3.3
+            return frequencies, math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_len))
         case "llama3":
-            return _llama3(1.0 / powers_F, scaling), 1.0
+            # Long wavelengths are interpolated, short ones kept, those between mixed.
+            unscaled_F = 1.0 / powers_F
+            rotations_F = scaling.original_max_len / (2 * math.pi / unscaled_F)
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            kept_F = ((rotations_F - low) / (high - low)).clamp(0, 1)
+            return (1 - kept_F) * unscaled_F / scaling.factor + kept_F * unscaled_F, 1.0
 
 
 def apply_rope(x_BTHd: Tensor, cos_BT1r: Tensor, sin_BT1r: Tensor) -> Tensor:
-    """Rotate each pair (i, i + r / 2) of the first r of the last dimension by its position's angle; the rest passes
+    """Rotates each pair (i, i + r / 2) of the first r of the last dimension by its position's angle; the rest passes
     unchanged. Tables of `rope_tables`, r wide.
     """
     rotary_dim = cos_BT1r.shape[-1]
@@ -104,42 +123,8 @@ def apply_rope_naive(x_BTHd: Tensor, positions_BT: Tensor, theta: float) -> Tens
 def _tables(positions_BT: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     angles = (positions_BT[..., None].float() * frequencies).unsqueeze(-2)
     cos, sin = angles.cos(), angles.sin()
+    # The sines of the first half carry the minus sign of the rotation, which saves a pass over the data.
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def _yarn(powers_F: Tensor, rotary_dim: int, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """Peng et al. 2023, section 3.2 to 3.4: a ramp over the dimensions from unscaled to interpolated frequencies."""
-
-    def dimension_of(num_rotations: float) -> float:
-        """The dimension whose frequency turns this often over the original context."""
-        return rotary_dim * math.log(scaling.original_max_len / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rotary_dim - 1)
-    high += 0.001 if low == high else 0.0
-    ramp_F = ((torch.arange(rotary_dim // 2, dtype=torch.float32, device=powers_F.device) - low) / (high - low)).clamp(
-        0, 1
-    )
-    unscaled_F = 1 - ramp_F
-    frequencies_F = 1.0 / (scaling.factor * powers_F) * (1 - unscaled_F) + 1.0 / powers_F * unscaled_F
-    return frequencies_F, scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
-
-
-def _longrope_factor(scaling: RopeScaling) -> float:
-    """Ding et al. 2024, section 3.3."""
-    if scaling.attention_factor or scaling.factor <= 1.0:
-        return scaling.attention_factor or 1.0
-    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_len))
-
-
-def _llama3(frequencies_F: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long wavelengths are interpolated, short ones kept, those between mixed."""
-    rotations_F = scaling.original_max_len / (2 * math.pi / frequencies_F)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept_F = ((rotations_F - low) / (high - low)).clamp(0, 1)
-    return (1 - kept_F) * frequencies_F / scaling.factor + kept_F * frequencies_F
 
 
 class _Rotate(torch.autograd.Function):

@@ -1,6 +1,4 @@
-"""How rotary frequencies are scaled for contexts longer than those a model was first trained on. The frequencies
-themselves are computed in `ops/rope.py`.
-"""
+"""Scaling of rotary frequencies for contexts longer than those of training (settings; formulas: `ops/rope.py`)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +15,7 @@ BY_LENGTH: frozenset[RopeKind] = frozenset({"dynamic", "longrope"})
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """One scaling of rotary frequencies; each kind reads its own fields."""
+    """Settings of one kind of scaling; each kind reads its own fields."""
 
     kind: RopeKind = "default"
     """Formula."""
@@ -28,7 +26,7 @@ class RopeScaling:
     attention_factor: float = 0.0
     """Factor on rotated queries and keys, of yarn and longrope; 0 derives it from the lengths as the papers do."""
     beta_fast: float = 32.0
-    """Rotations over the original context from which on a frequency is left as it is: yarn."""
+    """Rotations over the original context from which on a frequency is not scaled: yarn."""
     beta_slow: float = 1.0
     """Rotations up to which a frequency is interpolated: yarn."""
     truncate: bool = True
@@ -36,7 +34,7 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     """Rotations up to which a frequency is divided by `factor`: llama3."""
     high_freq_factor: float = 4.0
-    """Rotations from which on a frequency is left as it is: llama3."""
+    """Rotations from which on a frequency is not scaled: llama3."""
     short_factor: tuple[float, ...] = ()
     """Divisor of each frequency in sequences within the original context: longrope."""
     long_factor: tuple[float, ...] = ()
@@ -54,11 +52,11 @@ class RopeScaling:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the length of a sequence decides the frequencies of its tokens."""
+        """True if the frequencies of tokens depend on the length of their sequence."""
         return self.kind in BY_LENGTH
 
     def check_dim(self, rotary_dim: int) -> None:
-        """Raise `ConfigError` if the lists of factors are not one per pair of rotated dimensions."""
+        """Raises `ConfigError` unless the lists have one factor per pair of rotated dimensions."""
         for name in ("short_factor", "long_factor") if self.kind == "longrope" else ():
             num_given = len(getattr(self, name))
             if num_given != rotary_dim // 2:

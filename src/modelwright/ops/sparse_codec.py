@@ -1,6 +1,6 @@
-"""Sparse vectors as compact bytes: which entries to keep, their values in 2 to 16 bits, their positions in few bits.
+"""Sparse vectors as compact bytes: selection of entries, their values in 2 to 16 bits, their positions in few bits.
 
-Pure functions from tensors and arrays to tensors, arrays and bytes; no state, no rank. A coded bucket is
+Pure functions from tensors and arrays to tensors, arrays and bytes. A coded bucket is
 
     header   18 bytes: place code, value bits, count, bytes of the place code, lowest and highest magnitude
     places   nothing (every entry is kept), one bit an entry, or Rice-coded gaps: whichever is smaller
@@ -25,17 +25,17 @@ _ALL, _BITMAP, _RICE = 255, 254, 0
 
 
 def top_k(values_N: Tensor, k: int) -> Tensor:
-    """Indices of the `k` largest magnitudes, ascending."""
+    """Returns the indices of the `k` largest magnitudes, ascending."""
     if k >= values_N.numel():
         return torch.arange(values_N.numel(), device=values_N.device)
     return torch.topk(values_N.abs(), k, sorted=False).indices.sort().values
 
 
 def sampled_threshold(values_N: Tensor, keep: float, num_samples: int) -> float:
-    """The magnitude above which about the share `keep` of the values lies, from `num_samples` evenly spaced ones.
-    Sampling instead of sorting is from Deep Gradient Compression (Lin et al. 2018, section 3); the spacing is odd, so
-    that it does not align with rows of even width.
+    """Estimates the magnitude above which the share `keep` of the values lies, from `num_samples` evenly spaced ones
+    (Deep Gradient Compression, Lin et al. 2018, section 3).
     """
+    # An odd stride does not align with rows of even width.
     stride = max(1, values_N.numel() // num_samples) | 1
     sample = values_N[::stride].abs()
     k = max(1, round(keep * sample.numel()))
@@ -43,7 +43,7 @@ def sampled_threshold(values_N: Tensor, keep: float, num_samples: int) -> float:
 
 
 def above(values_N: Tensor, threshold: float) -> Tensor:
-    """Indices of the magnitudes of at least `threshold` that are not zero, ascending."""
+    """Returns the indices of the magnitudes of at least `threshold` that are not zero, ascending."""
     magnitudes = values_N.abs()
     return torch.nonzero((magnitudes >= threshold) & (magnitudes > 0)).flatten()
 
@@ -58,7 +58,8 @@ class Quantized:
     codes_K: NDArray[np.uint16]
 
     def values(self) -> NDArray[np.float32]:
-        """The values of the codes [K]; the same arithmetic on both sides of the wire."""
+        """The values of the codes [K]."""
+        # In FP32 with the header's numbers: sender and receivers must get the same bits, or error feedback would drift.
         levels = (1 << (self.bits - 1)) - 1
         step = np.float32((self.high - self.low) / levels)
         magnitudes = np.float32(self.low) + (self.codes_K & levels).astype(np.float32) * step
@@ -66,11 +67,12 @@ class Quantized:
 
 
 def quantize(values_K: NDArray[np.float32], bits: int) -> Quantized:
-    """Signs and evenly spaced magnitudes between the lowest and the highest one, to the nearest level."""
+    """Rounds to signs and evenly spaced magnitudes between the lowest and the highest one."""
     assert 2 <= bits <= 16
     magnitudes = np.abs(values_K)
     low, high = (float(magnitudes.min()), float(magnitudes.max())) if len(values_K) else (0.0, 0.0)
     levels = (1 << (bits - 1)) - 1
+    # A range of denormals overflows the scale; all codes are then the lowest level.
     scale = levels / (high - low) if high > low else 0.0
     codes = np.rint((magnitudes - np.float32(low)).astype(np.float64) * (scale if math.isfinite(scale) else 0.0))
     signs = np.signbit(values_K).astype(np.uint16) << np.uint16(bits - 1)
@@ -84,23 +86,21 @@ def relative_error(values_K: NDArray[np.float32], quantized: Quantized) -> float
 
 
 def quantize_within(values_K: NDArray[np.float32], *, min_bits: int, max_bits: int, max_error: float) -> Quantized:
-    """The narrowest width in [min_bits, max_bits] whose observed relative error is at most `max_error`.
-
-    The next width to try follows from the observed error, which each bit halves. At `max_bits` any error is accepted.
-    """
+    """Quantizes to the narrowest width whose observed relative error is at most `max_error`, or to `max_bits`."""
     bits = min_bits
     while True:
         quantized = quantize(values_K, bits)
         error = relative_error(values_K, quantized)
         if error <= max_error or bits >= max_bits:
             return quantized
-        # One bit fewer than the error asks for: the rule is rough at few levels, and a bit too many stays for good.
+        # Each bit halves the error. One bit fewer than that suggests: the rule is rough at few levels, and the search
+        # never goes back to a narrower width.
         missing = math.ceil(math.log2(error / max_error)) if max_error > 0 else max_bits
         bits = min(max_bits, bits + max(1, missing - 1))
 
 
 def pack_bits(codes_K: NDArray[np.uint16] | NDArray[np.uint64], bits: int) -> Bytes:
-    """The low `bits` of each code, most significant first, without gaps."""
+    """Packs the low `bits` of each code, most significant first, without gaps."""
     if bits == 0 or len(codes_K) == 0:
         return np.zeros(0, np.uint8)
     shifts = np.arange(bits - 1, -1, -1, dtype=codes_K.dtype)
@@ -108,7 +108,7 @@ def pack_bits(codes_K: NDArray[np.uint16] | NDArray[np.uint64], bits: int) -> By
 
 
 def unpack_bits(data: Bytes, count: int, bits: int) -> NDArray[np.int64]:
-    """The codes that `pack_bits` packed."""
+    """Unpacks the codes of `pack_bits`."""
     if bits == 0:
         return np.zeros(count, np.int64)
     table = np.unpackbits(data, count=count * bits).reshape(count, bits)
@@ -119,7 +119,8 @@ def unpack_bits(data: Bytes, count: int, bits: int) -> NDArray[np.int64]:
 
 
 def rice_parameter(gaps_K: NDArray[np.int64]) -> int:
-    """The number of low bits that minimizes the length of the gaps' Rice code, found next to log2 of their mean."""
+    """Returns the number of low bits that minimizes the length of the gaps' Rice code."""
+    # For geometrically distributed gaps the best one is next to log2 of their mean.
     guess = int(math.log2(max(1.0, float(gaps_K.mean()))))
     return min(range(max(0, guess - 1), guess + 2), key=lambda low: _rice_bits(gaps_K, low))
 
@@ -129,9 +130,7 @@ def _rice_bits(gaps_K: NDArray[np.int64], low: int) -> int:
 
 
 def rice_encode(gaps_K: NDArray[np.int64], low: int) -> Bytes:
-    """Rice code (Rice and Plaunt 1971): the low bits of all gaps, then the rest of each in unary, terminated by a
-    one.
-    """
+    """Rice code (Rice and Plaunt 1971): the low bits of all gaps, then the rest of each in unary, ended by a one."""
     ends = np.cumsum((gaps_K >> low) + 1) - 1
     unary = np.zeros(int(ends[-1]) + 1 if len(ends) else 0, np.uint8)
     unary[ends] = 1
@@ -139,14 +138,14 @@ def rice_encode(gaps_K: NDArray[np.int64], low: int) -> Bytes:
 
 
 def rice_decode(data: Bytes, count: int, low: int) -> NDArray[np.int64]:
-    """The gaps that `rice_encode` encoded."""
+    """Decodes the gaps of `rice_encode`."""
     split = (count * low + 7) // 8
     ends = np.flatnonzero(np.unpackbits(data[split:]))[:count]
     return (np.diff(ends, prepend=-1) - 1 << low) | unpack_bits(data[:split], count, low)
 
 
 def encode_places(indices_K: NDArray[np.int64], numel: int) -> tuple[int, Bytes]:
-    """Ascending indices below `numel` as (kind of code, bytes): nothing for all, a bitmap or Rice-coded gaps."""
+    """Encodes ascending indices below `numel` as (kind, bytes): nothing for all, a bitmap or Rice-coded gaps."""
     if len(indices_K) == numel:
         return _ALL, np.zeros(0, np.uint8)
     if len(indices_K) == 0:
@@ -161,7 +160,7 @@ def encode_places(indices_K: NDArray[np.int64], numel: int) -> tuple[int, Bytes]
 
 
 def decode_places(kind: int, data: Bytes, count: int, numel: int) -> NDArray[np.int64]:
-    """The indices that `encode_places` encoded."""
+    """Decodes the indices of `encode_places`."""
     if kind == _ALL:
         return np.arange(numel)
     if kind == _BITMAP:
@@ -170,21 +169,19 @@ def decode_places(kind: int, data: Bytes, count: int, numel: int) -> NDArray[np.
 
 
 def encode(indices_K: NDArray[np.int64], quantized: Quantized, numel: int) -> Bytes:
-    """One bucket of `numel` entries, of which those at `indices_K` (ascending) have the quantized values."""
+    """Encodes one bucket of `numel` entries, whose entries at `indices_K` (ascending) have the quantized values."""
     kind, places = encode_places(indices_K, numel)
-    header = np.array(
-        [(kind, quantized.bits, len(indices_K), len(places), quantized.low, quantized.high)], dtype=_HEADER
-    )
+    numbers = (kind, quantized.bits, len(indices_K), len(places), quantized.low, quantized.high)
+    header = np.array([numbers], dtype=_HEADER)
     return np.concatenate([header.view(np.uint8), places, pack_bits(quantized.codes_K, quantized.bits)])
 
 
 def decode(data: Bytes, numel: int) -> tuple[NDArray[np.int64], NDArray[np.float32], int]:
     """Indices and values of the bucket at the start of `data`, and its length in bytes."""
-    size = _HEADER.itemsize
-    header = data[:size].view(_HEADER)[0]
-    bits, count, place_bytes = int(header["bits"]), int(header["count"]), int(header["place_bytes"])
-    indices = decode_places(int(header["places"]), data[size : size + place_bytes], count, numel)
-    first, last = size + place_bytes, size + place_bytes + (count * bits + 7) // 8
-    codes = unpack_bits(data[first:last], count, bits).astype(np.uint16)
-    quantized = Quantized(bits=bits, low=float(header["low"]), high=float(header["high"]), codes_K=codes)
-    return indices, quantized.values(), last
+    first = _HEADER.itemsize
+    kind, bits, count, place_bytes, low, high = data[:first].view(_HEADER)[0].tolist()
+    middle = first + place_bytes
+    last = middle + (count * bits + 7) // 8
+    indices = decode_places(kind, data[first:middle], count, numel)
+    codes_K = unpack_bits(data[middle:last], count, bits).astype(np.uint16)
+    return indices, Quantized(bits=bits, low=low, high=high, codes_K=codes_K).values(), last

@@ -10,13 +10,13 @@ from modelwright.ops import cpu_kernels
 
 
 def swiglu(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
-    """gate * sigmoid(gate) * up, in the format of `up`; in_fp32: the activation is not computed in a narrower format.
-
-    Differentiable; once, where there is a kernel. Where there is none, it is computed step by step while no gradients
-    are needed, for the same reason as in `gated_gelu`.
+    """Returns gate * sigmoid(gate) * up, in the format of `up`. in_fp32: compute the activation in FP32 at least.
+    Differentiable; once where a kernel computes it.
     """
     if gate.dtype == up.dtype and cpu_kernels.take("gated_activation", gate, up):
         return _SwiGlu.apply(gate.contiguous(), up.contiguous())  # type: ignore[return-value]
+    # Step by step, because PyTorch's operators on a CPU round the last elements of a tensor differently, so that a
+    # row's result would depend on the number of rows.
     if not torch.is_grad_enabled():
         wide = gate.float() if gate.dtype.itemsize < 4 else gate
         activated = wide / (1.0 + (-wide).exp())
@@ -30,27 +30,18 @@ def swiglu_naive(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
 
 
 def gated_gelu(gate: Tensor, up: Tensor, *, by_tanh: bool, in_fp32: bool = False) -> Tensor:
-    """gelu(gate) * up (GeGLU), in the format of `up`; by_tanh: gelu by its approximation by a tanh.
-
-    Without gradients it is computed step by step: PyTorch's operator on a CPU rounds the last elements
-    of a tensor differently, so that a row's result would depend on the number of rows.
-    """
+    """Returns gelu(gate) * up (GeGLU), in the format of `up`. by_tanh: approximate gelu by a tanh."""
     gate = gate.float() if in_fp32 else gate
+    # Step by step for the same reason as in `swiglu`.
     if not torch.is_grad_enabled():
         wide = gate.float() if gate.dtype.itemsize < 4 else gate
-        activated = gelu_tanh_naive(wide) if by_tanh else gelu_naive(wide)
-        return (activated.to(gate.dtype) * up).to(up.dtype)
+        if by_tanh:
+            # Hendrycks and Gimpel 2016
+            bent = (math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide * wide * wide)).tanh()
+        else:
+            bent = (wide * math.sqrt(0.5)).erf()
+        return ((0.5 * wide * (1.0 + bent)).to(gate.dtype) * up).to(up.dtype)
     return (F.gelu(gate, approximate="tanh" if by_tanh else "none") * up).to(up.dtype)
-
-
-def gelu_naive(x: Tensor) -> Tensor:
-    """The definition: x times the standard normal distribution function."""
-    return 0.5 * x * (1.0 + (x * math.sqrt(0.5)).erf())
-
-
-def gelu_tanh_naive(x: Tensor) -> Tensor:
-    """The definition (Hendrycks and Gimpel 2016)."""
-    return 0.5 * x * (1.0 + (math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)).tanh())
 
 
 class _SwiGlu(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Which part of a named tensor this rank has: of a parameter, or of its gradient, under any layout."""
+"""This rank's part of a named tensor, a parameter or its gradient, under any layout."""
 
 from dataclasses import dataclass
 from math import prod
@@ -24,24 +24,24 @@ class TensorView:
     tensor: Tensor
     """The part. It shares memory with the tensor that training uses: writing to it changes the run."""
     index: tuple[slice, ...]
-    """What of the whole tensor the part is: a slice for each dimension, or, for part of a flattened tensor, one slice
+    """Bounds of the part in the whole tensor: a slice for each dimension, or, for part of a flattened tensor, one slice
     in a tuple (`is_flat`)."""
     source: Tensor
     """The tensor of which `tensor` is this rank's part: `tensor` itself, or a DTensor."""
     is_flat: bool = False
-    """Whether `index` refers to the flattened tensor, and `tensor` has one dimension."""
+    """True if `index` refers to the flattened tensor, and `tensor` has one dimension."""
 
     @property
     def is_whole(self) -> bool:
         return self.tensor.numel() == self.full_shape.numel()
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """The same part of another tensor of shape `full_shape`; a view."""
+        """This rank's part of another tensor of shape `full_shape`; a view."""
         return (whole.reshape(-1) if self.is_flat else whole)[self.index]
 
     def laid_out(self, values: Tensor) -> Tensor:
-        """Values in the shape of `tensor` as a tensor that follows the parameter into a checkpoint and under another
-        layout: there it is saved as a whole, and `part_of` takes this rank's part of it on loading. Raises
+        """Turns values in the shape of `tensor` into a tensor that follows the parameter into a checkpoint and under
+        another layout: it is saved as a whole, and `part_of` takes this rank's part of it on loading. Raises
         `ConfigError` for part of a flattened tensor, whose bounds no checkpoint knows.
         """
         if self.is_flat:
@@ -52,24 +52,19 @@ class TensorView:
         return as_dtensor_like(self.source, values)
 
     def positions(self, dtype: torch.dtype = torch.int64) -> Tensor:
-        """The position of each element in the flattened whole tensor; integers in the shape of `tensor`. A narrower
-        dtype wraps around.
-        """
-        shape = (self.full_shape.numel(),) if self.is_flat else self.full_shape
-        device = self.tensor.device
-        found = torch.zeros((), dtype=dtype, device=device)
+        """Positions of the elements in the flattened whole tensor, shaped like `tensor`. Narrow dtypes wrap around."""
+        shape, device = (self.full_shape.numel(),) if self.is_flat else self.full_shape, self.tensor.device
+        positions = torch.zeros((), dtype=dtype, device=device)
         for dim, part in enumerate(self.index):
             places = torch.arange(part.start, part.stop, dtype=dtype, device=device) * prod(shape[dim + 1 :])
-            found = found.unsqueeze(-1) + places
-        return found
+            positions = positions.unsqueeze(-1) + places
+        return positions
 
     def random_like(self, seed: int, step: int) -> Tensor:
         """This rank's part of standard normal noise for the whole tensor, in FP32; a function of (seed, step, name)
         alone, so that every layout adds the same noise.
-
-        Cost: every rank draws the noise of the whole tensor and keeps its part; time and temporary memory are those of
-        the whole tensor on each rank.
         """
+        # Every rank draws the noise of the whole tensor, in the time and memory that this takes, and keeps its part.
         draw = torch.Generator(self.tensor.device).manual_seed(derive_seed(seed, step, self.name))
         return self.part_of(torch.randn(self.full_shape, generator=draw, device=self.tensor.device))
 

@@ -1,6 +1,6 @@
 """Log-probability and entropy of every token under a linear head, with gradients, without materializing all logits.
 
-What preference and policy-gradient losses need. Unlike the sum in `cross_entropy.py`, the factor of each token's
+Preference and policy-gradient losses need them. Unlike the sum in `cross_entropy.py`, the factor of each token's
 gradient is known only in backward, which therefore computes each chunk of logits once more.
 
 Legend: N flattened tokens, D model width, V vocabulary, U the rows of it on this rank, C tokens of one chunk, R ranks.
@@ -18,14 +18,6 @@ from modelwright.ops.cross_entropy import CHUNK_TOKENS, add_product, kept_chunks
 from modelwright.ops.lowp_emulation import product
 
 
-def _same(hidden_ND: Tensor) -> Tensor:
-    return hidden_ND
-
-
-def _alone(statistics_SC: Tensor) -> Tensor:
-    return statistics_SC.unsqueeze(0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LinearHead:
     """The output projection, or this rank's rows of it."""
@@ -37,60 +29,34 @@ class LinearHead:
     """Format of the products; None for the wider one of the factors. The softmax is in FP32 at least."""
     first_row: int = 0
     """The token of the first row."""
-    enter: Callable[[Tensor], Tensor] = _same
-    """Passes hidden states on, and in backward sums their gradients over the ranks that share the vocabulary."""
-    gather: Callable[[Tensor], Tensor] = _alone
-    """Stacks the tensors of these ranks, [S, C] to [R, S, C]."""
+    enter: Callable[[Tensor], Tensor] = lambda hidden_ND: hidden_ND
+    """Returns hidden states unchanged; backward sums their gradients over the ranks that share the vocabulary."""
+    gather: Callable[[Tensor], Tensor] = lambda statistics_SC: statistics_SC.unsqueeze(0)
+    """Function that stacks the tensors of these ranks, [S, C] to [R, S, C]."""
 
 
 def token_log_probs(
-    hidden_ND: Tensor,
-    head: LinearHead,
-    labels_N: Tensor,
-    *,
-    chunk_tokens: int = CHUNK_TOKENS,
-    ignore_index: int = -100,
+    hidden_ND: Tensor, head: LinearHead, labels_N: Tensor, *, chunk_tokens: int = CHUNK_TOKENS, ignore_index: int = -100
 ) -> Tensor:
     """log p(label) of every token in nats, [N], in FP32 at least; 0 where the label is `ignore_index`, which costs
     nothing.
 
+    hidden_ND: floating point; labels_N: int64; chunk_tokens: number of tokens whose logits exist at a time.
     Differentiable once, in hidden states and weight. Peak memory above the gradients: a few times chunk_tokens * U
     elements.
-
-    hidden_ND: floating point
-    labels_N: int64
-    chunk_tokens: number of tokens whose logits exist at a time
     """
-    return _apply(hidden_ND, head, labels_N, chunk_tokens, ignore_index, with_entropies=False)[0]
+    function: Any = _TokenLogProbs
+    settings = (head, labels_N, chunk_tokens, ignore_index, False)
+    return function.apply(head.enter(hidden_ND), head.weight_UD, *settings)[0]
 
 
 def token_log_probs_and_entropies(
-    hidden_ND: Tensor,
-    head: LinearHead,
-    labels_N: Tensor,
-    *,
-    chunk_tokens: int = CHUNK_TOKENS,
-    ignore_index: int = -100,
+    hidden_ND: Tensor, head: LinearHead, labels_N: Tensor, *, chunk_tokens: int = CHUNK_TOKENS, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """`token_log_probs` [N], and the entropy of the distribution at every token in nats, [N], 0 where the label is
-    ignored. Both are differentiable.
-    """
-    return _apply(hidden_ND, head, labels_N, chunk_tokens, ignore_index, with_entropies=True)
-
-
-def _apply(
-    hidden_ND: Tensor,
-    head: LinearHead,
-    labels_N: Tensor,
-    chunk_tokens: int,
-    ignore_index: int,
-    *,
-    with_entropies: bool,
-) -> tuple[Tensor, Tensor]:
+    """`token_log_probs` and the entropy at every token in nats, [N] each, 0 where ignored; both differentiable."""
     function: Any = _TokenLogProbs
-    return function.apply(
-        head.enter(hidden_ND), head.weight_UD, head, labels_N, chunk_tokens, ignore_index, with_entropies
-    )
+    settings = (head, labels_N, chunk_tokens, ignore_index, True)
+    return function.apply(head.enter(hidden_ND), head.weight_UD, *settings)
 
 
 def token_log_probs_naive(
@@ -120,7 +86,8 @@ class _TokenLogProbs(torch.autograd.Function):
             logits_CU = _logits(hidden_ND[kept_C].to(ctx.compute), weight, head.soft_cap, ctx.scores_in)
             statistics = _statistics(logits_CU, labels_N[kept_C], head, with_entropies=with_entropies)
             log_probs_N[kept_C], normalizers_N[kept_C], entropies_N[kept_C] = statistics
-            del logits_CU  # or the next chunk's logits would be made beside it
+            # Or the next chunk's logits would exist at the same time.
+            del logits_CU
         ctx.save_for_backward(hidden_ND, weight_UD, labels_N, normalizers_N, entropies_N)
         ctx.soft_cap, ctx.first_row, ctx.with_entropies = head.soft_cap, head.first_row, with_entropies
         ctx.chunk_tokens, ctx.ignore_index = chunk_tokens, ignore_index
@@ -193,9 +160,7 @@ def _places(labels_C: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Te
 def _statistics(
     logits_CU: Tensor, labels_C: Tensor, head: LinearHead, *, with_entropies: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(label), the logarithm of the softmax's denominator, and the entropy (or zeros), [C] each. Every rank merges
-    the parts of all ranks in the same order.
-    """
+    """log p(label), the logarithm of the softmax's denominator, and the entropy (or zeros), [C] each."""
     places_C1, here_C1 = _places(labels_C, head.first_row, logits_CU.shape[1])
     chosen_C = (logits_CU.gather(1, places_C1) * here_C1)[:, 0]
     largest_C = logits_CU.amax(dim=-1)
@@ -204,6 +169,7 @@ def _statistics(
     sums_C, weighted_C = exponentials_CU.sum(dim=-1), torch.zeros_like(chosen_C)
     if with_entropies:
         weighted_C = exponentials_CU.mul_(shifted_CU).sum(dim=-1)
+    # Every rank merges the parts of all ranks in the same order, so that all get the same bits.
     parts_R4C = head.gather(torch.stack([largest_C, sums_C, chosen_C, weighted_C]))
     largest_RC, sums_RC, chosen_RC, weighted_RC = parts_R4C.unbind(1)
     # Everything is relative to the largest logit, or the entropy of a peaked distribution would be lost to rounding.

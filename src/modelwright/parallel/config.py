@@ -28,12 +28,12 @@ ContextAttention = Literal["all_gather", "ring"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The layout of training over processes. The product of pipeline, data, context and tensor is their number."""
+    """The layout of training over processes, whose number is the product of pipeline, data, context and tensor."""
 
     pipeline: int = 1
     """Pipeline stages of consecutive layers; with one microbatch, a plain layer-to-device map."""
     data: int = 0
-    """Replicas that take rows of their own; 0 for all processes that the other axes leave."""
+    """Replicas that each take different rows; 0 for all processes that the other axes leave."""
     context: int = 1
     """Processes that share the tokens of each row."""
     context_attention: ContextAttention = "all_gather"
@@ -42,17 +42,17 @@ class ParallelConfig:
     tensor: int = 1
     """Processes that share each layer's heads and feed-forward columns, and the vocabulary."""
     zero_stage: ZeroStage = 0
-    """ZeRO: what replicas share instead of each keeping it: 0 nothing, 1 optimizer states, 2 gradients too, 3
-    parameters too. Weights stay FP32; those that are only read in BF16 or FP16 are gathered in that format."""
+    """ZeRO stage: 0 shards nothing over the replicas, 1 optimizer states, 2 gradients too, 3 parameters too. Weights
+    stay FP32; those that are only read in BF16 or FP16 are gathered in that format."""
     shard_group_size: int = 0
     """Replicas that share one model; 0 for all. Fewer is hybrid sharding: sharded within groups of neighboring ranks,
     replicated across groups."""
     sequence_parallel: bool = True
-    """With `tensor`: share norms and the residual stream over the sequence too (Korthikanti et al. 2022)."""
+    """Shard norms and the residual stream over the tokens too, with `tensor` above 1 (Korthikanti et al. 2022)."""
     schedule: Schedule = "1f1b"
     """Pipeline schedule."""
     stages_per_rank: int = 1
-    """Above 1 for interleaved and zero-bubble schedules."""
+    """Pipeline stages per rank; above 1 for interleaved and zero-bubble schedules."""
     layers_per_stage: tuple[int, ...] = ()
     """Layers of each stage, in order; empty for a balanced split."""
     shared_memory: bool = True
@@ -62,8 +62,7 @@ class ParallelConfig:
     """A process that has sent no heartbeat for this long is taken for lost, in every stage, and the others exit with
     status 3, so that a launcher can restart the run; 0 never."""
     reorder_ranks: bool = False
-    """Measure the links between hosts at the start, and renumber ranks so that the axes that communicate most use the
-    fastest links."""
+    """Measure the links between hosts at the start, and renumber ranks so that the busiest axes use the fastest."""
 
     def __post_init__(self) -> None:
         for name in ("pipeline", "context", "tensor", "stages_per_rank"):
@@ -79,16 +78,15 @@ class ParallelConfig:
                 f"heartbeat_timeout_s: must not be negative, got {self.heartbeat_timeout_s}; 0 disables it"
             )
         if self.zero_stage == 0 and self.shard_group_size:
-            raise ConfigError("shard_group_size: has no effect with zero_stage 0; set zero_stage to 1, 2 or 3")
+            raise ConfigError("shard_group_size: takes effect only with ZeRO; set zero_stage to 1, 2 or 3")
         if self.shard_group_size == 1 and self.context == 1:
             raise ConfigError(
                 "shard_group_size: 1 replica has nobody to share with; set at least 2, 0 for all replicas, or "
                 "zero_stage 0"
             )
-        many = self.stages_per_rank > 1
-        if many and (self.pipeline == 1 or self.schedule in ("gpipe", "1f1b")):
+        if self.stages_per_rank > 1 and (self.pipeline == 1 or self.schedule in ("gpipe", "1f1b")):
             raise ConfigError("stages_per_rank: above 1 needs a pipeline and an interleaved or zero_bubble schedule")
-        if self.schedule == "interleaved" and self.pipeline > 1 and not many:
+        if self.schedule == "interleaved" and self.pipeline > 1 and self.stages_per_rank == 1:
             raise ConfigError("stages_per_rank: an interleaved schedule needs at least 2")
         stages = self.pipeline * self.stages_per_rank
         if self.layers_per_stage and (len(self.layers_per_stage) != stages or min(self.layers_per_stage) < 0):
@@ -97,16 +95,18 @@ class ParallelConfig:
             )
 
     def axes(self, num_processes: int) -> dict[str, int]:
-        """Ranks along each axis of the mesh, slowest first: pipeline, replicate, shard, context, tensor.
+        """Returns the ranks along each axis of the mesh, slowest first: pipeline, replicate, shard, context, tensor.
 
         Neighboring ranks are the ones that talk most. Raises `ConfigError` if the product cannot be `num_processes`.
         """
         others = self.pipeline * self.context * self.tensor
         data = self.data or num_processes // others
         if data * others != num_processes:
+            # The number of processes nearest to the given one that the axes permit.
+            usable = others * (self.data or max(1, round(num_processes / others)))
             raise ConfigError(
                 f"data: pipeline {self.pipeline} x data {self.data or 'rest'} x context {self.context} x tensor "
-                f"{self.tensor} does not make {num_processes} processes; start {self._usable(num_processes)} (--nproc)"
+                f"{self.tensor} does not make {num_processes} processes; start {usable} (--nproc)"
             )
         shard = 1 if self.zero_stage == 0 else self.shard_group_size or data
         if data % shard:
@@ -120,7 +120,7 @@ class ParallelConfig:
         }
 
     def features(self, num_processes: int) -> list[Feature]:
-        """What this layout needs of a run, and breaks."""
+        """Returns the features of this layout, with the properties of a run that each needs and breaks."""
         result = []
         if not self.shared_memory:
             result.append(feature("shared_memory", "false", breaks=[ONE_COPY]))
@@ -144,13 +144,9 @@ class ParallelConfig:
         return result
 
     def offers(self, num_processes: int) -> frozenset[str]:
-        """The properties of this layout that some settings take effect only with."""
+        """Returns the properties of this layout that some settings require to take effect."""
         axes = self.axes(num_processes)
+        # Without ZeRO, context ranks hold copies of the weights too, whose gradients the same sum joins.
         num_replicas = axes["replicate"] * (axes["context"] if self.zero_stage == 0 else 1)
         offered = {SEVERAL_REPLICAS: num_replicas > 1, SEVERAL_STAGES: self.pipeline > 1}
         return frozenset(name for name, is_offered in offered.items() if is_offered)
-
-    def _usable(self, num_processes: int) -> int:
-        """The number of processes nearest to the given one that the axes permit."""
-        others = self.pipeline * self.context * self.tensor
-        return others * (self.data or max(1, round(num_processes / others)))

@@ -1,21 +1,18 @@
 """Context parallelism: the ranks of one axis share the tokens of each row.
 
-A row of T tokens is split into twice as many chunks as there are ranks, and rank r takes chunk r from the front and
-chunk r from the back, so that the causal work of a long document is the same on every rank. Queries stay. Keys and
-values of all tokens are gathered in every layer (as in Llama 3, section 3.3.2), and their gradients summed and
-scattered; or they are passed from rank to rank (`ring_attention.py`). A document attends only to itself, wherever rows
-are split. Sums over the tokens of all ranks are what whole rows would give.
+A row of T tokens is split into two chunks per rank, and rank r takes chunk r from the front and chunk r from the back,
+so that the causal work of a long document is the same on every rank. Queries stay. Keys and values of all tokens are
+gathered in every layer (as in Llama 3, section 3.3.2), and their gradients summed and scattered; or they are passed
+from rank to rank. A document attends only to itself, wherever rows are split. Sums over the tokens of all ranks equal
+those over whole rows.
+
+Ring attention (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"): every rank
+starts with its own keys and values and passes them on, so that after R steps its queries have seen all of them; the
+next block is in flight while the present one is computed. In backward the blocks travel once more, each with its
+gradients, which return to their owner after the last step. No rank holds the keys of whole rows, as it does with the
+all-gather; both send about the same bytes.
 
 Legend: B rows, T tokens of a whole row, S those on this rank, H query heads, K key/value heads, d head width, R ranks.
-
-Ring attention: keys and values travel from rank to rank while each rank's queries stay.
-
-Every rank starts with its own keys and values and passes them on, so that after as many steps as there are ranks its
-queries have seen all of them; the next block is in flight while the present one is computed. In backward the blocks
-travel once more, each with its gradients, which return to their owner after the last step. No rank holds the keys of
-whole rows, which the all-gather of `parallel/context_parallel.py` does; both send about the same bytes.
-
-Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,17 +41,16 @@ from modelwright.parallel.mesh import World
 from modelwright.parallel.tp_collectives import gathered, summed_slice, with_gradient
 
 _KEYS, _GRADIENTS = 0, 1
-"""Tags of the two kinds of messages, which may be on their way between two ranks at once."""
+"""Tags of the two kinds of messages, which may be in flight between two ranks at once."""
 
 
 @_disable_dynamo
 def ring_attention(
     q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, context: World, visible: Sequence[Visible]
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks of `context`, [B, S, H, d] in the dtype of `v_BSKd`.
-
-    visible: for each rank of the axis, which of that rank's keys this rank's queries see; every query sees a key of its
-    own rank. Every rank calls it with tensors of the same shape. Differentiable once.
+    """Computes attention of this rank's queries to the keys of all ranks of `context`, [B, S, H, d] in the dtype of
+    `v_BSKd`. visible: for each rank of the axis, the keys of that rank that this rank's queries see; every query sees a
+    key of its own rank. Every rank calls it with tensors of the same shape. Differentiable once.
     """
     return _RingAttention.apply(q_BSHd.to(v_BSKd.dtype), k_BSKd.to(v_BSKd.dtype), v_BSKd, context, visible)  # type: ignore
 
@@ -81,6 +77,7 @@ class _RingAttention(torch.autograd.Function):
             part_q, *parts = gradients_of_keys(grad_BSHd, out_BSHd, lse_BSH, q_BSHd, k, v, ctx.visible[source])
             grad_q_BSHd += part_q
             gradients = torch.stack(parts) if arriving is None else arriving() + torch.stack(parts)
+            # Gradients follow their block one step later, so the last shift takes each to its owner.
             arriving = ctx.context.start_ring_shift(gradients, tag=_GRADIENTS)
         assert arriving is not None
         grad_k_BSKd, grad_v_BSKd = arriving().to(both.dtype)
@@ -88,7 +85,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _visits(both: Tensor, context: World) -> Iterator[tuple[int, Tensor]]:
-    """`(rank, its keys and values)` for every rank of the axis, this rank first, then the one before it."""
+    """Yields `(rank, its keys and values)` for every rank of the axis: this rank first, then the one before it."""
     for step in range(context.size):
         is_last = step == context.size - 1
         arriving = None if is_last else context.start_ring_shift(both, tag=_KEYS)
@@ -98,26 +95,58 @@ def _visits(both: Tensor, context: World) -> Iterator[tuple[int, Tensor]]:
 
 
 def shard_sequence(
-    part: TokenBatch,
-    context: World,
-    kind: ContextAttention = "all_gather",
-    windows: Sequence[int] = ALL_TOKENS,
+    part: TokenBatch, context: World, kind: ContextAttention = "all_gather", windows: Sequence[int] = ALL_TOKENS
 ) -> tuple[Attend, TokenBatch]:
-    """The `Attend` of packed rows, and this rank's tokens of them. kind: how ranks attend to each other's tokens;
-    windows: of the model's layers. All ranks of the axis pass the same rows. Raises `ConfigError` if the tokens of a
-    row do not divide evenly.
+    """Returns the `Attend` of packed rows, and this rank's tokens of them. kind: how ranks attend to each other's
+    tokens; windows: those of the model's layers. All ranks of the axis pass the same rows. Raises `ConfigError` if the
+    tokens of a row do not divide evenly.
     """
+    segments_BT = part.segments_BT
     if context.size == 1:
-        return packed_attend(part.segments_BT, windows), part
-    row_len = part.segments_BT.shape[1]
-    own_S = _places(row_len, context.size, context.rank).to(part.segments_BT.device)
-    attend = _attend_on_cpu if part.segments_BT.device.type == "cpu" else _attend_elsewhere
-    attend = _attend_in_ring if kind == "ring" else attend
-    return attend(part.segments_BT, context, own_S, windows), part.take_tokens(own_S)
+        return packed_attend(segments_BT, windows), part
+    row_len, on_cpu = segments_BT.shape[1], segments_BT.device.type == "cpu"
+    own_S = _places(row_len, context.size, context.rank).to(segments_BT.device)
+    spans = [local_spans(row_len, context.size, rank) for rank in range(context.size)]
+    own_spans = spans[context.rank]
+    # Tiles, masks and visible blocks are made once for all layers.
+    if kind == "ring":
+        visible = [
+            visible_blocks(segments_BT, own_spans, keys) if on_cpu else visible_mask(segments_BT, own_spans, keys)
+            for keys in spans
+        ]
+
+        def attend(spec: AttentionSpec, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
+            return ring_attention(q_BSHd, k_BSKd, v_BSKd, context, visible)  # pyright: ignore
+
+    elif on_cpu:
+        tiles = {window: packed_tiles(segments_BT, spans=own_spans, window=window) for window in windows}
+
+        def attend(spec: AttentionSpec, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
+            whole = _whole_rows(k_BSKd, v_BSKd, context)
+            if spec.soft_cap:
+                return capped_attention(q_BSHd, *whole, tiles[spec.window], spec.soft_cap)  # pyright: ignore
+            return tiled_attention(spec, q_BSHd, *whole, tiles[spec.window])
+
+    else:
+        same_BST = segments_BT[:, own_S, None] == segments_BT[:, None, :]
+        distance_ST = own_S[:, None] - torch.arange(row_len, device=own_S.device)
+        masks_B1ST = {
+            window: (same_BST & (distance_ST >= 0) & (distance_ST < (window or row_len))).unsqueeze(1)
+            for window in windows
+        }
+
+        def attend(spec: AttentionSpec, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
+            k_BTKd, v_BTKd = _whole_rows(k_BSKd, v_BSKd, context)
+            mask_B1ST = masks_B1ST[spec.window]
+            if spec.soft_cap:
+                return masked_capped_attention(q_BSHd, k_BTKd, v_BTKd, mask_B1ST, spec.soft_cap)
+            return masked_attention(q_BSHd.to(v_BTKd.dtype), k_BTKd, v_BTKd, mask_B1ST)
+
+    return attend, part.take_tokens(own_S)
 
 
 def check_context(model: ModelConfig, num_ranks: int, kind: ContextAttention) -> None:
-    """Raise `ConfigError` if the tokens of a row cannot be divided for such a model."""
+    """Raises `ConfigError` if the tokens of a row cannot be divided for such a model."""
     if num_ranks == 1:
         return
     if model.rope.depends_on_length:
@@ -133,7 +162,7 @@ def check_context(model: ModelConfig, num_ranks: int, kind: ContextAttention) ->
 
 
 def local_spans(row_len: int, num_ranks: int, rank: int) -> Sequence[tuple[int, int]]:
-    """`(start, end)` of the two runs of tokens that `rank` holds, in storage order."""
+    """Returns `(start, end)` of the two runs of tokens that `rank` holds, in storage order."""
     if row_len % (2 * num_ranks):
         raise ConfigError(
             f"context: rows of {row_len} tokens do not divide into two equal chunks for each of {num_ranks} ranks; "
@@ -147,62 +176,15 @@ def _places(row_len: int, num_ranks: int, rank: int) -> Tensor:
     return torch.cat([torch.arange(start, end) for start, end in local_spans(row_len, num_ranks, rank)])
 
 
-def _attend_on_cpu(segments_BT: Tensor, context: World, own_S: Tensor, windows: Sequence[int]) -> Attend:
-    spans = local_spans(segments_BT.shape[1], context.size, context.rank)
-    tiles = {window: packed_tiles(segments_BT, spans=spans, window=window) for window in windows}
-
-    def attend(spec: AttentionSpec, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
-        whole = _whole_rows(k_BSKd, v_BSKd, context)
-        if spec.soft_cap:
-            return capped_attention(q_BSHd, *whole, tiles[spec.window], spec.soft_cap)  # pyright: ignore
-        return tiled_attention(spec, q_BSHd, *whole, tiles[spec.window])
-
-    return attend
-
-
-def _attend_elsewhere(segments_BT: Tensor, context: World, own_S: Tensor, windows: Sequence[int]) -> Attend:
-    same_BST = segments_BT[:, own_S, None] == segments_BT[:, None, :]
-    distance_ST = own_S[:, None] - torch.arange(segments_BT.shape[1], device=own_S.device)
-    masks_B1ST = {
-        window: (same_BST & (distance_ST >= 0) & (distance_ST < (window or segments_BT.shape[1]))).unsqueeze(1)
-        for window in windows
-    }
-
-    def attend(spec: AttentionSpec, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
-        k_BTKd, v_BTKd = _whole_rows(k_BSKd, v_BSKd, context)
-        mask_B1ST = masks_B1ST[spec.window]
-        if spec.soft_cap:
-            return masked_capped_attention(q_BSHd, k_BTKd, v_BTKd, mask_B1ST, spec.soft_cap)
-        return masked_attention(q_BSHd.to(v_BTKd.dtype), k_BTKd, v_BTKd, mask_B1ST)
-
-    return attend
-
-
-def _attend_in_ring(segments_BT: Tensor, context: World, own_S: Tensor, windows: Sequence[int]) -> Attend:
-    spans = [local_spans(segments_BT.shape[1], context.size, rank) for rank in range(context.size)]
-    own, on_cpu = spans[context.rank], segments_BT.device.type == "cpu"
-    visible = [
-        visible_blocks(segments_BT, own, keys) if on_cpu else visible_mask(segments_BT, own, keys) for keys in spans
-    ]
-
-    def attend(spec: AttentionSpec, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
-        return ring_attention(q_BSHd, k_BSKd, v_BSKd, context, visible)  # pyright: ignore
-
-    return attend
-
-
 def _whole_rows(k_BSKd: Tensor, v_BSKd: Tensor, context: World) -> tuple[Tensor, Tensor]:
-    """Keys and values of all tokens in row order, in the format of the values; one message."""
+    """Gathers keys and values of all tokens in row order, in the format of the values, as one message."""
     num_ranks, row_len = context.size, k_BSKd.shape[1] * context.size
     order_T = torch.cat([_places(row_len, num_ranks, rank) for rank in range(num_ranks)]).to(k_BSKd.device)
     sorted_T = order_T.argsort()
-
-    def there(both: Tensor) -> Tensor:
-        return gathered(both, context, 1)[:, sorted_T]
-
-    def back(gradient: Tensor) -> Tensor:
-        return summed_slice(gradient[:, order_T], context, 1)
-
-    both_BTKd = with_gradient(torch.cat([k_BSKd.to(v_BSKd.dtype), v_BSKd], dim=2), there, back)
+    both_BTKd = with_gradient(
+        torch.cat([k_BSKd.to(v_BSKd.dtype), v_BSKd], dim=2),
+        lambda both: gathered(both, context, 1)[:, sorted_T],
+        lambda gradient: summed_slice(gradient[:, order_T], context, 1),
+    )
     k_BTKd, v_BTKd = both_BTKd.chunk(2, dim=2)
     return k_BTKd, v_BTKd

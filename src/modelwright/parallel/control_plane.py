@@ -27,8 +27,8 @@ class LostRankError(ModelwrightError):
 
 
 class ControlPlane:
-    """All ranks of a world; every rank creates one and calls the same methods in the same order, from one thread at a
-    time. With one process nothing is sent.
+    """Channel among all ranks of a world; every rank creates one and calls the same methods in the same order, from one
+    thread at a time. With one process nothing is sent.
     """
 
     def __init__(self, world: World, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -43,11 +43,11 @@ class ControlPlane:
         self._world = World(rank=world.rank, size=world.size, device=torch.device("cpu"), group=self._group)
 
     def exchange(self, value: Any, *, what: str = "agreement") -> list[Any]:
-        """The values of all ranks, in rank order, like `World.gather_json`. Raises `LostRankError`."""
+        """Returns the values of all ranks, in rank order, like `World.gather_json`. Raises `LostRankError`."""
         return self._guard(lambda: self._world.gather_json(value), what)
 
     def any(self, flag: bool, *, what: str = "agreement") -> bool:
-        """Whether the flag is set on any rank: one small message."""
+        """Returns whether the flag is set on any rank, by one small message."""
         if self._group is None:
             return flag
         result = torch.tensor([int(flag)])
@@ -55,8 +55,8 @@ class ControlPlane:
         return bool(result)
 
     def attempt(self, action: Callable[[], T], *, what: str) -> T:
-        """Run `action` on every rank; if it raises on any, raise on every rank. `action` itself must not communicate. A
-        rank's own error is raised unchanged, another rank's as `StorageError` with its rank and text.
+        """Runs `action` on every rank; if it raises on any, raises on every rank. `action` itself must not communicate.
+        A rank's own error is raised unchanged, another rank's as `StorageError` with its rank and text.
         """
         if self._group is None:
             return action()
@@ -77,7 +77,7 @@ class ControlPlane:
     def move(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[int, int]], *, what: str
     ) -> list[Tensor]:
-        """Send byte tensors to ranks and receive others, (number of bytes, rank) each; ordered between two ranks."""
+        """Sends byte tensors to ranks and receives others, (number of bytes, rank) each; ordered between two ranks."""
         received = [torch.empty(size, dtype=torch.uint8) for size, _ in receives]
         if self._group is None:
             return received
@@ -97,7 +97,7 @@ class ControlPlane:
         return received
 
     def broadcast(self, tensor: Tensor, *, source: int, what: str) -> Tensor:
-        """Broadcast one rank's bytes, in place (uint8, on the CPU)."""
+        """Broadcasts one rank's bytes, in place (uint8, on the CPU)."""
         if self._group is not None:
             self._guard(lambda: dist.broadcast(tensor, group_src=source, group=self._group), what)
         return tensor

@@ -11,19 +11,19 @@ from modelwright.parallel.full_state import own_part
 
 
 def is_deferred(model: Decoder) -> bool:
-    """Whether the model's weights are still on disk."""
+    """Returns whether the model's weights are still on disk."""
     return model.stored is not None and any(parameter.is_meta for parameter in model.parameters())
 
 
 @torch.no_grad()
 def read_deferred(model: Decoder, device: torch.device) -> None:
-    """Allocate this rank's shards on the device and read them, in place; does nothing if the weights are there."""
+    """Allocates this rank's shards on the device and reads them, in place; does nothing if the weights are loaded."""
     if not is_deferred(model):
         return
-    stored = model.stored
-    assert stored is not None
+    assert model.stored is not None
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():
         own = own_part(parameter)
+        # With more ranks than rows a rank's shard is empty, and there is no such slice in the file.
         if all(part.start < part.stop for part in own):
-            local(parameter).copy_(stored.read(name, own))
+            local(parameter).copy_(model.stored.read(name, own))

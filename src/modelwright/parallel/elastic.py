@@ -1,8 +1,8 @@
-"""Elastic training: how `torchrun` is started, and which layout its processes get.
+"""Elastic training: starts `torchrun`, and chooses the layout of its processes.
 
-`torchrun` restarts the processes of every host when one of them ends, with as many hosts as there are then. The data
-axis of the layout grows and shrinks with them; the global batch and the order of the data do not change. Each start
-resumes from the last checkpoint.
+`torchrun` restarts the processes of every host when one of them ends, with the hosts that remain or have joined. The
+data axis of the layout grows and shrinks with them; the global batch and the order of the data do not change. Each
+start resumes from the last checkpoint.
 """
 
 import math
@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -43,19 +43,20 @@ FINISHED, HEARD = "finished", "heard"
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOOK_AGAIN_S = 2.0
 SAVING_S = 120
-"""How long processes that are asked to stop may take to save, before they are killed."""
+"""Longest time in seconds that processes that are asked to stop may take to save, before they are killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """How the processes of a run are started; the same on every host, except for what `torchrun` determines itself.
+    """Settings with which the processes of a run are started; the same on every host, except for those that `torchrun`
+    determines itself.
 
     processes: on each host. min_hosts, max_hosts: the run starts with the first number and admits hosts up to the
     second. rdzv_endpoint: HOST:PORT of the rendezvous; empty for one host. external_store: the port is served by
-    `serve_rendezvous` instead of one of the hosts, so that any host may leave. local_addr: where the others reach this
-    host; empty for its host name. run_id: equal on all hosts. max_restarts: after that many restarts the run fails.
-    join_timeout_s: how long to wait for min_hosts. last_call_timeout_s: how much longer more hosts may join.
-    keep_alive_timeout_s: a host that was silent for this long is considered gone.
+    `serve_rendezvous` instead of one of the hosts, so that any host may leave. local_addr: address at which the others
+    reach this host; empty for its host name. run_id: equal on all hosts. max_restarts: after that many restarts the run
+    fails. join_timeout_s: longest wait for min_hosts. last_call_timeout_s: time after that in which more hosts may
+    join. keep_alive_timeout_s: a host that was silent for this long is considered gone.
     """
 
     processes: int = 1
@@ -85,7 +86,7 @@ class LaunchConfig:
 
 
 def torchrun_options(config: LaunchConfig, backend: str) -> list[str]:
-    """The options with which `torchrun` starts the processes of this host. backend: of the rendezvous."""
+    """Returns the options with which `torchrun` starts the processes of this host. backend: of the rendezvous."""
     waits = {
         "join_timeout": config.join_timeout_s,
         "last_call_timeout": config.last_call_timeout_s,
@@ -95,7 +96,7 @@ def torchrun_options(config: LaunchConfig, backend: str) -> list[str]:
     }
     if config.external_store:
         waits["is_host"] = 0
-    # The host's own name leads nowhere on many a laptop; a lone host needs none.
+    # Many a laptop's own name does not resolve; a lone host needs none.
     address = config.local_addr or ("" if config.rdzv_endpoint else "localhost")
     return [
         f"--nnodes={config.min_hosts}:{config.max_hosts}",
@@ -111,15 +112,14 @@ def torchrun_options(config: LaunchConfig, backend: str) -> list[str]:
 
 
 def torchrun_environment(environment: Mapping[str, str], *, threads: int) -> dict[str, str]:
-    """The environment for `torchrun_options`. threads: of each process.
-
-    A store that the rendezvous and the workers share keeps addresses of dead processes, so restarts over gloo fail
-    occasionally: each start gets its own store. PyTorch's long warnings when a process loses another one add nothing to
-    the error that ended the other; they are suppressed unless the environment asks for them.
-    """
+    """Returns the environment for `torchrun_options`. threads: threads of each process."""
     return {
+        # PyTorch's long warnings when a process loses another one add nothing to the error that ended the other; they
+        # are suppressed unless the environment asks for them.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         **environment,
+        # A store that the rendezvous and the workers share keeps addresses of dead processes, so restarts over gloo
+        # fail occasionally: each start uses a separate store.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVING_S),
         "OMP_NUM_THREADS": str(threads),
@@ -128,7 +128,7 @@ def torchrun_environment(environment: Mapping[str, str], *, threads: int) -> dic
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How `launch` ended on this host; without any of these its processes have finished. failed: processes failed more
+    """Outcome of `launch` on this host; without any of these its processes have finished. failed: processes failed more
     often than allowed; killed: the signals that ended some of them, by rank; asked: the signal that this process
     received; closed: another host has ended the run.
     """
@@ -142,12 +142,12 @@ class Ending:
 def launch(
     config: LaunchConfig, module: str, words: Sequence[str], *, logs: Path, before_restart: Callable[[], None]
 ) -> Ending:
-    """What `torchrun` does for `python -m MODULE WORDS`, in this process and with its environment.
+    """Does the work of `torchrun` for `python -m MODULE WORDS`, in this process and with its environment.
 
     Call it from the main thread. A signal that asks this process to stop is forwarded to the processes it started, and
     they are waited for. logs: a folder for the library's own files. before_restart: called whenever the processes are
     about to be restarted; an exception that it raises ends the run on all hosts, and propagates. A host that loses its
-    connection to the others rejoins by itself if it reaches them again within `join_timeout_s`. Raises
+    connection to the others rejoins automatically if it reaches them again within `join_timeout_s`. Raises
     `RendezvousError` if the hosts do not find each other.
     """
     backend, gates, stop = f"modelwright-{uuid.uuid4().hex}", list[_Gate](), _StopSignals()
@@ -159,12 +159,19 @@ def launch(
     rendezvous_handler_registry.register(backend, gate)
     options = torchrun_options(config, backend)
     arguments = parse_args([*options, f"--log-dir={logs}", "--module", "--", module, *words])
-    arguments.signals_to_handle = "none"  # torch's own handlers would take the place of these
+    arguments.signals_to_handle = "none"  # torch's own handlers would replace these
     try:
         with stop:
             _run_until_found(lambda: run_agent(arguments), gates, config.join_timeout_s)
     except ChildFailedError as error:
-        return Ending(failed=True, killed=_killed(error), asked=stop.asked[0] if stop.asked else 0)
+        # Processes that ended by SIGTERM, or more than 2 s after the first, were stopped as a consequence.
+        first = min(failure.timestamp for failure in error.failures.values())
+        killed = {
+            rank: -failure.exitcode
+            for rank, failure in error.failures.items()
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and failure.timestamp <= first + 2
+        }
+        return Ending(failed=True, killed=killed, asked=stop.asked[0] if stop.asked else 0)
     except SignalException:
         return Ending(asked=stop.asked[0])
     except RendezvousClosedError:
@@ -172,18 +179,8 @@ def launch(
     return Ending()
 
 
-def _killed(error: ChildFailedError) -> dict[int, int]:
-    """The signals that ended processes, by rank, without processes that were stopped as a consequence."""
-    first = min(failure.timestamp for failure in error.failures.values())
-    return {
-        rank: -failure.exitcode
-        for rank, failure in error.failures.items()
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and failure.timestamp <= first + 2
-    }
-
-
 def _run_until_found(run: Callable[[], object], gates: Sequence["_Gate"], patience_s: float) -> None:
-    """Run this host's agent; retry for this long if it loses the others after it had found them."""
+    """Runs this host's agent; retries for `patience_s` if it loses the others after it had found them."""
     given_up_at = 0.0
     while True:
         num_before = len(gates)
@@ -206,15 +203,8 @@ class _Gate:
     """
 
     def __init__(self, wanted: RendezvousParameters, before_return: Callable[[], None], stop: "_StopSignals") -> None:
-        parameters = RendezvousParameters(
-            "c10d",
-            wanted.endpoint,
-            wanted.run_id,
-            wanted.min_nodes,
-            wanted.max_nodes,
-            wanted.local_addr,
-            **wanted.config,
-        )
+        names = wanted.endpoint, wanted.run_id, wanted.min_nodes, wanted.max_nodes, wanted.local_addr
+        parameters = RendezvousParameters("c10d", *names, **wanted.config)
         self._handler: RendezvousHandler = rendezvous_handler_registry.create_handler(parameters)
         self._backend = wanted.backend
         self._before_return = before_return
@@ -254,7 +244,7 @@ class _Gate:
 
 
 class _StopSignals:
-    """Within the block, a signal that asks this process to stop is added to `asked` and raises torch's exception.
+    """Context in which a signal that asks this process to stop is added to `asked` and raises torch's exception.
 
     torch forwards the signal of its exception to the workers: always SIGTERM, because a Ctrl-C would show the traceback
     of a worker that is still importing. While workers are being started the exception is deferred; otherwise torch
@@ -267,7 +257,7 @@ class _StopSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        # What is ignored from the start (nohup) stays so.
+        # Signals that are ignored from the start (nohup) stay ignored.
         handled = [number for number in _STOPPING if signal.getsignal(number) != signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._on_signal) for number in handled}
         return self
@@ -277,11 +267,11 @@ class _StopSignals:
             signal.signal(number, handler)
 
     def hold(self) -> None:
-        """Workers are being started from here on."""
+        """Defers the exception: workers are being started from here on."""
         self._is_starting = True
 
     def release(self) -> None:
-        """No worker is being started anymore; raises `SignalException` if a signal has arrived meanwhile."""
+        """Ends the deferral, after the start of workers; raises `SignalException` if a signal has arrived meanwhile."""
         self._is_starting = False
         if self.asked:
             raise SignalException(f"got signal {self.asked[0]}", signal.SIGTERM)
@@ -293,7 +283,7 @@ class _StopSignals:
 
 
 def serve_rendezvous(port: int) -> None:
-    """Serve the rendezvous at HOST:`port` until this process is stopped, on a machine that stays. Raises `ConfigError`
+    """Serves the rendezvous at HOST:`port` until this process is stopped, on a machine that stays. Raises `ConfigError`
     if the port is unavailable.
     """
     if not 0 < port < 2**16:
@@ -308,12 +298,12 @@ def serve_rendezvous(port: int) -> None:
 
 
 def num_restarts() -> int:
-    """How often this host's processes were restarted."""
+    """Number of times that this host's processes were restarted."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def fit(config: ParallelConfig, *, num_processes: int, num_rows: int) -> ParallelConfig:
-    """The layout for as many of the processes as can be used.
+    """Returns the layout that uses the most processes.
 
     The data axis takes the largest number of replicas that divides the rows of the global batch; the other axes stay. A
     `data` in the config is the maximum. If its replicas no longer make up whole shard groups, the groups shrink, or
@@ -334,7 +324,7 @@ def fit(config: ParallelConfig, *, num_processes: int, num_rows: int) -> Paralle
 
 
 def num_used(config: ParallelConfig) -> int:
-    """Processes of a layout that `fit` has chosen."""
+    """Number of processes of a layout that `fit` has chosen."""
     return config.pipeline * config.data * config.context * config.tensor
 
 
@@ -342,7 +332,7 @@ def num_used(config: ParallelConfig) -> int:
 def join_as_fits(
     config: ParallelConfig, *, num_rows: int, device: torch.device | None = None
 ) -> Iterator[tuple[World, ParallelConfig] | None]:
-    """The world and layout for the processes that `torchrun` has started; None for a process that is left over.
+    """Yields the world and layout for the processes that `torchrun` has started; None for a process that is left over.
 
     A process that is left over (three processes cannot share eight rows) waits at the end of the context until the
     others have finished, so that its host is available when the layout changes again.
@@ -355,10 +345,15 @@ def join_as_fits(
         with join_world(device) as world:
             yield world, layout
         return
-    store = _store(rank, size)
+    # A store of all processes at MASTER_ADDR:MASTER_PORT, served by the first one (or by `torchrun`).
+    shared, _, _ = next(iter(rendezvous("env://", rank, size, timeout=timedelta(minutes=10))))
+    store = PrefixStore("modelwright", shared)
     if rank >= used:
         yield None
-        _wait_until_finished(store)
+        # A store that disappears before the run has finished is an error, so that the process restarts.
+        while not store.check([FINISHED]):
+            time.sleep(0.5)
+        store.add(HEARD, 1)
         return
     os.environ["WORLD_SIZE"] = str(used)
     try:
@@ -366,27 +361,10 @@ def join_as_fits(
             yield world, layout
             world.barrier()
         if rank == 0:
-            _tell_finished(store, size - used)
+            # The store lives in this process: keep it until the waiting processes have been notified, or are gone.
+            store.set(FINISHED, "")
+            deadline = time.monotonic() + 30
+            while store.add(HEARD, 0) < size - used and time.monotonic() < deadline:
+                time.sleep(0.1)
     finally:
         os.environ["WORLD_SIZE"] = str(size)
-
-
-def _store(rank: int, size: int) -> Store:
-    """A store of all processes at MASTER_ADDR:MASTER_PORT, served by the first one (or by `torchrun`)."""
-    result, _, _ = next(iter(rendezvous("env://", rank, size, timeout=timedelta(minutes=10))))
-    return PrefixStore("modelwright", result)
-
-
-def _wait_until_finished(store: Store) -> None:
-    """Returns when the run is finished. A store that disappears earlier is an error, so that the process restarts."""
-    while not store.check([FINISHED]):
-        time.sleep(0.5)
-    store.add(HEARD, 1)
-
-
-def _tell_finished(store: Store, num_waiting: int) -> None:
-    """Keep the store alive until the waiting processes have been notified, or are gone."""
-    store.set(FINISHED, "")
-    deadline = time.monotonic() + 30
-    while store.add(HEARD, 0) < num_waiting and time.monotonic() < deadline:
-        time.sleep(0.1)

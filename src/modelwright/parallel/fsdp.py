@@ -1,13 +1,12 @@
-"""ZeRO by PyTorch's FSDP2: what every replica of a model would hold is divided among the ranks of one axis.
+"""ZeRO by PyTorch's FSDP2: shards of parameters, gradients and optimizer states on the ranks of one axis.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Stage 1 accumulates
 gradients over the microbatches of a step and scatters them once; stage 2 scatters them after each microbatch; stage 3
-gathers each block when it is needed and frees it afterwards. Gradients leave as sums, never means, because the trainer
-has already divided. Weights are sharded in FP32 and gathered in the format in which their products read them.
+gathers each block when it is needed and frees it afterwards. Weights are sharded in FP32 and gathered in the format in
+which their products read them.
 """
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -23,29 +22,17 @@ from modelwright.parallel.config import ZeroStage
 def shard_states(
     model: Decoder, sharing: DeviceMesh, zero_stage: ZeroStage, formats: Mapping[str, torch.dtype]
 ) -> Decoder:
-    """Shard parameters, gradients and optimizer states over the mesh `sharing`, in place; names stay.
+    """Shards parameters, gradients and optimizer states over the mesh `sharing`, in place; names stay.
 
-    formats: in which projections are gathered, by the part of a block (attention, ffn); everything else is gathered in
-    its own format. Each block, also of a decoder among the heads, is gathered as one message, or each of its parts
-    where their formats differ. Embedding, last norm and head go with the root, and so do the blocks' norms where
-    projections are narrowed: FSDP has one format per message.
+    formats: format in which projections are gathered, by the part of a block (attention, ffn); everything else is
+    gathered in its own format. Each block, also of a decoder among the heads, is gathered as one message, or each of
+    its parts where their formats differ. Embedding, last norm and head go with the root, and so do the blocks' norms
+    where projections are narrowed: FSDP has one format per message. Raises `ConfigError` for packed weights where this
+    version of PyTorch makes integers parameters that require gradients (2.11).
     """
     options: dict[str, Any] = {"mesh": sharing, "reshard_after_forward": zero_stage == 3}
-    with _packed_weights_refused_by_name():
-        _shard(model, options, formats)
-    for module in sharded_modules(model):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-    for method in HEAD_METHODS:
-        register_fsdp_forward_method(model, method)
-    return model
-
-
-@contextmanager
-def _packed_weights_refused_by_name() -> Generator[None]:
-    """Raise `ConfigError` where this version of PyTorch makes integers parameters that require gradients (2.11)."""
     try:
-        yield
+        _shard(model, options, formats)
     except RuntimeError as error:
         if "can require gradients" not in str(error):
             raise
@@ -53,6 +40,13 @@ def _packed_weights_refused_by_name() -> Generator[None]:
             f"lora.base_format: PyTorch {torch.__version__} cannot shard packed weights; use a later version, "
             "parallel.zero_stage 0, or base_format full"
         ) from error
+    for module in sharded_modules(model):
+        # Sums, never means, because the trainer has already divided. gloo has no pre-multiplied sum.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    for method in HEAD_METHODS:
+        register_fsdp_forward_method(model, method)
+    return model
 
 
 def _shard(model: Decoder, options: Mapping[str, Any], formats: Mapping[str, torch.dtype]) -> None:
@@ -61,30 +55,27 @@ def _shard(model: Decoder, options: Mapping[str, Any], formats: Mapping[str, tor
         for block in blocks:
             fully_shard(block, **options)
         fully_shard(model, **options)
-    else:
-        # The root first, as it takes parameters from within the blocks.
-        fully_shard(model, **options, ignored_params=set[nn.Parameter]().union(*map(_projection_weights, blocks)))
-        for block in blocks:
-            assert isinstance(block, Block)
-            _shard_projections(block, options, formats)
-
-
-def _shard_projections(block: Block, options: Mapping[str, Any], formats: Mapping[str, torch.dtype]) -> None:
-    parts = {"attention": block.attention, "ffn": block.ffn}
-    if len({formats[name] for name in parts}) == 1:
-        parts = {"attention": block}
-    for name, part in parts.items():
-        policy = MixedPrecisionPolicy(  # products cast what they read themselves
-            param_dtype=None if is_packed(part) else formats[name],
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
-        )
-        others = set(part.parameters()) - _projection_weights(part)
-        fully_shard(part, **options, mp_policy=policy, ignored_params=others)
+        return
+    # The root first, as it takes parameters from within the blocks.
+    fully_shard(model, **options, ignored_params=set[nn.Parameter]().union(*map(_projection_weights, blocks)))
+    for block in blocks:
+        assert isinstance(block, Block)
+        parts = {"attention": block.attention, "ffn": block.ffn}
+        if len({formats[name] for name in parts}) == 1:
+            parts = {"attention": block}
+        for name, part in parts.items():
+            # Inputs are not cast: products cast their factors themselves. Scales of packed weights keep their format.
+            policy = MixedPrecisionPolicy(
+                param_dtype=None if is_packed(part) else formats[name],
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,
+            )
+            others = set(part.parameters()) - _projection_weights(part)
+            fully_shard(part, **options, mp_policy=policy, ignored_params=others)
 
 
 def _projection_weights(module: nn.Module) -> set[nn.Parameter]:
-    """Return the weights of all projections in a block or in a part of one, packed or not."""
+    """Returns the weights of all projections in a block or in a part of one, packed or not."""
     weights = set[nn.Parameter]()
     for one in module.modules():
         if isinstance(one, Linear):
@@ -93,12 +84,12 @@ def _projection_weights(module: nn.Module) -> set[nn.Parameter]:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether projections of a module have packed weights, whose scales must not be rounded."""
+    """Returns whether projections of a module have packed weights, whose scales must not be rounded."""
     return any(isinstance(one, Linear) and one.frozen is not None for one in module.modules())
 
 
 def scatter_gradients(model: nn.Module, now: bool) -> None:
-    """Whether the next backward pass reduces and scatters gradients, or keeps them whole for accumulation (ZeRO-1)."""
+    """Sets whether the next backward pass reduces and scatters gradients, or accumulates them whole (ZeRO-1)."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
 

@@ -3,7 +3,7 @@ these functions in the same order.
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -17,39 +17,35 @@ from modelwright.parallel.mesh import Mesh
 
 
 def whole_weights(model: nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of the whole model by name, one at a time, on all ranks. Pipeline stages hold different names."""
-    held = dict(model.state_dict())
+    """Yields every weight of the whole model by name, one at a time, on all ranks of all pipeline stages."""
+    own = dict(model.state_dict())
     if mesh.pipeline.size == 1:
-        yield from ((name, _whole(weight)) for name, weight in held.items())
+        yield from ((name, _whole(weight)) for name, weight in own.items())
         return
-    for name, (owner, shape, dtype) in _owners(held, mesh).items():
-        whole = _whole(held[name]).contiguous() if name in held else torch.empty(
-            shape, dtype=dtype, device=mesh.world.device
-        )  # fmt: skip
+    own_as_json = {name: (list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in own.items()}
+    # A tied embedding is in two stages: the first one sends it. All ranks go through the names in the same order,
+    # because each is a collective.
+    owners: dict[str, tuple[int, list[int], str]] = {}
+    for stage, held in enumerate(mesh.pipeline.gather_json(own_as_json)):
+        for name, (shape, dtype) in held.items():
+            owners.setdefault(name, (stage, shape, dtype))
+    for name, (owner, shape, dtype) in owners.items():
+        if name in own:
+            whole = _whole(own[name]).contiguous()
+        else:
+            whole = torch.empty(shape, dtype=getattr(torch, dtype), device=mesh.world.device)
         dist.broadcast(whole, group_src=owner, group=mesh.pipeline.group)
         yield name, whole
 
 
-def _owners(mine: Mapping[str, Tensor], mesh: Mesh) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
-    """The first stage that holds each name, with shape and dtype, in the same order on all ranks."""
-    mine_as_json = {
-        name: (list(weight.shape), str(weight.dtype).removeprefix("torch.")) for name, weight in mine.items()
-    }
-    result: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
-    for stage, held in enumerate(mesh.pipeline.gather_json(mine_as_json)):
-        for name, (shape, dtype) in held.items():
-            result.setdefault(name, (stage, torch.Size(shape), getattr(torch, dtype)))
-    return result
-
-
 @torch.no_grad()
 def put(target: Tensor, whole: Tensor) -> None:
-    """Copy this rank's shard of `whole` into `target`, in place, without communication."""
+    """Copies this rank's shard of `whole` into `target`, in place, without communication."""
     local(target).copy_(whole[own_part(target)])
 
 
 def own_part(tensor: Tensor) -> tuple[slice, ...]:
-    """This rank's shard as slices of the whole tensor; all of it for a plain one."""
+    """Returns this rank's shard as slices of the whole tensor; all of it for a plain tensor."""
     shape, offset = tensor.shape, (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -57,27 +53,22 @@ def own_part(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def move_out(model: Decoder) -> Decoder:
-    """A model that takes over the weights of `model`, to be laid out; `model` keeps shapes but no values."""
+    """Returns a copy that takes over the weights of `model`, to be laid out; `model` keeps shapes but no values."""
+    # Known to `deepcopy` as copied already, so that weights are moved and never exist twice.
     shared = {id(parameter): parameter for parameter in model.parameters()}
     taken = copy.deepcopy(model, shared)
-    _set_weights(model, {name: parameter.to("meta") for name, parameter in model.named_parameters()})
+    restore_weights(model, [(name, parameter.to("meta")) for name, parameter in model.named_parameters()])
     return taken
 
 
 def restore_weights(model: Decoder, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Put whole weights and buffers back into a model whose weights were taken."""
+    """Puts whole weights and buffers back into a model whose weights were moved out."""
     for name, whole in weights:
-        _set_weights(model, {name: whole.detach()})
-
-
-def _set_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    for name, weight in weights.items():
         place, _, own = name.rpartition(".")
-        module = model.get_submodule(place)
-        if own in dict(module.named_buffers(recurse=False)):
-            setattr(module, own, weight)
-            continue
-        setattr(module, own, nn.Parameter(weight, requires_grad=getattr(module, own).requires_grad))
+        module, weight = model.get_submodule(place), whole.detach()
+        if own not in dict(module.named_buffers(recurse=False)):
+            weight = nn.Parameter(weight, requires_grad=getattr(module, own).requires_grad)
+        setattr(module, own, weight)
 
 
 def _whole(weight: Tensor) -> Tensor:

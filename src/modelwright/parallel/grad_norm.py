@@ -2,8 +2,6 @@
 
 A gradient is a plain tensor, equal on all ranks of the mesh that hold its parameter, or a DTensor of which each rank
 holds a shard.
-
-The L2 norm of many tensors together, as accurate on the CPU as on an accelerator.
 """
 
 import math
@@ -22,17 +20,15 @@ _PIECE = 2**16
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """A scalar, 0 for no tensors; not finite if any value is not."""
-    pieces = [piece for one in tensors for piece in _pieces(one)]
+    """L2 norm of all tensors together, a scalar; 0 for no tensors, not finite if any value is not."""
+    pieces = []
+    for tensor in tensors:
+        pieces += tensor.reshape(-1).split(_PIECE) if tensor.device.type == "cpu" else [tensor]
     return get_total_norm(pieces, foreach=True) if pieces else torch.zeros(())
 
 
-def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    return tensor.reshape(-1).split(_PIECE) if tensor.device.type == "cpu" else [tensor]
-
-
 def redistribute_like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient placed like its parameter: pending partial sums over the mesh are reduced."""
+    """Places a gradient like its parameter: pending partial sums over the mesh are reduced."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         return gradient.redistribute(placements=parameter.placements)
     return gradient
@@ -55,20 +51,17 @@ def combine_norms(norms: Mapping[int, float], world: World) -> float:
     """The L2 norm of the gradients of the whole model, from the norms on this rank; not finite if any is not. norms: by
     the number of ranks that hold the same elements.
     """
+    # The sum over all ranks counts each square once per copy.
     square = sum(norm * norm / copies for copies, norm in norms.items())
     return math.sqrt(world.sums([square])[0])
 
 
-def parts_norm(parts: Sequence[Tensor], world: World) -> float:
-    """The L2 norm of gradients of which every rank holds a different part; not finite if any part is not."""
-    return combine_norms({1: float(total_norm(parts))}, world)
-
-
 def replication(parameter: Tensor, mesh: Mesh, *, num_stages: int = 1) -> int:
-    """How many ranks hold each element of a parameter; num_stages: pipeline stages that have it (2 for a tied head)."""
+    """Number of ranks that hold each element. num_stages: pipeline stages that have it (2 for a tied head)."""
     pieces = 1
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
-            if not placement.is_replicate():  # FSDP's pieces of a tensor-parallel piece are no plain `Shard`
+            # Not `is_shard`: FSDP's pieces of a tensor-parallel piece are not a plain `Shard`.
+            if not placement.is_replicate():
                 pieces *= parameter.device_mesh.size(axis)
     return mesh.world.size // mesh.pipeline.size * num_stages // pieces

@@ -1,4 +1,4 @@
-"""How gradients cross the network, and how many bytes that takes.
+"""Sums of gradients over the network, and the bytes that they take.
 
 Gradients come in as each rank's share of one sum (already divided by the global normalizer) and leave as the sum.
 `codecs/` holds implementations that send fewer bytes. The state differs from rank to rank, and a checkpoint stores it
@@ -17,10 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from modelwright.parallel.mesh import World
 
 BUCKET_BYTES = 25 * 2**20
-"""Most that one message holds; large enough to hide latency, small enough to overlap (the default of PyTorch's DDP)."""
+"""Most bytes of one message; large enough to hide latency, small enough to overlap (the default of PyTorch's DDP)."""
 MANY_BUCKETS, SMALL_BUCKET_BYTES = 8, 2**18
-"""Where every value crosses the network there are so many messages even if all gradients would fit in one, which could
-begin only after backward; but none is made smaller than this for it."""
+"""Number of messages where every value crosses the network, even if all gradients would fit in one, which could begin
+only after backward; and the size below which no message is divided for it."""
 
 
 class GradientSync(Protocol):
@@ -28,15 +28,11 @@ class GradientSync(Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes of this rank's own messages so far. The metric `bytes_sent` counts everything that the process
-        sends (`parallel/traffic.py`).
-        """
+        """Payload bytes of this rank's messages; the metric of this name counts all traffic (`parallel/traffic.py`)."""
         ...
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
-        """Replace every gradient by its sum over the ranks, in place; the same tensors in the same order on every
-        rank.
-        """
+        """Replaces every gradient by its sum, in place; the same tensors in the same order on every rank."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -91,7 +87,7 @@ class Buckets:
         self._hooked, self._hooks = [], []
 
     def finish(self, gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Start the remaining buckets, and return all of them."""
+        """Starts the remaining buckets, and returns all of them."""
         self._armed = False
         buckets = self.cut(gradients)
         for bucket in buckets[self._num_begun :]:
@@ -100,7 +96,7 @@ class Buckets:
         return buckets
 
     def cut(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Neighbors of one dtype in each bucket, in order; the last ones first."""
+        """See `cut_into_buckets`."""
         return cut_into_buckets(tensors, self.bucket_bytes, many=self.many)
 
     def _finished(self, parameter: Tensor) -> None:
@@ -108,6 +104,8 @@ class Buckets:
             return
         for waiting in self._waiting:
             waiting.pop(id(parameter), None)
+        # A bucket that is complete waits for those before it: ranks may finish gradients in another order, but their
+        # collectives must match.
         while self._num_begun < len(self._buckets) and not self._waiting[self._num_begun]:
             bucket = self._buckets[self._num_begun]
             self._num_begun += 1
@@ -115,8 +113,9 @@ class Buckets:
 
 
 def cut_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int, *, many: int = 1) -> list[list[Tensor]]:
-    """Neighbors of one dtype in each bucket, in order, at most `bucket_bytes` in total unless there is only one, and no
-    more than makes about `many` buckets, unless they would be smaller than `SMALL_BUCKET_BYTES`; the last ones first.
+    """Cuts tensors into buckets of neighbors of one dtype, in order, the last bucket first. A bucket has at most
+    `bucket_bytes` unless it holds one tensor, and about a `many`-th of all bytes, but not less than
+    `SMALL_BUCKET_BYTES`.
     """
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     most = min(bucket_bytes, max(-(-sum(sizes) // many), SMALL_BUCKET_BYTES))
@@ -132,13 +131,13 @@ def cut_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int, *, many: int 
 
 
 def ring_bytes(num_bytes: int, num_ranks: int) -> int:
-    """Bytes that each rank sends in a ring all-reduce of this many bytes: 2 (n - 1) / n of them."""
+    """Bytes that each rank sends in a ring all-reduce of `num_bytes`: 2 (n - 1) / n of them."""
     return 2 * num_bytes * (num_ranks - 1) // num_ranks
 
 
 class AllReduceSync:
     """Sums in the gradients' own dtype: flat buckets, one all-reduce each, all in flight together. `bytes_sent` counts
-    what a ring would send (`ring_bytes`).
+    the bytes of a ring all-reduce (`ring_bytes`).
     """
 
     def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -149,7 +148,7 @@ class AllReduceSync:
         self._in_flight: list[tuple[Tensor, Sequence[Tensor | None], Callable[[], object]]] = []
 
     def send_rows(self, chosen: Sequence[Tensor | None]) -> None:
-        """From the next step on send only these rows of the gradients (int64 [S]; None for all of them), in the order
+        """Sends only these rows of the gradients from the next step on (int64 [S]; None for all of them), in the order
         in which `reduce` sees them. The others must be zero, and the choice the same, on all ranks.
         """
         self._chosen = chosen
@@ -159,7 +158,7 @@ class AllReduceSync:
             self._buckets.arm(parameters)
 
     def close(self) -> None:
-        """Call at the end of a run."""
+        """Removes the hooks; called at the end of a run."""
         self._buckets.close()
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
@@ -169,7 +168,10 @@ class AllReduceSync:
         in_flight, self._in_flight = self._in_flight, []
         for bucket, (flat, chosen, wait) in zip(buckets, in_flight, strict=True):
             wait()
-            shapes = [_shape_of(gradient, rows) for gradient, rows in zip(bucket, chosen, strict=True)]
+            shapes = [
+                gradient.shape if rows is None else torch.Size([len(rows), *gradient.shape[1:]])
+                for gradient, rows in zip(bucket, chosen, strict=True)
+            ]
             parts = flat.split([shape.numel() for shape in shapes])
             sums = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
             if any(rows is not None for rows in chosen):
@@ -185,17 +187,12 @@ class AllReduceSync:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def _start(self, gradients: Sequence[Tensor]) -> None:
+        # Buckets start from the last gradient to the first, so this one's rows end before those in flight.
         end = len(self._chosen) - sum(len(chosen) for _, chosen, _ in self._in_flight)
         chosen = self._chosen[end - len(gradients) : end] if self._chosen else [None] * len(gradients)
-        flat = torch.cat(
-            [_rows_of(gradient, rows).reshape(-1) for gradient, rows in zip(gradients, chosen, strict=True)]
-        )
+        parts = [
+            gradient if rows is None else gradient.index_select(0, rows)
+            for gradient, rows in zip(gradients, chosen, strict=True)
+        ]
+        flat = torch.cat([part.reshape(-1) for part in parts])
         self._in_flight.append((flat, chosen, self.world.start_sum(flat)))
-
-
-def _rows_of(gradient: Tensor, rows: Tensor | None) -> Tensor:
-    return gradient if rows is None else gradient.index_select(0, rows)
-
-
-def _shape_of(gradient: Tensor, rows: Tensor | None) -> torch.Size:
-    return gradient.shape if rows is None else torch.Size([len(rows), *gradient.shape[1:]])

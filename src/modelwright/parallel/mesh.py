@@ -1,4 +1,4 @@
-"""The processes that take part: this process's rank, their number, its device, and their collectives.
+"""The processes of a run: this process's rank, their number, its device, and their collectives.
 
 `torchrun` starts processes and sets the environment; `join_world` reads it. `build_mesh` arranges the processes of a
 world along the axes of a mesh; along each axis they are a smaller world. A single process is a world of size 1 whose
@@ -7,7 +7,7 @@ collectives do nothing.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,19 +37,13 @@ class World:
         return self.rank == 0
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over all ranks, in place; the same bits everywhere."""
+        """Sums over all ranks, in place; the same bits everywhere."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Maximum over all ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
-        return tensor
-
     def start_sum(self, tensor: Tensor) -> Callable[[], object]:
-        """Start a sum over all ranks, in place; the returned function waits for it."""
+        """Starts a sum over all ranks, in place; the returned function waits for it."""
         if self.size == 1:
             return lambda: None
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
@@ -57,7 +51,7 @@ class World:
         return work.wait
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks (of one shape), stacked along a new first dimension."""
+        """Returns the tensors of all ranks (of one shape), stacked along a new first dimension."""
         if self.size == 1:
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty((self.size, *tensor.shape))
@@ -65,9 +59,8 @@ class World:
         return gathered
 
     def gather_bytes(self, message: Tensor) -> list[Tensor]:
-        """The messages [bytes, uint8, on the CPU] of all ranks, of any lengths, in rank order. Collectives need equal
-        shapes: lengths are gathered first, then every message is padded to the longest.
-        """
+        """Returns the messages [bytes, uint8, on the CPU] of all ranks, of any lengths, in rank order."""
+        # Collectives need equal shapes: lengths are gathered first, then every message is padded to the longest.
         lengths = self.all_gather(torch.tensor(len(message), device=self.device)).tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
         padded[: len(message)] = message.to(self.device)
@@ -75,17 +68,16 @@ class World:
         return [row[:length] for row, length in zip(gathered, lengths, strict=True)]
 
     def gather_json(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order. They must be JSON values; tuples arrive as lists.
-
-        JSON replaces PyTorch's object collectives, which unpickle what they receive: a pickle can run any code.
-        """
+        """Returns the values of all ranks, in rank order. They must be JSON values; tuples arrive as lists."""
+        # JSON replaces PyTorch's object collectives, which unpickle the messages: a pickle can run any code. A lone
+        # process converts too, so that its values have the same types as those of many.
         if self.size == 1:
             return [json.loads(json.dumps(value))]
         message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         return [json.loads(other.numpy().tobytes()) for other in self.gather_bytes(message)]
 
     def start_ring_shift(self, tensor: Tensor, *, tag: int = 0) -> Callable[[], Tensor]:
-        """Start sending a tensor to the next rank and receiving the previous rank's; the first follows the last.
+        """Starts sending a tensor to the next rank and receiving the previous rank's; the first follows the last.
 
         The returned function waits for both and returns the received tensor; it must be called, and until then `tensor`
         must not change. tag: distinguishes messages in flight at the same time.
@@ -109,28 +101,27 @@ class World:
         return wait
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """The sum of each value over the ranks, in one message."""
+        """Returns the sum of each value over the ranks, in one message."""
         if self.size == 1:
             return list(values)
-        return self.all_reduce_sum(self._tensor(values)).tolist()
+        return self.all_reduce_sum(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
 
     def maxima(self, *values: float) -> list[float]:
-        """The maximum of each value over the ranks, in one message."""
+        """Returns the maximum of each value over the ranks, in one message."""
         if self.size == 1:
             return list(values)
-        return self.all_reduce_max(self._tensor(values)).tolist()
-
-    def _tensor(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=self.device)
+        maxima = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group)
+        return maxima.tolist()
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Broadcast the first rank's values, in place."""
+        """Broadcasts the first rank's values, in place."""
         if self.size > 1:
             dist.broadcast(tensor, group_src=0, group=self.group)
         return tensor
 
     def barrier(self) -> None:
-        """Wait until all ranks have arrived."""
+        """Waits until all ranks have arrived."""
         if self.size > 1:
             dist.barrier(group=self.group)
 
@@ -159,7 +150,7 @@ class Mesh:
 
     @property
     def speaks_for_rows(self) -> bool:
-        """Whether this rank counts the tokens of its rows: true on one of the ranks that hold the same rows."""
+        """True on one of the ranks that hold the same rows: the one that counts their tokens."""
         return self.pipeline.is_first and self.context.is_first and self.tensor.is_first
 
     @property
@@ -168,13 +159,13 @@ class Mesh:
 
 
 _LAID_OUT: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Mesh]] = WeakKeyDictionary()
-"""By the group of all processes: a group's threads, sockets and buffers on a card stay for as long as that one, so that
-the trainings that a process makes one after the other share them."""
+"""Meshes by the group of all processes, as long as that group lives. The threads, sockets and device buffers of a group
+are only freed with it, so consecutive trainings in one process share them."""
 
 
 def build_mesh(world: World, config: ParallelConfig) -> Mesh:
-    """Arrange the world; the same axes give the same mesh again. Every rank calls it. Raises `ConfigError` if the axes
-    do not make up the world.
+    """Arranges the world along the axes; the same axes give the same mesh again. Every rank calls it. Raises
+    `ConfigError` if the axes do not make up the world.
     """
     sizes = config.axes(world.size)
     if world.size == 1:
@@ -182,50 +173,49 @@ def build_mesh(world: World, config: ParallelConfig) -> Mesh:
         return Mesh(world=world, devices=None, sharing_devices=None, **axes)
     everybody = dist.group.WORLD
     assert everybody is not None
-    known = _LAID_OUT.setdefault(everybody, {})
-    key = (world, *sizes.items(), config.zero_stage == 0)
-    if key not in known:
-        known[key] = _lay_out_anew(world, sizes, copies_weights=config.zero_stage == 0)
-    return known[key]
-
-
-def _lay_out_anew(world: World, sizes: Mapping[str, int], *, copies_weights: bool) -> Mesh:
+    copies_weights = config.zero_stage == 0
+    known, key = _LAID_OUT.setdefault(everybody, {}), (world, *sizes.items(), copies_weights)
+    if key in known:
+        return known[key]
+    # Every group is made by a collective, so all ranks make them in this order.
     devices = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     axes = {name: axis_world(devices[name], world.device) for name in sizes}
     joint = {"data": ("replicate", "shard"), "sharing": ("shard", "context")}
     joined = {name: devices[parts]._flatten(name) for name, parts in joint.items()}
     axes |= {name: axis_world(mesh, world.device) for name, mesh in joined.items()}
+    # Context ranks hold copies of the weights unless FSDP shards over them, which then sums their gradients itself.
     if copies_weights:
-        copies = devices["replicate", "context"]._flatten("copies")
-        axes["reduce"] = axis_world(copies, world.device)
+        axes["reduce"] = axis_world(devices["replicate", "context"]._flatten("copies"), world.device)
     else:
         axes["reduce"] = axes["replicate"]
-    return Mesh(world=world, devices=devices, sharing_devices=joined["sharing"], **axes)
+    known[key] = Mesh(world=world, devices=devices, sharing_devices=joined["sharing"], **axes)
+    return known[key]
 
 
 def axis_world(mesh: DeviceMesh, device: torch.device) -> World:
-    """The ranks along a mesh of one dimension."""
+    """Returns the ranks along a mesh of one dimension."""
     group = mesh.get_group()
     return World(rank=group.rank(), size=group.size(), device=device, group=group)
 
 
 def duplicate_group(world: World) -> World:
-    """The same ranks with their own group, for collectives from another thread. Called by all of them."""
+    """Makes a second group of the same ranks, for collectives from another thread. Called by all of them."""
     if world.size == 1:
         return world
-    everybody = dist.group.WORLD
-    group = dist.new_group(dist.get_process_group_ranks(world.group or everybody), use_local_synchronization=True)
+    # Local synchronization: the ranks outside of the world do not call this.
+    ranks = dist.get_process_group_ranks(world.group or dist.group.WORLD)
+    group = dist.new_group(ranks, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return World(rank=world.rank, size=world.size, device=world.device, group=group)
 
 
 def single(device: torch.device | str = "cpu") -> World:
-    """A world of this process alone."""
+    """Returns a world of this process alone."""
     return World(rank=0, size=1, device=torch.device(device))
 
 
 def default_device() -> torch.device:
-    """CUDA (the process's own device under torchrun) if available, else the CPU."""
+    """Returns CUDA (the process's own device under torchrun) if available, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
@@ -233,8 +223,8 @@ def default_device() -> torch.device:
 
 @contextmanager
 def join_world(device: torch.device | None = None) -> Iterator[World]:
-    """The world that `torchrun` set up in the environment (RANK, WORLD_SIZE, MASTER_*), or this process alone. gloo on
-    CPU, NCCL on CUDA. The process group is destroyed on exit.
+    """Joins the world that `torchrun` set up in the environment (RANK, WORLD_SIZE, MASTER_*), or yields this process
+    alone. gloo on CPU, NCCL on CUDA. The process group is destroyed on exit.
     """
     device = default_device() if device is None else device
     size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,8 +1,9 @@
-"""How the ranks of a run share gradients and updates: `Strategy`, and `AllReduce`, which most runs use.
+"""Strategies by which the ranks of a run share gradients and updates: `Strategy`, and `AllReduce`, which most runs use.
 
-The training step computes this rank's share of the gradient and hands it to its strategy; the strategy decides when
-ranks communicate, who updates what, and when the ranks wait for each other. Each other strategy is one file under
-`strategies/`. Gradients arrive already divided by the global normalizer, so every strategy sums and none averages.
+The training step computes this rank's share of the gradient and passes it to its strategy; the strategy decides when
+ranks communicate, which rank updates which weights, and when the ranks wait for each other. Each other strategy is one
+file under `strategies/`. Gradients arrive already divided by the global normalizer, so every strategy sums and none
+averages.
 """
 
 from abc import abstractmethod
@@ -34,25 +35,23 @@ STRATEGIES_GROUP = "modelwright.strategies"
 
 Done = TypeVar("Done")
 Unscale = Callable[[list[Tensor]], None]
-"""Takes the loss scale out of gradients, in place."""
+"""Divides gradients by the loss scale, in place."""
 Compensate = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
 """Corrects stale gradients in place: `(gradients, weights now, weights that the gradients belong to)`."""
 
 
 class Strategy(Protocol):
-    """The protocol of strategies. All ranks call the same methods in the same order. Methods with a body are
-    optional.
-    """
+    """Protocol of strategies. All ranks call the same methods in the same order. Methods with a body are optional."""
 
     mesh: Mesh
     """The processes that make one update together."""
     is_synchronous: ClassVar[bool] = True
-    """Whether every update waits for all ranks."""
+    """True if every update waits for all ranks."""
     needs: ClassVar[frozenset[str]] = frozenset({WHOLE_MODEL, WHOLE_GRADIENTS, PROMPT_GRADIENTS, SYNCHRONOUS_UPDATES})
     """Properties of a run that it relies on (`core/compatibility.py`); a setting or a layout that breaks one of them is
-    refused. A strategy that can do with less says so."""
+    refused. A strategy that needs less declares less."""
     breaks: ClassVar[frozenset[str]] = frozenset({EXACT_SUMS, EQUAL_REPLICAS})
-    """Properties of a run that it removes; a strategy that keeps these says so."""
+    """Properties of a run that it removes; a strategy that keeps these declares so."""
 
     def begin(self, step: int, num_steps: int) -> None:
         """Called once, when weights, optimizer and this strategy are as they were after `step` updates."""
@@ -60,7 +59,7 @@ class Strategy(Protocol):
     def steps(
         self, one_step: Callable[[int], Done], first: int, last: int, interrupted: Callable[[], bool]
     ) -> Iterator[Done]:
-        """Make this rank's share of the updates `first`, ..., `last - 1`, or of fewer, but at least one.
+        """Makes this rank's share of the updates `first`, ..., `last - 1`, or of fewer, but at least one.
 
         Yields the results of `one_step` for all updates in order, whichever rank made them. At the end all of them are
         applied to the weights, which are equal on all replicas. interrupted: whether this rank asks to stop early.
@@ -74,8 +73,8 @@ class Strategy(Protocol):
 
     @abstractmethod
     def reduce_gradients(self, unscale: Unscale) -> list[TensorView]:
-        """Sum the gradients over the ranks. Returns, unscaled, those that this rank's optimizer step uses, each with
-        its parameter's name and the part of it that it is.
+        """Sums the gradients over the ranks. Returns, unscaled, those that this rank's optimizer step uses, each with
+        its parameter's name and the part of the parameter that it belongs to.
         """
 
     @abstractmethod
@@ -86,17 +85,17 @@ class Strategy(Protocol):
 
     @abstractmethod
     def optimizer_step(self) -> None:
-        """Update the weights; afterwards every rank sees all of them."""
+        """Updates the weights; afterwards every rank sees all of them."""
 
     def after_step(self, step: int) -> None:
         """Called after update `step` (from 0), which may have been skipped."""
 
     def abandon_step(self) -> None:
-        """Discard the gradients of this step so far: all ranks compute it again."""
+        """Discards the gradients of this step so far: all ranks compute it again."""
 
     @property
     def retry_blocker(self) -> str:
-        """Why a rank cannot abandon forward and backward and compute a step again, or ""."""
+        """Reason for which a rank cannot abandon forward and backward and compute a step again, or ""."""
         return layout_blocker(self.mesh)
 
     def replicated(self) -> Mapping[str, Tensor] | None:
@@ -104,7 +103,7 @@ class Strategy(Protocol):
         return None
 
     def send_only_rows(self, rows: Sequence[Tensor | None]) -> None:
-        """From the next step on all rows of the gradients but these (int64 [S]; None: all) are zero on every rank."""
+        """Announces the rows of each gradient (int64 [S]; None for all) that may be other than zero from now on."""
 
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the newest step."""
@@ -115,7 +114,7 @@ class Strategy(Protocol):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restores a state from `state_dict`."""
 
     def close(self) -> None:
         """Called at the end of a run under one layout, also after an error."""
@@ -132,7 +131,7 @@ class StrategySpec:
 
 
 def layout_blocker(mesh: Mesh) -> str:
-    """The axes of the layout whose ranks communicate within forward and backward, as a reason, or ""."""
+    """Names the axes of the layout whose ranks communicate within forward and backward, as a reason, or ""."""
     if mesh.world.size == 1 or mesh.is_only_data_parallel:
         return ""
     sizes = {name: getattr(mesh, name).size for name in ("pipeline", "shard", "context", "tensor")}
@@ -153,9 +152,9 @@ class Replica:
     names: dict[Tensor, str] = field(init=False)
     """Names of the trainable parameters, in the model's order."""
     num_holders: list[int] = field(init=False)
-    """For each parameter, how many ranks hold each of its elements."""
+    """For each parameter, the number of ranks that hold each of its elements."""
     views: dict[Tensor, TensorView] = field(init=False)
-    """Which part of each parameter is on this rank; the tensors are those at the beginning."""
+    """This rank's part of each parameter; the tensors are those at the beginning."""
 
     def __post_init__(self) -> None:
         self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}
@@ -165,12 +164,12 @@ class Replica:
         self.views = {p: view_of(name, p.detach()) for p, name in self.names.items()}
 
     def trained_weights(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model: everything but the parameters that are never trained."""
+        """The model's part of a checkpoint: every tensor but the parameters that are never trained."""
         frozen = {name for name, _ in self.model.named_parameters()} - set(self.names.values())
         return {name: weight for name, weight in self.model.state_dict().items() if name not in frozen}
 
     def parameters(self) -> list[TensorView]:
-        """This rank's part of every trainable parameter, as it is now."""
+        """This rank's part of every trainable parameter, with its present values."""
         return [self.view(parameter, parameter.detach()) for parameter in self.names]
 
     def view(self, parameter: Tensor, tensor: Tensor) -> TensorView:
@@ -178,19 +177,20 @@ class Replica:
         return replace(self.views[parameter], tensor=local(tensor), source=tensor)
 
     def views_of(self, gradients: Sequence[Tensor]) -> list[TensorView]:
-        """The views of what `gradients` returned."""
+        """The views of the gradients that `gradients` returned."""
         holders = [parameter for parameter in self.names if parameter.grad is not None]
         return [self.view(parameter, gradient) for parameter, gradient in zip(holders, gradients, strict=True)]
 
     @property
     def trainable(self) -> list[Tensor]:
-        """The parameters that take part in the present step."""
+        """The parameters that the present step trains."""
         return [parameter for parameter in self.names if parameter.requires_grad]
 
     def gradients(self) -> list[Tensor]:
-        """This rank's gradients in one order on all ranks that hold them: zeros where none flowed, none for parameters
-        that take no part in the step.
+        """This rank's gradients in one order on all ranks that hold them: zeros where no gradient flowed, none for
+        parameters that the step does not train.
         """
+        # Ranks may differ in which gradients flowed, but every collective must see the same tensors.
         for parameter in self.trainable:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -10,15 +10,12 @@ The input of the embedding and the output of the final norm are whole and the sa
 objectives are unaffected: each rank computes every loss term, and every gradient of it, alike. A pipeline stage without
 an embedding takes, and one without a final norm returns, `stage_tokens` of each row's tokens.
 
-Legend: B rows, T tokens of a row, S tokens of a row on this rank, D model width.
+Rank r holds rows `own_rows` of the vocabulary, as in a DTensor's `Shard(0)`: the last rank may have fewer. In training
+no rank gathers the logits of the whole vocabulary; only three numbers per token are exchanged (Shoeybi et al. 2019,
+section 3). Hidden states, labels and the loss are the same on all ranks, to the last bit.
 
-Embedding, head and loss when each rank of an axis holds some rows of the vocabulary.
-
-Rank r holds rows `own_rows`, as in a DTensor's `Shard(0)`: the last rank may have fewer. In training no rank gathers
-the logits of the whole vocabulary; only three numbers per token are exchanged (Shoeybi et al. 2019, section 3). Hidden
-states, labels and the loss are the same on all ranks, to the last bit.
-
-Legend: B rows, T tokens, D model width, V vocabulary, U the rows of it on this rank, C tokens of one chunk, R ranks.
+Legend: B rows, T tokens of a row, S tokens of a row on this rank, D model width, V vocabulary, U the rows of it on this
+rank, C tokens of one chunk, R ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,17 +33,7 @@ from torch.func import functional_call
 
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import (
-    Adapter,
-    Attention,
-    Block,
-    Decoder,
-    FeedForward,
-    Linear,
-    RMSNorm,
-    add_bias,
-    decoders_in,
-)
+from modelwright.model.decoder import Adapter, Block, Decoder, Linear, RMSNorm, add_bias, decoders_in
 from modelwright.model.frozen_weight import CODES, SCALES, FrozenWeight
 from modelwright.model.low_rank import MAGNITUDE, A, B, Factors, LowRank
 from modelwright.ops.cross_entropy import linear_cross_entropy
@@ -65,15 +52,13 @@ from modelwright.parallel.tp_collectives import (
 
 
 def own_rows(vocab_size: int, num_ranks: int, rank: int) -> range:
-    """The range of tokens whose rows of embedding and head are on `rank`."""
+    """Returns the range of tokens whose rows of embedding and head are on `rank`."""
     share = -(-vocab_size // num_ranks)
     return range(min(rank * share, vocab_size), min((rank + 1) * share, vocab_size))
 
 
 def embed(weight_UD: Tensor, tokens_BT: Tensor, vocab_size: int, axis: World) -> Tensor:
-    """[B, T, D]: the embedding of tokens whose row is on this rank, zeros for others; the sum over the axis is
-    complete.
-    """
+    """[B, T, D]: the embedding of tokens whose row is on this rank, zeros for others; one part of the axis's sum."""
     rows = own_rows(vocab_size, axis.size, axis.rank)
     here_BT = (tokens_BT >= rows.start) & (tokens_BT < rows.stop)
     found_BTD = F.embedding((tokens_BT - rows.start) * here_BT, weight_UD)
@@ -82,13 +67,11 @@ def embed(weight_UD: Tensor, tokens_BT: Tensor, vocab_size: int, axis: World) ->
 
 def cross_entropy(model: Decoder, axis: World, hidden_BTD: Tensor, labels_BT: Tensor, *, chunk_tokens: int) -> Tensor:
     """`Decoder.cross_entropy` over the sharded vocabulary: the complete sum and its complete gradient on each rank."""
-    weight_UD = _head_piece(model)
     softmax = partial(_loss_and_gradient, own_rows(model.config.vocab_size, axis.size, axis.rank), axis)
-    hidden_ND, labels_N = enter(hidden_BTD, axis).flatten(0, 1), labels_BT.flatten()
     return linear_cross_entropy(
-        hidden_ND,
-        weight_UD,
-        labels_N,
+        enter(hidden_BTD, axis).flatten(0, 1),
+        _head_piece(model),
+        labels_BT.flatten(),
         chunk_tokens=chunk_tokens,
         loss_of_logits=model.capped(softmax),
         compute=model.ends.head_dtype,
@@ -97,9 +80,7 @@ def cross_entropy(model: Decoder, axis: World, hidden_BTD: Tensor, labels_BT: Te
 
 
 def linear_head(model: Decoder, axis: World) -> LinearHead:
-    """`Decoder.linear_head` of the rows on this rank. Log-probabilities, entropies and their gradients are complete on
-    each rank.
-    """
+    """`Decoder.linear_head` of the rows on this rank; its results and their gradients are complete on each rank."""
     return LinearHead(
         weight_UD=_head_piece(model),
         soft_cap=model.config.logit_soft_cap,
@@ -132,16 +113,14 @@ def _head_piece(model: Decoder) -> Tensor:
 
 
 def _loss_and_gradient(rows: range, axis: World, logits_CU: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed loss over the whole vocabulary, and its gradient in this rank's logits, which are overwritten. Each rank's
-    maximum, sum of exponentials and score of the label are sent together; every rank merges them in the same order.
-    """
-    scores_CU = logits_CU
-    places_C = labels_C - rows.start
+    """Summed loss over the whole vocabulary, and its gradient in this rank's logits, which are overwritten."""
     here_C = (labels_C >= rows.start) & (labels_C < rows.stop)
-    places_C1 = (places_C * here_C)[:, None]
-    chosen_C = scores_CU.gather(1, places_C1)[:, 0] * here_C
-    largest_C = scores_CU.amax(dim=-1)
-    exponentials_CU = scores_CU.sub_(largest_C[:, None]).exp_()
+    places_C1 = ((labels_C - rows.start) * here_C)[:, None]
+    chosen_C = logits_CU.gather(1, places_C1)[:, 0] * here_C
+    largest_C = logits_CU.amax(dim=-1)
+    exponentials_CU = logits_CU.sub_(largest_C[:, None]).exp_()
+    # One message per chunk: maximum, sum of exponentials and score of the label. Every rank merges them in the same
+    # order, so the loss has the same bits everywhere.
     parts_R3C = axis.all_gather(torch.stack([largest_C, exponentials_CU.sum(dim=-1), chosen_C]))
     maxima_RC, sums_RC, chosen_RC = parts_R3C.unbind(1)
     normalizer_C = (maxima_RC + sums_RC.log()).logsumexp(dim=0)
@@ -156,7 +135,7 @@ TOKENS = 1
 
 
 def shard_layers(model: Decoder, tensor: DeviceMesh, *, sequence_parallel: bool) -> Decoder:
-    """Shard this process's layers over the mesh axis `tensor`, in place. Every rank starts with the same weights.
+    """Shards this process's layers over the mesh axis `tensor`, in place. Every rank starts with the same weights.
     sequence_parallel: norms and the residual stream between blocks hold T / ranks tokens on each rank; otherwise every
     rank holds all of them. A decoder among the heads is sharded alike. Raises `ConfigError` if a shape does not divide.
     """
@@ -192,9 +171,8 @@ def shard_layers(model: Decoder, tensor: DeviceMesh, *, sequence_parallel: bool)
 
 
 def stage_tokens(row_len: int, num_ranks: int, *, sequence_parallel: bool) -> int:
-    """Tokens of each row in the residual stream between blocks on one of `num_ranks` ranks of the tensor axis.
-
-    Pipeline stages exchange [B, stage_tokens, D]. Raises `ConfigError` if the tokens do not divide.
+    """Number of tokens of each row in the residual stream between blocks on one of `num_ranks` ranks of the tensor
+    axis. Pipeline stages exchange [B, stage_tokens, D]. Raises `ConfigError` if the tokens do not divide.
     """
     if not sequence_parallel:
         return row_len
@@ -229,13 +207,13 @@ class _Layers:
     sequence_parallel: bool
 
     def place(self, module: nn.Module, placement: Placement, name: str = "weight") -> None:
-        """Make the module's parameter a DTensor that shares no memory with the whole one."""
+        """Makes the module's parameter a DTensor that shares no memory with the whole one."""
         whole = module.get_parameter(name)
         piece = distribute_tensor(whole.detach(), self.mesh, [placement], src_data_rank=None).clone()
         setattr(module, name, nn.Parameter(piece, requires_grad=whole.requires_grad))
 
     def whole_before(self, forward: Callable[..., Tensor], x_BSD: Tensor, *rest: Any) -> Tensor:
-        """`forward` over all tokens."""
+        """Calls `forward` with all tokens."""
         x_BTD = gather(x_BSD, self.axis, TOKENS) if self.sequence_parallel else enter(x_BSD, self.axis)
         return forward(x_BTD, *rest)
 
@@ -252,14 +230,10 @@ class _Layers:
 
 
 def _share_block(layers: _Layers, block: Block, config: ModelConfig) -> None:
+    attention, ffn = block.attention, block.ffn
     for norm in (block.attention_norm, block.attention_post_norm, block.ffn_norm, block.ffn_post_norm):
         if isinstance(norm, RMSNorm):
             _share_norm(layers, norm, partial_over_axis=layers.sequence_parallel)
-    _share_attention(layers, block.attention, config)
-    _share_feed_forward(layers, block.ffn)
-
-
-def _share_attention(layers: _Layers, attention: Attention, config: ModelConfig) -> None:
     _share_columns(layers, attention.q_proj)
     of_kv_heads = {attention.k_proj: config.head_dim, attention.v_proj: config.head_dim}
     if attention.head_router is not None and attention.head_selection is not None:
@@ -278,9 +252,6 @@ def _share_attention(layers: _Layers, attention: Attention, config: ModelConfig)
         if isinstance(norm, RMSNorm):
             _share_norm(layers, norm, partial_over_axis=True)  # every rank norms its own heads
     _replace(attention, forward=partial(layers.whole_before, attention.forward))
-
-
-def _share_feed_forward(layers: _Layers, ffn: FeedForward) -> None:
     _share_columns(layers, ffn.gate_proj)
     _share_columns(layers, ffn.up_proj)
     _share_rows(layers, ffn.down_proj)
@@ -288,9 +259,10 @@ def _share_feed_forward(layers: _Layers, ffn: FeedForward) -> None:
 
 
 def _place_weight(layers: _Layers, linear: Linear, placement: Placement, rows: slice = slice(None)) -> None:
-    """rows: those of the placed weight that this rank multiplies with. Raises `ConfigError` if runs of a packed weight
-    would be cut.
+    """Places a projection's weight. rows: those of the placed weight that this rank multiplies with. Raises
+    `ConfigError` if runs of a packed weight would be cut.
     """
+    # `partial`s, not closures, replace methods throughout: `copy.deepcopy` points a `partial` to the copied module.
     if linear.frozen is None:
         layers.place(linear, placement)
         own = partial(_local, linear) if rows == slice(None) else partial(_rows_of_replica, linear, rows)
@@ -342,8 +314,8 @@ def _share_one_head(layers: _Layers, linear: Linear, head: int, head_dim: int) -
 def _share_adapter(
     layers: _Layers, adapter: Adapter | None, *, a: Placement, b: Placement, rows: slice = slice(None)
 ) -> None:
-    """a, b: placements of the factors; the magnitudes are placed like B, whose rows they scale. rows: of B, those that
-    this rank's weight has. What is replicated has a part of its gradient on every rank.
+    """Places an adapter's factors. a, b: their placements; the magnitudes are placed like B, whose rows they scale.
+    rows: those of B that this rank's weight has.
     """
     if adapter is None:
         return
@@ -357,20 +329,19 @@ def _share_adapter(
 
 
 def _local_factors(adapter: LowRank, rows: slice) -> Factors:
-    a_RI, b_OR = (_local(adapter, _gradient_of(adapter, name), name=name) for name in (A, B))
-    if not adapter.has_magnitude:
-        return Factors(a_RI, b_OR[rows], b_OR.new_empty(0))
-    return Factors(a_RI, b_OR[rows], _local(adapter, _gradient_of(adapter, MAGNITUDE), name=MAGNITUDE)[rows])
-
-
-def _gradient_of(adapter: LowRank, name: str) -> Placement | None:
-    parameter = adapter.get_parameter(name)
-    assert isinstance(parameter, DTensor)
-    return Partial() if parameter.placements[0].is_replicate() else None
+    pieces = []
+    for name in (A, B, *((MAGNITUDE,) if adapter.has_magnitude else ())):
+        parameter = adapter.get_parameter(name)
+        assert isinstance(parameter, DTensor)
+        # A replicated factor has a part of its gradient on every rank.
+        gradient = Partial() if parameter.placements[0].is_replicate() else None
+        pieces.append(_local(adapter, gradient, name=name))
+    a_RI, b_OR, *magnitude = pieces
+    return Factors(a_RI, b_OR[rows], magnitude[0][rows] if magnitude else b_OR.new_empty(0))
 
 
 def _share_norm(layers: _Layers, norm: RMSNorm, *, partial_over_axis: bool) -> None:
-    """partial_over_axis: whether each rank normalizes its own values, so that the weight's gradients must be summed."""
+    """Replicates a norm. partial_over_axis: each rank normalizes its own values, so the gradients must be summed."""
     layers.place(norm, Replicate())
     _replace(norm, forward=partial(_norm, norm, Partial() if partial_over_axis else Replicate()))
 
@@ -386,10 +357,10 @@ def _project(linear: Linear, x: Tensor) -> Tensor:
 
 
 def _project_and_sum(layers: _Layers, linear: Linear, x: Tensor) -> Tensor:
-    """The bias is added once, to the sum; with sequence parallelism each rank adds it to its own tokens."""
     out = layers.summed(linear.multiply(x))
     if not linear.has_bias:
         return out
+    # The bias is added once, to the sum; with sequence parallelism each rank adds it to its own tokens.
     gradient = Partial() if layers.sequence_parallel else Replicate()
     return add_bias(out, _local(linear, gradient, name="bias"))
 

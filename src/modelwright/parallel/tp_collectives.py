@@ -18,7 +18,7 @@ Move = Callable[[Tensor], Tensor]
 
 
 def with_gradient(x: Tensor, there: Move, back: Move) -> Tensor:
-    """`there(x)`, whose gradient is `back` of the incoming gradient. Neither may work in place."""
+    """Returns `there(x)`, whose gradient is `back` of the incoming gradient. Neither may work in place."""
     return _Moved.apply(x, there, back)  # type: ignore[return-value]
 
 
@@ -33,9 +33,7 @@ def leave(x: Tensor, axis: World) -> Tensor:
 
 
 def gather(x: Tensor, axis: World, dim: int) -> Tensor:
-    """All ranks' slices of dimension `dim`, for work of which each rank does a part; backward sums the gradients and
-    takes this rank's slice.
-    """
+    """All ranks' slices, for work that is divided among ranks; backward sums the gradients and takes this slice."""
     return with_gradient(x, lambda y: gathered(y, axis, dim), lambda grad: summed_slice(grad, axis, dim))
 
 
@@ -45,10 +43,10 @@ def reduce_scatter(x: Tensor, axis: World, dim: int) -> Tensor:
 
 
 def gather_replicated(x: Tensor, axis: World, dim: int) -> Tensor:
-    """All ranks' slices, for work that all ranks do identically; every rank keeps its slice of the gradient,
-    unsummed.
-    """
-    return with_gradient(x, lambda y: gathered(y, axis, dim), lambda grad: own_slice(grad, axis, dim))
+    """All ranks' slices, for work that all ranks do identically; each keeps its slice of the gradient, unsummed."""
+    return with_gradient(
+        x, lambda y: gathered(y, axis, dim), lambda grad: grad.chunk(axis.size, dim)[axis.rank].contiguous()
+    )
 
 
 def summed(x: Tensor, axis: World) -> Tensor:
@@ -71,10 +69,6 @@ def summed_slice(x: Tensor, axis: World, dim: int) -> Tensor:
 
 def _widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-def own_slice(x: Tensor, axis: World, dim: int) -> Tensor:
-    return x.chunk(axis.size, dim)[axis.rank].contiguous()
 
 
 class _Moved(torch.autograd.Function):

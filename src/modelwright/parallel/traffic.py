@@ -20,13 +20,14 @@ HEADER_BYTES = 14 + 20 + 20 + 12
 
 
 class Traffic:
-    """Counts from its creation."""
+    """Counts the bytes that this process has sent since the counter was created."""
 
     def __init__(self, world: World) -> None:
         self._sends = world.size > 1
         self._counts = sys.platform == "linux" and world.device.type == "cpu"
         self._num_bytes = 0
         self._of_connection: dict[int, int] = {}
+        # The first call records what the rendezvous has sent already, which does not count.
         self.bytes_sent()
         self._num_bytes = 0
 
@@ -38,6 +39,7 @@ class Traffic:
             return None
         now = connections_sent()
         self._counts = bool(now)
+        # Differences per connection, because connections come and go.
         before, self._of_connection = self._of_connection, now
         self._num_bytes += sum(sent - before.get(connection, 0) for connection, sent in now.items())
         return self._num_bytes if self._counts else None
@@ -49,18 +51,17 @@ def connections_sent() -> dict[int, int]:
     for name in os.listdir("/proc/self/fd"):
         try:
             status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                result[status.st_ino] = _sent(int(name))
-        except (OSError, struct.error):  # closed meanwhile, no TCP, or a kernel that tells less
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=int(name))
+            try:
+                info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+            finally:
+                # The descriptor is its owner's: the garbage collector would close it with this object.
+                borrowed.detach()
+            (segments,) = struct.unpack_from("=I", info, SEGMENTS_OUT)
+            (payload,) = struct.unpack_from("=Q", info, BYTES_SENT)
+            result[status.st_ino] = payload + HEADER_BYTES * segments
+        except (OSError, struct.error):  # closed meanwhile, not TCP, or an older kernel that reports less
             continue
     return result
-
-
-def _sent(descriptor: int) -> int:
-    borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor)
-    try:
-        info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
-    finally:
-        borrowed.detach()  # it stays its owner's
-    (segments,), (payload,) = struct.unpack_from("=I", info, SEGMENTS_OUT), struct.unpack_from("=Q", info, BYTES_SENT)
-    return payload + HEADER_BYTES * segments

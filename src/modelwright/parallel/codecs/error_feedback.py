@@ -1,10 +1,11 @@
-"""Error feedback: what one message left out is added to the next (Seide et al. 2014; Karimireddy et al. 2019).
+"""Error feedback: the error of one message is added to the next (Seide et al. 2014; Karimireddy et al. 2019).
 
 Gradients travel as one flat FP32 vector; the residual is kept per gradient, so that a checkpoint can redistribute it
 with the parameters.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def write_back(flat_N: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy the values in the order of `flatten` into the tensors."""
+    """Copies the values into the tensors, in the order of `flatten`."""
     torch._foreach_copy_(list(tensors), shaped(flat_N, tensors))  # pyright: ignore
 
 
@@ -28,23 +29,20 @@ def shaped(flat_N: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
+@dataclass(eq=False)
 class Residual:
-    """The values that have not been sent yet, one tensor per gradient (FP32); empty before the first message."""
+    """Values that have not been sent yet, one tensor per gradient (FP32); empty before the first message."""
 
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
+    tensors: list[Tensor] = field(default_factory=list[Tensor])
 
     def flat(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """The residual of these gradients [N], None while there is none. Raises `ArtifactError` if it was loaded for
-        other gradients.
-        """
+        """The residual [N], None before the first message. Raises `ArtifactError` if it belongs to other gradients."""
         if not self.tensors:
             return None
         if [tensor.shape for tensor in self.tensors] != [gradient.shape for gradient in gradients]:
             raise ArtifactError(
-                "checkpoint: the residuals of gradient compression belong to other parameters than this "
-                "layout's; resume with "
-                "the layout that wrote the checkpoint, or start afresh"
+                "checkpoint: the residuals of gradient compression belong to other parameters than this layout's; "
+                "resume with the layout that wrote the checkpoint, or start afresh"
             )
         return flatten(self.tensors).to(gradients[0].device)
 
@@ -52,15 +50,12 @@ class Residual:
         self.tensors = shaped(flat_N, gradients)
 
     def drain(self, gradients: Sequence[Tensor]) -> None:
-        """Add everything to the gradients: for a rank that is alone and has no further message."""
+        """Adds the residual to the gradients of a rank that is alone and sends no further message."""
         flat = self.flat(gradients)
         if flat is not None:
             left = [part.to(gradient.dtype) for part, gradient in zip(shaped(flat, gradients), gradients, strict=True)]
             torch._foreach_add_(list(gradients), left)  # pyright: ignore
             self.tensors = []
 
-    def state_dict(self) -> list[Tensor]:
-        return list(self.tensors)
-
-    def load_state_dict(self, state: Sequence[Tensor]) -> None:
+    def load(self, state: Sequence[Tensor]) -> None:
         self.tensors = [tensor.float() for tensor in state]

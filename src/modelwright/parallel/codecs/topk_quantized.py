@@ -1,32 +1,25 @@
 """The three-level compressor: select the largest entries, quantize their values, encode their positions.
 
-1. Selection by importance: the largest magnitudes of every bucket, or of all by one sampled threshold; what is not
-   sent is kept and joins the next message (error feedback), with momentum correction if wanted (Lin et al. 2018).
-2. Values in `min_bits` to `max_bits` bits, the width of every bucket chosen from the error seen in it; or as a sign and
-   a level that stands for its mean, which leaves less behind at one to three bits an entry.
+1. Selection by importance: the largest magnitudes of every bucket, or of all by one sampled threshold; entries that
+   are not sent join the next message (error feedback), with momentum correction if wanted (Lin et al. 2018).
+2. Values in `min_bits` to `max_bits` bits, the width of every bucket chosen from the error seen in it
+   (`ops/sparse_codec.py`); or as a sign and a level that decodes to its mean, with a smaller residual at one to three
+   bits an entry.
 3. Places as Rice-coded gaps or a bitmap, whichever is smaller.
-
-The arithmetic of the code is in `ops/sparse_codec.py` and `codebook.py`.
-
-All-gather of messages of any length, and their cost.
-
-Values as a sign and a level, where every level decodes to the mean of its values.
 
 Level l holds the magnitudes from (1 + l) to (2 + l) times the smallest one kept; the last level is unbounded. Few
 levels and their means are near the best that a scalar code reaches at one to three bits per entry (Lloyd 1982; for
 gradients TernGrad, Wen et al. 2017, with one level), where evenly spaced levels up to the largest magnitude spend their
 bits on outliers. The values that reach the next level are coded as positions among those that reached the previous one,
-so that a rare level costs little. One coded bucket is
+so that a rare level costs little. One bucket coded by levels is
 
     header   the number of levels, how many values reach each, the bytes of each list of places, the levels' means
     places   of all values among the bucket's entries, then for each further level among the values of the one before
     signs    one bit a value
-
-Pure functions; no state, no rank.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -47,7 +40,7 @@ _LEVEL = np.dtype([("count", "<u4"), ("place_bytes", "<u4"), ("mean", "<f4"), ("
 
 
 def levels_of(magnitudes_K: NDArray[np.float32]) -> NDArray[np.int64]:
-    """The level of each magnitude [K], from 0."""
+    """Returns the level of each magnitude [K], from 0."""
     lowest = float(magnitudes_K.min()) if len(magnitudes_K) else 0.0
     if lowest <= 0.0:
         return np.zeros(len(magnitudes_K), np.int64)
@@ -55,7 +48,7 @@ def levels_of(magnitudes_K: NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 def encode_levels(indices_K: NDArray[np.int64], values_K: NDArray[np.float32], numel: int) -> Bytes:
-    """One bucket of `numel` entries, of which those at `indices_K` (ascending) have the values."""
+    """Encodes one bucket of `numel` entries, whose entries at `indices_K` (ascending) have the values."""
     magnitudes_K = np.abs(values_K)
     levels_K = levels_of(magnitudes_K)
     num_levels = int(levels_K.max()) + 1 if len(levels_K) else 0
@@ -65,6 +58,7 @@ def encode_levels(indices_K: NDArray[np.int64], values_K: NDArray[np.float32], n
         alive = alive[places] if level else alive
         kind, data = encode_places(places, among)
         inside = levels_K == level
+        # A level can be empty below one that is not; its mean then decodes no value.
         mean = float(magnitudes_K[inside].mean(dtype=np.float64)) if inside.any() else 0.0
         table[level] = (len(places), len(data), mean, kind)
         lists.append(data)
@@ -94,12 +88,9 @@ def decode_levels(data: Bytes, numel: int) -> tuple[NDArray[np.int64], NDArray[n
 
 
 def gather_bytes(world: World, message: Tensor) -> tuple[list[Tensor], int]:
-    """The messages [bytes, uint8, on the CPU] of all ranks in their order, and the bytes that this rank sent.
-
-    In a ring all-gather a rank forwards n - 1 messages, each padded to the longest one and preceded by its length (8
-    bytes).
-    """
+    """Returns the messages [bytes, uint8, on the CPU] of all ranks in rank order, and the bytes that this rank sent."""
     messages = world.gather_bytes(message)
+    # In a ring all-gather a rank forwards n - 1 messages, each padded to the longest and preceded by its length.
     return messages, (world.size - 1) * (8 + max(map(len, messages)))
 
 
@@ -122,8 +113,7 @@ class TopKQuantizedConfig:
     bucket_numel: int = constant(2**20)
     """Most entries in one bucket, which has one bit width and one range."""
     codebook: Literal["uniform", "means"] = constant("uniform")
-    """`uniform`: levels evenly spaced between a bucket's smallest and largest magnitude; `means`: each level is the
-    mean of its entries (`codebook.py`)."""
+    """`uniform`: levels evenly spaced in a bucket's range of magnitudes; `means`: levels are the means of entries."""
     min_bits: int = constant(4)
     """Fewest bits of a uniform code."""
     max_bits: int = constant(16)
@@ -151,12 +141,11 @@ class TopKQuantizedConfig:
             raise ConfigError(f"warmup_messages: must not be negative, got {self.warmup_messages}; 0 disables warmup")
 
     def share(self, message: int) -> float:
-        """The share of entries in message number `message` (from 0)."""
-        if message >= self.warmup_messages or self.warmup_topk_fraction <= self.topk_fraction:
-            return self.topk_fraction
-        return self.warmup_topk_fraction * (self.topk_fraction / self.warmup_topk_fraction) ** (
-            message / self.warmup_messages
-        )
+        """Returns the share of entries in message number `message` (from 0)."""
+        first, last = self.warmup_topk_fraction, self.topk_fraction
+        if message >= self.warmup_messages or first <= last:
+            return last
+        return first * (last / first) ** (message / self.warmup_messages)
 
 
 @dataclass(frozen=True)
@@ -167,30 +156,37 @@ class Sparse:
     values_K: NDArray[np.float32]
 
 
+@dataclass(eq=False)
 class TopKQuantizedSync:
-    """Every rank sends its own largest entries to all others; each adds up what it received, in rank order.
+    """Every rank sends its own largest entries to all others; each adds up the messages in rank order.
 
     `bytes_sent`: a ring all-gather forwards every message n - 1 times, so a rank sends (n - 1) times its own message,
     padded to the longest one, and (n - 1) x 8 bytes of lengths. A rank with non-finite values sends an empty message;
     all gradients are then nan on all ranks, and all state that is kept from step to step is unchanged.
     """
 
-    def __init__(self, world: World, config: TopKQuantizedConfig) -> None:
-        self.world = world
-        self.config = config
-        self.residual = Residual()
-        self.velocity = Residual()
-        self.num_messages = 0
-        self.bytes_sent = 0
+    world: World
+    config: TopKQuantizedConfig
+    residual: Residual = field(default_factory=Residual)
+    velocity: Residual = field(default_factory=Residual)
+    num_messages: int = 0
+    bytes_sent: int = 0
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
         if self.world.size == 1:
             self.residual.drain(gradients)
             return
-        velocity_N, waiting_N = self._accumulate(gradients)
+        waiting_N, velocity_N = flatten(gradients), None
+        # Momentum is accumulated before selection, so that an entry that waits keeps its velocity (Lin et al. 2018).
+        if self.config.momentum:
+            before_N = self.velocity.flat(gradients)
+            velocity_N = waiting_N if before_N is None else waiting_N + self.config.momentum * before_N
+            waiting_N = velocity_N.clone()
+        left_N = self.residual.flat(gradients)
+        if left_N is not None:
+            waiting_N.add_(left_N, alpha=self.config.residual_decay)
         bounds = bucket_bounds([gradient.numel() for gradient in gradients], self.config.bucket_numel)
-        keep = self.config.share(self.num_messages)
-        message = encode_flat(waiting_N, bounds, self.config, keep)
+        message = encode_flat(waiting_N, bounds, self.config, self.config.share(self.num_messages))
         messages, sent = gather_bytes(self.world, message)
         self.bytes_sent += sent
         if not all(len(message) for message in messages):
@@ -201,50 +197,34 @@ class TopKQuantizedSync:
             sparse = decode_flat(message, bounds, self.config.codebook)
             total_N[sparse.indices_K] += sparse.values_K
             if rank == self.world.rank:
-                self._take_out(sparse, velocity_N, waiting_N)
+                # Take out what was sent, as decoded, so that rounding errors stay; its velocity restarts (section 3.2).
+                indices_K = torch.from_numpy(sparse.indices_K).to(waiting_N.device)
+                waiting_N[indices_K] -= torch.from_numpy(sparse.values_K).to(waiting_N.device)
+                if velocity_N is not None:
+                    velocity_N[indices_K] = 0.0
         write_back(torch.from_numpy(total_N).to(waiting_N.device), gradients)
         self.residual.keep(waiting_N, gradients)
         if velocity_N is not None:
             self.velocity.keep(velocity_N, gradients)
         self.num_messages += 1
 
-    def _accumulate(self, gradients: Sequence[Tensor]) -> tuple[Tensor | None, Tensor]:
-        """The velocity (None without momentum) and the residual, both including this step's gradients."""
-        new_N = flatten(gradients)
-        velocity_N = None
-        if self.config.momentum:
-            before_N = self.velocity.flat(gradients)
-            velocity_N = new_N if before_N is None else new_N + self.config.momentum * before_N
-            new_N = velocity_N.clone()
-        left_N = self.residual.flat(gradients)
-        return velocity_N, new_N if left_N is None else new_N.add_(left_N, alpha=self.config.residual_decay)
-
-    def _take_out(self, sent: Sparse, velocity_N: Tensor | None, waiting_N: Tensor) -> None:
-        """Remove the entries that were sent from the residual; their velocity restarts (Lin et al., section 3.2)."""
-        indices_K = torch.from_numpy(sent.indices_K).to(waiting_N.device)
-        waiting_N[indices_K] -= torch.from_numpy(sent.values_K).to(waiting_N.device)
-        if velocity_N is not None:
-            velocity_N[indices_K] = 0.0
-
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "residuals": self.residual.state_dict(),
-            "velocities": self.velocity.state_dict(),
-            "shared": {"num_messages": self.num_messages},
-        }
+        residuals, velocities = list(self.residual.tensors), list(self.velocity.tensors)
+        return {"residuals": residuals, "velocities": velocities, "shared": {"num_messages": self.num_messages}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.residual.load_state_dict(state["residuals"])
-        self.velocity.load_state_dict(state["velocities"])
+        self.residual.load(state["residuals"])
+        self.velocity.load(state["velocities"])
         self.num_messages = int(state["shared"]["num_messages"])
 
 
 def bucket_bounds(numels: Sequence[int], bucket_numel: int) -> list[int]:
-    """Bounds of the buckets in the flat vector: a tensor is split into even parts of at most `bucket_numel` entries;
-    one of fewer than 4096 joins the previous bucket, because its own header would outweigh it.
+    """Returns the bounds of the buckets in the flat vector: a tensor is split into even parts of at most `bucket_numel`
+    entries; a short one joins the previous bucket.
     """
     bounds, start = [0], 0
     for numel in numels:
+        # Its own header would outweigh it.
         if numel < 4096 and len(bounds) > 1:
             bounds[-1] += numel
         else:
@@ -255,7 +235,7 @@ def bucket_bounds(numels: Sequence[int], bucket_numel: int) -> list[int]:
 
 
 def encode_flat(flat_N: Tensor, bounds: Sequence[int], config: TopKQuantizedConfig, keep: float) -> Tensor:
-    """The message [bytes, uint8, on the CPU] with the share `keep` of the vector; empty if it is not finite."""
+    """Encodes the share `keep` of the vector as a message [bytes, uint8, on the CPU]; empty if it is not finite."""
     if not bool(flat_N.isfinite().all()):
         return torch.zeros(0, dtype=torch.uint8)
     threshold = -1.0
@@ -268,23 +248,19 @@ def encode_flat(flat_N: Tensor, bounds: Sequence[int], config: TopKQuantizedConf
             indices = sparse_codec.above(bucket, threshold)
         else:
             indices = sparse_codec.top_k(bucket, max(1, round(keep * len(bucket))))
-        parts.append(_encode(indices.cpu().numpy(), bucket[indices].cpu().numpy(), len(bucket), config))
+        indices_K, values_K = indices.cpu().numpy(), bucket[indices].cpu().numpy()
+        if config.codebook == "means":
+            parts.append(encode_levels(indices_K, values_K, len(bucket)))
+            continue
+        quantized = sparse_codec.quantize_within(
+            values_K, min_bits=config.min_bits, max_bits=config.max_bits, max_error=config.max_error
+        )
+        parts.append(sparse_codec.encode(indices_K, quantized, len(bucket)))
     return torch.from_numpy(np.concatenate(parts))
 
 
-def _encode(
-    indices_K: NDArray[np.int64], values_K: NDArray[np.float32], numel: int, config: TopKQuantizedConfig
-) -> sparse_codec.Bytes:
-    if config.codebook == "means":
-        return encode_levels(indices_K, values_K, numel)
-    quantized = sparse_codec.quantize_within(
-        values_K, min_bits=config.min_bits, max_bits=config.max_bits, max_error=config.max_error
-    )
-    return sparse_codec.encode(indices_K, quantized, numel)
-
-
 def decode_flat(message: Tensor, bounds: Sequence[int], coded: Literal["uniform", "means"] = "uniform") -> Sparse:
-    """Decode the message of `encode_flat`."""
+    """Decodes the message of `encode_flat`."""
     data, at = message.numpy(), 0
     decode = decode_levels if coded == "means" else sparse_codec.decode
     indices, values = [], []

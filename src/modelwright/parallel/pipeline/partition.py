@@ -22,17 +22,18 @@ class LayerCosts:
     head: float
 
     def of_stages(self, layers_per_stage: Sequence[int]) -> list[float]:
-        """The cost of each stage, including embedding and head."""
-        bounds = [0, *accumulate(layers_per_stage)]
-        stages = [math.fsum(self.layers[first:end]) for first, end in pairwise(bounds)]
+        """Returns the cost of each stage, including embedding and head."""
+        bounds = pairwise([0, *accumulate(layers_per_stage)])
+        stages = [math.fsum(self.layers[first:end]) for first, end in bounds]
         stages[0] += self.embedding
         stages[-1] += self.head
         return stages
 
 
 def flop_costs(config: ModelConfig, *, mean_context: float) -> LayerCosts:
-    """Costs in FLOPs of one token's forward pass. The embedding is a lookup and costs nothing; the head is a product
-    over the whole vocabulary. mean_context: how many tokens a token attends to on average."""
+    """Returns the costs in FLOPs of one token's forward pass. The embedding is a lookup and costs nothing; the head is
+    a product over the whole vocabulary. mean_context: mean number of tokens that a token attends to.
+    """
     head = 2.0 * config.vocab_size * config.model_dim
     layer = (config.flops_per_token(mean_context) - head) / config.num_layers
     return LayerCosts(embedding=0.0, layers=(layer,) * config.num_layers, head=head)
@@ -41,11 +42,12 @@ def flop_costs(config: ModelConfig, *, mean_context: float) -> LayerCosts:
 def split_layers(
     costs: LayerCosts, num_stages: int, *, slowness: Sequence[float] = (), min_layers: int = 1
 ) -> tuple[int, ...]:
-    """Layers per stage that minimize the cost of the slowest stage, and among those the sum of squared costs.
+    """Returns the layers per stage that minimize the cost of the slowest stage, and among those the sum of squared
+    costs.
 
-    slowness: the factor by which each stage's device multiplies a cost, 1 for all if empty; min_layers: of every stage.
-    Exact, by dynamic programming over (stages, layers): O(stages * layers^2). Raises `ConfigError` if there are too few
-    layers.
+    slowness: the factor by which each stage's device multiplies a cost, 1 for all if empty; min_layers: least layers of
+    a stage. Exact, by dynamic programming over (stages, layers): O(stages * layers^2). Raises `ConfigError` if there
+    are too few layers.
     """
     slowness = tuple(slowness) or (1.0,) * num_stages
     num_layers = len(costs.layers)
@@ -61,7 +63,9 @@ def split_layers(
         return slowness[stage] * (before[end] - before[first] + ends)
 
     slowest = _best_cuts(num_stages, num_layers, min_layers, cost, max, math.inf)[0]
-    bound = slowest * (1 + 1e-12)  # the same sums in another order must not count as slower
+    # The same sums in another order must not count as slower.
+    bound = slowest * (1 + 1e-12)
+    # Squares level the stages below the slowest, which `max` alone leaves to chance.
     return _best_cuts(num_stages, num_layers, min_layers, cost, lambda total, x: total + x * x, bound)[1]
 
 
@@ -73,7 +77,8 @@ def _best_cuts(
     join: Callable[[float, float], float],
     bound: float,
 ) -> tuple[float, tuple[int, ...]]:
-    """The partition of all layers that minimizes `join` over the stages' costs, none of which exceeds `bound`."""
+    """Minimizes `join` over the stages' costs, none above `bound`; returns the minimum and the layers per stage."""
+    # The best split of the first n layers into the stages so far, by n. A tie goes to the shorter early stages.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(num_stages):
         longer: dict[int, tuple[float, tuple[int, ...]]] = {}

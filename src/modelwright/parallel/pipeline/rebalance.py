@@ -22,14 +22,14 @@ from modelwright.parallel.pipeline.trace import StageSpan
 
 @dataclass(frozen=True, kw_only=True)
 class LoadBalanceConfig:
-    """Work that is moved between ranks during a run."""
+    """Settings of moving work between ranks during a run."""
 
     pipeline: bool = False
     """Move layers between pipeline stages that have drifted apart, after a checkpoint."""
     tokens: bool = False
     """Pack the rows of each step into microbatches with nearly equal numbers of real tokens."""
     max_imbalance: float = constant(0.15)
-    """How far the slowest stage may exceed the mean, as a fraction of it, before layers move."""
+    """Largest excess of the slowest stage over the mean, as a fraction of the mean, before layers move."""
     min_improvement: float = constant(0.05)
     """Least fraction by which a new split must shorten the slowest stage."""
     window_steps: int = constant(20)
@@ -43,7 +43,7 @@ class LoadBalanceConfig:
             raise ConfigError(f"window_steps: must be at least 3 steps, got {self.window_steps}")
 
     def features(self) -> list[Feature]:
-        """What moving work takes effect only with, and takes away."""
+        """Returns the features that are on, with the properties of a run that each requires and breaks."""
         if not self.pipeline:
             return []
         return [feature("pipeline", "true", breaks=[LASTING_LAYOUT], only_with=[SEVERAL_STAGES])]
@@ -62,7 +62,7 @@ class StageBalance:
         self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=config.window_steps))
 
     def observe(self, spans: Sequence[StageSpan]) -> None:
-        """Record one training step of this rank's stages (`Executor.stage_spans`)."""
+        """Records one training step of this rank's stages (`Executor.stage_spans`)."""
         busy: dict[int, float] = defaultdict(float)
         for span in spans:
             busy[span.stage] += span.busy_s
@@ -70,19 +70,19 @@ class StageBalance:
             self._recent[stage].append(seconds)
 
     def agreed_times(self, mesh: Mesh) -> list[float]:
-        """Seconds of every stage in a step, the median of the window and the mean over replicas; the same on all ranks.
-        Empty until every rank has seen a full window of steps.
+        """Returns the seconds of every stage in a step, the median of the window and the mean over replicas; the same
+        on all ranks. Empty until every rank has seen a full window of steps.
         """
         full = all(len(times) == self.config.window_steps for times in self._recent.values()) and self._recent
-        num_unready = mesh.world.sums([float(not full)])[0]
-        if num_unready:
+        if mesh.world.sums([float(not full)])[0]:
             return []
+        # Stages of other ranks count 0 here, so that the sum over the world is one over each stage's replicas.
         local = [statistics.median(self._recent.get(stage, [0.0])) for stage in range(len(self.layers_per_stage))]
         num_copies = mesh.world.size / mesh.pipeline.size
         return [seconds / num_copies for seconds in mesh.world.sums(local)]
 
     def propose(self, mesh: Mesh) -> tuple[int, ...]:
-        """A better split, or the present one. Every rank calls it at the same step and gets the same answer."""
+        """Returns a better split, or the present one. Every rank calls it at the same step and gets the same answer."""
         times = self.agreed_times(mesh)
         return better_split(self.costs, self.layers_per_stage, times, self.config) if times else self.layers_per_stage
 
@@ -90,20 +90,21 @@ class StageBalance:
 def better_split(
     costs: LayerCosts, layers_per_stage: Sequence[int], times_s: Sequence[float], config: LoadBalanceConfig
 ) -> tuple[int, ...]:
-    """The split for stages that took `times_s`, or the present one if nothing has drifted or little can be gained."""
+    """The split for stages that took `times_s`, or the present one if they are balanced or little can be gained."""
     present = tuple(layers_per_stage)
     slowest = max(times_s)
     if slowest <= (1 + config.max_imbalance) * statistics.fmean(times_s):
         return present
     slowness = [time_s / cost if cost else 1.0 for time_s, cost in zip(times_s, costs.of_stages(present), strict=True)]
+    # Stages without layers stay possible only where there is one now: adapters may need a layer in each.
     proposed = split_layers(costs, len(present), slowness=slowness, min_layers=min(1, *present))
     stages = zip(costs.of_stages(proposed), slowness, strict=True)
     return proposed if max(cost * slow for cost, slow in stages) <= (1 - config.min_improvement) * slowest else present
 
 
 def balance_tokens(batch: TokenBatch, num_parts: int) -> TokenBatch:
-    """The same groups of rows reordered so that `split(num_parts)` makes parts of nearly equal numbers of real tokens.
-    Sums over the batch are unchanged up to rounding. Raises `ValueError` if there are fewer groups than parts.
+    """Reorders groups of rows so that `split(num_parts)` makes parts with nearly equal numbers of real tokens. Sums
+    over the batch are unchanged up to rounding. Raises `ValueError` if there are fewer groups than parts.
     """
     tokens_G = (batch.segments_BT >= 0).sum(dim=1).view(-1, batch.group_size).sum(dim=1)
     order = balanced_order(tokens_G.tolist(), num_parts)
@@ -111,14 +112,12 @@ def balance_tokens(batch: TokenBatch, num_parts: int) -> TokenBatch:
 
 
 def balanced_order(num_tokens: Sequence[int], num_parts: int) -> list[int]:
-    """An order of groups whose consecutive `num_parts` parts (`part_sizes`) have nearly equal sums.
-
-    The longest group first, each to the part with the fewest tokens that still has room (Graham's rule with a limit on
-    rows); then pairs of rows are exchanged between the fullest part and another as long as that lowers the fullest.
-    """
+    """Returns an order of groups whose consecutive `num_parts` parts (`part_sizes`) have nearly equal sums."""
     sizes = part_sizes(len(num_tokens), num_parts)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     sums = [0] * num_parts
+    # The longest group first, each to the part with the fewest tokens that still has room (Graham's rule with a limit
+    # on rows); then rows are exchanged between the fullest part and another as long as that lowers the fullest.
     for row in sorted(range(len(num_tokens)), key=lambda row: -num_tokens[row]):
         part = min((part for part in range(num_parts) if len(parts[part]) < sizes[part]), key=lambda part: sums[part])
         parts[part].append(row)
@@ -129,7 +128,7 @@ def balanced_order(num_tokens: Sequence[int], num_parts: int) -> list[int]:
 
 
 def _swap_out_of_the_fullest(parts: list[list[int]], sums: list[int], num_tokens: Sequence[int]) -> bool:
-    """Exchange two rows so that the larger of two parts' sums gets smaller; False if no exchange does."""
+    """Exchanges two rows so that the larger of two parts' sums gets smaller; False if no exchange does."""
     fullest = max(range(len(parts)), key=lambda part: sums[part])
     for other in sorted(range(len(parts)), key=lambda part: sums[part]):
         for i, local in enumerate(parts[fullest]):

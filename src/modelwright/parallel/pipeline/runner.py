@@ -34,7 +34,6 @@ from modelwright.parallel.pipeline.stages import (
     check_blocks,
     check_microbatches,
     check_ties,
-    check_trained,
     cut,
     is_v_shaped,
     join,
@@ -52,27 +51,23 @@ TIED = "embedding.weight"
 
 
 class ModelStage:
-    """One stage: a part of the model from hidden states to hidden states. Every rank has the rest of a microbatch
-    (tokens, positions, documents): `feed` provides it in order.
+    """Stage of a pipeline: a part of the model from hidden states to hidden states. Every rank has the rest of a
+    microbatch (tokens, positions, documents): `feed` provides it in order.
     """
 
     def __init__(
-        self,
-        model: Decoder,
-        layers: range,
-        index: int,
-        num_stages: int,
-        *,
-        passes: Callable[[Decoder], Decoder],
+        self, model: Decoder, layers: range, index: int, num_stages: int, *, passes: Callable[[Decoder], Decoder]
     ) -> None:
         self.index = index
         self.layers = layers
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
         self.part = passes(cut(model, layers, is_first=self.is_first, is_last=self.is_last))
-        self.part.__dict__["forward"] = self._forward  # a call of the part then runs FSDP's hooks around it
+        # A call of the part then runs FSDP's hooks around it.
+        self.part.__dict__["forward"] = self._forward
+        # Many microbatches pass before and between the backwards; each would gather the weights again.
         for module in sharded_modules(self.part):
-            module.set_reshard_after_forward(False)  # many microbatches pass before and between the backwards
+            module.set_reshard_after_forward(False)
         self.feed: Iterator[Microbatch] = iter(())
 
     def _forward(self, hidden_BTD: Tensor | None = None) -> Tensor:
@@ -84,9 +79,7 @@ class ModelStage:
 
 @contextmanager
 def unsplit_backward_refused(schedule: str) -> Generator[None]:
-    """Raise `ConfigError` where this version of PyTorch cannot split the backward pass of our layers, as zero bubble
-    does (2.11 cannot).
-    """
+    """Raises `ConfigError` where PyTorch cannot split the backward pass of our layers for zero bubble (2.11 cannot)."""
     try:
         yield
     except RuntimeError as error:
@@ -106,19 +99,20 @@ class Pipeline:
     model: Decoder
 
     def __init__(
-        self,
-        model: Decoder,
-        config: ParallelConfig,
-        mesh: Mesh,
-        *,
-        passes: Callable[[Decoder], Decoder],
+        self, model: Decoder, config: ParallelConfig, mesh: Mesh, *, passes: Callable[[Decoder], Decoder]
     ) -> None:
         check_ties(model.config, config)
         self.config = config
         self.mesh = mesh
         self.layers = layers_of_stages(model.config, config)
-        check_trained(model, self.layers)
+        if model.adapters.r and not all(self.layers):
+            raise ConfigError(
+                "parallel.layers_per_stage: a stage without layers would hold only frozen weights, because adapters "
+                "are in layers; set it so that every stage has a layer"
+            )
         self.owners = rank_of_stage(config)
+        self._ends_share_a_weight = model.config.tie_embeddings and self.owners[0] != self.owners[-1]
+        # Of the whole model: a stage without an embedding could not tell.
         self.weight_dtype = model.embedding.weight.dtype
         self.stages = [
             ModelStage(model, self.layers[index], index, len(self.owners), passes=passes)
@@ -144,10 +138,8 @@ class Pipeline:
         return 2 if name == TIED and self._ends_share_a_weight else 1
 
     def train(self, parts: Sequence[TokenBatch], loss_of: Callable[[Tensor, TokenBatch], Tensor]) -> None:
-        """One step of the schedule. Raises `ConfigError` if it cannot run that many microbatches.
-
-        Buffers between stages have one shape, so smaller microbatches get rows of padding.
-        """
+        """Runs one step of the schedule. Raises `ConfigError` if it cannot run that many microbatches."""
+        # Buffers between stages have one shape, so smaller microbatches get rows of padding.
         num_groups = max(part.num_groups for part in parts)
         self._begin([part.padded(num_groups) for part in parts], loss_of)
         schedule = self._schedule(len(parts), self._microbatches[0][1].input_ids_BT.shape)
@@ -157,23 +149,37 @@ class Pipeline:
         self._microbatches, self._loss_of = (), None
 
     def finish_gradients(self) -> None:
-        """Add up the gradients of a tied embedding, which the first stage and the last hold."""
-        if not self._ends_share_a_weight or self.mesh.pipeline.rank not in (self.owners[0], self.owners[-1]):
+        """Adds up the gradients of a tied embedding, which the first stage and the last hold."""
+        ends = (self.owners[0], self.owners[-1])
+        if not self._ends_share_a_weight or self.mesh.pipeline.rank not in ends:
             return
         weight = self.model.get_parameter(TIED)
-        if weight.grad is not None:
-            local(weight.grad).add_(self._exchange(local(weight.grad)))
+        if weight.grad is None:
+            return
+        # Both ends exchange what they have and add it to their own: a sum of two has the same bits in either order.
+        own, group = local(weight.grad), self.mesh.pipeline.group
+        peer = ends[1] if self.mesh.pipeline.rank == ends[0] else ends[0]
+        theirs = torch.empty_like(own)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, own.contiguous(), group=group, group_peer=peer),
+                dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),
+            ]
+        )
+        for work in works:
+            work.wait()
+        own.add_(theirs)
 
     def evaluate(self, parts: Sequence[TokenBatch], loss_of: Callable[[Tensor, TokenBatch], Tensor]) -> None:
-        """Hidden states pass through the stages, one part after the other; the number of rows may differ from part to
-        part.
-        """
+        """Passes hidden states through the stages, part by part; parts may have different numbers of rows."""
         self._begin(parts, loss_of)
         for number, (_, batch) in enumerate(self._microbatches):
             hidden_BTD = sending = None
             for stage in self.stages:
                 if not stage.is_first and self.owners[stage.index - 1] != self.mesh.pipeline.rank:
-                    hidden_BTD = self._receive(batch, self.owners[stage.index - 1])
+                    shape = self._hidden_shape(batch.input_ids_BT.shape)
+                    hidden_BTD = torch.empty(shape, dtype=self.dtype, device=self.mesh.world.device)
+                    dist.recv(hidden_BTD, group=self.mesh.pipeline.group, group_src=self.owners[stage.index - 1])
                 hidden_BTD = stage.part(*() if stage.is_first else (hidden_BTD,))
                 if stage.is_last:
                     self._loss(hidden_BTD, number)
@@ -185,6 +191,7 @@ class Pipeline:
                     )
             if sending is not None:
                 sending.wait()
+        # No backward frees the gathered weights here.
         for stage in self.stages:
             for module in sharded_modules(stage.part):
                 module.reshard()
@@ -205,35 +212,31 @@ class Pipeline:
         """Dtype of the activations that are sent between stages."""
         return self.model.ends.stream_dtype or self.weight_dtype
 
-    @property
-    def _ends_share_a_weight(self) -> bool:
-        return self.model.config.tie_embeddings and self.owners[0] != self.owners[-1]
-
     def _schedule(self, num_microbatches: int, shape: torch.Size) -> Schedule:
-        """Built once for each shape of microbatch, because the buffers between stages depend on it."""
+        # The buffers between stages depend on the shape; those of the previous shape are freed.
         key = (num_microbatches, shape)
-        if key not in self._schedules:
-            check_microbatches(self.config, num_microbatches)
-            self._schedules = {key: self._build_schedule(num_microbatches, shape)}
-        return self._schedules[key]
-
-    def _build_schedule(self, num_microbatches: int, shape: torch.Size) -> Schedule:
+        if key in self._schedules:
+            return self._schedules[key]
+        check_microbatches(self.config, num_microbatches)
         stages = [self._pipeline_stage(stage, shape) for stage in self.stages]
+        # Nothing is scaled: losses are shares of one sum, already divided by the global normalizer.
         loss_fn = self.timeline.timed(self._loss, len(self.owners) - 1, "loss")
         if self.config.schedule in ("gpipe", "1f1b"):
-            # 1F1B needs a microbatch for every stage; with fewer of them GPipe keeps no more and is no slower
+            # 1F1B needs a microbatch for every stage; with fewer of them GPipe stores no more and is as fast.
             enough = num_microbatches >= len(self.owners)
             single = Schedule1F1B if self.config.schedule == "1f1b" and enough else ScheduleGPipe
-            return single(stages[0], num_microbatches, loss_fn=loss_fn, scale_grads=False)
-        if self.config.schedule == "interleaved":
-            several = ScheduleInterleaved1F1B
+            built = single(stages[0], num_microbatches, loss_fn=loss_fn, scale_grads=False)
         else:
             several = ScheduleZBVZeroBubble if is_v_shaped(self.config) else ScheduleInterleavedZeroBubble
-        return several(stages, num_microbatches, loss_fn=loss_fn, scale_grads=False)  # pyright: ignore
+            several = ScheduleInterleaved1F1B if self.config.schedule == "interleaved" else several
+            built = several(stages, num_microbatches, loss_fn=loss_fn, scale_grads=False)  # pyright: ignore
+        self._schedules = {key: built}
+        return built
 
     def _pipeline_stage(self, stage: ModelStage, shape: torch.Size) -> PipelineStage:
         travels = torch.empty(self._hidden_shape(shape), dtype=self.dtype, device="meta", requires_grad=True)
-        whole = travels.new_empty((*shape, travels.shape[-1]), requires_grad=True)  # tensor ranks' tokens are gathered
+        # After the final norm the tokens of all tensor ranks have been gathered.
+        whole = travels.new_empty((*shape, travels.shape[-1]), requires_grad=True)
         wrapped = PipelineStage(
             stage.part,
             stage.index,
@@ -254,30 +257,8 @@ class Pipeline:
         return wrapped
 
     def _hidden_shape(self, shape: torch.Size) -> tuple[int, int, int]:
-        """Shape of the tensor sent between stages, for tokens of this shape."""
+        """Returns the shape of the tensor that is sent between stages, for tokens of this shape."""
         num_rows, row_len = shape
         shares_tokens = self.config.sequence_parallel and self.mesh.tensor.size > 1
         row_len = stage_tokens(row_len, self.mesh.tensor.size, sequence_parallel=shares_tokens)
         return num_rows, row_len, self.model.config.model_dim
-
-    def _receive(self, batch: TokenBatch, source: int) -> Tensor:
-        hidden_BTD = torch.empty(
-            self._hidden_shape(batch.input_ids_BT.shape), dtype=self.dtype, device=self.mesh.world.device
-        )
-        dist.recv(hidden_BTD, group=self.mesh.pipeline.group, group_src=source)
-        return hidden_BTD
-
-    def _exchange(self, mine: Tensor) -> Tensor:
-        """The other end's tensor, of the same shape."""
-        ends = (self.owners[0], self.owners[-1])
-        peer = ends[1] if self.mesh.pipeline.rank == ends[0] else ends[0]
-        theirs, group = torch.empty_like(mine), self.mesh.pipeline.group
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, mine.contiguous(), group=group, group_peer=peer),
-                dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),
-            ]
-        )
-        for work in works:
-            work.wait()
-        return theirs

@@ -11,17 +11,18 @@ from modelwright.parallel.config import Schedule
 def microbatches_in_flight(
     schedule: Schedule, *, pipeline: int, rank: int, stages_per_rank: int, num_microbatches: int
 ) -> float:
-    """The most microbatches whose activations a pipeline rank holds for all its layers. A rank with several stages
-    counts each as that fraction of a microbatch.
+    """Returns the largest number of microbatches whose activations a pipeline rank holds for all its layers. A rank
+    with several stages counts each as that fraction of a microbatch.
     """
     if pipeline == 1:
         return 1.0
     if schedule == "gpipe":
         return float(num_microbatches)
-    hops = pipeline - 1 - rank
     if schedule == "zero_bubble":
-        # Rank r puts the gradients of weights off by r microbatches, so all ranks hold equally many.
+        # Rank r delays the gradients of weights by r microbatches, so all ranks hold equally many.
         return float(min(num_microbatches, pipeline))
+    # Forwards that a rank makes before its first backward returns: one for each later rank, and its own.
+    hops = pipeline - 1 - rank
     if schedule == "1f1b":
         return float(min(num_microbatches, hops + 1))
     per_round = num_microbatches // max(1, num_microbatches // pipeline)

@@ -16,14 +16,14 @@ from modelwright.parallel.pipeline.partition import flop_costs, split_layers
 
 
 def is_v_shaped(config: ParallelConfig) -> bool:
-    """Whether stages run down the ranks and up again (ZB-V: Qi et al. 2023, section 6), so that the first rank holds
-    the first stage and the last; otherwise they wrap around.
+    """Returns whether stages run down the ranks and up again (ZB-V: Qi et al. 2023, section 6), so that the first rank
+    holds the first stage and the last; otherwise they wrap around.
     """
     return config.schedule == "zero_bubble" and config.stages_per_rank == 2
 
 
 def rank_of_stage(config: ParallelConfig) -> list[int]:
-    """The rank along the pipeline axis that holds each stage."""
+    """Returns the rank along the pipeline axis that holds each stage."""
     down = list(range(config.pipeline))
     if is_v_shaped(config):
         return down + down[::-1]
@@ -31,28 +31,28 @@ def rank_of_stage(config: ParallelConfig) -> list[int]:
 
 
 def layers_of_stages(model: ModelConfig, config: ParallelConfig) -> list[range]:
-    """The layers of each stage: `layers_per_stage`, or a split balanced by FLOPs. Raises `ConfigError` if the layers do
-    not fit the stages.
+    """Returns the layers of each stage: `layers_per_stage`, or a split balanced by FLOPs. Raises `ConfigError` if the
+    layers do not fit the stages.
     """
-    num_layers, num_stages = model.num_layers, config.pipeline * config.stages_per_rank
     sizes = config.layers_per_stage
     if not sizes:
         costs = flop_costs(model, mean_context=model.max_seq_len / 2)
-        sizes = split_layers(costs, num_stages)
-    if sum(sizes) != num_layers:
+        sizes = split_layers(costs, config.pipeline * config.stages_per_rank)
+    if sum(sizes) != model.num_layers:
         raise ConfigError(
-            f"layers_per_stage: {tuple(sizes)} adds up to {sum(sizes)}, but the model has {num_layers} layers"
+            f"layers_per_stage: {tuple(sizes)} adds up to {sum(sizes)}, but the model has {model.num_layers} layers"
         )
+    # The end stages have work without layers: the embedding, or the head.
     if 0 in sizes[1:-1]:
         raise ConfigError("layers_per_stage: only the first and the last stage may be without layers")
-    bounds = [0, *accumulate(sizes)]
-    return [range(first, end) for first, end in pairwise(bounds)]
+    return [range(first, end) for first, end in pairwise([0, *accumulate(sizes)])]
 
 
 def check_microbatches(config: ParallelConfig, num_microbatches: int) -> None:
-    """Raise `ConfigError` if the schedule cannot run that many microbatches."""
+    """Raises `ConfigError` if the schedule cannot run that many microbatches."""
     if config.pipeline == 1 or config.schedule in ("gpipe", "1f1b") or is_v_shaped(config):
         return
+    # PyTorch's interleaved schedules run rounds of equal numbers of microbatches.
     num_rounds = max(1, num_microbatches // config.pipeline)
     if num_microbatches % num_rounds:
         below, above = (n - n % config.pipeline for n in (num_microbatches, num_microbatches + config.pipeline))
@@ -63,29 +63,18 @@ def check_microbatches(config: ParallelConfig, num_microbatches: int) -> None:
 
 
 def check_ties(model: ModelConfig, config: ParallelConfig) -> None:
-    """Raise `ConfigError` if one rank would have to shard a tied embedding for two stages."""
-    tied = model.tie_embeddings
-    if tied and is_v_shaped(config) and (config.zero_stage != 0 or config.tensor > 1):
+    """Raises `ConfigError` if one rank would have to shard a tied embedding for two stages."""
+    if model.tie_embeddings and is_v_shaped(config) and (config.zero_stage != 0 or config.tensor > 1):
         raise ConfigError(
             "stages_per_rank: zero_bubble with 2 puts a tied embedding into two stages of one rank, which cannot be "
             "sharded; use stages_per_rank 1, another schedule, or zero_stage 0 and tensor 1"
         )
 
 
-def check_trained(model: Decoder, layers: Sequence[range]) -> None:
-    """Raise `ConfigError` if a stage would have nothing to train, because adapters are in layers only."""
-    if model.adapters.r and not all(layers):
-        raise ConfigError(
-            "parallel.layers_per_stage: a stage without layers has no adapters and so nothing to train; set it so that "
-            "every stage has a layer"
-        )
-
-
 def check_blocks(part: Decoder, config: ParallelConfig) -> None:
-    """Raise `ConfigError` if passes have created blocks that zero_bubble cannot split. It computes weight gradients
-    separately, from the middle of the graph: a recomputed block would be recomputed for every weight, and a compiled
-    one has no middle.
-    """
+    """Raises `ConfigError` if passes have created blocks that zero_bubble cannot split."""
+    # The schedule computes weight gradients separately, from the middle of the graph: a recomputed block would be
+    # recomputed for every weight, and the inside of a compiled one cannot be reached.
     whole = [block for block in part.blocks.values() if "forward" in vars(block) or block._compiled_call_impl]
     if config.schedule == "zero_bubble" and (whole or "run_blocks" in vars(part)):
         raise ConfigError(
@@ -96,15 +85,12 @@ def check_blocks(part: Decoder, config: ParallelConfig) -> None:
 
 
 def cut(model: Decoder, layers: range, *, is_first: bool, is_last: bool) -> Decoder:
-    """The part of `model` with these layers, modules shared; the last part has the heads, for which a tied model needs
-    its embedding.
-    """
+    """The part of `model` with these layers, modules shared; the last has the heads, which may need the embedding."""
     needs_embedding = is_first or (is_last and model.config.tie_embeddings)
-    blocks = {str(layer): model.blocks[str(layer)] for layer in layers}
     return _assemble(
         model,
         embedding=model.embedding if needs_embedding else None,
-        blocks=blocks,
+        blocks={str(layer): model.blocks[str(layer)] for layer in layers},
         norm=model.norm if is_last else None,
         head=model.head if is_last else None,
         heads=model.heads if is_last else nn.ModuleDict(),
@@ -112,7 +98,7 @@ def cut(model: Decoder, layers: range, *, is_first: bool, is_last: bool) -> Deco
 
 
 def join(parts: Sequence[Decoder]) -> Decoder:
-    """All stages of one rank as one model, modules shared; its head is the last stage's."""
+    """Joins all stages of one rank into one model, modules shared; its head is the last stage's."""
     if len(parts) == 1:
         return parts[0]
     last = parts[-1]
@@ -124,7 +110,8 @@ def join(parts: Sequence[Decoder]) -> Decoder:
         head=last.head,
         heads=last.heads,
     )
-    for method in HEAD_METHODS:  # passes may have changed what they do for the part
+    # Passes may have replaced these methods on the part, where a method of the class would be found instead.
+    for method in HEAD_METHODS:
         joined.__dict__[method] = getattr(last, method)
     return joined
 
@@ -138,7 +125,7 @@ def _assemble(
     head: nn.Module | None,
     heads: nn.Module,
 ) -> Decoder:
-    """A decoder of these modules, in the whole model's order of names."""
+    # `Decoder.__init__` would allocate the whole model. Names come in the whole model's order, as in its checkpoints.
     part = Decoder.__new__(Decoder)
     nn.Module.__init__(part)
     part.config = model.config

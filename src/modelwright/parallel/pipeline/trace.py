@@ -1,4 +1,4 @@
-"""When a rank computes and when it waits: the work of each pipeline stage in a step, by the clock of its device."""
+"""Timeline of each pipeline stage's work in a step, by the clock of its device: when a rank computes and waits."""
 
 import time
 from collections.abc import Callable
@@ -11,8 +11,8 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpan:
-    """Uninterrupted work for one microbatch. kind: forward, loss, backward, backward_input or backward_weight; start_s
-    and end_s are relative to the step's start on this rank.
+    """Uninterrupted work for one microbatch. kind: `forward`, `loss`, `backward`, `backward_input` or
+    `backward_weight`; start_s and end_s are relative to the step's start on this rank.
     """
 
     stage: int
@@ -26,7 +26,7 @@ class StageSpan:
 
 
 class StageTimeline:
-    """Spans of the newest step. On CUDA, events mark the stream, so nothing waits until `spans` is called."""
+    """Records the spans of the newest step. On CUDA, events mark the stream, so nothing waits before `spans`."""
 
     def __init__(self, device: torch.device) -> None:
         self._uses_events = device.type == "cuda"
@@ -34,12 +34,12 @@ class StageTimeline:
         self._marks: list[tuple[int, str, Any, Any]] = []
 
     def begin(self) -> None:
-        """Start a new step and discard the spans of the previous one."""
+        """Starts a new step and discards the spans of the previous one."""
         self._marks = []
         self._began = self._mark()
 
     def timed(self, work: Callable[..., Any], stage: int, kind: str) -> Callable[..., Any]:
-        """`work`, recording a span for every call."""
+        """Wraps `work` so that every call records a span."""
 
         @wraps(work)
         def timed_work(*args: Any, **kwargs: Any) -> Any:
@@ -51,13 +51,17 @@ class StageTimeline:
         return timed_work
 
     def spans(self) -> list[StageSpan]:
-        """Spans in the order in which they ended."""
+        """Returns the spans in the order in which they ended."""
+        # Events complete in the order of the stream: the last end stands for all before it.
         if self._uses_events and self._marks:
             self._marks[-1][3].synchronize()
-        return [
-            StageSpan(stage=stage, kind=kind, start_s=self._since(start), end_s=self._since(end))
-            for stage, kind, start, end in self._marks
-        ]
+        spans = []
+        for stage, kind, *marks in self._marks:
+            start_s, end_s = (
+                self._began.elapsed_time(mark) / 1000 if self._uses_events else mark - self._began for mark in marks
+            )
+            spans.append(StageSpan(stage=stage, kind=kind, start_s=start_s, end_s=end_s))
+        return spans
 
     def _mark(self) -> Any:
         if not self._uses_events:
@@ -65,6 +69,3 @@ class StageTimeline:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _since(self, mark: Any) -> float:
-        return self._began.elapsed_time(mark) / 1000 if self._uses_events else mark - self._began

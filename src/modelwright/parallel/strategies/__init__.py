@@ -1,1 +1,1 @@
-"""How ranks share gradients and updates, one file for each strategy; `parallel/strategy.py` has the protocol."""
+"""Strategies by which ranks share gradients and updates, one file each; `parallel/strategy.py` has the protocol."""

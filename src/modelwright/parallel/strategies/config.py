@@ -44,21 +44,14 @@ from modelwright.parallel.strategies.optimizer_in_backward import (
     room_of_two_buckets,
 )
 from modelwright.parallel.strategies.shared_memory import SharedMemory, fits
-from modelwright.parallel.strategy import (
-    STRATEGIES_GROUP,
-    AllReduce,
-    Compensate,
-    Replica,
-    Strategy,
-    StrategySpec,
-)
+from modelwright.parallel.strategy import STRATEGIES_GROUP, AllReduce, Compensate, Replica, Strategy, StrategySpec
 from modelwright.parallel.topology.collectives import TopologyConfig
 from modelwright.parallel.topology.gradient_sync import TopologyAwareSync
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientSyncConfig:
-    """How gradients, or the pseudo-gradients of local SGD, are summed over replicas of the model.
+    """Settings of the sums of gradients, or of local SGD's pseudo-gradients, over replicas of the model.
 
     Replicas are the data-parallel ranks; under hybrid sharding, the groups. Only this traffic is compressed or sent
     less often, not that of FSDP, tensor, context and pipeline parallelism. Where one shard group holds all replicas,
@@ -78,41 +71,31 @@ class GradientSyncConfig:
     topology: TopologyConfig = field(default_factory=TopologyConfig, metadata=only_for("kind", "topology_aware"))
     local_sgd: LocalSgdConfig = field(default_factory=LocalSgdConfig)
     strategy: dict[str, Any] = field(default_factory=dict[str, Any], hash=False)
-    """A strategy of another installed package that takes the place of all of this (docs/extending.md), by its
-    entry-point name, with its settings: `{elastic_averaging: {rate: 0.1}}`."""
+    """Strategy of another installed package, by its entry-point name, with its settings, which replaces the other
+    settings here (docs/extending.md): `{elastic_averaging: {rate: 0.1}}`."""
 
     def __post_init__(self) -> None:
         if len(self.strategy) > 1:
             raise ConfigError(f"strategy: names {', '.join(self.strategy)}; a training has one strategy")
-        object.__setattr__(self, "strategy", {name: dump(settings) for name, (_, settings) in self._named().items()})
+        object.__setattr__(self, "strategy", {name: dump(settings) for name, (_, settings) in self.named().items()})
         if self.powersgd_rank < 1:
             raise ConfigError(f"powersgd_rank: must be at least 1, got {self.powersgd_rank}; 8 is usual")
 
-    def _named(self) -> dict[str, tuple[StrategySpec, Any]]:
+    def named(self) -> dict[str, tuple[StrategySpec, Any]]:
+        """The strategy of another package and its settings, by its name; empty if settings name none."""
         return configured(STRATEGIES_GROUP, StrategySpec, self.strategy, "strategy")
 
-    def named_strategy(self, replica: Replica, world: World) -> Strategy | None:
-        """The strategy of another package for one rank; None if settings name none."""
-        return next((spec.strategy(settings, replica, world) for spec, settings in self._named().values()), None)
-
     def features(self) -> list[Feature]:
-        """What gradient synchronization needs of a run, and breaks."""
+        """Returns the features of gradient synchronization, with the properties of a run that each needs and breaks."""
         result, needs = [], {WHOLE_GRADIENTS, GRADIENT_SUMS}
-        for name, (spec, _) in self._named().items():
+        for name, (spec, _) in self.named().items():
             # The settings that choose another strategy would have no effect.
             replaced = {WHOLE_GRADIENTS, PROMPT_GRADIENTS, SYNCHRONOUS_UPDATES}
             breaks = spec.strategy.breaks | {GRADIENT_SUMS}
             result.append(feature("strategy", name, needs=spec.strategy.needs | replaced, breaks=breaks))
         if self.kind != "allreduce":
-            result.append(
-                feature(
-                    "kind",
-                    self.kind,
-                    needs=needs,
-                    breaks=[] if self.kind == "topology_aware" else [EXACT_SUMS],
-                    only_with=[SEVERAL_REPLICAS],
-                )
-            )
+            breaks = [] if self.kind == "topology_aware" else [EXACT_SUMS]
+            result.append(feature("kind", self.kind, needs=needs, breaks=breaks, only_with=[SEVERAL_REPLICAS]))
         if self.local_sgd.sync_every_steps:
             needs = needs | {SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, WHOLE_ROWS}
             result.append(feature("local_sgd.sync_every_steps", needs=needs, breaks=[EXACT_SUMS, EQUAL_REPLICAS]))
@@ -123,13 +106,13 @@ class GradientSyncConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncUpdatesConfig:
-    """Updates that do not wait for other ranks."""
+    """Settings of updates that do not wait for other ranks."""
 
     mode: Literal["none", "hogwild", "delayed"] = "none"
     """`hogwild`: every process updates weights that all processes of one host share (Recht et al. 2011); `delayed`:
     gradients are summed while the next `delay_steps` steps are computed; `none`."""
     delay_steps: int = field(default=1, metadata=only_for("mode", "delayed"))
-    """`delayed`: steps by which gradients are late."""
+    """Steps by which gradients are late, with `delayed`."""
     delay_compensation: float = field(default=0.0, metadata=only_for("mode", "hogwild", "delayed"))
     """Strength of the correction for stale gradients (DC-ASGD, Zheng et al. 2017); 0 for none."""
 
@@ -142,7 +125,7 @@ class AsyncUpdatesConfig:
             raise ConfigError(f"delay_compensation: must not be negative, got {self.delay_compensation}; 0 disables it")
 
     def features(self) -> list[Feature]:
-        """What asynchronous updates need of a run, and break."""
+        """Returns the feature of asynchronous updates, with the properties of a run that it needs and breaks."""
         if self.mode == "delayed":
             return [feature("mode", self.mode, needs=[WHOLE_GRADIENTS], breaks=[PROMPT_GRADIENTS])]
         if self.mode == "hogwild":
@@ -153,10 +136,10 @@ class AsyncUpdatesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """Everything that determines the strategy of a run. update_in_backward: parameters are updated there, clipped by
-    `clip_norm` with the norm of the last step if above 0. shares_memory: processes of one host keep one copy of the
-    weights if possible. scales_losses: losses are scaled; the scale must be removed from the gradients before they are
-    sent if `scales_layers` is set.
+    """Everything that determines the strategy of a run. update_in_backward: parameters are updated during backward,
+    clipped by `clip_norm` with the norm of the last step if above 0. shares_memory: processes of one host keep one copy
+    of the weights if possible. scales_losses: losses are scaled; the scale must be removed from the gradients before
+    they are sent if `scales_layers` is set.
     """
 
     transport: GradientSyncConfig
@@ -177,12 +160,14 @@ def build_strategy(
     encode: Callable[[Any], Any],
     decode: Callable[[Any], Any],
 ) -> Strategy:
-    """The strategy for one rank; called on all ranks of `world` alike. compensate, encode, decode: see `Hogwild`.
-    Raises `ConfigError` for `hogwild` on several hosts.
+    """Builds the strategy for one rank; called on all ranks of `world` alike. compensate, encode, decode: see
+    `Hogwild`. Raises `ConfigError` for `hogwild` on several hosts.
     """
-    if (named := config.transport.named_strategy(replica, world)) is not None:
-        return named
+    if named := list(config.transport.named().values()):
+        spec, settings = named[0]
+        return spec.strategy(settings, replica, world)
     mesh, parameters = replica.mesh, list(replica.names)
+    # `fits` is a collective: all ranks ask, before any of them builds its strategy.
     shares_memory = config.shares_memory and fits(
         mesh, parameters, gradient_room=room_of_two_buckets(parameters) if config.update_in_backward else 0
     )
@@ -201,8 +186,18 @@ def build_strategy(
     if config.transport.local_sgd.sync_every_steps:
         return LocalSgd(replica, build_outer_step(config.transport, mesh.reduce))
     if config.asynchronous.mode == "delayed":
-        return _delayed(config, replica, compensate)
+        # The sums run in a thread next to the trainer's collectives, so they need their own group.
+        built = build_sync(config.transport, duplicate_group(mesh.reduce))
+        weights = [local(parameter.detach()) for parameter in replica.names]
+        late = DelayedSync(built.sync, delay=config.asynchronous.delay_steps, weights=weights, compensate=compensate)
+
+        def close() -> None:
+            late.close()
+            built.close()
+
+        return AllReduce(replica, late, unscale_first=True, close=close)
     built = build_sync(config.transport, mesh.reduce)
+    # Under loss scaling a sync that rounds cannot start during backward, where gradients still carry the scale.
     unscale_first = config.scales_layers or not built.is_exact
     return AllReduce(
         replica,
@@ -214,23 +209,9 @@ def build_strategy(
     )
 
 
-def _delayed(config: StrategyConfig, replica: Replica, compensate: Compensate | None) -> Strategy:
-    built = build_sync(config.transport, duplicate_group(replica.mesh.reduce))
-    weights = [local(parameter.detach()) for parameter in replica.names]
-    late = DelayedSync(built.sync, delay=config.asynchronous.delay_steps, weights=weights, compensate=compensate)
-
-    def close() -> None:
-        late.close()
-        built.close()
-
-    return AllReduce(replica, late, unscale_first=True, close=close)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BuiltSync:
-    """A gradient sync and its capabilities. is_exact: sums of scaled gradients are scaled sums; start, send_rows,
-    close: see `AllReduce`.
-    """
+    """A gradient sync. is_exact: sums of scaled gradients are scaled sums; start, send_rows, close: see `AllReduce`."""
 
     sync: GradientSync
     is_exact: bool
@@ -240,18 +221,19 @@ class BuiltSync:
 
 
 def build_outer_step(config: GradientSyncConfig, world: World) -> OuterStep:
-    """Synchronizes the weights of ranks that take local steps."""
+    """Builds the synchronization of the weights of ranks that take local steps."""
     return OuterStep(world, _codec(config, world), config.local_sgd)
 
 
 def build_sync(config: GradientSyncConfig, world: World) -> BuiltSync:
-    """The gradient sync over the ranks of `world`. Called on all of them."""
+    """Builds the gradient sync over the ranks of `world`. Called on all of them."""
     if config.kind == "allreduce":
         exact = AllReduceSync(world)
         return BuiltSync(sync=exact, is_exact=True, start=exact.arm, send_rows=exact.send_rows, close=exact.close)
     if config.kind == "topology_aware":
         return BuiltSync(sync=_codec(config, world), is_exact=True)
-    many = MANY_BUCKETS if config.kind in ("bf16", "int8") else 1  # for the others messages are short, and cost calls
+    # The messages of the others are short: more buckets would only cost more calls.
+    many = MANY_BUCKETS if config.kind in ("bf16", "int8") else 1
     bucketed = BucketedSync(duplicate_group(world), lambda apart: _codec(config, apart), many=many)
     return BuiltSync(sync=bucketed, is_exact=False, start=bucketed.arm, close=bucketed.close)
 

@@ -23,7 +23,7 @@ from modelwright.parallel.strategy import Compensate
 
 @dataclass(frozen=True)
 class _InFlight:
-    """One step's gradients in flight, and the weights at which they were computed (empty if not needed). sent: returns
+    """Gradients of one step in flight, and the weights at which they were computed (empty if not needed). sent: returns
     the `bytes_sent` once they have arrived.
     """
 
@@ -41,12 +41,7 @@ class DelayedSync:
     """
 
     def __init__(
-        self,
-        inner: GradientSync,
-        *,
-        delay: int,
-        weights: Sequence[Tensor] = (),
-        compensate: Compensate | None = None,
+        self, inner: GradientSync, *, delay: int, weights: Sequence[Tensor] = (), compensate: Compensate | None = None
     ) -> None:
         assert delay >= 1
         self.inner = inner
@@ -58,12 +53,15 @@ class DelayedSync:
         self._thread = ThreadPoolExecutor(1, "gradients", torch.set_num_threads, (torch.get_num_threads(),))
 
     def close(self) -> None:
-        """Wait for sums in flight; all ranks have started the same sums, so they complete."""
+        """Waits for sums in flight; all ranks have started the same sums, so they complete."""
         self._thread.shutdown()
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
-        """Start the sum of these gradients, and replace them by that of `delay` steps ago; zeros at the beginning."""
-        self._in_flight.append(self._begin(gradients))
+        """Starts the sum of these gradients, and replaces them by that of `delay` steps ago; zeros at the beginning."""
+        # Copies, because the next step changes gradients and weights while the sum is in flight.
+        sums = [gradient.detach().clone() for gradient in gradients]
+        weights = [weight.detach().clone() for weight in self.weights] if self.compensate is not None else []
+        self._in_flight.append(_InFlight(sums, weights, self._thread.submit(self._reduce, sums)))
         if len(self._in_flight) <= self.delay:
             torch._foreach_zero_(list(gradients))  # pyright: ignore
             return
@@ -81,9 +79,7 @@ class DelayedSync:
         return {"inner": self.inner.state_dict(), "shared": in_flight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A resumed run continues with the sums that were in flight. With a different delay it starts with zeros
-        again.
-        """
+        """Continues with the sums that were in flight; with a shorter delay, starts with zeros again."""
         self.inner.load_state_dict(state["inner"])
         self._in_flight.clear()
         if len(state["shared"]) > self.delay:
@@ -92,11 +88,6 @@ class DelayedSync:
             arrived: Future[int] = Future()
             arrived.set_result(0)
             self._in_flight.append(_InFlight(list(step["sums"]), list(step["weights"]), arrived))
-
-    def _begin(self, gradients: Sequence[Tensor]) -> _InFlight:
-        sums = [gradient.detach().clone() for gradient in gradients]
-        weights = [weight.detach().clone() for weight in self.weights] if self.compensate is not None else []
-        return _InFlight(sums, weights, self._thread.submit(self._reduce, sums))
 
     def _reduce(self, sums: list[Tensor]) -> int:
         self.inner.reduce(sums)

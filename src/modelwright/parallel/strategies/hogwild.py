@@ -32,11 +32,11 @@ from modelwright.parallel.strategy import Compensate, Done, Replica, Strategy, U
 
 
 class Hogwild(Strategy):
-    """One of the processes that share a model; all of them on one host.
+    """The strategy of one of the processes that share a model; all of them on one host.
 
-    replica: on a mesh of this process alone. world: all processes. encode, decode: the result of a step as JSON values
-    and back, for the other processes. Raises `ConfigError` if the processes are not on one host. If one process is
-    lost, the run ends with a `ModelwrightError` on the others.
+    replica: on a mesh of this process alone. world: all processes. encode, decode: convert the result of a step to JSON
+    values and back, for the other processes. Raises `ConfigError` if the processes are not on one host. If one process
+    is lost, the run ends with a `ModelwrightError` on the others.
     """
 
     is_synchronous: ClassVar[bool] = False
@@ -67,12 +67,13 @@ class Hogwild(Strategy):
         self._made_when_read = self._staleness = 0
 
     def begin(self, step: int, num_steps: int) -> None:
-        """Move everything that the optimizer changes into shared memory; its step counts follow the update numbers."""
+        """Moves everything that the optimizer changes into shared memory; its step counts follow the update numbers."""
         optimizer = self.replica.optimizer
         make_states(optimizer)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         places = [(optimizer.state[p], key) for p in self._parameters for key in optimizer.state[p] if key != "step"]
         self._counts = [optimizer.state[p]["step"] for p in self._parameters if "step" in optimizer.state[p]]
+        # Updates that were skipped count as steps of the run but not of the optimizer.
         self._uncounted = step - int(self._counts[0]) if self._counts else 0
         self._copies = [p.data for p in self._parameters]
         states = [state[key] for state, key in places]
@@ -97,7 +98,7 @@ class Hogwild(Strategy):
         self._counters.meet()
 
     def reduce_gradients(self, unscale: Unscale) -> list[TensorView]:
-        """Compensate the gradients; later changes to the parameters apply to the shared ones."""
+        """Compensates the gradients; later changes to the parameters apply to the shared ones."""
         gradients = self.replica.gradients()
         unscale(gradients)
         views = self.replica.views_of(gradients)
@@ -123,7 +124,7 @@ class Hogwild(Strategy):
 
     @torch.no_grad()
     def _read_weights(self, number: int) -> None:
-        """Refresh this process's copy for update `number`."""
+        """Refreshes this process's copy for update `number`."""
         self._made_when_read = self._counters.num_made
         torch._foreach_copy_(self._copies, self._shared)  # pyright: ignore
         for parameter, copy in zip(self._parameters, self._copies, strict=True):

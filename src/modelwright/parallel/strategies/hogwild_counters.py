@@ -1,7 +1,7 @@
-"""Which updates were drawn and applied, and their reports, in memory that all processes of a host map.
+"""Counters of the updates that were drawn and applied, and their reports, in memory that all processes of a host map.
 
-The kernel's record locks guard the counters, and show who is alive: a process that has ended, for whatever reason,
-holds none.
+The kernel's record locks guard the counters, and show which processes are alive: it releases those of a process that
+has ended, for any reason.
 """
 
 import fcntl
@@ -20,11 +20,11 @@ from modelwright.parallel.mesh import World
 from modelwright.parallel.shared_memory import share, shared_file
 
 SLOTS = 256
-"""Updates between two meetings at most: as many reports are kept for those who have not heard them."""
+"""Most updates between two meetings, and reports that are kept for processes that have not read them."""
 SLOT_BYTES = 16 * 2**10
 POLL_S = 0.0005
 POLLS_PER_CHECK = 100
-"""How often one who waits looks whether the others are alive."""
+"""Polls of a waiting process between two checks that the others are alive."""
 _DRAWN, _MADE, _STOPPED_PERIOD, _STOPPED_AT = range(4)
 """Places of the counters: updates drawn, updates made, the last period in which drawing was stopped, and where."""
 
@@ -38,6 +38,7 @@ class SharedCounters:
         shared, texts = share(world, [numbers, torch.zeros(SLOTS, SLOT_BYTES, dtype=torch.uint8)])
         self._counters, self._written, self._lengths = (part.numpy() for part in shared.split([4, SLOTS, SLOTS]))
         self._texts = texts.numpy()
+        # Byte 0 guards the counters; byte 1 + r is locked by process r as long as it lives.
         with shared_file(world, 1 + world.size) as path:
             self._file = os.open(path, os.O_RDWR)
             fcntl.lockf(self._file, fcntl.LOCK_EX, 1, 1 + world.rank)
@@ -51,7 +52,7 @@ class SharedCounters:
         os.close(self._file)
 
     def begin(self, step: int) -> None:
-        """Make `step` the next number."""
+        """Makes `step` the next number."""
         self.num_heard = step
         if self.world.is_first:
             self._counters[_DRAWN] = self._counters[_MADE] = step
@@ -59,13 +60,13 @@ class SharedCounters:
         self.meet()
 
     def open(self, first: int, last: int) -> None:
-        """Start a period in which the numbers from `first` to below `last` are drawn; the same on all processes."""
+        """Starts a period in which the numbers from `first` to below `last` are drawn; the same on all processes."""
         assert first == self.num_heard, "the trainer and the counters disagree about how many updates were made"
         self._period += 1
         self._limit = last
 
     def draw(self) -> int | None:
-        """The next number; None if the period's numbers are used up or drawing was stopped."""
+        """Draws the next number; None if the period's numbers are used up or drawing was stopped."""
         with self._locked():
             number = int(self._counters[_DRAWN])
             if number >= self._end():
@@ -74,14 +75,14 @@ class SharedCounters:
         return number
 
     def stop_drawing(self) -> None:
-        """Stop drawing in this period on all processes."""
+        """Stops drawing in this period on all processes."""
         with self._locked():
             if self._counters[_STOPPED_PERIOD] != self._period:
                 self._counters[_STOPPED_AT] = self._counters[_DRAWN]
                 self._counters[_STOPPED_PERIOD] = self._period
 
     def publish(self, number: int, report: object) -> None:
-        """Count an update as applied and publish its report."""
+        """Counts an update as applied and publishes its report."""
         text = json.dumps(report).encode()
         if len(text) > SLOT_BYTES:
             raise ValueError(f"the report of update {number} has {len(text)} bytes; the limit is {SLOT_BYTES}")
@@ -93,13 +94,18 @@ class SharedCounters:
             self._counters[_MADE] += 1
 
     def news(self) -> Iterator[Any]:
-        """Reports that this process has not read yet, in order, up to the first gap."""
-        while (text := self._text(self.num_heard)) is not None:
+        """Yields the reports that this process has not read yet, in order, up to the first gap."""
+        while True:
+            slot = self.num_heard % SLOTS
+            with self._locked():
+                if self._written[slot] != self.num_heard:
+                    return
+                text = self._texts[slot, : self._lengths[slot]].tobytes()
             self.num_heard += 1
             yield json.loads(text)
 
     def wait_for_all(self) -> Iterator[Any]:
-        """`news` until every update drawn in this period is applied. Raises `ModelwrightError` if one never will be."""
+        """Yields `news` until all updates of this period are applied. Raises `ModelwrightError` if a process ended."""
         for attempt in itertools.count(1):
             yield from self.news()
             with self._locked():
@@ -111,24 +117,18 @@ class SharedCounters:
             time.sleep(POLL_S)
 
     def meet(self) -> None:
-        """Wait until all processes have arrived."""
+        """Waits until all processes have arrived."""
         try:
             self.world.barrier()
         except RuntimeError as error:
             raise self._loss(self._lost()) from error
-
-    def _text(self, number: int) -> bytes | None:
-        slot = number % SLOTS
-        with self._locked():
-            written = self._written[slot] == number
-            return self._texts[slot, : self._lengths[slot]].tobytes() if written else None
 
     def _end(self) -> int:
         stopped = self._counters[_STOPPED_PERIOD] == self._period
         return min(self._limit, int(self._counters[_STOPPED_AT])) if stopped else self._limit
 
     def _lost(self) -> list[int]:
-        """Processes that have ended."""
+        """Ranks of the processes that have ended: their locks can be taken."""
         lost = []
         for rank in range(self.world.size):
             if rank == self.world.rank:
@@ -153,5 +153,5 @@ class SharedCounters:
         ranks = ", ".join(map(str, lost)) or "unknown"
         return ModelwrightError(
             f"a process that trains on the shared weights has ended (rank {ranks}); updates are complete up to "
-            f"{self.num_heard}; run the same command again to go on from the last checkpoint"
+            f"{self.num_heard}; run the same command again to resume from the last checkpoint"
         )

@@ -1,23 +1,17 @@
-"""Local SGD: every rank trains by itself and the ranks synchronize every so many updates (DiLoCo, Douillard et al.
-2023).
+"""Local SGD: ranks train independently and synchronize after a number of updates (DiLoCo, Douillard et al. 2023).
 
 At a synchronization each rank's displacement since the last one, `start - now`, is a pseudo-gradient. Its mean over the
 ranks, sent by any gradient sync (exact, INT8, top-k as in SparseLoCo), moves the common start by SGD with Nesterov
 momentum, and all ranks continue from there. With rate 1 and momentum 0 that is plain averaging of weights. The last
-synchronization is exact and a plain mean. Some of the optimizer's tensors belong to this rank alone between
-synchronizations; one of them is Adam's second moment, on which the ranks should agree (`second_moment_sync.py` explains
-why).
+synchronization is exact and a plain mean.
 
-Keeps one second moment for ranks that train by themselves, for a small part of the bytes.
-
-A rank that trains on its own share of a batch estimates Adam's second moment from that share alone. A gradient that
-only this rank saw then inflates its own denominator and shrinks its own step: the mean of the ranks' steps is no longer
-the step of their mean gradient. By measurement this costs local steps more than what sparsification leaves out. With
-one denominator on all ranks the mean of the steps is linear in the gradients again, which is what makes error feedback
-sound (1-bit Adam, Tang et al. 2021, freezes the moment for that; 0/1 Adam, Lu et al. 2022, refreshes it seldom).
-
-Moments change slowly and span many magnitudes, so a rank sends by how many steps of `octaves` each has changed, in
-log2, since the last agreement: small integers, Rice-coded.
+`SharedMoment` averages Adam's second moment for a small part of the bytes. A rank estimates it from its own share of a
+batch alone. A gradient that only this rank saw then inflates its own denominator and shrinks its own step: the mean of
+the ranks' steps is no longer the step of their mean gradient. By measurement this costs local steps more than
+sparsification does. With one denominator on all ranks the mean of the steps is linear in the gradients again, which
+makes error feedback sound (1-bit Adam, Tang et al. 2021, freezes the moment for that; 0/1 Adam, Lu et al. 2022,
+refreshes it seldom). Moments change slowly and span many magnitudes, so a rank sends the number of steps of `octaves`
+by which each has changed, in log2, since the last agreement: small integers, Rice-coded.
 """
 
 import math
@@ -41,9 +35,12 @@ from modelwright.parallel.mesh import World
 from modelwright.parallel.strategy import Replica, Strategy, Unscale
 
 FLOOR = 1e-16
-"""Moments below this count as this: their roots are at most Adam's usual epsilon."""
+"""Smallest moment that is sent: its root is Adam's usual epsilon."""
+_HEADER = np.dtype([("middle", "<i4"), ("low", "u1")])
+_NOTHING = torch.zeros(0, dtype=torch.uint8)
 
 
+@dataclass(eq=False)
 class SharedMoment:
     """The mean of the ranks' second moments, to within half a step of each other rank's part; the own part is exact.
 
@@ -51,14 +48,13 @@ class SharedMoment:
     agreed: log2 of the values known to all ranks, empty before the first synchronization; part of a checkpoint.
     """
 
-    def __init__(self, world: World, *, octaves: float = 1.0) -> None:
-        self.world = world
-        self.octaves = octaves
-        self.agreed: list[Tensor] = []
-        self.bytes_sent = 0
+    world: World
+    octaves: float = 1.0
+    agreed: list[Tensor] = field(default_factory=list[Tensor])
+    bytes_sent: int = 0
 
     def share(self, moments: Sequence[Tensor]) -> None:
-        """Replace the moments, in one order on all ranks, by their mean; empty until a step has created any."""
+        """Replaces the moments, in one order on all ranks, by their mean; empty until a step has created any."""
         if self.world.size == 1 or not moments:
             return
         own_N = flatten(moments).clamp_min_(FLOOR)
@@ -70,23 +66,23 @@ class SharedMoment:
         if not all(len(message) for message in messages):
             return
         total_N, known_N = torch.zeros_like(own_N), own_N
+        # In rank order: `agreed` must have the same bits on all ranks.
         for rank, message in enumerate(messages):
             moves_N = decode_moves(message, len(own_N)).to(own_N.device)
             part_N = torch.exp2(agreed_N + moves_N * self.octaves)
             total_N += part_N
             known_N = part_N if rank == self.world.rank else known_N
+        # This rank's exact moments take the place of the rounded ones that the others know.
         write_back((total_N - known_N + own_N) / self.world.size, moments)
         self.agreed = shaped((total_N / self.world.size).log2(), moments)
 
 
-_NOTHING = torch.zeros(0, dtype=torch.uint8)
-
-
 def encode_moves(moves_N: Tensor) -> Tensor:
-    """Integers as bytes [uint8, on the CPU]: the middle one, the Rice parameter, and the differences, 0 first."""
+    """Encodes integers as bytes [uint8, on the CPU]: the median, the Rice parameter, and the differences from it."""
     moves = moves_N.cpu().numpy().astype(np.int64)
     middle = int(np.median(moves))
     left = moves - middle
+    # 0, 1, -1, 2, -2, ... become 0, 1, 2, 3, 4, ...: a Rice code takes no signs.
     folded = np.where(left > 0, 2 * left - 1, -2 * left)
     low = rice_parameter(folded)
     header = np.array([(middle, low)], dtype=_HEADER)
@@ -94,7 +90,7 @@ def encode_moves(moves_N: Tensor) -> Tensor:
 
 
 def decode_moves(message: Tensor, numel: int) -> Tensor:
-    """Decode `encode_moves`, FP32 [numel]."""
+    """Decodes `encode_moves`, FP32 [numel]."""
     data = message.numpy()
     middle, low = data[: _HEADER.itemsize].copy().view(_HEADER)[0].tolist()
     folded = rice_decode(data[_HEADER.itemsize :], numel, low)
@@ -102,18 +98,15 @@ def decode_moves(message: Tensor, numel: int) -> Tensor:
     return torch.from_numpy((left + middle).astype(np.float32))
 
 
-_HEADER = np.dtype([("middle", "<i4"), ("low", "u1")])
-
-
 Private = Mapping[str, Sequence[Tensor]]
 SECOND_MOMENT = "exp_avg_sq"
 MOMENTS = ("exp_avg", SECOND_MOMENT, "momentum_buffer")
-"""What AdamW, Lion and Muon keep for a parameter, in its shape."""
+"""Optimizer states of AdamW, Lion and Muon that have a parameter's shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSgdConfig:
-    """Local SGD: ranks update on their own and average periodically (DiLoCo, Douillard et al. 2023)."""
+    """Settings of local SGD: ranks update independently and average periodically (DiLoCo, Douillard et al. 2023)."""
 
     sync_every_steps: int = 0
     """Updates between synchronizations; 0 averages gradients at every update instead."""
@@ -122,10 +115,9 @@ class LocalSgdConfig:
     outer_momentum: float = constant(0.0)
     """Momentum of the outer SGD."""
     keep_residual: bool = field(default=False, metadata=only_for("sync_every_steps"))
-    """Keep what compression did not send in this rank's own weights; otherwise all ranks continue from equal
-    weights."""
+    """Keep the residual of compression in this rank's own weights; otherwise all ranks continue from equal weights."""
     sync_second_moment_every: int = constant(0)
-    """Synchronizations between those of AdamW's second moment; 0 for never."""
+    """Synchronizations of the weights per synchronization of AdamW's second moment; 0 for never."""
     moment_octaves: float = constant(1.0)
     """Quantization step, in powers of two, in which the second moment is sent."""
 
@@ -148,11 +140,6 @@ class LocalSgdConfig:
             )
 
 
-def _nothing_private(private: Private) -> None:
-    """A caller that passes `private` must also pass `restore`."""
-    assert not private, "private tensors were saved that nobody restores"
-
-
 class OuterStep:
     """Synchronizes one rank's weights with those of the other ranks.
 
@@ -171,7 +158,7 @@ class OuterStep:
         self.momentum: list[Tensor] = []
         self._origin: list[Tensor] = []
         self._last = AllReduceSync(world)
-        self._moment = SharedMoment(world, octaves=config.moment_octaves)
+        self._moment = SharedMoment(world, config.moment_octaves)
         self._parameters: list[Tensor] = []
         self._private: Callable[[], Private] = dict
         self._loaded: dict[str, Any] = {}
@@ -186,13 +173,14 @@ class OuterStep:
         *,
         num_steps: int,
         private: Callable[[], Private] = dict,
-        restore: Callable[[Private], object] = _nothing_private,
+        restore: Callable[[Private], object] | None = None,
     ) -> None:
-        """Record the ranks' start, or return to that of the loaded state.
+        """Records the ranks' start, or returns to that of the loaded state.
 
-        num_steps: of the whole run; the ranks synchronize after the last one in any case. private: tensors of this rank
-        alone, lists in the parameters' order and shapes (the optimizer's moments). restore: writes such tensors back if
-        a state saved between synchronizations is loaded; the trainer has restored the first rank's by then.
+        num_steps: steps of the whole run; the ranks synchronize after the last one in any case. private: tensors of
+        this rank alone, lists in the parameters' order and shapes (the optimizer's moments). restore, required with
+        `private`: writes such tensors back if a state saved between synchronizations is loaded; the trainer has
+        restored the first rank's by then.
         """
         self.num_steps = num_steps
         self._parameters, self._private = [parameter.detach() for parameter in parameters], private
@@ -203,60 +191,52 @@ class OuterStep:
         # States of another number of ranks come as their sum over ours: the mean of n values is (m / n) of that.
         scale = self.world.size / loaded["shared"]["num_ranks"] if loaded else 1.0
         if loaded.get("weights"):
-            _copy(self._parameters, loaded["weights"], scale)
+            for parameter, value in zip(self._parameters, loaded["weights"], strict=True):
+                parameter.copy_(value if scale == 1.0 else value * scale)
         if loaded.get("private"):
+            assert restore is not None, "private tensors were saved that nobody restores"
             restore({name: [one * scale for one in tensors] for name, tensors in loaded["private"].items()})
         self._origin = self._own_start()
 
     def after_update(self, parameters: Sequence[Tensor], step: int) -> None:
-        """Synchronize if it is time. step: updates done, from 1."""
+        """Synchronizes if it is time. step: updates done, from 1."""
         if step % self.config.sync_every_steps and step != self.num_steps:
             return
         weights = [parameter.detach() for parameter in parameters]
-        if step == self.num_steps:
-            self._meet_exactly(weights)
-            return
+        # The displacement is sent, not a gradient: dividing by the ranks turns the transport's sum into the mean.
         moved = [(before - now.float()) / self.world.size for before, now in zip(self._origin, weights, strict=True)]
+        if step == self.num_steps:
+            # The run ends with the exact mean of the ranks' weights, so the residual, which no later message would
+            # carry, is added here. A transport without residuals has an empty list.
+            unsent = self.transport.state_dict().get("residuals", [])
+            for part, left in zip(moved, unsent, strict=False):
+                part.add_(left.to(part.device))
+            self._last.reduce(moved)
+            torch._foreach_sub_(self.start, moved)  # pyright: ignore
+            torch._foreach_copy_(weights, self.start)  # pyright: ignore
+            return
         self.transport.reduce(moved)
-        for start, taken in zip(self.start, self._nesterov(moved), strict=True):
+        # Nesterov momentum (Sutskever et al. 2013) in the form of `torch.optim.SGD`.
+        if factor := self.config.outer_momentum:
+            before = self.momentum or [torch.zeros_like(part) for part in moved]
+            self.momentum = [old.to(part.device) * factor + part for old, part in zip(before, moved, strict=True)]
+            moved = [part + factor * old for part, old in zip(moved, self.momentum, strict=True)]
+        for start, taken in zip(self.start, moved, strict=True):
             start.sub_(taken, alpha=self.config.outer_lr)
         self._origin = self._own_start()
         torch._foreach_copy_(weights, self._origin)  # pyright: ignore
-        if (
-            self.config.sync_second_moment_every
-            and step % (self.config.sync_every_steps * self.config.sync_second_moment_every) == 0
-        ):
+        every = self.config.sync_every_steps * self.config.sync_second_moment_every
+        if every and step % every == 0:
             self._moment.share(self._private().get(SECOND_MOMENT, []))
 
-    def _meet_exactly(self, weights: list[Tensor]) -> None:
-        """End the run with the mean of the ranks' weights, so that nothing is left unsent."""
-        moved = [(before - now.float()) / self.world.size for before, now in zip(self._origin, weights, strict=True)]
-        for part, left in zip(moved, self._unsent(), strict=False):
-            part.add_(left.to(part.device))
-        self._last.reduce(moved)
-        torch._foreach_sub_(self.start, moved)  # pyright: ignore
-        torch._foreach_copy_(weights, self.start)  # pyright: ignore
-
     def _own_start(self) -> list[Tensor]:
-        """Where this rank continues: the common start, plus its own unsent displacement if that is kept."""
-        unsent = self._unsent() if self.config.keep_residual else []
+        """Weights from which this rank continues: the common start, plus its own unsent displacement if it is kept."""
+        unsent = self.transport.state_dict().get("residuals", []) if self.config.keep_residual else []
         if not unsent:
             return [start.clone() for start in self.start]
+        # The residual was divided by the number of ranks, like the displacement, of which the outer step takes this.
         scale = self.world.size * self.config.outer_lr
         return [start.sub(left.to(start.device), alpha=scale) for start, left in zip(self.start, unsent, strict=True)]
-
-    def _unsent(self) -> list[Tensor]:
-        return self.transport.state_dict().get("residuals", [])
-
-    def _nesterov(self, moved: list[Tensor]) -> list[Tensor]:
-        """Sutskever et al. 2013 in the form of `torch.optim.SGD`."""
-        factor = self.config.outer_momentum
-        if not factor:
-            return moved
-        if not self.momentum:
-            self.momentum = [torch.zeros_like(part) for part in moved]
-        self.momentum = [old.to(part.device) * factor + part for old, part in zip(self.momentum, moved, strict=True)]
-        return [part + factor * old for part, old in zip(moved, self.momentum, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -279,11 +259,6 @@ class OuterStep:
         self._loaded = state
 
 
-def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value if scale == 1.0 else value * scale)
-
-
 class LocalSgd(Strategy):
     """Every rank updates its own weights; `OuterStep` synchronizes them."""
 
@@ -300,7 +275,7 @@ class LocalSgd(Strategy):
         )
 
     def reduce_gradients(self, unscale: Unscale) -> list[TensorView]:
-        """Nothing is sent: n times the local share replaces the sum over n ranks, so that clipping keeps its scale."""
+        """Sends nothing: n times the local share replaces the sum over n ranks, so that clipping keeps its scale."""
         gradients = self.replica.gradients()
         shards = [local(gradient) for gradient in gradients]
         unscale(shards)
@@ -334,9 +309,7 @@ class LocalSgd(Strategy):
         return [local(parameter.detach()) for parameter in self.replica.names]
 
     def _moments(self) -> dict[str, list[Tensor]]:
-        """By name, in the order and shapes of the parameters; zeros for a parameter whose update has no such moment.
-        Empty before the first step.
-        """
+        """Moments by name, like the parameters; zeros where an update does not use one. Empty before the first step."""
         states = [self.replica.optimizer.state.get(parameter, {}) for parameter in self.replica.names]
         return {
             name: [
@@ -354,5 +327,6 @@ class LocalSgd(Strategy):
             for name, values in moments.items():
                 if name in state:
                     local(state[name]).copy_(values[i])
+            # Optimizers with states in fewer bits pack them again when they are set.
             if state:
-                optimizer.state[parameter] = state  # states in fewer bits are packed anew
+                optimizer.state[parameter] = state

@@ -5,7 +5,7 @@ Limited Resources", section 3.1). Optimizers that update every parameter indepen
 backward. Techniques that need the norm of the whole gradient first are impossible: the loss is checked before backward,
 and a non-finite gradient within it ends the run, because other weights have already changed.
 
-When a gradient is final, and which shard of it this process updates, is decided by a `GradientReady`: `LocalGradients`,
+A `GradientReady` decides when a gradient is final, and which shard of it this process updates: `LocalGradients`,
 `ReducedInBackward` or `SharedInBackward`.
 """
 
@@ -29,32 +29,30 @@ from modelwright.parallel.strategies.shared_memory import SharedModel, shard_ran
 from modelwright.parallel.strategy import Replica, Strategy, Unscale, layout_blocker
 
 UpdateInBackward = Literal["none", "unclipped", "clip_by_last_norm"]
-"""`unclipped`: gradients as they are; `clip_by_last_norm`: scaled down by the norm of the step before, which is known,
-where that was above the limit. The first step is not clipped."""
+"""`unclipped` leaves gradients unscaled; `clip_by_last_norm` scales them down by the norm of the previous step, which
+is known, where that was above the limit. The first step is not clipped."""
 
 Then = Callable[[Tensor, Tensor], None]
-"""A parameter whose gradient is final, and what of it is to be updated, with that gradient: itself, or a shard."""
+"""`(a parameter whose gradient is final, the parameter itself or its shard to update, with that gradient)`."""
 MOST_IN_FLIGHT = 2
 """Buckets that wait for their sums: more hide more of a link's latency, and hold more gradients."""
 SHARED_BUCKET_BYTES = 4 * 2**20
-"""Processes wait for each other once for each bucket, which costs some 0.1 ms: far less than the backward of so many
-weights."""
+"""Bytes of a bucket in shared memory. Processes wait for each other once per bucket, which costs about 0.1 ms: far less
+than the backward of that many weights."""
 
 
 class GradientReady(Protocol):
     """Decides when gradients are final while backward runs."""
 
-    updates_shards: bool
-    """Whether each process updates shards of parameters, so that nothing is replicated."""
+    updates_shards: bool = False
+    """True if each process updates shards of parameters, so that nothing is replicated."""
 
     def begin(self, optimizer: Optimizer) -> Optimizer:
-        """Called once, when weights and optimizer are in place. Returns the optimizer for this process's shards."""
-        ...
+        """Returns the optimizer for this process's shards. Called once, when weights and optimizer are in place."""
+        return optimizer
 
     def arm(self, parameters: Sequence[Tensor], then: Then) -> None:
-        """Called before the last backward of a step. then: called for each parameter once its gradient is final; it
-        frees the gradient.
-        """
+        """Called before the last backward. then: called for each parameter with a final gradient, which it frees."""
         ...
 
     def finish(self) -> None:
@@ -64,18 +62,13 @@ class GradientReady(Protocol):
     def close(self) -> None: ...
 
 
-class LocalGradients:
+class LocalGradients(GradientReady):
     """Gradients are final as soon as they exist: in one process, or where FSDP's backward reduces them."""
-
-    updates_shards = False
 
     def __init__(self) -> None:
         self._waiting: dict[Tensor, None] = {}
         self._hooks: list[RemovableHandle] = []
         self._then: Then = lambda parameter, shard: None
-
-    def begin(self, optimizer: Optimizer) -> Optimizer:
-        return optimizer
 
     def arm(self, parameters: Sequence[Tensor], then: Then) -> None:
         self.close()
@@ -99,12 +92,10 @@ class LocalGradients:
         self._then(parameter, parameter)
 
 
-class ReducedInBackward:
-    """Gradients are summed over the ranks of `world` while backward runs, bucket by bucket. Buckets and sums equal
-    those of `AllReduceSync`. A gradient's own memory is freed when its bucket starts.
+class ReducedInBackward(GradientReady):
+    """Sums gradients over the ranks of `world` while backward runs, bucket by bucket. Buckets and sums equal those of
+    `AllReduceSync`. A gradient's own memory is freed when its bucket starts.
     """
-
-    updates_shards = False
 
     def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.world = world
@@ -114,9 +105,6 @@ class ReducedInBackward:
             self._begin, bucket_bytes=bucket_bytes, many=MANY_BUCKETS, of=lambda parameter: parameter
         )
         self._in_flight: list[tuple[Sequence[Tensor], Tensor, Callable[[], object]]] = []
-
-    def begin(self, optimizer: Optimizer) -> Optimizer:
-        return optimizer
 
     def arm(self, parameters: Sequence[Tensor], then: Then) -> None:
         self._parameters, self._then = list(parameters), then
@@ -131,8 +119,13 @@ class ReducedInBackward:
 
     @torch.no_grad()
     def _begin(self, parameters: Sequence[Tensor]) -> None:
+        # Before this bucket's copy is made, or one more bucket of gradients would exist.
         self._complete(most_left=MOST_IN_FLIGHT - 1)
-        shards = [local(_final(parameter)).reshape(-1) for parameter in parameters]
+        shards = []
+        for parameter in parameters:
+            # Zeros where no gradient flowed; partial sums over the tensor axis are reduced here.
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            shards.append(local(redistribute_like(gradient, parameter)).reshape(-1))
         flat = torch.cat(shards) if len(shards) > 1 else shards[0]
         for parameter in parameters:
             parameter.grad = None
@@ -140,7 +133,7 @@ class ReducedInBackward:
 
     @torch.no_grad()
     def _complete(self, *, most_left: int) -> None:
-        """Wait for the oldest sums and pass their parameters on."""
+        """Waits for the oldest sums and passes their parameters to `then`."""
         while len(self._in_flight) > most_left:
             parameters, flat, wait = self._in_flight.pop(0)
             wait()
@@ -150,8 +143,8 @@ class ReducedInBackward:
                 self._then(parameter, parameter)
 
 
-class SharedInBackward:
-    """One copy of the weights for all processes of a host (`SharedModel`), and gradients only in two buckets.
+class SharedInBackward(GradientReady):
+    """Keeps one copy of the weights for all processes of a host (`SharedModel`), and gradients only in two buckets.
 
     While one bucket is summed and used, the next is filled. Each process updates a shard of every parameter, so that
     all have work at every bucket. parameters: all trained ones in the model's order, of which backward is the reverse.
@@ -201,6 +194,8 @@ class SharedInBackward:
             else:
                 self.shared.slots[parameter].copy_(parameter.grad)
             parameter.grad = None
+        # One barrier per bucket suffices with two halves: whoever fills this half again has passed the next barrier,
+        # which every process reaches only after it has read this half.
         self.world.barrier()
         for parameter in bucket:
             if shard := self.shared.shards.get(parameter):
@@ -211,7 +206,7 @@ class SharedInBackward:
                 self._then(parameter, shard.weight)
 
     def _places(self, room: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Offsets in two halves, with neighboring buckets in different halves."""
+        """Returns places in the two halves of `room`, with neighboring buckets in different halves."""
         halves, places = room.chunk(2), {}
         for number, bucket in enumerate(self._buckets.cut(self.parameters)):
             for parameter, start in zip(bucket, starts_of(bucket), strict=False):
@@ -221,14 +216,8 @@ class SharedInBackward:
 
 
 def room_of_two_buckets(parameters: Sequence[Tensor], *, bucket_bytes: int = SHARED_BUCKET_BYTES) -> int:
-    """Elements of two of the largest buckets."""
+    """Returns the number of elements of two of the largest buckets."""
     return 2 * max(starts_of(bucket)[-1] for bucket in cut_into_buckets(parameters, bucket_bytes))
-
-
-def _final(parameter: Tensor) -> Tensor:
-    """The gradient on this rank, zeros where none flowed, with tensor-parallel partial sums reduced."""
-    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return redistribute_like(gradient, parameter)
 
 
 class OptimizerInBackward(Strategy):
@@ -237,15 +226,10 @@ class OptimizerInBackward(Strategy):
     """
 
     needs = frozenset[str]()
-    breaks = frozenset({WHOLE_GRADIENTS, UNDIVIDED_GRADIENTS, OWN_WEIGHTS})  # processes of a host may share weights
+    # Own weights, because processes of a host may share them.
+    breaks = frozenset({WHOLE_GRADIENTS, UNDIVIDED_GRADIENTS, OWN_WEIGHTS})
 
-    def __init__(
-        self,
-        replica: Replica,
-        ready: GradientReady,
-        *,
-        clip_norm: float = 0.0,
-    ) -> None:
+    def __init__(self, replica: Replica, ready: GradientReady, *, clip_norm: float = 0.0) -> None:
         self.replica = replica
         self.mesh = replica.mesh
         self.ready = ready
@@ -253,7 +237,6 @@ class OptimizerInBackward(Strategy):
         self.optimizer = replica.optimizer
         """The optimizer of the parameters that this process updates."""
         self.last_norm = 0.0
-        """0 before the first step."""
         self._group_of = {p: group for group in replica.optimizer.param_groups for p in group["params"]}
         self._armed = False
         self._norms: dict[Tensor, float] | None = None
@@ -265,6 +248,7 @@ class OptimizerInBackward(Strategy):
 
     def before_last_backward(self, loss_sums: Tensor, *, is_empty: bool) -> None:
         cannot = is_empty or not math.isfinite(float(loss_sums.sum()))
+        # All ranks agree before the first update, because updates in backward cannot be taken back.
         if self.mesh.world.maxima(cannot)[0] == 0:
             self._armed, self._norms, self._not_finite = True, {}, ""
             self.ready.arm([p for p in self.replica.names if p in self._group_of], self._update)
@@ -281,7 +265,7 @@ class OptimizerInBackward(Strategy):
         return layout_blocker(self.mesh)
 
     def reduce_gradients(self, unscale: Unscale) -> list[TensorView]:
-        """Finish what backward has started; no gradient is left afterwards."""
+        """Finishes the updates that backward has started; no gradient is left afterwards."""
         if self._armed:
             self.ready.finish()
             self._armed = False
@@ -292,14 +276,23 @@ class OptimizerInBackward(Strategy):
         return []
 
     def grad_norm(self, gradients: list[Tensor]) -> float:
-        """The norm before it was scaled, once per step; nan if nothing was updated. Raises `ModelwrightError` if a
-        gradient was not finite: some weights are updated and others are not.
+        """The norm before scaling, once per step; nan if nothing was updated. Raises `ModelwrightError` if a gradient
+        was not finite: some weights are updated and others are not.
         """
         norms, self._norms = self._norms, None
         if norms is None:
             self._norm = math.nan
             return math.nan
-        self._norm = self._joined(norms)
+        if self.mesh.world.size == 1:
+            self._norm = math.hypot(*norms.values())
+        else:
+            # Norms of gradients that equally many ranks hold are joined first, so that each is counted once.
+            by_holders: dict[int, list[float]] = {}
+            for parameter, num_holders in zip(self.replica.names, self.replica.num_holders, strict=True):
+                copies = 1 if self.ready.updates_shards else num_holders
+                by_holders.setdefault(copies, []).append(norms.get(parameter, 0.0))
+            joined = {copies: math.hypot(*held) for copies, held in by_holders.items()}
+            self._norm = combine_norms(joined, self.mesh.world)
         if not math.isfinite(self._norm):
             raise ModelwrightError(
                 f"the gradient of {self._not_finite or 'a parameter'} was not finite after other weights had been "
@@ -324,20 +317,10 @@ class OptimizerInBackward(Strategy):
     def close(self) -> None:
         self.ready.close()
 
-    def _joined(self, norms: Mapping[Tensor, float]) -> float:
-        """The norm of the whole gradient, from the norms of each gradient (or shard of it) on this rank."""
-        if self.mesh.world.size == 1:
-            return math.hypot(*norms.values())
-        by_holders: dict[int, list[float]] = {}
-        for parameter, num_holders in zip(self.replica.names, self.replica.num_holders, strict=True):
-            copies = 1 if self.ready.updates_shards else num_holders
-            by_holders.setdefault(copies, []).append(norms.get(parameter, 0.0))
-        return combine_norms({copies: math.hypot(*held) for copies, held in by_holders.items()}, self.mesh.world)
-
     @torch.no_grad()
     def _update(self, parameter: Tensor, shard: Tensor) -> None:
         if self._norms is None:
-            return  # an earlier attempt at this step was given up
+            return  # an earlier attempt at this step was abandoned
         assert shard.grad is not None
         assert parameter not in self._norms, f"the gradient of {self.replica.names[parameter]} came twice"
         self._norms[parameter] = norm = float(total_norm([local(shard.grad)]))
@@ -346,14 +329,11 @@ class OptimizerInBackward(Strategy):
         if not self._not_finite:
             if 0 < self.clip_norm < self.last_norm:
                 shard.grad.mul_(self.clip_norm / (self.last_norm + 1e-6))
-            self._step(self._group_of[parameter], shard)
+            # The optimizer's own step, made for this one parameter or shard by hiding all others from it.
+            groups = self.optimizer.param_groups
+            self.optimizer.param_groups = [{**self._group_of[parameter], "params": [shard]}]
+            try:
+                self.optimizer.step()
+            finally:
+                self.optimizer.param_groups = groups
         shard.grad = None
-
-    def _step(self, group: dict[str, Any], shard: Tensor) -> None:
-        """The optimizer's own step, for one parameter or a shard of it."""
-        groups = self.optimizer.param_groups
-        self.optimizer.param_groups = [{**group, "params": [shard]}]
-        try:
-            self.optimizer.step()
-        finally:
-            self.optimizer.param_groups = groups

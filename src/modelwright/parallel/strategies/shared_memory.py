@@ -1,12 +1,10 @@
 """One copy of weights and optimizer states for all processes of a host, each of which updates its part of them.
 
-Processes of one host that only share out the rows of a batch would each hold the same weights and make the same update,
-with cores and memory that they share. Here weights and states are stored once, in shared memory. Each process stores
-the part of its gradients that others sum next to them, adds up all processes' gradients in its part of the parameters,
-and updates that part: the partitioning of ZeRO-1 (Rajbhandari et al. 2020), without any communication. Every element is
-summed by one process in one order, so the sums are bit-identical in every run. Element-wise optimizers only.
-
-An optimizer's states before its first step, for code that allocates them.
+Data-parallel processes of one host would each hold the same weights and make the same update, with cores and memory
+that they share. Here weights and states are stored once, in shared memory. Each process stores the part of its
+gradients that others sum next to them, adds up all processes' gradients in its part of the parameters, and updates that
+part: the partitioning of ZeRO-1 (Rajbhandari et al. 2020), without any communication. Every element is summed by one
+process in one order, so the sums are bit-identical in every run. Element-wise optimizers only.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,20 +25,20 @@ from modelwright.core.compatibility import (
     WHOLE_MATRICES,
 )
 from modelwright.ops.tensor_view import TensorView, flat_view_of
-from modelwright.parallel.grad_norm import parts_norm
+from modelwright.parallel.grad_norm import combine_norms, total_norm
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.shared_memory import has_room, shared_zeros
 from modelwright.parallel.strategy import Replica, Strategy, Unscale
 
 
 def make_states(optimizer: Optimizer, parameters: Sequence[Tensor] | None = None) -> None:
-    """Create states, as they are before the first step, for those of the parameters (all by default) that have none;
-    none of them has a gradient. It takes a step of rate 0 on zero gradients, which changes no weight, because
-    optimizers create their states nowhere else.
+    """Creates the states that an optimizer has before its first step, for those of the parameters (all by default)
+    without states. None of these parameters has a gradient.
     """
     if parameters is None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
     new = [p for p in parameters if not optimizer.state[p]]
+    # Optimizers create their states in a step and nowhere else. At rate 0 on zero gradients it changes no weight.
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in new:
         parameter.grad = torch.zeros_like(parameter)
@@ -56,11 +54,11 @@ def make_states(optimizer: Optimizer, parameters: Sequence[Tensor] | None = None
 
 
 _ALIGNMENT = 16
-"""Elements, at least a cache line of FP32: no two parameters, and no two processes' parts, share one."""
+"""Elements of a cache line of FP32: no two parameters, and no two processes' parts, share one."""
 OwnRange = Callable[[Tensor, int, int], tuple[int, int]]
-"""(parameter, its start among all elements, number of all elements) -> the elements of it that this process updates."""
+"""`(parameter, its start among all elements, number of all elements) -> its elements that this process updates`."""
 GradientPlaces = Callable[[Tensor, Sequence[Tensor]], list[Tensor]]
-"""(a process's room for gradients, the parameters) -> where each parameter's gradient is stored in it."""
+"""`(a process's room for gradients, the parameters) -> the place of each parameter's gradient in it`."""
 
 
 @dataclass(frozen=True)
@@ -102,53 +100,48 @@ class SharedModel:
         make_states(optimizer, self.parameters[:1])
         keys = [key for key in optimizer.state[self.parameters[0]] if key != "step"]
         dtype = self.parameters[0].dtype
+        # Layout of the shared memory: weights, one tensor per kind of state, then one gradient buffer per rank.
         sizes = [starts[-1]] * (1 + len(keys)) + [starts[-1] if room is None else room] * world.size
         weights, *others = shared_zeros(world, [torch.empty(size, dtype=dtype, device="meta") for size in sizes])
         states = dict(zip(keys, (_views(self.parameters, other, starts) for other in others), strict=False))
         own_places = _views(self.parameters, weights, starts)
         for number, (parameter, place) in enumerate(zip(self.parameters, own_places, strict=True)):
             make_states(optimizer, [parameter])
-            parameter.data = self._moved(parameter.data, place)
+            parameter.data = place.copy_(parameter.data) if world.is_first else place
             for key, tensors in states.items():
-                optimizer.state[parameter][key] = self._moved(optimizer.state[parameter][key], tensors[number])
+                state, moved = optimizer.state[parameter], tensors[number]
+                state[key] = moved.copy_(state[key]) if world.is_first else moved
         self._counts = [optimizer.state[p]["step"] for p in self.parameters]
+        # The first process writes the values; the others may read them from here on.
         world.barrier()
         gradients = [
             places(flat, self.parameters) if places else _views(self.parameters, flat, starts)
             for flat in others[len(keys) :]
         ]
         self.slots = dict(zip(self.parameters, gradients[world.rank], strict=True))
-        """Where this process puts each parameter's gradient."""
-        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Place of each parameter's gradient from this process."""
+        self.groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Parameter groups of the whole optimizer, with those of the shards."""
         self._divide(optimizer, starts, gradients, own_range or self.consecutive_range)
 
     def close(self) -> None:
         for parameter in self.parameters:
             parameter.data, parameter.grad = parameter.data.clone(), None
 
-    def copy_group_settings(self) -> None:
-        """Copy rates and decay from the groups of the whole optimizer."""
-        for whole, own in self._groups:
-            own.update({name: value for name, value in whole.items() if name != "params"})
-
     def count_step(self) -> None:
-        """Advance the optimizer's step counts and wait until all processes have updated their shards."""
+        """Advances the optimizer's step counts and waits until all processes have updated their shards."""
         torch._foreach_add_(self._counts, 1)  # pyright: ignore
         self.world.barrier()
 
     def consecutive_range(self, parameter: Tensor, start: int, total: int) -> tuple[int, int]:
-        """Each process updates one contiguous part of all elements."""
+        """Returns the elements of a parameter in this process's contiguous part of all elements."""
         first, last = shard_range(self.world, total)
         return min(max(first - start, 0), parameter.numel()), min(max(last - start, 0), parameter.numel())
 
     def _divide(
-        self,
-        optimizer: Optimizer,
-        starts: Sequence[int],
-        gradients: Sequence[Sequence[Tensor]],
-        own_range: OwnRange,
+        self, optimizer: Optimizer, starts: Sequence[int], gradients: Sequence[Sequence[Tensor]], own_range: OwnRange
     ) -> None:
-        """Create an optimizer of the same kind over this process's shards, with the shared states."""
+        """Creates an optimizer of the same kind over this process's shards, with the shared states."""
         for number, (parameter, start) in enumerate(zip(self.parameters, starts, strict=False)):
             low, high = own_range(parameter, start, starts[-1])
             if low < high:
@@ -167,15 +160,12 @@ class SharedModel:
                 key: value.clone() if key == "step" else value.reshape(-1)[shard.first : shard.last]
                 for key, value in optimizer.state[parameter].items()
             }
-        self._groups = [(group, own) for (group, _), own in zip(groups, self.shard_optimizer.param_groups, strict=True)]
-
-    def _moved(self, values: Tensor, place: Tensor) -> Tensor:
-        return place.copy_(values) if self.world.is_first else place
+        self.groups = [(group, own) for (group, _), own in zip(groups, self.shard_optimizer.param_groups, strict=True)]
 
 
 class SharedMemory(Strategy):
-    """All processes of a host make every update together, each on its part of one copy. overlap: gradients are copied
-    to shared memory while backward runs. unscale_first: as in `AllReduce`.
+    """Strategy in which all processes of a host make every update together, each on its part of one copy. overlap:
+    gradients are copied to shared memory while backward runs. unscale_first: as in `AllReduce`.
     """
 
     needs = frozenset[str]()
@@ -203,7 +193,7 @@ class SharedMemory(Strategy):
         self._already_put.clear()
 
     def reduce_gradients(self, unscale: Unscale) -> list[TensorView]:
-        """Sum the gradients of this process's shards; the others sum the rest."""
+        """Sums the gradients of this process's shards; the others sum the rest."""
         assert self.shared is not None
         self._armed = False
         gradients = self.replica.gradients()
@@ -213,6 +203,7 @@ class SharedMemory(Strategy):
             if parameter not in self._already_put:
                 self._put(parameter)
         self._already_put.clear()
+        # Nobody reads before all gradients are in shared memory.
         self.mesh.world.barrier()
         sums: list[Tensor] = []
         views: list[TensorView] = []
@@ -232,13 +223,15 @@ class SharedMemory(Strategy):
         return views
 
     def grad_norm(self, gradients: list[Tensor]) -> float:
-        return parts_norm(gradients, self.mesh.world)
+        return combine_norms({1: float(total_norm(gradients))}, self.mesh.world)
 
     @torch.no_grad()
     def optimizer_step(self) -> None:
-        """Update this process's shards, and wait for the others."""
+        """Updates this process's shards, and waits for the others."""
         assert self.shared is not None
-        self.shared.copy_group_settings()
+        # Schedules and other techniques change rates and decay in the groups of the whole optimizer.
+        for whole, own in self.shared.groups:
+            own.update({name: value for name, value in whole.items() if name != "params"})
         if self.shared.shard_optimizer is not None:
             self.shared.shard_optimizer.step()
         self.shared.count_step()
@@ -255,7 +248,7 @@ class SharedMemory(Strategy):
 
     @torch.no_grad()
     def _put(self, parameter: Tensor) -> None:
-        """Publish the gradients that other processes sum; those that this one sums stay where they are."""
+        """Publishes the gradients that other processes sum; those that this one sums stay where they are."""
         assert parameter.grad is not None
         assert self.shared is not None
         slot, gradient = self.shared.slots[parameter].view(-1), parameter.grad.reshape(-1)
@@ -264,32 +257,33 @@ class SharedMemory(Strategy):
         slot[:first].copy_(gradient[:first])
         slot[last:].copy_(gradient[last:])
         self._already_put.add(parameter)
+        # The gradient's own memory can be freed.
         if shard is None:
-            parameter.grad = slot.view_as(parameter)  # the memory of its own can go
+            parameter.grad = slot.view_as(parameter)
 
 
 def fits(mesh: Mesh, parameters: Sequence[Tensor], *, gradient_room: int = 0) -> bool:
-    """Whether the processes can share weights: on one host, in one dtype, in host memory with enough room. Collective.
-    gradient_room: elements of each process's gradients there, 0 for whole ones.
+    """Returns whether the processes can share weights: on one host, in one dtype, in host memory with enough room.
+    Collective. gradient_room: elements of each process's gradients in shared memory, 0 for whole ones.
     """
     if mesh.world.size == 1 or not mesh.is_only_data_parallel:
         return False
     if {(parameter.device.type, parameter.dtype) for parameter in parameters} - {("cpu", parameters[0].dtype)}:
         return False
-    num_states = 2  # of an AdamW
+    num_states = 2  # AdamW's
     num_elements = starts_of(parameters)[-1]
     gradients = mesh.world.size * (gradient_room or num_elements)
     return has_room(mesh.world, parameters[0].element_size() * (num_elements * (1 + num_states) + gradients))
 
 
 def shard_range(world: World, total: int) -> tuple[int, int]:
-    """This process's part of this many elements, in whole cache lines except at the end."""
+    """Returns this process's part of `total` elements, in whole cache lines except at the end."""
     lines, rank, size = -(-total // _ALIGNMENT), world.rank, world.size
     return rank * lines // size * _ALIGNMENT, min(total, (rank + 1) * lines // size * _ALIGNMENT)
 
 
 def starts_of(parameters: Sequence[Tensor]) -> list[int]:
-    """The offset and length of each in one flat tensor of them all."""
+    """Returns the offset of each parameter in one flat tensor of all of them, and the length of that tensor."""
     return [0, *accumulate(-(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT for parameter in parameters)]
 
 

@@ -12,7 +12,7 @@ expression, up to swapping the two sides of an addition, with every rank's value
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from modelwright.parallel.topology.link_costs import Links
@@ -34,9 +34,7 @@ Round = tuple[TransferStep, ...]
 
 @dataclass(frozen=True)
 class AllReducePlan:
-    """name: the algorithm; num_chunks: equal parts of the vector; rounds: steps that read the values from before the
-    round.
-    """
+    """name: the algorithm; num_chunks: equal parts of the vector; rounds: steps that read the values before each."""
 
     name: str
     num_ranks: int
@@ -44,13 +42,13 @@ class AllReducePlan:
     rounds: tuple[Round, ...]
 
     def rounds_of(self, rank: int) -> list[Round]:
-        """The rounds in which a rank takes part, with its steps only."""
+        """Returns the rounds in which a rank sends or receives, with its steps only."""
         own = (tuple(step for step in steps if rank in (step.source, step.target)) for steps in self.rounds)
         return [steps for steps in own if steps]
 
 
 def chunk_bounds(length: int, num_chunks: int) -> list[int]:
-    """Bounds of `num_chunks` nearly equal parts of `length` elements; parts may be empty."""
+    """Returns the bounds of `num_chunks` nearly equal parts of `length` elements; parts may be empty."""
     return [length * chunk // num_chunks for chunk in range(num_chunks + 1)]
 
 
@@ -60,22 +58,21 @@ def ring(order: Sequence[int]) -> AllReducePlan:
 
 
 def doubling(order: Sequence[int]) -> AllReducePlan:
-    """Partners at distance 1, 2, 4, ... exchange everything: log2 n rounds, the minimum latency. Ranks beyond the
-    largest power of two first send their values to a partner and get the sum from it at the end.
+    """Recursive doubling: partners at distance 1, 2, 4, ... exchange everything in log2 n rounds, the minimum latency.
+    Ranks beyond the largest power of two first send their values to a partner and get the sum from it at the end.
     """
     return AllReducePlan("doubling", len(order), 1, tuple(_doubling_rounds(order, 1)))
 
 
 def tree(parents: Sequence[tuple[int, int]], num_ranks: int) -> AllReducePlan:
-    """Sum toward the root of a tree, then copy outward. parents: (parent, child) in the order of the copying."""
+    """Sums toward the root of a tree, then copies outward. parents: (parent, child) in the order of the copying."""
     return AllReducePlan("tree", num_ranks, 1, (*_towards_root(parents, 1), *_outwards(parents, 1)))
 
 
 def hierarchical(groups: Sequence[Sequence[int]], across: str) -> AllReducePlan:
-    """Sum inside each group to its first rank, among those ranks by "ring" or "doubling", then copy inside the
-    groups.
-    """
+    """Sums inside each group to its first rank, among those by "ring" or "doubling", then copies inside the groups."""
     leaders = [group[0] for group in groups]
+    # A ring across the groups divides the vector by their number; all parts of a plan count in the same chunks.
     num_chunks = len(groups) if across == "ring" else 1
     inside = [binomial(group) for group in groups]
     between = (_ring_rounds if across == "ring" else _doubling_rounds)(leaders, num_chunks)
@@ -100,7 +97,9 @@ def sharded(groups: Sequence[Sequence[int]]) -> AllReducePlan:
     for place in range(size):
         first = (place + 1) % size * num_groups
         rounds = _ring_rounds([group[place] for group in groups], num_groups)
-        across.append([tuple(_shifted(step, first) for step in steps) for steps in rounds])
+        across.append(
+            [tuple(replace(one, first=one.first + first, last=one.last + first) for one in steps) for steps in rounds]
+        )
     rounds = (
         *_side_by_side([rounds[: size - 1] for rounds in inside]),
         *_side_by_side(across),
@@ -110,7 +109,7 @@ def sharded(groups: Sequence[Sequence[int]]) -> AllReducePlan:
 
 
 def binomial(order: Sequence[int]) -> list[tuple[int, int]]:
-    """The binomial tree over ranks in that order, as (parent, child) in the order of copying from order[0]."""
+    """Returns the binomial tree over ranks in that order, as (parent, child) in the order of copying from order[0]."""
     pairs, informed = [], 1
     while informed < len(order):
         pairs += [(order[place], order[place + informed]) for place in range(informed) if place + informed < len(order)]
@@ -119,51 +118,46 @@ def binomial(order: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def fastest_tree(links: Links, num_bytes: float) -> list[tuple[int, int]]:
-    """A tree for these links: repeatedly adds the edge over which the next rank can be reached first. "Earliest
+    """Returns a tree for these links: repeatedly adds the edge over which the next rank can be reached first. "Earliest
     completing edge first" of Bhat, Raghavendra, Prasanna, Efficient collective communication in distributed
     heterogeneous systems (ICDCS 1999). The root is the rank from which the tree completes first.
     """
-    costs = links.costs(num_bytes)
-    return min((_tree_from(root, costs) for root in range(links.num_ranks)), key=lambda found: found[0])[1]
-
-
-def _tree_from(root: int, costs: Sequence[Sequence[float]]) -> tuple[float, list[tuple[int, int]]]:
-    free_at, pairs, done = {root: 0.0}, [], 0.0
-    reach = [(costs[root][rank], root, rank) for rank in range(len(costs)) if rank != root]
-    heapq.heapify(reach)
-    while len(free_at) < len(costs):
-        at, parent, child = heapq.heappop(reach)
-        if child in free_at:
-            continue
-        now = free_at[parent] + costs[parent][child]
-        if now > at:  # the parent has sent something since this entry was made
-            heapq.heappush(reach, (now, parent, child))
-            continue
-        free_at[parent] = free_at[child] = done = at
-        pairs.append((parent, child))
-        others = (rank for rank in range(len(costs)) if rank not in free_at)
-        for rank in others:
-            heapq.heappush(reach, (at + costs[child][rank], child, rank))
-    return done, pairs
+    costs, ranks = links.costs(num_bytes), range(links.num_ranks)
+    trees: list[tuple[float, list[tuple[int, int]]]] = []
+    for root in ranks:
+        free_at, pairs, done = {root: 0.0}, [], 0.0
+        reach = [(costs[root][rank], root, rank) for rank in ranks if rank != root]
+        heapq.heapify(reach)
+        while len(free_at) < len(costs):
+            at, parent, child = heapq.heappop(reach)
+            if child in free_at:
+                continue
+            now = free_at[parent] + costs[parent][child]
+            # The parent has sent something since this entry was made.
+            if now > at:
+                heapq.heappush(reach, (now, parent, child))
+                continue
+            free_at[parent] = free_at[child] = done = at
+            pairs.append((parent, child))
+            for rank in ranks:
+                if rank not in free_at:
+                    heapq.heappush(reach, (at + costs[child][rank], child, rank))
+        trees.append((done, pairs))
+    return min(trees, key=lambda tree: tree[0])[1]
 
 
 def _ring_rounds(order: Sequence[int], num_chunks: int) -> list[Round]:
     size = len(order)
     width = num_chunks // size
-
-    def turn(shift: int, adds: bool) -> Round:
+    turns = [(shift, True) for shift in range(size - 1)] + [(shift - 1, False) for shift in range(size - 1)]
+    rounds: list[Round] = []
+    for shift, adds in turns:
         steps = []
         for place in range(size):
             first = (place - shift) % size * width
             steps.append(TransferStep(order[place], order[(place + 1) % size], first, first + width, adds))
-        return tuple(steps)
-
-    summing = [turn(shift, True) for shift in range(size - 1)]
-    return summing + [turn(shift - 1, False) for shift in range(size - 1)]
-
-
-def _shifted(step: TransferStep, by: int) -> TransferStep:
-    return TransferStep(step.source, step.target, step.first + by, step.last + by, step.adds)
+        rounds.append(tuple(steps))
+    return rounds
 
 
 def _doubling_rounds(order: Sequence[int], num_chunks: int) -> list[Round]:
@@ -198,14 +192,14 @@ def _towards_root(parents: Sequence[tuple[int, int]], num_chunks: int) -> list[R
 
 
 def _side_by_side(parts: Sequence[Sequence[Round]]) -> list[Round]:
-    """Rounds of several groups, aligned at their ends, run together."""
+    """Joins the rounds of several groups, which run at the same time, aligned at their ends."""
     longest = max(map(len, parts))
     padded = [[()] * (longest - len(part)) + list(part) for part in parts]
     return [tuple(step for steps in together for step in steps) for together in zip(*padded, strict=True)]
 
 
 def plan_seconds(plan: AllReducePlan, links: Links, num_bytes: float) -> float:
-    """The predicted time of a plan for a vector of this size.
+    """Predicts the time of a plan for a vector of this size.
 
     Every rank has a clock; a step ends one message's time after both of its ranks are free. Messages of one round
     between the same two hosts, or between the same two groups of `Links.groups`, share the bandwidth of the network
@@ -218,6 +212,7 @@ def plan_seconds(plan: AllReducePlan, links: Links, num_bytes: float) -> float:
         for step in steps:
             for path in _paths(step, links.hosts, group_of):
                 users[path] = users.get(path, 0) + 1
+        # Clocks advance after the round: all its steps start from the values before it.
         ends: dict[int, float] = {}
         for step in steps:
             sharing = max((users[path] for path in _paths(step, links.hosts, group_of)), default=1)
@@ -232,7 +227,7 @@ def plan_seconds(plan: AllReducePlan, links: Links, num_bytes: float) -> float:
 
 
 def _paths(step: TransferStep, hosts: Sequence[str], group_of: dict[int, int]) -> list[tuple[Any, ...]]:
-    """The shared resources of a message, each direction separately."""
+    """Lists the shared resources of a message, each direction separately."""
     a, b = hosts[step.source], hosts[step.target]
     if a == b:
         return []

@@ -2,8 +2,8 @@
 link's speed changes during the run.
 
 `Collectives.all_reduce(tensor)` sums in place over the ranks of a world and leaves the same bits on all of them, by the
-backend's own algorithm ("backend") or by one of `algorithms.py`, whose docstring explains why the bits are equal. For
-the backend's own, gloo's and NCCL's rings finish every chunk on one rank and copy it from there.
+backend's own algorithm ("backend"; gloo's and NCCL's rings finish every chunk on one rank and copy it from there) or by
+one of `algorithms.py`, whose docstring explains why the bits are equal.
 
 Decisions (algorithm, new measurements, new plans) are made from numbers that all ranks share to the last bit, at the
 same call on all of them. Collective calls come in the same order on every rank, as with any backend.
@@ -11,7 +11,7 @@ same call on all of them. Collective calls come in the same order on every rank,
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, get_args
@@ -43,26 +43,26 @@ from modelwright.parallel.topology.rank_mapping import AxisTraffic, place
 Algorithm = Literal[
     "auto", "backend", "ring", "doubling", "tree", "hierarchical_ring", "hierarchical_doubling", "sharded"
 ]
-"""Those that need groups of near ranks (hierarchical, sharded) are a ring where the links show none."""
+"""Names of algorithms. Where the links show no groups of near ranks, the hierarchical and sharded ones are a ring."""
 
 FLAT_PROBE_BYTES = (64, 2**18)
 FLAT_REPEATS = 4
 RING_EVALUATIONS = 1000
-"""Search for a ring's order: it starts from orders along the fastest links, which are nearly always right."""
+"""Limit of the search for a ring's order, which starts from orders along the fastest links: nearly always the best."""
 AHEAD_BYTES = 2**20
-"""Up to this size all receives of an all-reduce are posted before its first send: gloo's sender otherwise waits one
-trip for the receiver's word that it is ready. On NCCL receives ahead of sends would wait for each other."""
+"""Largest message for which all receives of an all-reduce are posted before its first send: gloo's sender otherwise
+waits one trip until the receiver is ready. On NCCL receives ahead of sends would wait for each other."""
 MIN_COALESCE_BYTES, MAX_COALESCE_BYTES = 2**16, 25 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopologyConfig:
-    """All-reduce algorithms chosen for the measured links (`gradient_sync.kind: topology_aware`)."""
+    """Settings of all-reduce algorithms for the measured links (`gradient_sync.kind: topology_aware`)."""
 
     algorithm: Algorithm = "auto"
     """`auto` chooses by message size; `backend` is the backend's own all-reduce."""
     coalesce_bytes: int = constant(0)
-    """Join tensors into messages of about this size; 0 for what the links suggest."""
+    """Size of the messages into which tensors are joined; 0 derives it from the links."""
     window_all_reduces: int = constant(64)
     """All-reduces between comparisons of measured with expected time; 0 for never."""
     degraded_ratio: float = constant(2.0)
@@ -96,9 +96,6 @@ class FlatCost:
     latency_s: float
     s_per_byte: float
 
-    def seconds(self, num_bytes: float) -> float:
-        return self.latency_s + num_bytes * self.s_per_byte
-
 
 class Planner:
     """Candidates and choice for one set of links; pure, so that equal links give equal plans on every rank."""
@@ -106,16 +103,14 @@ class Planner:
     def __init__(self, links: Links, flat: FlatCost) -> None:
         self.links = links
         self.flat = flat
-        num_ranks = links.num_ranks
         traffic = {"ring": AxisTraffic(num_messages=1, num_bytes=2**16)}
-        order = place(links, {"ring": num_ranks}, traffic, max_evaluations=RING_EVALUATIONS)
-        at = {rank: number for number, rank in enumerate(order)}
+        self.order = place(links, {"ring": links.num_ranks}, traffic, max_evaluations=RING_EVALUATIONS)
+        at = {rank: number for number, rank in enumerate(self.order)}
         by_place = [sorted(group, key=at.__getitem__) for group in links.groups()]
-        self.order = order
         self.groups = sorted(by_place, key=lambda group: at[group[0]])
 
     def candidates(self, num_bytes: float) -> dict[str, AllReducePlan]:
-        """All algorithms that these links allow, by name."""
+        """Returns all algorithms that these links allow, by name."""
         num_ranks = self.links.num_ranks
         plans = [
             AllReducePlan("backend", num_ranks, 1, ()),
@@ -130,37 +125,31 @@ class Planner:
         return {plan.name: plan for plan in plans}
 
     def seconds(self, plan: AllReducePlan, num_bytes: float) -> float:
-        return self.flat.seconds(num_bytes) if plan.name == "backend" else plan_seconds(plan, self.links, num_bytes)
+        if plan.name == "backend":
+            return self.flat.latency_s + num_bytes * self.flat.s_per_byte
+        return plan_seconds(plan, self.links, num_bytes)
 
     def choose(self, num_bytes: float) -> AllReducePlan:
-        """The cheapest plan for a message of this size; on a tie the first one, the backend's own before all others."""
+        """The cheapest plan for a message of this size; on a tie the first, so the backend's own before all others."""
         return min(self.candidates(num_bytes).values(), key=lambda plan: self.seconds(plan, num_bytes))
 
     def coalesce_bytes(self) -> int:
-        """The size from which a message is dominated by bandwidth: eight times the bytes that fit into the longest
-        latency.
-        """
-        pairs = [
-            (latency, rate)
-            for latencies, rates in zip(self.links.latency_s, self.links.bytes_per_s, strict=True)
-            for latency, rate in zip(latencies, rates, strict=True)
-        ]
-        useful = 8 * max(latency * rate for latency, rate in pairs)
+        """The size from which bandwidth dominates: eight times the bytes that fit into the longest latency."""
+        latencies, rates = sum(self.links.latency_s, ()), sum(self.links.bytes_per_s, ())
+        useful = 8 * max(latency * rate for latency, rate in zip(latencies, rates, strict=True))
         return int(min(max(useful, MIN_COALESCE_BYTES), MAX_COALESCE_BYTES))
 
 
 class Collectives:
-    """All-reduce over a world by plans made from its links. Construction is a collective call, because the backend is
-    measured.
-    """
+    """All-reduce over a world by plans made from its links. Construction is collective: it measures the backend."""
 
     def __init__(self, world: World, links: Links, config: TopologyConfig | None = None) -> None:
         self.world = world
         self.config = config or TopologyConfig()
         self.bytes_sent = 0
-        """Payload bytes that this rank sent; for the flat algorithm 2 (n - 1) / n of the payload, what a ring sends."""
+        """Payload bytes that this rank sent; for the backend's algorithm those of a ring (`ring_bytes`)."""
         self.num_plannings = 0
-        """How often plans were made: once, and again whenever the links were found changed."""
+        """Number of times that plans were made: once, and again whenever the links had changed."""
         self._first_links = links
         self._watch = _Watch(self.config)
         self._adopt(links)
@@ -170,7 +159,7 @@ class Collectives:
         return self._planner.links
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in place; the same bits everywhere. Same shape and dtype on all ranks."""
+        """Sums over the ranks, in place; the same bits everywhere. Same shape and dtype on all ranks."""
         if self.world.size == 1 or tensor.numel() == 0:
             return tensor
         vector = tensor.contiguous().view(-1)
@@ -183,8 +172,18 @@ class Collectives:
         return tensor
 
     def all_reduce_many(self, tensors: Sequence[Tensor]) -> None:
-        """Sum each tensor in place; small neighbors of one dtype share a message."""
-        for message in self._messages(tensors):
+        """Sums each tensor in place; small neighbors of one dtype share a message."""
+        limit = self.config.coalesce_bytes or self._planner.coalesce_bytes()
+        messages: list[list[Tensor]] = []
+        size = 0
+        for tensor in tensors:
+            num_bytes = tensor.numel() * tensor.element_size()
+            if not messages or size + num_bytes > limit or tensor.dtype != messages[-1][0].dtype:
+                messages.append([])
+                size = 0
+            messages[-1].append(tensor)
+            size += num_bytes
+        for message in messages:
             if len(message) == 1:
                 self.all_reduce(message[0])
                 continue
@@ -194,22 +193,8 @@ class Collectives:
                 tensor.copy_(part.view_as(tensor))
 
     def plan_for(self, num_bytes: int) -> AllReducePlan:
-        """The present plan for a message of this size."""
+        """Returns the present plan for a message of this size."""
         return self._plan_for(num_bytes).plan
-
-    def _messages(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        limit = self.config.coalesce_bytes or self._planner.coalesce_bytes()
-        message: list[Tensor] = []
-        size = 0
-        for tensor in tensors:
-            num_bytes = tensor.numel() * tensor.element_size()
-            if message and (size + num_bytes > limit or tensor.dtype != message[0].dtype):
-                yield message
-                message, size = [], 0
-            message.append(tensor)
-            size += num_bytes
-        if message:
-            yield message
 
     def _plan_for(self, num_bytes: int) -> "_MessagePlan":
         if num_bytes not in self._plans:
@@ -217,29 +202,27 @@ class Collectives:
             if self.config.algorithm != "auto":
                 allowed = self._planner.candidates(num_bytes)
                 plan = allowed.get(self.config.algorithm, allowed["ring"])
-            self._plans[num_bytes] = _MessagePlan(
-                plan=plan,
-                own_rounds=plan.rounds_of(self.world.rank),
-                predicted_s=self._planner.seconds(plan, num_bytes),
-            )
+            seconds = self._planner.seconds(plan, num_bytes)
+            self._plans[num_bytes] = _MessagePlan(plan, plan.rounds_of(self.world.rank), seconds)
         return self._plans[num_bytes]
 
     def _carry_out(self, message_plan: "_MessagePlan", vector: Tensor) -> None:
+        num_bytes = vector.numel() * vector.element_size()
         if message_plan.plan.name == "backend":
             self.world.all_reduce_sum(vector)
-            num_bytes = vector.numel() * vector.element_size()
             self.bytes_sent += ring_bytes(num_bytes, self.world.size)
             return
-        # A copy that is awaited from the start cannot come too early: it carries a finished sum, of which this rank's
-        # own value, sent before, is a part.
         bounds = chunk_bounds(vector.numel(), message_plan.plan.num_chunks)
         exchanges = [self._exchange(steps, vector, bounds) for steps in message_plan.own_rounds]
-        ahead = self.world.device.type == "cpu" and vector.numel() * vector.element_size() <= AHEAD_BYTES
+        # A copy that is awaited from the start cannot come too early: it carries a finished sum, of which this rank's
+        # own value, sent before, is a part.
+        ahead = self.world.device.type == "cpu" and num_bytes <= AHEAD_BYTES
         awaited = [_post(exchange.receives if ahead else []) for exchange in exchanges]
         for exchange, early in zip(exchanges, awaited, strict=True):
             works = _post(exchange.sends if ahead else exchange.sends + exchange.receives)
             for work in works + early:
                 work.wait()
+            # Only now: a part may still be on its way to a partner, who needs the value from before the round.
             for part, arriving in exchange.additions:
                 part.add_(arriving)
 
@@ -264,7 +247,7 @@ class Collectives:
             return
         if self.world.device.type != "cpu":
             torch.accelerator.synchronize()
-        # A rank that waits for a late one takes long; the last to arrive has taken what the links took.
+        # Times of early ranks include their wait for late ones; the last to arrive has measured the links alone.
         shortest = [-value for value in self.world.maxima(*[-value for value in self._watch.elapsed_s])]
         is_as_at_first = self.links.worst_change(self._first_links) < self.config.changed_ratio
         if not self._watch.is_suspicious(shortest, is_as_at_first):
@@ -281,7 +264,7 @@ class Collectives:
         self.num_plannings += 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _MessagePlan:
     """This rank's part of the plan for messages of one size."""
 
@@ -292,7 +275,7 @@ class _MessagePlan:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """One round of one rank; received values are added once all messages of the round have arrived."""
+    """Messages of one rank in one round, and the additions after all of them have arrived."""
 
     sends: list[dist.P2POp] = field(default_factory=list)
     receives: list[dist.P2POp] = field(default_factory=list)
@@ -317,7 +300,7 @@ class _Watch:
         self.forget()
 
     def add(self, elapsed_s: float, predicted_s: float) -> bool:
-        """Whether the window is full."""
+        """Records one all-reduce; returns whether the window is full."""
         if not self._config.window_all_reduces:
             return False
         self.elapsed_s.append(elapsed_s)
@@ -325,7 +308,7 @@ class _Watch:
         return len(self.elapsed_s) >= self._config.window_all_reduces
 
     def is_suspicious(self, shortest_s: Sequence[float], is_as_at_first: bool) -> bool:
-        """End the window: whether it was much slower than the first, or it is time to check for a recovery."""
+        """Ends the window; returns whether it was much slower than the first, or it is time to check for a recovery."""
         ratio = statistics.median(taken / said for taken, said in zip(shortest_s, self._predicted_s, strict=True))
         self.elapsed_s.clear()
         self._predicted_s.clear()
@@ -338,17 +321,16 @@ class _Watch:
         return not is_as_at_first and self._num_windows >= self._config.recheck_windows
 
     def forget(self) -> None:
-        """Take the next window as the reference."""
+        """Takes the next window as the reference."""
         self._usual: float | None = None
         self._num_windows = 0
 
 
 def measure_flat(world: World) -> FlatCost:
-    """The cost of the backend's own all-reduce among these ranks. Collective; the same numbers on all ranks. The
-    shortest of a few repeats on the rank that waited least, at a small and at a larger size.
-    """
+    """Measures the cost of the backend's own all-reduce among these ranks. Collective; equal numbers on all ranks."""
     if world.size == 1:
         return FlatCost(latency_s=0.0, s_per_byte=0.0)
+    # The shortest of a few repeats on the rank that waited least, at a small and at a larger size.
     taken = []
     for num_bytes in FLAT_PROBE_BYTES:
         message = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)

@@ -13,7 +13,7 @@ from modelwright.parallel.topology.link_costs import LinksConfig, measure_links
 
 
 class TopologyAwareSync:
-    """Created on all ranks alike. `bytes_sent`: see `Collectives`; excludes measuring."""
+    """Gradient sync by `Collectives`, created on all ranks alike. `bytes_sent` excludes measuring."""
 
     def __init__(self, world: World, config: TopologyConfig) -> None:
         self.collectives: Collectives | None = None

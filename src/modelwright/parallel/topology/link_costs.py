@@ -53,7 +53,8 @@ class LinksConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The cost model. hosts: each rank's host; latency_s, bytes_per_s: by two hosts, in the order of `host_names`.
+    """Cost model of the links. hosts: each rank's host; latency_s, bytes_per_s: by two hosts, in the order of
+    `host_names`.
 
     The diagonal holds the figures between two ranks of one host; where each host has one rank it is zero and unused.
     A link is the same both ways.
@@ -79,7 +80,7 @@ class Links:
 
     def seconds(self, a: int, b: int, num_bytes: float, *, sharing: int = 1) -> float:
         """Time of a message from rank a to rank b while `sharing` such messages use the link at once."""
-        host_a, host_b = self._host(a), self._host(b)
+        host_a, host_b = (self.host_names.index(self.hosts[rank]) for rank in (a, b))
         rate = self.bytes_per_s[host_a][host_b]
         return self.latency_s[host_a][host_b] + (num_bytes * sharing / rate if num_bytes else 0.0)
 
@@ -89,16 +90,18 @@ class Links:
         return tuple(tuple(0.0 if a == b else self.seconds(a, b, num_bytes) for b in ranks) for a in ranks)
 
     def groups(self, num_bytes: float = 2**16) -> tuple[tuple[int, ...], ...]:
-        """Ranks that reach each other much faster than the rest, for messages of this size. Single linkage, split at
-        the widest gap between the costs of all pairs; one group if no gap is `GAP` wide.
+        """Groups of ranks that reach each other much faster than the rest, for messages of this size; one group if no
+        gap between the costs of all pairs is `GAP` wide.
         """
         costs = self.costs(num_bytes)
         ranks = range(self.num_ranks)
+        # Split at the widest gap: costs spread over orders of magnitude, so no fixed threshold would fit.
         different = sorted({costs[a][b] for a in ranks for b in ranks if a < b})
         steps = [(slow / fast, fast) for fast, slow in itertools.pairwise(different) if fast > 0]
         if not steps or max(steps)[0] < GAP:
             return (tuple(ranks),)
         near = max(steps)[1]
+        # Single linkage: whoever is near to one rank of a group joins it.
         group_of = list(ranks)
         for a in ranks:
             for b in range(a):
@@ -112,13 +115,10 @@ class Links:
         pairs = zip(sum(self.costs(num_bytes), ()), sum(other.costs(num_bytes), ()), strict=True)
         return max([max(a / b, b / a) for a, b in pairs if a and b], default=1.0)
 
-    def _host(self, rank: int) -> int:
-        return self.host_names.index(self.hosts[rank])
-
 
 def measure_links(world: World, config: LinksConfig | None = None, *, host: str = "") -> Links:
-    """The links among the ranks of a world, from the cache if it has these hosts. host: this rank's host, "" for its
-    network name. Collective.
+    """Returns the links among the ranks of a world, from the cache if it has these hosts. host: this rank's host, ""
+    for its network name. Collective.
 
     Only the first rank needs the cache file. A file that cannot be read is replaced by a new measurement.
     """
@@ -126,23 +126,19 @@ def measure_links(world: World, config: LinksConfig | None = None, *, host: str 
     hosts = tuple(world.gather_json(host or socket.gethostname()))
     if world.size == 1:
         return Links(hosts=hosts, latency_s=((0.0,),), bytes_per_s=((0.0,),))
+    # The first rank broadcasts the links from its cache; zeros tell the others to measure.
     cached = _read_cache(Path(config.cache), hosts, config.max_age_days) if config.cache and world.is_first else None
-    links = _share(world, hosts, cached)
-    if links is None:
-        links = _measure(world, hosts, config.budget_s)
-        if config.cache and world.is_first:
-            _write_cache(Path(config.cache), links)
-    return links
-
-
-def _share(world: World, hosts: tuple[str, ...], links: Links | None) -> Links | None:
-    """Broadcast the first rank's links; None if it has none."""
     num_hosts = len(set(hosts))
-    figures = torch.zeros(2, num_hosts, num_hosts, dtype=torch.float64, device=world.device)
-    if links is not None:
-        figures.copy_(torch.tensor([links.latency_s, links.bytes_per_s], dtype=torch.float64))
-    world.broadcast(figures)
-    return _from_figures(hosts, figures) if figures.any() else None
+    figures_2HH = torch.zeros(2, num_hosts, num_hosts, dtype=torch.float64, device=world.device)
+    if cached is not None:
+        figures_2HH.copy_(torch.tensor([cached.latency_s, cached.bytes_per_s], dtype=torch.float64))
+    world.broadcast(figures_2HH)
+    if figures_2HH.any():
+        return _from_figures(hosts, figures_2HH)
+    links = _measure(world, hosts, config.budget_s)
+    if config.cache and world.is_first:
+        _write_cache(Path(config.cache), links)
+    return links
 
 
 def _from_figures(hosts: tuple[str, ...], figures_2HH: torch.Tensor) -> Links:
@@ -151,16 +147,15 @@ def _from_figures(hosts: tuple[str, ...], figures_2HH: torch.Tensor) -> Links:
 
 
 def _measure(world: World, hosts: tuple[str, ...], budget_s: float) -> Links:
-    """Rounds of disjoint pairs, measured concurrently while the budget allows. Everything is measured twice, some time
-    apart, and the better figure counts, because other load only makes links slower.
-    """
     names = sorted(set(hosts))
-    rounds = [*_tournament(len(names)), [(number, number) for number in range(len(names))]]
     members = [[rank for rank in range(world.size) if hosts[rank] == name] for name in names]
-    pairs = [[(a, b, *ends) for a, b in of if (ends := _representatives(members, a, b))] for of in rounds]
-    num_pairs = sum(map(len, pairs))
-    if num_pairs * MIN_PAIR_S * NUM_PASSES <= budget_s:
+    # Rounds of disjoint pairs: the first ranks of two hosts, and at last two ranks of each host that has them.
+    pairs = [[(a, b, members[a][0], members[b][0]) for a, b in of] for of in _tournament(len(names))]
+    pairs.append([(number, number, ranks[0], ranks[1]) for number, ranks in enumerate(members) if len(ranks) > 1])
+    # One pair at a time while the budget allows, because pairs that are measured at once may share a link.
+    if sum(map(len, pairs)) * MIN_PAIR_S * NUM_PASSES <= budget_s:
         pairs = [[pair] for of in pairs for pair in of]
+    # Everything is measured twice, some time apart, and the better figure counts: other load only makes links slower.
     passes = [_one_pass(world, pairs, len(names), budget_s / NUM_PASSES) for _ in range(NUM_PASSES)]
     latency_PHH, rate_PHH = torch.stack(passes, dim=1)
     return _from_figures(hosts, torch.stack([latency_PHH.amin(0), rate_PHH.amax(0)]))
@@ -169,9 +164,7 @@ def _measure(world: World, hosts: tuple[str, ...], budget_s: float) -> Links:
 def _one_pass(
     world: World, pairs: Sequence[Sequence[tuple[int, int, int, int]]], num_hosts: int, budget_s: float
 ) -> torch.Tensor:
-    """Latency and bandwidth by pair of hosts; the same on all ranks. pairs: what to measure at once, as hosts and
-    ranks.
-    """
+    """Measures latency and bandwidth by pair of hosts; the same on all ranks. pairs: hosts and ranks, by round."""
     figures_2HH = torch.zeros(2, num_hosts, num_hosts, dtype=torch.float64, device=world.device)
     for at_once in pairs:
         world.barrier()  # nobody starts while the pair before is still measuring
@@ -182,17 +175,12 @@ def _one_pass(
                 figures_2HH[1, a, b] = figures_2HH[1, b, a] = rate
             elif world.rank == second:
                 _answer(world, first)
-    return world.all_reduce_sum(figures_2HH)  # each figure was measured by one rank: the sum copies it
-
-
-def _representatives(members: Sequence[Sequence[int]], a: int, b: int) -> tuple[int, int] | None:
-    if a != b:
-        return members[a][0], members[b][0]
-    return (members[a][0], members[a][1]) if len(members[a]) > 1 else None
+    # Each figure was measured by one rank: the sum copies it.
+    return world.all_reduce_sum(figures_2HH)
 
 
 def _tournament(num_players: int) -> Iterator[list[tuple[int, int]]]:
-    """A round-robin schedule: every two players meet once, each plays at most once per round (the circle method)."""
+    """Yields a round-robin schedule: every two players meet once, each at most once per round (the circle method)."""
     players = list(range(num_players + num_players % 2))
     half = len(players) // 2
     for _ in range(len(players) - 1):
@@ -202,15 +190,13 @@ def _tournament(num_players: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _probe(world: World, peer: int, allowed_s: float) -> tuple[float, float]:
-    """Latency in seconds and bandwidth in bytes per second to a peer that runs `_answer`.
-
-    Latency is half of the shortest round trip, because noise only adds. For the bandwidth, messages are doubled until
-    one takes a fifth of the allowed time; the last is repeated and the faster of both counts.
-    """
+    """Measures latency in seconds and bandwidth in bytes per second to a peer that runs `_answer`."""
+    # Half of the shortest round trip, because noise only adds.
     end = time.perf_counter() + allowed_s / 4
     round_trip = min(_timed(world, peer, 0) for _ in range(3))
     while time.perf_counter() < end:
         round_trip = min(round_trip, _timed(world, peer, 0))
+    # Messages are doubled until one takes a fifth of the time; the last is repeated and the faster of both counts.
     num_bytes = FIRST_PROBE_BYTES
     while (taken := _timed(world, peer, num_bytes)) < allowed_s / 5 and num_bytes < LAST_PROBE_BYTES:
         num_bytes *= 2
@@ -221,7 +207,7 @@ def _probe(world: World, peer: int, allowed_s: float) -> tuple[float, float]:
 
 
 def _timed(world: World, peer: int, num_bytes: int) -> float:
-    """Seconds from sending `num_bytes` (after a header that announces the number) until the peer's answer arrives."""
+    """Seconds from sending `num_bytes`, after a header that announces them, until the peer's answer arrives."""
     header, answer = torch.tensor([num_bytes], device=world.device), torch.zeros(1, device=world.device)
     payload = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
 
@@ -248,7 +234,7 @@ def _answer(world: World, peer: int) -> None:
 
 
 def _key(hosts: Sequence[str]) -> str:
-    """A key of the set of hosts and the number of ranks on each; rank numbers do not matter."""
+    """Hashes the set of hosts and the number of ranks on each; rank numbers do not matter."""
     return hashlib.sha256("\n".join(sorted(hosts)).encode()).hexdigest()[:16]
 
 

@@ -21,7 +21,7 @@ from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure
 
 OPEN_AXES = ("pipeline",)
 MAX_EVALUATIONS = 20_000
-"""Bounds the search; counted, not timed, so that all ranks stop at the same answer."""
+"""Limit of the search; counted, not timed, so that all ranks stop at the same answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ DEFAULT_TRAFFIC = {
     "context": AxisTraffic(num_messages=64, num_bytes=2**20),
     "tensor": AxisTraffic(num_messages=256, num_bytes=2**20),
 }
-"""For when nothing better is known: the order in which a transformer's axes depend on their links (tensor: several
-messages per layer and microbatch; context: per layer; shard: weights of each layer; pipeline: per microbatch;
+"""Default where the traffic was not measured: the order in which a transformer's axes depend on their links (tensor:
+several messages per layer and microbatch; context: per layer; shard: weights of each layer; pipeline: per microbatch;
 replicate: once a step)."""
 
 
@@ -64,9 +64,8 @@ def find_places(
     *,
     host: str = "",
 ) -> Placement:
-    """Measure the links (or take them from the cache) and choose the order; the same on all ranks. Collective.
-
-    host: this rank's host, "" for its network name.
+    """Measures the links (or takes them from the cache) and chooses the order; the same on all ranks. Collective. host:
+    this rank's host, "" for its network name.
     """
     links = measure_links(world, config, host=host)
     given, order = tuple(range(world.size)), place(links, axes, traffic)
@@ -81,7 +80,7 @@ def place(
     *,
     max_evaluations: int = MAX_EVALUATIONS,
 ) -> tuple[int, ...]:
-    """Position i of the mesh (row-major over `axes`, slowest first) goes to rank place(...)[i].
+    """Assigns position i of the mesh (row-major over `axes`, slowest first) to rank place(...)[i].
 
     Local search (swaps of two ranks, then of aligned blocks of ranks) from the given order, from orders that grow along
     the fastest links, and from shuffles until the evaluations are spent. The given order is kept when nothing is
@@ -89,7 +88,14 @@ def place(
     """
     size = math.prod(axes.values())
     assert size == links.num_ranks, "the axes must make up the ranks"
-    cost, moves = _Cost(links, axes, traffic), _moves(axes)
+    # Swaps (first, second, length) of aligned blocks: single ranks, then whole lines of the fastest axes.
+    lengths = {1, *itertools.accumulate(reversed(list(axes.values())), operator.mul)} - {size}
+    moves = [
+        (first, second, length)
+        for length in sorted(lengths)
+        for first, second in itertools.combinations(range(0, size, length), 2)
+    ]
+    cost = _Cost(links, axes, traffic)
     best, best_cost = tuple(range(size)), cost(range(size))
     evaluations = 1
     for start in _starts(links, size):
@@ -105,7 +111,7 @@ def place(
 def step_seconds(
     links: Links, axes: Mapping[str, int], order: Sequence[int], traffic: Mapping[str, AxisTraffic] = DEFAULT_TRAFFIC
 ) -> float:
-    """Cost of one step's messages if position i is held by rank order[i]."""
+    """Seconds of one step's messages if position i is held by rank order[i]."""
     return _Cost(links, axes, traffic)(order)[0]
 
 
@@ -117,6 +123,7 @@ def hops(axes: Mapping[str, int]) -> dict[str, list[tuple[int, int]]]:
         if size == 1:
             continue
         lines = np.moveaxis(positions, number, -1).reshape(-1, size)
+        # Between two ranks the way back is the same link.
         closed = name not in OPEN_AXES and size > 2
         result[name] = [
             (int(line[place]), int(line[(place + 1) % size]))
@@ -127,7 +134,7 @@ def hops(axes: Mapping[str, int]) -> dict[str, list[tuple[int, int]]]:
 
 
 def take_places(world: World, order: Sequence[int]) -> World:
-    """Renumber the processes: rank order[i] becomes rank i. Collective; `world` must be all processes.
+    """Renumbers the processes: rank order[i] becomes rank i. Collective; `world` must be all processes.
 
     The old process group is destroyed, so nothing may have been built on it. The store through which the processes
     found each other is kept, wherever its server runs.
@@ -154,8 +161,8 @@ class _Cost:
             firsts, seconds = np.array(pairs).T
             self._axes.append((costs_RR, firsts, seconds))
         apart = ~np.eye(links.num_ranks, dtype=bool)
+        # No order can be cheaper: every axis on the fastest of all links.
         self.bound = _rounded(sum(float(costs_RR[apart].min()) for costs_RR, _, _ in self._axes))
-        """No order can be cheaper: every axis on the fastest of all links."""
 
     def __call__(self, order: Sequence[int]) -> tuple[float, float]:
         places = np.asarray(order)
@@ -168,7 +175,7 @@ class _Cost:
 
 
 def _rounded(seconds: float) -> float:
-    """A tolerance, so that sums in another order do not pass for an improvement."""
+    """Rounds to 12 digits, so that sums in another order do not pass for an improvement."""
     return float(f"{seconds:.12g}")
 
 
@@ -186,23 +193,10 @@ def _starts(links: Links, size: int) -> Iterator[tuple[int, ...]]:
         yield tuple(int(rank) for rank in draw.permutation(size))
 
 
-def _moves(axes: Mapping[str, int]) -> list[tuple[int, int, int]]:
-    """Swaps (first, second, length) of aligned blocks: single ranks, then whole lines of the fastest axes."""
-    size = math.prod(axes.values())
-    lengths = {1, *itertools.accumulate(reversed(list(axes.values())), operator.mul)} - {size}
-    return [
-        (first, second, length)
-        for length in sorted(lengths)
-        for first, second in itertools.combinations(range(0, size, length), 2)
-    ]
-
-
 def _improve(
     start: tuple[int, ...], cost: _Cost, moves: Sequence[tuple[int, int, int]], allowed: int
 ) -> tuple[tuple[int, ...], tuple[float, float], int]:
-    """Apply every move that makes the order cheaper until none does or the evaluations are used up; returns the number
-    used.
-    """
+    """Applies moves that make the order cheaper while there are any; returns the number of evaluations, too."""
     best, best_cost, moved, spent = start, cost(start), True, 1
     while moved and spent < allowed:
         moved = False
