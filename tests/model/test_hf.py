@@ -198,7 +198,7 @@ def test_damaged_folders_are_refused(folder, tmp_path):
 
 
 def test_incomplete_config_is_refused():
-    with pytest.raises(ModelError, match="has no 'num_attention_heads'"):
+    with pytest.raises(ModelError, match="'num_attention_heads' is missing"):
         config_from_hf({"model_type": "llama"})
 
 

@@ -7,7 +7,7 @@ from modelwright.model.hf_types.hf_type import HfSettings, HfType, read_activati
 from modelwright.model.hf_types.rope import PARTIAL, read_rope, rope_settings, scaling_settings
 
 LONGROPE_NAMES = ("longrope", "su", "yarn")
-"""Names under which Phi-3 folders have had LongRoPE."""
+"""Names of LongRoPE in Phi-3 folders of all versions."""
 
 
 def _read(settings: HfSettings) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class EncoderBlock(nn.Module):
 
 
 def activated(x: Tensor, activation: TowerActivation) -> Tensor:
-    """x after the activation, of the same shape."""
+    """Applies the activation."""
     if activation == "quick_gelu":
         return x * torch.sigmoid(1.702 * x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
@@ -67,12 +67,11 @@ def activated(x: Tensor, activation: TowerActivation) -> Tensor:
 
 @torch.no_grad()
 def init_encoder(module: nn.Module, *, embedding_std: float, num_layers: int) -> None:
-    """Random weights from PyTorch's default generator, in parameter order: matrices with the standard deviation
-    1 / sqrt(inputs), of which those that end a residual branch are divided by sqrt(2 * layers), embeddings with
-    `embedding_std`. Biases are zero and norms neutral.
-
-    A fixed 0.02 is too small for narrow towers: all images begin with the same output, and hardly leave it.
+    """Draw weights from PyTorch's default generator, in parameter order: matrices with the standard deviation
+    1 / sqrt(inputs), divided by sqrt(2 * layers) at the end of a residual branch; embeddings with `embedding_std`.
+    Biases are zero and norms neutral.
     """
+    # A fixed 0.02 is too small for narrow towers: all images start with the same output, and training hardly leaves it
     norms = {name for name, one in module.named_modules() if isinstance(one, nn.LayerNorm)}
     matrices = {name for name, one in module.named_modules() if isinstance(one, nn.Linear | nn.Conv2d)}
     for name, parameter in module.named_parameters():
