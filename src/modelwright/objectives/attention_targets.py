@@ -1,7 +1,7 @@
-"""What of attention a student learns from its teacher: relations of the last layers, or the distributions of heads.
+"""Distillation of a teacher's attention: relations of the last layers, or the distributions of heads.
 
 Relations between queries, keys and values (Wang et al. 2021, MiniLMv2, arXiv 2012.15828) compare any two models.
-Distributions (Wang et al. 2020, MiniLM, arXiv 2002.10957) are what heads attend with; they need as many heads.
+Distributions (Wang et al. 2020, MiniLM, arXiv 2002.10957) are the heads' softmax; they need equal numbers of heads.
 
 Legend: B rows, T tokens, C student's and E teacher's channels of all heads.
 """
@@ -25,22 +25,22 @@ AttentionForm = Literal["relations", "distributions"]
 
 
 class AttentionTargets(Protocol):
-    """What is compared of two models' attention."""
+    """Comparison of two models' attention."""
 
     @property
     def student_layers(self) -> Sequence[int]:
-        """The layers of the student whose queries, keys and values are read."""
+        """Layers of the student whose queries, keys and values are read."""
         ...
 
     @property
     def teacher_layers(self) -> Sequence[int]: ...
 
     def extras(self, heads: Mapping[int, HeadInputs]) -> dict[str, Tensor]:
-        """What of the teacher's layers a batch takes along, by names of extras."""
+        """Returns the teacher's tensors that a batch carries as extras, by name."""
         ...
 
     def loss(self, heads: Sequence[HeadInputs], batch: TokenBatch) -> Tensor:
-        """Sum over tokens of the mean divergence. heads: of `student_layers`, with gradients."""
+        """Sum over tokens of the mean divergence. heads: inputs of `student_layers`, with gradients."""
         ...
 
 
@@ -64,7 +64,7 @@ class AttentionRelations(AttentionTargets):
         return {f"relation_{kind}_BTE": channels for kind, channels in enumerate(heads[layer])}
 
     def loss(self, heads: Sequence[HeadInputs], batch: TokenBatch) -> Tensor:
-        """The mean is over relation heads and the three kinds."""
+        """Sum over tokens of the mean divergence over relation heads and the three kinds."""
         num_heads, (own,) = num_relation_heads(self.student, self.teacher), heads
         losses = [
             relation_loss(channels, batch.extras[f"relation_{kind}_BTE"], batch.segments_BT, num_heads=num_heads)
@@ -75,8 +75,8 @@ class AttentionRelations(AttentionTargets):
 
 @dataclass(frozen=True)
 class AttentionDistributions(AttentionTargets):
-    """The softmax of queries times keys in each head of the mapped layers. Raises `ConfigError` for layers that no two
-    heads can be compared in.
+    """The softmax of queries times keys in each head of the mapped layers. Raises `ConfigError` for layers whose heads
+    cannot be compared.
     """
 
     student: ModelConfig
@@ -113,7 +113,7 @@ class AttentionDistributions(AttentionTargets):
         return queries | {f"keys_{own}_BTE": heads[layer].k_BTE for own, layer in self.pairs}
 
     def loss(self, heads: Sequence[HeadInputs], batch: TokenBatch) -> Tensor:
-        """The mean is over heads and pairs of layers."""
+        """Sum over tokens of the mean divergence over heads and pairs of layers."""
         losses = [
             attention_divergence(
                 _queries_and_keys(inputs.q_BTC, inputs.k_BTE, self.student),
@@ -129,18 +129,17 @@ class AttentionDistributions(AttentionTargets):
 def attention_targets(
     form: AttentionForm, student: ModelConfig, teacher: ModelConfig, pairs: Sequence[tuple[int, int]]
 ) -> AttentionTargets:
-    """pairs: the mapped layers of student and teacher."""
+    """Returns the comparison of this form. pairs: the mapped layers of student and teacher."""
     if form == "relations":
         return AttentionRelations(student, teacher)
     return AttentionDistributions(student, teacher, pairs)
 
 
 def num_relation_heads(student: ModelConfig, teacher: ModelConfig) -> int:
-    """The largest number that divides the widths of queries and of keys of both, at most twice the teacher's heads:
-    more relation heads than attention heads carry finer relations (MiniLMv2, section 4.4).
+    """Largest number that divides the widths of queries and of keys of both, at most twice the teacher's heads: more
+    relation heads than attention heads carry finer relations (MiniLMv2, section 4.4).
     """
-    widths = [heads * one.head_dim for one in (student, teacher) for heads in (one.num_heads, one.num_kv_heads)]
-    common = gcd(*widths)
+    common = gcd(*(heads * one.head_dim for one in (student, teacher) for heads in (one.num_heads, one.num_kv_heads)))
     return max(number for number in range(1, 2 * teacher.num_heads + 1) if common % number == 0)
 
 

@@ -1,4 +1,4 @@
-"""Batches of rows that images belong to."""
+"""Batches of rows with images."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -19,8 +19,8 @@ def image_batches(
     source: PlannedRows, images: ImageStore | None, *, first: int, rank: int, world_size: int,
     needed: Look[Sequence[int]] = own_images,
 ) -> Iterator[TokenBatch]:  # fmt: skip
-    """`numbered_batches`, with the images of each batch and of those to come being read, unless they are mapped into
-    memory. needed: the numbers of the images that a rank needs for a batch.
+    """`numbered_batches` that reads the images of each batch and of later ones ahead, unless they are mapped into
+    memory. needed: returns the numbers of the images that a rank needs for a batch.
     """
     ahead: ImagesAhead | None = None
     if images is not None and isinstance(images.reader, BlockReader):
@@ -34,7 +34,7 @@ def image_batches(
 def fill_squares(
     pixels: NDArray[np.uint8], numbers: Sequence[Sequence[int]], store: ImageStore | None, shape: VisionConfig
 ) -> None:
-    """Write images into pixels [rows, most images of a row, 3, S, S]. numbers: of the images of each row."""
+    """Write images into pixels [rows, most images of a row, 3, S, S]. numbers: image numbers of each row."""
     flat = [number for of_row in numbers for number in of_row]
     if not flat:
         return

@@ -36,7 +36,7 @@ class RewardModelConfig(TrainConfig):
     """Weight of the mean of (chosen + rejected)^2, which keeps rewards around 0 (Eisenstein et al. 2023); 0.01 is
     usual."""
     use_margins: bool = False
-    """Whether a chosen answer must be better by the `margin` of its record (Touvron et al. 2023, section 3.2.2)."""
+    """Require a chosen answer to be better by the `margin` of its record (Touvron et al. 2023, section 3.2.2)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,8 +47,8 @@ class RewardModelConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class RewardModeling(Objective):
-    """The logistic loss of the difference of two rewards, which is the binary cross-entropy of "the chosen answer is
-    better" with that difference as its logit. Every pair counts the same.
+    """Logistic loss of the difference of two rewards, which is the binary cross-entropy of "the chosen answer is
+    better" with that difference as its logit. All pairs have equal weights.
     """
 
     needs = frozenset({WHOLE_ROWS})
