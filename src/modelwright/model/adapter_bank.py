@@ -40,11 +40,6 @@ class AdapterPart:
     b_OR: Tensor
     lengths_O: Tensor
 
-    def apply(self, x_PI: Tensor, out_PO: Tensor) -> Tensor:
-        low_PR = in_float(out_PO.dtype, x_PI, self.a_RI)
-        out_PO = multiply_add(out_PO, low_PR, self.b_OR.to(out_PO.dtype))
-        return out_PO * self.lengths_O.to(out_PO.dtype) if self.lengths_O.numel() else out_PO
-
 
 @dataclass(frozen=True)
 class PreparedAdapter:
@@ -88,9 +83,7 @@ class AdapterSet:
         return self._numbers[name]
 
     def add(self, name: str, adapter: PreparedAdapter, *, row_multiple: int = 1) -> None:
-        """Makes an adapter available to requests. row_multiple: multiple to which its rows are padded. Raises
-        `ConfigError` for a name that is in use.
-        """
+        """Adds an adapter. row_multiple: its rows are padded to a multiple. Raises `ConfigError` for a used name."""
         if name in self._numbers:
             raise ConfigError(f"adapters: the name {name!r} is in use; choose another")
         number = next(self._next_number)
@@ -151,9 +144,12 @@ class AdapterBank:
         x_NI, out_NO = x.flatten(0, -2), out.flatten(0, -2)
         for number, rows in self.rows.items():
             if number in self.parts:
-                x_PI, before_PO = x_NI.index_select(0, rows.padded_P), out_NO.index_select(0, rows.padded_P)
-                after_PO = self.parts[number].apply(x_PI, before_PO)
-                out_NO.index_copy_(0, rows.own_N, after_PO[: len(rows.own_N)])
+                part = self.parts[number]
+                x_PI, out_PO = x_NI.index_select(0, rows.padded_P), out_NO.index_select(0, rows.padded_P)
+                out_PO = multiply_add(out_PO, in_float(out.dtype, x_PI, part.a_RI), part.b_OR.to(out.dtype))
+                if part.lengths_O.numel():
+                    out_PO = out_PO * part.lengths_O.to(out.dtype)
+                out_NO.index_copy_(0, rows.own_N, out_PO[: len(rows.own_N)])
         return out_NO.view_as(out)
 
 

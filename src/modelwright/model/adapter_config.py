@@ -65,9 +65,7 @@ class AdapterConfig:
                 raise ConfigError(f"target_modules: {pattern!r} is not a regular expression ({error})") from None
 
     def targets(self, names: Iterable[str]) -> list[str]:
-        """Returns the projections among `names` that get adapters, in their order. Raises `ConfigError` for a pattern
-        that matches none of them.
-        """
+        """Selects projections, in their order. Raises `ConfigError` for a pattern that matches none of them."""
         names = list(names)
         chosen = [name for name in names if any(matches(pattern, name) for pattern in self.target_modules)]
         for setting, patterns, among in (

@@ -116,9 +116,7 @@ def adapters_of(model: Decoder) -> dict[str, LowRank]:
 
 @contextmanager
 def adapters_disabled(model: Decoder) -> Generator[None]:
-    """Within the block the model computes as without its adapters, so the reference model of DPO and PPO needs no
-    separate weights.
-    """
+    """Within the block the model is its own reference model (DPO, PPO): it computes as without adapters."""
     adapters = list(adapters_of(model).values())
     before = [adapter.is_on for adapter in adapters]
     for adapter in adapters:
@@ -131,9 +129,7 @@ def adapters_disabled(model: Decoder) -> Generator[None]:
 
 
 def merge_adapters(model: Decoder) -> None:
-    """Put the adapters into the weights, in place, and remove them: the same outputs, up to rounding, from a plain
-    model whose weights can be trained.
-    """
+    """Merge the adapters into the weights, in place: a plain, trainable model with the same outputs up to rounding."""
     _unpack_projections(model)
     _write_merged(model)
     remove_adapters(model)
@@ -293,7 +289,7 @@ def _write_merged(model: Decoder) -> None:
 
 
 def _keep_adapters(model: Decoder, config: AdapterConfig, targets: Sequence[str]) -> None:
-    """Go on with the adapters that a model has, with the dropout of the configuration, on a base in its format."""
+    """Continue with the adapters of a model, with the dropout and the base format of the configuration."""
     present, before = adapters_of(model), model.adapters
     is_same = list(present) == list(targets) and config.use_dora == before.use_dora
     is_same = is_same and before.base_format in ("full", config.base_format)

@@ -38,8 +38,7 @@ def causal_attend() -> Attend:
 
 
 def packed_attend(segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS) -> Attend:
-    """Returns causal attention within documents: every token sees the tokens of its own document before it and itself.
-    segments_BT: the document of each token; windows: the layers' (`ModelConfig.windows`).
+    """Returns causal attention within documents. segments_BT: document of each token; windows: `ModelConfig.windows`.
 
     On a CPU each document is computed separately, unless rows are short; elsewhere a mask over whole rows is used.
     """

@@ -177,9 +177,7 @@ class ModelConfig:
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block: four attention projections, a gate, a router of heads, three FFN projections,
-        biases, norms.
-        """
+        """Parameters of a block: attention and FFN projections, a gate, a router of heads, biases, norms."""
         heads, pairs = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         of_attention = 2 * (heads + pairs) + self.gate_dim + self.router_dim
         matrices = self.model_dim * (of_attention + 3 * self.ffn_dim)

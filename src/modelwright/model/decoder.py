@@ -422,9 +422,7 @@ class Decoder(nn.Module):
         return terms.loss.clone(), terms.divergence, terms.label_loss
 
     def linear_head(self) -> LinearHead:
-        """The output projection, for `ops/token_log_probs.py`; valid within the methods of `HEAD_METHODS`, for which
-        FSDP gathers it.
-        """
+        """Output projection; valid within the methods of `HEAD_METHODS`, for which FSDP gathers it."""
         return LinearHead(weight_UD=self.head_weight, soft_cap=self.config.logit_soft_cap, compute=self.ends.head_dtype)
 
     def head_output(self, name: str, hidden_BTD: Tensor) -> Tensor:

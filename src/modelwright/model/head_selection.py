@@ -140,9 +140,7 @@ class _StraightThrough(torch.autograd.Function):
 
 @contextmanager
 def decisions_seen(model: nn.Module, see: Callable[[int, Tensor], None]) -> Generator[None]:
-    """Within the block, `see` is called with the number and the decisions, boolean [B, T, H], of every layer that
-    selects heads.
-    """
+    """Within the block, `see` gets the number and the decisions, bool [B, T, H], of layers that select heads."""
 
     def show(layer: int, module: nn.Module, inputs: Any, open_BTH: Tensor) -> None:
         see(layer, open_BTH)

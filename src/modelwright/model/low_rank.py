@@ -83,10 +83,8 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def row_lengths(self, row_blocks: Iterable[Tensor], factors: Factors) -> Tensor:
-        """Length of each row of W + s B A, [O], from products that are as narrow as A: |w|^2 + 2 s b.(A w) +
-        s^2 b (A A') b'.
-        """
-        # s is inside b_OR, so crossed_OR and own_RR are without it
+        """Length of each row of W + s B A, [O]: the root of |w|^2 + 2 s b.(A w) + s^2 b (A A') b'."""
+        # Products as narrow as A, so that W + s B A never exists; s is inside b_OR
         wide = torch.promote_types(factors.a_RI.dtype, torch.float32)
         a_RI, b_OR = factors.a_RI.to(wide), self.scale * factors.b_OR.to(wide)
         sums = [(row_norms(rows).square(), rows.to(wide) @ a_RI.T) for rows in row_blocks]

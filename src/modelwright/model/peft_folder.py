@@ -235,9 +235,8 @@ def _rows_of(model: Decoder, projections: Sequence[str]) -> dict[str, slice]:
 
 
 def groups_of(chosen: Iterable[str], among: Sequence[str]) -> list[str]:
-    """Returns the shortest names that select exactly these modules: the last parts of their names where those of all
-    layers are chosen, else whole names.
-    """
+    """Returns the shortest names that select exactly these modules."""
+    # The last part of a name where the modules of all layers are chosen, else the whole name
     chosen, result = set(chosen), dict[str, None]()
     for name in among:
         if name in chosen:

@@ -72,9 +72,7 @@ class StoredWeights:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read all tensors of one file, and its metadata. Raises `ModelError` if it is missing or damaged, or if a value is
-    not finite.
-    """
+    """Read a whole file and its metadata. Raises `ModelError` if it is missing, damaged or not finite."""
     if not path.is_file():
         raise ModelError(f"{path}: no such file; if the weights are pickled, save them again as safetensors")
     with _opened(path) as file:

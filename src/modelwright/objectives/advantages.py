@@ -78,9 +78,7 @@ def generalized_advantages(
 
 
 def whitened(values_CT: Tensor, mask_CT: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """Returns the values [C, T] with mean 0 and variance 1 over `mask_CT`, 0 outside of it. shift_mean: false keeps the
-    original mean.
-    """
+    """Normalizes to mean 0, or the original one without `shift_mean`, and variance 1 over `mask_CT`; 0 elsewhere."""
     kept = values_CT[mask_CT]
     if len(kept) < 2:
         return values_CT * mask_CT

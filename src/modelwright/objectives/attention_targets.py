@@ -27,20 +27,17 @@ AttentionForm = Literal["relations", "distributions"]
 class AttentionTargets(Protocol):
     """Comparison of two models' attention."""
 
-    @property
-    def student_layers(self) -> Sequence[int]:
-        """Layers of the student whose queries, keys and values are read."""
-        ...
-
-    @property
-    def teacher_layers(self) -> Sequence[int]: ...
+    student: ModelConfig
+    teacher: ModelConfig
+    pairs: Sequence[tuple[int, int]]
+    """Layers of student and teacher whose queries, keys and values are read."""
 
     def extras(self, heads: Mapping[int, HeadInputs]) -> dict[str, Tensor]:
         """Returns the teacher's tensors that a batch carries as extras, by name."""
         ...
 
     def loss(self, heads: Sequence[HeadInputs], batch: TokenBatch) -> Tensor:
-        """Sum over tokens of the mean divergence. heads: inputs of `student_layers`, with gradients."""
+        """Sum over tokens of the mean divergence. heads: inputs of the student's layers, with gradients."""
         ...
 
 
@@ -50,17 +47,10 @@ class AttentionRelations(AttentionTargets):
 
     student: ModelConfig
     teacher: ModelConfig
-
-    @property
-    def student_layers(self) -> Sequence[int]:
-        return [self.student.num_layers - 1]
-
-    @property
-    def teacher_layers(self) -> Sequence[int]:
-        return [self.teacher.num_layers - 1]
+    pairs: Sequence[tuple[int, int]]
 
     def extras(self, heads: Mapping[int, HeadInputs]) -> dict[str, Tensor]:
-        (layer,) = self.teacher_layers
+        ((_, layer),) = self.pairs
         return {f"relation_{kind}_BTE": channels for kind, channels in enumerate(heads[layer])}
 
     def loss(self, heads: Sequence[HeadInputs], batch: TokenBatch) -> Tensor:
@@ -75,14 +65,11 @@ class AttentionRelations(AttentionTargets):
 
 @dataclass(frozen=True)
 class AttentionDistributions(AttentionTargets):
-    """The softmax of queries times keys in each head of the mapped layers. Raises `ConfigError` for layers whose heads
-    cannot be compared.
-    """
+    """The softmax of queries times keys in each head of the mapped layers, which must be comparable."""
 
     student: ModelConfig
     teacher: ModelConfig
     pairs: Sequence[tuple[int, int]]
-    """Layers of student and teacher."""
 
     def __post_init__(self) -> None:
         if self.student.num_heads != self.teacher.num_heads:
@@ -100,14 +87,6 @@ class AttentionDistributions(AttentionTargets):
                     "choose relations"
                 )
 
-    @property
-    def student_layers(self) -> Sequence[int]:
-        return [own for own, _ in self.pairs]
-
-    @property
-    def teacher_layers(self) -> Sequence[int]:
-        return [layer for _, layer in self.pairs]
-
     def extras(self, heads: Mapping[int, HeadInputs]) -> dict[str, Tensor]:
         queries = {f"queries_{own}_BTE": heads[layer].q_BTC for own, layer in self.pairs}
         return queries | {f"keys_{own}_BTE": heads[layer].k_BTE for own, layer in self.pairs}
@@ -121,7 +100,7 @@ class AttentionDistributions(AttentionTargets):
                 batch.segments_BT,
                 window=self.student.window_of(own),
             )
-            for own, inputs in zip(self.student_layers, heads, strict=True)
+            for (own, _), inputs in zip(self.pairs, heads, strict=True)
         ]
         return torch.stack(losses).sum() / (self.student.num_heads * len(losses))
 
@@ -131,7 +110,8 @@ def attention_targets(
 ) -> AttentionTargets:
     """Returns the comparison of this form. pairs: the mapped layers of student and teacher."""
     if form == "relations":
-        return AttentionRelations(student, teacher)
+        # Of the last layers, whatever the map: MiniLMv2 leaves the other layers of the student free
+        return AttentionRelations(student, teacher, [(student.num_layers - 1, teacher.num_layers - 1)])
     return AttentionDistributions(student, teacher, pairs)
 
 

@@ -84,9 +84,7 @@ def _cross_entropies(
     anchors_PE: Tensor, across_NE: Tensor, beside_NE: Tensor, places_P: Tensor, is_same_PN: Tensor, scale: Tensor,
     within: bool,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropies of anchors [P]. across_NE: the side with the positives; beside_NE: the anchors' own side, which
-    adds negatives if `within`.
-    """
+    """Cross-entropies of anchors [P] with the other side and, if `within`, the anchors' own side as negatives."""
     across_PN = scale * (anchors_PE @ across_NE.T)
     is_positive_PN = places_P[:, None] == torch.arange(len(across_NE), device=places_P.device)
     logits_PK = across_PN.masked_fill(is_same_PN & ~is_positive_PN, -torch.inf)
@@ -231,9 +229,7 @@ def vision_shape(model: Decoder, config: AlignConfig) -> VisionConfig:
 def embed_pairs(
     model: Decoder, output: Tensor, batch: TokenBatch, pairs: Pairs, pooling: Literal["mean", "last"]
 ) -> tuple[PairEmbeddings, Tensor]:
-    """Returns both sides of the pairs in the common space, [P, E] each, and a mask of those with images [P]. output:
-    hidden states [B, T, D].
-    """
+    """Both sides of the pairs [P, E], and a mask of those with images [P], from hidden states [B, T, D]."""
     pooled_G2SD = pooled(output, batch.segments_BT, pairs.num_pieces, pooling).unflatten(0, (-1, 2))
     texts_PD, others_PD = (pooled_G2SD[:, side][pairs.is_pair_GS] for side in range(2))
     numbers_GS = image_numbers(batch)
@@ -266,9 +262,7 @@ def image_numbers(batch: TokenBatch) -> Tensor:
 
 
 def with_pixels(batch: TokenBatch, store: ImageStore | None, shape: VisionConfig) -> TokenBatch:
-    """Adds the images of its pairs to a batch, uint8 [B, I / 2, 3, S, S]: those of a group in the order of its pairs,
-    divided among its two rows.
-    """
+    """Adds images to a batch, uint8 [B, I / 2, 3, S, S]: those of a group in order, divided among its two rows."""
     of_groups = [[number for number in row if number >= 0] for row in image_numbers(batch).tolist()]
     # At least one image wide, so that all ranks run the tower
     room, size = max(1, -(-max(map(len, of_groups), default=0) // 2)), shape.image_size

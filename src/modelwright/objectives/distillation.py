@@ -143,16 +143,11 @@ class Distillation(Objective):
     """Models whose layers are read, with their hooks."""
 
     def __post_init__(self) -> None:
-        self.needs = frozenset[str]().union(*(PART_NEEDS[name] for name in self.used))
-
-    @property
-    def used(self) -> list[PartName]:
-        """Parts that have a weight at some time."""
-        return self.settings.used
+        self.needs = frozenset[str]().union(*(PART_NEEDS[name] for name in self.settings.used))
 
     def layer_pairs(self, student: ModelConfig) -> list[tuple[int, int]]:
         """Layers of student and teacher whose outputs are compared. Raises `ConfigError` for an impossible map."""
-        if "hidden" not in self.used:
+        if "hidden" not in self.settings.used:
             return []
         return layer_pairs(self.settings.layer_map, student.num_layers, self.teacher.config.num_layers)
 
@@ -186,18 +181,18 @@ class Distillation(Objective):
     def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         num_tokens = (batch.segments_BT >= 0).sum()
         counts = {"hidden": num_tokens, "attention": num_tokens, "logits": num_targets(batch)}
-        return {name: counts[name] * (FACTOR.format(name) in batch.extras) for name in self.used}
+        return {name: counts[name] * (FACTOR.format(name) in batch.extras) for name in self.settings.used}
 
     def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
         outputs, heads = self._watch(model).take() if self.settings.reads_layers else ([], [])
         # FSDP gathers a layer's weights for backward when the gradient of its output arrives: each must get one, though
         # it be zero, also where what is learned branches off inside of the layer.
         nothing = 0.0 * output.sum(dtype=torch.promote_types(output.dtype, torch.float32))
-        losses: dict[str, Tensor] = dict.fromkeys(self.used, nothing)
+        losses: dict[str, Tensor] = dict.fromkeys(self.settings.used, nothing)
         metrics: dict[str, Metric] = dict.fromkeys(self.metric_names, (nothing.detach(), nothing.detach()))
         # Rows of padding have a factor of zero, and all others that of the step
         extras = batch.extras
-        factors = {name: extras[key].max() for name in self.used if (key := FACTOR.format(name)) in extras}
+        factors = {name: extras[key].max() for name in self.settings.used if (key := FACTOR.format(name)) in extras}
         if "hidden" in factors:
             pairs, real_BT, gaps = self.layer_pairs(model.config), batch.segments_BT >= 0, list[Tensor]()
             for (own, _), hidden_BTD in zip(pairs, outputs, strict=True):
@@ -227,8 +222,8 @@ class Distillation(Objective):
         return Terms(losses, metrics)
 
     def in_force(self, progress: float) -> dict[PartName, float]:
-        """Returns the parts that are learned at this share of the training, with their weights."""
-        factors: dict[PartName, float] = {name: self.settings.parts[name].at(progress) for name in self.used}
+        """Returns the parts that are learned at this share of the training in [0, 1], with their weights."""
+        factors: dict[PartName, float] = {name: self.settings.parts[name].at(progress) for name in self.settings.used}
         return {name: factor for name, factor in factors.items() if factor > 0}
 
     def with_teacher(self, batch: TokenBatch, model: Decoder, progress: float) -> TokenBatch:
@@ -248,7 +243,7 @@ class Distillation(Objective):
             pairs = self.layer_pairs(student) if "hidden" in active else []
             layers = list(dict.fromkeys(layer for _, layer in pairs))
             targets = self.attention_targets(student) if "attention" in active else None
-            heads = list(dict.fromkeys(targets.teacher_layers)) if targets else []
+            heads = list(dict.fromkeys(layer for _, layer in targets.pairs)) if targets else []
             found = self.teacher.output(batch, outputs=layers, heads=heads)
             read = {OUTPUT.format(own): found.outputs[layers.index(layer)] for own, layer in pairs}
             if targets:
@@ -263,8 +258,9 @@ class Distillation(Objective):
         for watched, taps in self.watched:
             if watched is model:
                 return taps
-        heads = self.attention_targets(model.config).student_layers if "attention" in self.used else []
-        taps = LayerTaps(model, outputs=[own for own, _ in self.layer_pairs(model.config)], heads=heads)
+        heads = self.attention_targets(model.config).pairs if "attention" in self.settings.used else []
+        outputs = self.layer_pairs(model.config)
+        taps = LayerTaps(model, outputs=[own for own, _ in outputs], heads=[own for own, _ in heads])
         self.watched.append((model, taps))
         return taps
 

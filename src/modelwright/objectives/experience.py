@@ -47,12 +47,6 @@ class Experience:
             metrics=metrics,
         )
 
-    def rows(self, numbers: Tensor, row_len: int) -> TokenBatch:
-        """Packs the completions with these numbers [N] int64 into rows of `row_len` tokens, at least one row."""
-        plan = RowPlan.of(self.lengths_C[numbers], row_len)
-        extras_CT = {name: values[numbers] for name, values in self.extras_CT.items()}
-        return completion_batch(self.ids_CL[numbers], self.mask_CT[numbers], plan, extras_CT).padded(1)
-
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "extras_CT": dict(self.extras_CT), "metrics": dict(self.metrics)}
 
@@ -86,14 +80,17 @@ class ExperienceBuffer:
         self.experience, self.position, self.number = experience, 0, self.number + 1
 
     def next_minibatch(self, *, rank: int, world_size: int) -> TokenBatch:
-        """Returns this data rank's part of the next minibatch."""
-        assert self.experience is not None
+        """Returns this data rank's part of the next minibatch, packed into rows, at least one."""
+        experience = self.experience
+        assert experience is not None
         epoch, part = divmod(self.position, self.num_minibatches)
         self.position += 1
-        order = permutation(derive_seed(self.seed, "minibatches", self.number, epoch), len(self.experience.lengths_C))
+        order = permutation(derive_seed(self.seed, "minibatches", self.number, epoch), len(experience.lengths_C))
         # Divided into minibatches before ranks, so that a minibatch is the same for any number of ranks
-        own = np.array_split(np.array_split(order, self.num_minibatches)[part], world_size)[rank]
-        return self.experience.rows(torch.from_numpy(own), self.row_len)
+        own = torch.from_numpy(np.array_split(np.array_split(order, self.num_minibatches)[part], world_size)[rank])
+        plan = RowPlan.of(experience.lengths_C[own], self.row_len)
+        extras_CT = {name: values[own] for name, values in experience.extras_CT.items()}
+        return completion_batch(experience.ids_CL[own], experience.mask_CT[own], plan, extras_CT).padded(1)
 
     def end(self) -> None:
         """Skip the remaining minibatches of this experience."""

@@ -161,9 +161,7 @@ class Grpo(RolloutObjective):
         return Experience.of(rollout, extras_CT, metrics)
 
     def _roll_out(self, whole: Decoder) -> tuple[Rollout, dict[str, float]]:
-        """Generates the groups that an update needs, or fewer if too many have equal rewards; returns them and figures
-        of all completions.
-        """
+        """Generates the groups of an update, fewer if too many have equal rewards, and figures of all completions."""
         config = self.config
         num_groups = self.num_completions * config.steps_per_generation // config.num_generations
         most = num_groups * config.num_generations

@@ -146,9 +146,7 @@ class ImageTrainConfig(TrainConfig):
 
 
 def carrier(dtype: torch.dtype = torch.float32) -> Decoder:
-    """Returns the decoder of an image classifier's training, which the loop runs on one token for each image and never
-    changes.
-    """
+    """Returns the decoder that the loop runs on one token for each image and never changes."""
     model = Decoder(_CARRIER)
     model.init_weights(0)
     return model.to(dtype)

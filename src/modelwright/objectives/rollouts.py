@@ -241,9 +241,7 @@ def share(count: int, world: World) -> range:
 
 
 def gather_rows(world: World, rows: Tensor) -> Tensor:
-    """Gathers the rows of all ranks, any number of each, in the order of the ranks, on the CPU. Rows have the same
-    shape and format on all ranks.
-    """
+    """Gathers rows of one shape and format from all ranks, any number of each, in their order, on the CPU."""
     parts = world.gather_bytes(rows.contiguous().cpu().flatten().view(torch.uint8))
     return torch.cat([part.cpu() for part in parts]).view(rows.dtype).view(-1, *rows.shape[1:])
 

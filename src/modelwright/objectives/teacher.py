@@ -47,9 +47,7 @@ class TeacherModel:
 
     @classmethod
     def of(cls, model: Decoder, world: World, *, sharded: bool = False) -> "TeacherModel":
-        """Copies `model`, which is not kept. sharded: all ranks make every call together, each with its own rows,
-        equally many.
-        """
+        """Copies `model`. sharded: all ranks make every call together, with equally many own rows."""
         frozen = FrozenModel(model, world, sharded=sharded)
         head_VE = model.head_weight.detach().to(world.device).clone() if sharded else frozen.executor.model.head_weight
         return cls(frozen=frozen, config=model.config, head_VE=head_VE)

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
 from modelwright.model.hf_types.hf_type import (
+    HF_ACTIVATIONS,
     HfSettings,
     HfType,
-    hf_activation,
     read_activation,
     read_shape,
     write_layer_types,
@@ -98,7 +98,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {
         **shape,
         **write_layer_types(config),
-        "hidden_activation": hf_activation(config),
+        "hidden_activation": HF_ACTIVATIONS[config.feed_forward.activation],
         "query_pre_attn_scalar": round(scale**-2) if scale else config.head_dim,
         "final_logit_softcapping": config.logit_soft_cap or None,
         "attn_logit_softcapping": config.attention.soft_cap or None,

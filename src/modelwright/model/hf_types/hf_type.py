@@ -31,6 +31,7 @@ SHAPE_DEFAULTS: Mapping[str, Any] = {
 divided by the query heads."""
 
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+HF_ACTIVATIONS: Mapping[Activation, str] = {own: name for name, own in ACTIVATIONS.items()}
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def write_shape(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
         "embedding_initializer_range": config.embedding_init_std,
-        "hidden_act": hf_activation(config),
+        "hidden_act": HF_ACTIVATIONS[config.feed_forward.activation],
         "attention_bias": config.attention.output_bias,
         "attention_dropout": 0.0,
         "use_cache": True,
@@ -160,10 +161,6 @@ def read_activation(settings: HfSettings, *names: str, default: str = "silu") ->
     if activation not in ACTIVATIONS:
         settings.refuse(name, f"activation {activation!r}")
     return ACTIVATIONS[activation]
-
-
-def hf_activation(config: ModelConfig) -> str:
-    return next(name for name, ours in ACTIVATIONS.items() if ours == config.feed_forward.activation)
 
 
 def write_layer_types(config: ModelConfig) -> dict[str, Any]:

@@ -20,9 +20,38 @@ def read_rope(
     """
     parameters = rope_settings(settings) if group is None else group
     theta = float(parameters.get("rope_theta") or settings.get("rope_theta", default_theta))
-    scaling = _read_scaling(settings, parameters, max_len)
-    grown = {"max_seq_len": int(max_len * scaling.factor)} if scaling.kind == "dynamic" else {}
-    return {"rope_theta": theta, "rope": scaling, **grown}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind not in get_args(RopeKind):
+        settings.refuse("rope_scaling", f"scaled rotary positions ({kind})")
+    if kind == "default":
+        return {"rope_theta": theta, "rope": RopeScaling()}
+    name = "original_max_position_embeddings"
+    original = max_len if kind == "dynamic" else int(settings.data.get(name) or parameters.get(name) or max_len)
+    factor = parameters.get("factor")
+    if factor is None and kind in ("linear", "dynamic", "llama3"):
+        settings.refuse("rope_scaling", f"kind {kind} without a factor")
+    factor = max_len / original if factor is None else float(factor)
+    scaling: dict[str, Any] = {"kind": kind, "factor": factor, "original_max_len": 0 if kind == "linear" else original}
+    if kind == "yarn":
+        attention, scale, scale_all = (parameters.get(one) for one in ("attention_factor", "mscale", "mscale_all_dim"))
+        if attention is None and scale and scale_all:
+            # DeepSeek-V2's two factors; without them attention's factor follows from the scaling's, which 0 stands for
+            growth = 0.1 * math.log(factor) if factor > 1 else 0.0
+            attention = (growth * float(scale) + 1.0) / (growth * float(scale_all) + 1.0)
+        scaling |= {
+            "beta_fast": float(parameters.get("beta_fast") or 32.0),
+            "beta_slow": float(parameters.get("beta_slow") or 1.0),
+            "truncate": bool(parameters.get("truncate", True)),
+            "attention_factor": float(attention or 0.0),
+        }
+    if kind == "longrope":
+        for name in ("short_factor", "long_factor"):
+            scaling[name] = tuple(map(float, cast(Sequence[float], parameters.get(name) or ())))
+        scaling["attention_factor"] = float(parameters.get("attention_factor") or 0.0)
+    if kind == "llama3":
+        scaling |= {name: float(parameters[name]) for name in ("low_freq_factor", "high_freq_factor")}
+    rope = RopeScaling(**scaling)
+    return {"rope_theta": theta, "rope": rope, **({"max_seq_len": int(max_len * factor)} if kind == "dynamic" else {})}
 
 
 def rope_settings(settings: HfSettings) -> Mapping[str, Any]:
@@ -70,37 +99,3 @@ def scaling_settings(config: ModelConfig) -> dict[str, Any]:
         value: Any = getattr(scaling, name)
         written[name] = list(cast(tuple[float, ...], value)) if isinstance(value, tuple) else value
     return written
-
-
-def _read_scaling(settings: HfSettings, group: Mapping[str, Any], max_len: int) -> RopeScaling:
-    kind = group.get("rope_type", group.get("type", "default"))
-    if kind not in get_args(RopeKind):
-        settings.refuse("rope_scaling", f"scaled rotary positions ({kind})")
-    if kind == "default":
-        return RopeScaling()
-    kind, name = cast(RopeKind, kind), "original_max_position_embeddings"
-    original = max_len if kind == "dynamic" else int(settings.data.get(name) or group.get(name) or max_len)
-    factor = group.get("factor")
-    if factor is None and kind in ("linear", "dynamic", "llama3"):
-        settings.refuse("rope_scaling", f"kind {kind} without a factor")
-    factor = max_len / original if factor is None else float(factor)
-    read: dict[str, Any] = {"kind": kind, "factor": factor, "original_max_len": 0 if kind == "linear" else original}
-    if kind == "yarn":
-        attention, scale, scale_all = (group.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
-        if attention is None and scale and scale_all:
-            # DeepSeek-V2's two factors; without them attention's factor follows from the scaling's, which 0 stands for
-            growth = 0.1 * math.log(factor) if factor > 1 else 0.0
-            attention = (growth * float(scale) + 1.0) / (growth * float(scale_all) + 1.0)
-        read |= {
-            "beta_fast": float(group.get("beta_fast") or 32.0),
-            "beta_slow": float(group.get("beta_slow") or 1.0),
-            "truncate": bool(group.get("truncate", True)),
-            "attention_factor": float(attention or 0.0),
-        }
-    if kind == "longrope":
-        for name in ("short_factor", "long_factor"):
-            read[name] = tuple(map(float, cast(Sequence[float], group.get(name) or ())))
-        read["attention_factor"] = float(group.get("attention_factor") or 0.0)
-    if kind == "llama3":
-        read |= {name: float(group[name]) for name in ("low_freq_factor", "high_freq_factor")}
-    return RopeScaling(**read)

@@ -40,7 +40,10 @@ class EncoderFeedForward(nn.Module):
         self.activation: TowerActivation = activation
 
     def forward(self, x_NTD: Tensor) -> Tensor:
-        return self.down_proj(activated(self.up_proj(x_NTD), self.activation))
+        hidden_NTF = self.up_proj(x_NTD)
+        if self.activation == "quick_gelu":
+            return self.down_proj(hidden_NTF * torch.sigmoid(1.702 * hidden_NTF))
+        return self.down_proj(F.gelu(hidden_NTF, approximate="tanh" if self.activation == "gelu_tanh" else "none"))
 
 
 class EncoderBlock(nn.Module):
@@ -56,13 +59,6 @@ class EncoderBlock(nn.Module):
     def forward(self, hidden_NTD: Tensor, *, is_causal: bool = False) -> Tensor:
         hidden_NTD = hidden_NTD + self.attention(self.attention_norm(hidden_NTD), is_causal=is_causal)
         return hidden_NTD + self.ffn(self.ffn_norm(hidden_NTD))
-
-
-def activated(x: Tensor, activation: TowerActivation) -> Tensor:
-    """Applies the activation."""
-    if activation == "quick_gelu":
-        return x * torch.sigmoid(1.702 * x)
-    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 @torch.no_grad()

@@ -172,9 +172,7 @@ def _without_weights(settings: Mapping[str, Any], folder: Path, where: str) -> D
 
 
 def canonical(name: str) -> str:
-    """Name of a tensor in the form of `save_llava`. Versions of `transformers` differ in their use of the prefixes
-    `model.` and `vision_model.`.
-    """
+    """Name of a tensor in the form of `save_llava`; versions of `transformers` differ in prefixes."""
     if name.startswith(tuple(f"model.{part}" for part in (TEXT, TOWER, PROJECTOR))):
         name = name.removeprefix("model.")
     if name.startswith("lm_head."):

@@ -44,9 +44,7 @@ class VisionTower(nn.Module):
         return self.pool(self.norm_out(hidden_NTD))
 
     def patch_states(self, pixels_NCSS: Tensor, *, num_blocks: int = 0) -> Tensor:
-        """Vectors of patches [N, P, D], row by row, after `num_blocks` blocks (0 for all) and without the last norm; a
-        decoder that writes captions reads them.
-        """
+        """Vectors of patches [N, P, D], row by row, after `num_blocks` blocks (0: all), without the last norm."""
         hidden_NTD = self.run_blocks(pixels_NCSS, num_blocks=num_blocks)
         return hidden_NTD[:, self.config.num_tokens - self.config.num_patches :]
 
