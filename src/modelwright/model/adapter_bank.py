@@ -32,10 +32,9 @@ BASE = ""
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """Factors of an adapter for one projection. b_OR includes the scale; lengths_O multiplies the sum: DoRA's
-    magnitudes over the lengths of rows, empty without DoRA.
-    """
+    """Factors of an adapter for one projection."""
 
+    # b_OR includes the scale; lengths_O is DoRA's magnitudes over the lengths of rows, empty without DoRA
     a_RI: Tensor
     b_OR: Tensor
     lengths_O: Tensor
@@ -89,6 +88,7 @@ class AdapterSet:
         number = next(self._next_number)
         for projection, part in adapter.parts.items():
             module = self._model.projections()[projection]
+            # A bank that belongs to another set of this model is replaced
             if not isinstance(module.adapter, AdapterBank) or module.adapter.rows is not self._rows:
                 module.adapter = AdapterBank(self._rows)
             module.adapter.parts[number] = part

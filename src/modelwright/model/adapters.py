@@ -57,6 +57,7 @@ def attach_adapters(model: Decoder, config: AdapterConfig, seed: int) -> None:
         )
         like = projection.weight if projection.frozen is None else projection.frozen.scales
         projection.adapter = adapter.to(like.device, like.dtype)
+    # Read after packing: DoRA's magnitudes start as the lengths of the weights that are used, which are rounded
     shapes = {name: parameter.shape for name, parameter in model.named_parameters() if ADAPTER in name}
     initial = StoredAdapters(stored=_source_of(model), config=config, seed=seed, shapes=shapes)
     if is_on_disk(model):
@@ -78,9 +79,7 @@ def own_projections(model: Decoder) -> dict[str, Linear]:
 
 
 def pack_projections(model: Decoder, packed_format: PackedFormat) -> None:
-    """Quantize the weights of all own projections to four or eight bits, in place; embedding, head and norms stay.
-    Weights on disk are packed when they are read.
-    """
+    """Quantize the weights of all own projections to four or eight bits, in place, or when they are read from disk."""
     for projection in own_projections(model).values():
         weight = projection.weight
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -130,6 +129,7 @@ def adapters_disabled(model: Decoder) -> Generator[None]:
 
 def merge_adapters(model: Decoder) -> None:
     """Merge the adapters into the weights, in place: a plain, trainable model with the same outputs up to rounding."""
+    # Unpacked first: codes of four or eight bits would round the merged weights again
     _unpack_projections(model)
     _write_merged(model)
     remove_adapters(model)

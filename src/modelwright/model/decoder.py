@@ -137,15 +137,14 @@ def add_bias(out: Tensor, bias: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension with a learned scale, `weight` or 1 + `weight`. out_dtype: None is
-    the input's; in_fp32: computed in FP32 whatever the input's format.
-    """
+    """Root-mean-square norm over the last dimension with a learned scale, `weight` or 1 + `weight`."""
 
     def __init__(self, dim: int, config: ModelConfig) -> None:
         super().__init__()
         self.eps = config.norm_eps
         self.one_plus_weight = config.norms.one_plus_weight
         self.weight = nn.Parameter(torch.full((dim,), self.neutral_weight))
+        # None is the input's format; `in_fp32` computes in FP32 whatever the input's format
         self.out_dtype: torch.dtype | None = None
         self.in_fp32 = True
 
@@ -198,6 +197,7 @@ class Attention(nn.Module):
         """Attention's output [B, T, H, d], only of the selected heads if the layer has a router."""
         if self.head_router is None or self.head_selection is None:
             return attend(self.spec, q_BTHd, k_BTKd, v_BTKd)
+        # The query heads that share a key/value head are consecutive, and get its decision
         logits_BTK = self.head_router(x_BTD)
         logits_BTH = logits_BTK.repeat_interleave(q_BTHd.shape[-2] // logits_BTK.shape[-1], dim=-1)
         open_BTH = self.head_selection(logits_BTH)
@@ -259,10 +259,9 @@ class Block(nn.Module):
 
 @dataclass
 class EndFormats:
-    """Number formats at the ends of a model, shared by its pipeline stages. stream_dtype: residual stream; head_dtype:
-    products of head and loss. None is the format of the weights.
-    """
+    """Number formats at the ends of a model, shared by its pipeline stages; None is that of the weights."""
 
+    # Of the residual stream, and of the products of head and loss
     stream_dtype: torch.dtype | None = None
     head_dtype: torch.dtype | None = None
     loss_in_fp32: bool = True
@@ -433,7 +432,7 @@ class Decoder(nn.Module):
         """Logits [..., V], multiplied in `ends.head_dtype`. Training calls `cross_entropy` instead."""
         if self.ends.head_dtype:
             return self.cap(F.linear(hidden_BTD.to(self.ends.head_dtype), self.head_weight.to(self.ends.head_dtype)))
-        if self.head is None:
+        if self.head is None:  # tied: an embedding has no `product` that training could replace
             return self.cap(F.linear(hidden_BTD, self.embedding.weight.to(hidden_BTD.dtype)))
         return self.cap(self.head(hidden_BTD))
 
@@ -471,8 +470,6 @@ class Decoder(nn.Module):
 
 
 def decoders_in(model: nn.Module) -> dict[str, Decoder]:
-    """Decoders among a model and its modules, by the prefix of their parameters' names: "" for the model itself, and
-    those among its heads, such as a value model.
-    """
+    """Decoders in a model by prefix of their parameters: "" for itself, and heads such as a value model."""
     named = cast(Iterator[tuple[str, nn.Module]], model.named_modules())
     return {f"{name}." if name else "": module for name, module in named if isinstance(module, Decoder)}

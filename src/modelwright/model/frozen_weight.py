@@ -23,9 +23,7 @@ CODES, SCALES = "codes", "scales"
 
 
 class FrozenWeight(nn.Module):
-    """Weight [O, I] as codes and the scales of runs of 64 along each row. Both are parameters without gradient, so that
-    layouts divide them by rows and by whole runs of columns.
-    """
+    """Weight [O, I] as codes and the scales of runs of 64 along each row."""
 
     def __init__(
         self, num_outputs: int, num_inputs: int, packed_format: PackedFormat, *, dtype: torch.dtype = torch.float32
@@ -34,6 +32,7 @@ class FrozenWeight(nn.Module):
         self.num_inputs = num_inputs
         self.packed_format: PackedFormat = packed_format
         self.chunk_elements = CHUNK_ELEMENTS
+        # Parameters, though without gradient: layouts divide them by rows and by whole runs of columns
         is_nf4 = packed_format == "nf4"
         columns, kind = (-(-num_inputs // 2), torch.uint8) if is_nf4 else (num_inputs, torch.int8)
         self.codes = nn.Parameter(torch.empty(num_outputs, columns, dtype=kind), requires_grad=False)

@@ -89,9 +89,7 @@ LOSS_NAME = "head_budget"
 
 
 class HeadSelection(nn.Module):
-    """Opens heads by the sign of a layer's router logits, which are repeated for the query heads that share a key/value
-    head, so that these have one decision.
-    """
+    """Opens heads by the sign of a layer's router logits, repeated for the query heads of a key/value head."""
 
     def __init__(self, num_heads: int, budget: float) -> None:
         super().__init__()
@@ -104,9 +102,7 @@ class HeadSelection(nn.Module):
         return logits_BTH > 0
 
     def gated(self, out_BTHd: Tensor, logits_BTH: Tensor, open_BTH: Tensor) -> Tensor:
-        """Returns attention's output with closed heads at zero, whether they were computed or not; training adds the
-        budget loss, which trains the router.
-        """
+        """Returns attention's output with closed heads at zero; training adds the budget loss, for the router."""
         if not torch.is_grad_enabled():
             return out_BTHd * open_BTH.to(out_BTHd.dtype)[..., None]
         straight_through: Any = _StraightThrough

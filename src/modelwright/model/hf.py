@@ -51,25 +51,16 @@ def save_model(
     _save_folder(model, folder, hf_weights(model, types), files)
 
 
-def save_sequence_classifier(
-    model: Decoder,
-    folder: Path,
-    *,
-    head: str,
-    label: str,
-    eos_id: int,
-    pad_id: int,
-    types: Sequence[HfType] = HF_TYPES,
-) -> None:
+def save_sequence_classifier(model: Decoder, folder: Path, *, head: str, label: str, eos_id: int, pad_id: int) -> None:
     """Write the decoder with one of its `heads`, a product of the last token's hidden state with `weight` [1, D], as a
     sequence classification with one label. `AutoModelForSequenceClassification` loads it and gives the same scores.
 
     pad_id: a token that no sequence ends with; `transformers` pools at the last token that is another one. Raises
     `StorageError` if writing fails.
     """
-    weights = {name: tensor for name, tensor in hf_weights(model, types).items() if not name.startswith("lm_head.")}
+    weights = {name: tensor for name, tensor in hf_weights(model).items() if not name.startswith("lm_head.")}
     weights[f"{SCORE}.weight"] = model.heads[head].get_parameter("weight").detach().contiguous()
-    plain = hf_config(model.config, types)
+    plain = hf_config(model.config)
     config = {
         **plain,
         "architectures": [name.replace("ForCausalLM", CLASSIFIER) for name in plain["architectures"]],
@@ -114,12 +105,10 @@ def _architecture(folder: Path) -> str:
     return str((read_json(folder / "config.json").get("architectures") or [""])[0])
 
 
-def load_sequence_classifier(
-    folder: Path, *, head: str, dtype: torch.dtype = torch.float32, types: Sequence[HfType] = HF_TYPES
-) -> Decoder:
+def load_sequence_classifier(folder: Path, *, head: str) -> Decoder:
     """Read the folder of a sequence classification with one label, such as `save_sequence_classifier` and
-    `transformers` write, into a decoder with `score.weight` as the module `head` of its `heads`. The folder lacks an
-    output projection, so the decoder's logits are meaningless.
+    `transformers` write, into a decoder with `score.weight` as the module `head` of its `heads`, in FP32. The folder
+    lacks an output projection, so the decoder's logits are meaningless.
 
     Raises `ModelError` as `load_model` does, and for a folder of another kind.
     """
@@ -130,12 +119,12 @@ def load_sequence_classifier(
             "folder of a reward model"
         )
     # Tied, so that no lm_head is wanted: the classifier's folder has score.weight in its place
-    config = replace(load_config(folder, types=types), tie_embeddings=True)
+    config = replace(load_config(folder), tie_embeddings=True)
     score = f"{SCORE}.weight"
-    model, weights = _open(config, folder, types, {score: torch.Size((1, config.model_dim))})
-    weights.fill(model, dtype)
+    model, weights = _open(config, folder, HF_TYPES, {score: torch.Size((1, config.model_dim))})
+    weights.fill(model, torch.float32)
     model.heads[head] = nn.Linear(config.model_dim, 1, bias=False)
-    set_parameter(model, f"heads.{head}.weight", weights.stored.read(score).to(dtype))
+    set_parameter(model, f"heads.{head}.weight", weights.stored.read(score).float())
     return model
 
 

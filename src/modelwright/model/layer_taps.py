@@ -75,6 +75,7 @@ class LayerTaps:
 
     def _heads_hook(self, layer: int) -> Any:
         def watch(attention: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            # Attention's last input is its `Attend` function, which gets queries and keys with their positions
             attend: Attend = inputs[-1]
 
             def keep(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:

@@ -70,6 +70,7 @@ class LowRank(nn.Module):
         if not self.is_on:
             return out
         factors = self.factors()
+        # Scaled where the product is narrow, [..., R] instead of [..., O]
         low = in_float(out.dtype, self.dropout(x), factors.a_RI)
         out = multiply_add(out, low * self.scale, factors.b_OR.to(out.dtype))
         if not self.has_magnitude:
@@ -111,9 +112,8 @@ def row_norms(weight_OI: Tensor) -> Tensor:
 
 
 def initial_a(seed: int, name: str, rank: int, num_inputs: int) -> Tensor:
-    """Initial A [R, I] of the projection of this name, in FP32: uniform within 1 / sqrt(I), as PEFT draws it. B starts
-    as zeros, so that training starts from the model's own outputs.
-    """
+    """Initial A [R, I] of a projection by name, in FP32: uniform within 1 / sqrt(I), as PEFT draws it."""
+    # B starts as zeros, so that training starts from the model's own outputs.
     # A seed for each name, not one generator for all: a projection's A does not depend on which others have adapters
     generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
     bound = 1.0 / math.sqrt(num_inputs)

@@ -26,8 +26,6 @@ from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import ADAPTER, adapters_of, attach_adapters, base_fingerprint, own_projections
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import hf_name, type_of
-from modelwright.model.hf_types import HF_TYPES
-from modelwright.model.hf_types.hf_type import HfType
 from modelwright.model.low_rank import MAGNITUDE, A, B, row_norms
 from modelwright.model.stored_weights import read_json, read_tensors
 
@@ -79,19 +77,19 @@ class AdaptedModule:
     projections: Sequence[str]
 
 
-def modules_of(model: Decoder, types: Sequence[HfType] = HF_TYPES) -> list[AdaptedModule]:
+def modules_of(model: Decoder) -> list[AdaptedModule]:
     """Returns the modules of the blocks that can have adapters."""
-    chosen, held = type_of(model.config, types), dict[str, list[str]]()
+    chosen, held = type_of(model.config), dict[str, list[str]]()
     for name in own_projections(model):
         held.setdefault(hf_name(f"{name}.weight", chosen).removesuffix(".weight"), []).append(name)
     return [AdaptedModule(name, projections) for name, projections in held.items()]
 
 
-def save_adapter(model: Decoder, folder: Path, *, base: str = "", types: Sequence[HfType] = HF_TYPES) -> None:
+def save_adapter(model: Decoder, folder: Path, *, base: str = "") -> None:
     """Write the adapters of a model into `folder` (created if missing). base: path or name of the base model's folder,
     for readers of the config. Raises `ConfigError` for a model without adapters, `StorageError` if writing fails.
     """
-    own, modules = model.adapters, modules_of(model, types)
+    own, modules = model.adapters, modules_of(model)
     if not own.r:
         raise ConfigError(f"{folder}: the model lacks adapters to write; train with lora.r above 0")
     adapters, tensors = adapters_of(model), dict[str, Tensor]()
@@ -131,14 +129,14 @@ def save_adapter(model: Decoder, folder: Path, *, base: str = "", types: Sequenc
         save_file(plain, folder / TENSORS, metadata={"format": "pt", FINGERPRINT: model.base_fingerprint})
 
 
-def load_adapter(model: Decoder, folder: Path, *, types: Sequence[HfType] = HF_TYPES) -> None:
+def load_adapter(model: Decoder, folder: Path) -> None:
     """Attach the adapters of a folder to a model in memory without adapters, in place. Training can continue with a
     `lora` section of the same form (`model.adapters`).
 
     Raises `ModelError` that names setting or tensor when the folder has a feature of PEFT that is not supported, lacks
     tensors, or belongs to another model.
     """
-    read = read_adapter(model, folder, types=types)
+    read = read_adapter(model, folder)
     attach_adapters(model, read.config, seed=0)
     with torch.no_grad():
         for name, value in read.values.items():
@@ -153,7 +151,7 @@ class ReadAdapter:
     values: Mapping[str, Tensor]
 
 
-def read_adapter(model: Decoder, folder: Path, *, types: Sequence[HfType] = HF_TYPES) -> ReadAdapter:
+def read_adapter(model: Decoder, folder: Path) -> ReadAdapter:
     """Read a folder for this model without changing the model. Raises `ModelError` as `load_adapter` does."""
     path = folder / CONFIG
     settings = _checked_settings(path)
@@ -163,7 +161,7 @@ def read_adapter(model: Decoder, folder: Path, *, types: Sequence[HfType] = HF_T
         raise ModelError(
             f"{folder}: the adapter belongs to other weights than this model's; load the model that it names"
         )
-    modules = {module.name: module for module in modules_of(model, types)}
+    modules = {module.name: module for module in modules_of(model)}
     by_module = _by_module(folder, stored, modules)
     _check_targets(path, settings, list(modules), found=set(by_module))
     ranks, alphas, values = dict[str, int](), dict[str, float](), dict[str, Tensor]()
@@ -209,6 +207,7 @@ def _fused(model: Decoder, module: AdaptedModule) -> tuple[int, float, dict[str,
     first = next(iter(held.values()))
     rank, scale = sum(one.rank for one in held.values()), first.scale
     b_OR = first.lora_B.new_zeros(max(own.stop for own in rows.values()), rank)
+    # PEFT has one scale for the module: that of the first projection; B makes up for the others
     done = 0
     for name, one in held.items():
         b_OR[rows[name], done : done + one.rank] = one.lora_B.detach() * (one.scale / scale)
@@ -289,6 +288,7 @@ def _checked_settings(path: Path) -> dict[str, Any]:
 def _check_kind(place: str, value: Any, default: Any) -> None:
     """Raise `ModelError` for a value without the type of a default; an int passes for a float."""
     is_right = isinstance(value, int | float) if isinstance(default, float) else isinstance(value, type(default))
+    # Compared separately, because a bool is an int
     if not is_right or isinstance(value, bool) != isinstance(default, bool):
         raise ModelError(f"{place}: {value!r} has the wrong type; copy the folder again")
 

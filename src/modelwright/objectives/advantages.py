@@ -31,6 +31,7 @@ def group_advantages(rewards_PG: Tensor, *, baseline: Baseline, scale: RewardSca
     rewards_PG = rewards_PG.double().where(scored_PG, 0.0)
     above_PG = rewards_PG - rewards_PG.sum(dim=1, keepdim=True) / counts_P1.clamp(min=1)
     if baseline == "leave_one_out":
+        # r - mean of the others = (r - mean of all) * n / (n - 1)
         above_PG = above_PG * counts_P1 / (counts_P1 - 1).clamp(min=1)
     counted_PG = scored_PG & (counts_P1 > 1)
     if scale == "group":
@@ -61,10 +62,8 @@ def differs(rewards_PG: Tensor) -> Tensor:
 def generalized_advantages(
     rewards_CT: Tensor, values_CT: Tensor, mask_CT: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of each token, [C, T] each, 0 outside of `mask_CT`, which must be contiguous in each row
-    (generalized advantage estimation, Schulman et al. 2016, equation 16).
-    """
-    # The mask resets both to 0 past the last token: a completion is an episode, without a value after its end
+    """Advantages and returns [C, T], 0 outside of `mask_CT` (Schulman et al. 2016, equation 16)."""
+    # The places of a row are contiguous, and the mask resets both to 0 past the last one: a completion is an episode
     advantages_CT = torch.zeros_like(values_CT)
     following_C = torch.zeros_like(values_CT[:, 0])
     next_values_C = torch.zeros_like(following_C)

@@ -59,9 +59,7 @@ class LearnedScale(nn.Module):
 
 
 class _Cap(torch.autograd.Function):
-    """min(x, most). Beyond the limit the gradient is zero only where descent would raise x: with `clamp`, a value that
-    an update has moved past the limit would stay there forever.
-    """
+    """min(x, most), with the gradient of values beyond the limit that descent would lower."""
 
     @staticmethod
     def forward(ctx, x, most):
@@ -70,6 +68,7 @@ class _Cap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        # With `clamp`, a value that an update has moved past the limit would stay there forever
         (is_beyond,) = ctx.saved_tensors
         return torch.where(is_beyond, grad.clamp(min=0.0), grad), None
 
@@ -77,9 +76,8 @@ class _Cap(torch.autograd.Function):
 def alignment_heads(
     vision: VisionConfig, *, model_dim: int, embed_dim: int, temperature: float, bias: float
 ) -> Mapping[str, nn.Module]:
-    """Returns the heads by name. Initial values come from PyTorch's default generator, or for the vision tower from its
-    folder. Raises `ModelError` if that cannot be read.
-    """
+    """Returns the heads by name. Raises `ModelError` if the folder of the vision tower cannot be read."""
+    # All other initial values come from PyTorch's default generator, in this order
     tower = load_vision_tower(Path(vision.init_from)) if vision.init_from else VisionTower(vision)
     return {
         TEXT: Projection(model_dim, embed_dim),

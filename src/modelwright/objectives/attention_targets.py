@@ -116,9 +116,8 @@ def attention_targets(
 
 
 def num_relation_heads(student: ModelConfig, teacher: ModelConfig) -> int:
-    """Largest number that divides the widths of queries and of keys of both, at most twice the teacher's heads: more
-    relation heads than attention heads carry finer relations (MiniLMv2, section 4.4).
-    """
+    """Largest number that divides all widths of queries and keys, at most twice the teacher's heads."""
+    # More relation heads than attention heads carry finer relations (MiniLMv2, section 4.4)
     common = gcd(*(heads * one.head_dim for one in (student, teacher) for heads in (one.num_heads, one.num_kv_heads)))
     return max(number for number in range(1, 2 * teacher.num_heads + 1) if common % number == 0)
 

@@ -87,6 +87,7 @@ def _cross_entropies(
     """Cross-entropies of anchors [P] with the other side and, if `within`, the anchors' own side as negatives."""
     across_PN = scale * (anchors_PE @ across_NE.T)
     is_positive_PN = places_P[:, None] == torch.arange(len(across_NE), device=places_P.device)
+    # Other pairs with the same text are left out of the softmax
     logits_PK = across_PN.masked_fill(is_same_PN & ~is_positive_PN, -torch.inf)
     if within:
         beside_PN = scale * (anchors_PE @ beside_NE.T)

@@ -157,12 +157,11 @@ class Distillation(Objective):
         return attention_targets(self.settings.attention_form, student, self.teacher.config, pairs)
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
-        """Returns a projection from the student's width to the teacher's for each pair of layers, initially the
-        identity where the widths are equal.
-        """
+        """Returns a projection from the student's width to the teacher's for each pair of layers."""
         width = self.teacher.config.model_dim
         pairs = self.layer_pairs(config)
         modules = {PROJECTION.format(own): nn.Linear(config.model_dim, width, bias=False) for own, _ in pairs}
+        # The identity at first where the widths are equal
         for module in modules.values() if config.model_dim == width else ():
             nn.init.eye_(module.weight)
         return modules

@@ -63,6 +63,7 @@ class HeldoutRewards:
             rollout = self.worker.roll_out(
                 whole, layout.world, numbers, num_generations=1, stream=("heldout",), greedy=greedy
             )
+        # The first evaluation is the opponent of all later ones, also after a resumption
         if not self.first_terms:
             self.first_terms.append(rollout.terms_CR)
         names = self.worker.term_names

@@ -19,9 +19,7 @@ def image_batches(
     source: PlannedRows, images: ImageStore | None, *, first: int, rank: int, world_size: int,
     needed: Look[Sequence[int]] = own_images,
 ) -> Iterator[TokenBatch]:  # fmt: skip
-    """`numbered_batches` that reads the images of each batch and of later ones ahead, unless they are mapped into
-    memory. needed: returns the numbers of the images that a rank needs for a batch.
-    """
+    """`numbered_batches` that reads images ahead, unless they are mapped; `needed` returns a batch's image numbers."""
     ahead: ImagesAhead | None = None
     if images is not None and isinstance(images.reader, BlockReader):
         ahead = ImagesAhead(images.reader, source, needed, num_ahead=images.num_ahead)

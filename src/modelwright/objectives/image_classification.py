@@ -96,9 +96,7 @@ _CARRIER = ModelConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTrainConfig(TrainConfig):
-    """Training of an image classifier. A row is one image: `batch_tokens` is the number of images of an update times
-    `pack.seq_len`.
-    """
+    """Image classification; a row is one image, so `batch_tokens` is images per update times `pack.seq_len`."""
 
     learning_rate: float = 1e-3
     """Peak learning rate."""
@@ -190,6 +188,7 @@ class ImageClassification(Objective):
         return {CLASSIFIER: classifier}
 
     def own_flops(self, batch: TokenBatch) -> float:
+        # Backward costs twice as much as forward
         return 3.0 * float(_is_image(batch).sum()) * self._flops_of_image
 
     @cached_property

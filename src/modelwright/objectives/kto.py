@@ -93,6 +93,7 @@ class Kto(Objective):
             return torch.stack([log_ratios_BT.double().sum(), (lengths_BS > 0).sum().double()])
 
         kl_sum, count = forward_sums(TokenBatch(**mismatched, extras=reference, group_size=1), log_ratios, size=2)
+        # A KL divergence is not negative, but the mean of a sample may be
         kl = (kl_sum / count.clamp(min=1)).clamp(min=0).to(batch.extras["reference_BT"].dtype)
         extras = {name: values for name, values in batch.extras.items() if not name.startswith(PREFIX)}
         return replace(batch, extras={**extras, "kl_B": kl.to(batch.labels_BT.device).expand(batch.num_rows)})

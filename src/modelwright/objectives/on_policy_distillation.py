@@ -81,13 +81,12 @@ def prompts_of_rows(batch: TokenBatch, max_completion_length: int) -> list[RowPr
 
 @dataclass(kw_only=True)
 class OnPolicyDistillation(Objective):
-    """A distillation with some batches of the student's own completions, without the labels' share of the loss. The
-    seed and a batch's number decide its kind. stop_ids: tokens that end a completion.
-    """
+    """A distillation with some batches of the student's own completions, which have no labels' share of the loss."""
 
     distillation: Distillation
     config: OnPolicyConfig
     stop_ids: tuple[int, ...]
+    """Tokens that end a completion."""
     seed: int
     layout: ModelLayout = field(default_factory=one_process)
     needs: frozenset[str] = field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -136,6 +135,7 @@ class OnPolicyDistillation(Objective):
 
     def is_sampled(self, step: int) -> bool:
         """Returns whether the batch of this step, from 0, has the student's completions."""
+        # A function of seed and step, so that all ranks and a resumed run agree without a message
         drawn = derive_seed(self.seed, "on policy", step) / 2**63
         return drawn < self.config.share and "logits" in self.distillation.in_force(step / self.distillation.num_steps)
 

@@ -75,9 +75,7 @@ def shares_right(margins_P: Tensor, resolution_P: Tensor | float = 0.0) -> Tenso
 
 
 def with_reference(batch: TokenBatch, reference: FrozenModel, *, num_parts: int) -> TokenBatch:
-    """Adds the extra `reference_BT` to a batch: log-probabilities of the labels under a reference model, in FP32.
-    num_parts: number of chunks in which the rows are processed.
-    """
+    """Adds `reference_BT` to a batch: reference log-probabilities of labels, FP32, in `num_parts` chunks of rows."""
     log_probs_BT = reference.log_probs(batch, num_parts=num_parts).to(batch.labels_BT.device)
     return replace(batch, extras={**batch.extras, "reference_BT": log_probs_BT})
 

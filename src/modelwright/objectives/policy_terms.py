@@ -35,9 +35,7 @@ def clipped_policy_loss(
 
 
 def kl_k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Unbiased estimate of KL(policy || reference) at a token drawn from the policy: the difference of the
-    log-probabilities (k1 of Schulman 2020, "Approximating KL divergence").
-    """
+    """Unbiased estimate of KL(policy || reference) at a token of the policy (k1 of Schulman 2020)."""
     return log_probs - reference_log_probs
 
 
@@ -55,9 +53,8 @@ def kl_k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns half the squared error of value predictions, each clipped to `cliprange` around its value at the time of
-    the rollout (the value clipping of OpenAI's baselines), and a mask of those that the clipping decides.
-    """
+    """Half the squared errors of values clipped to +- `cliprange` around the old ones, and where clipping decides."""
+    # The value clipping of OpenAI's baselines: the larger of two losses, as for the policy
     clipped = old_values + (values - old_values).clamp(-cliprange, cliprange)
     plain_losses, clipped_losses = (values - returns).square(), (clipped - returns).square()
     return torch.maximum(plain_losses, clipped_losses) / 2, clipped_losses > plain_losses

@@ -89,9 +89,7 @@ class RunningMoments:
 def completion_scores(
     rollout: Rollout, moments: RunningMoments | None, *, clip: float, missing_eos_penalty: float
 ) -> Tensor:
-    """Score of each completion [C] float64: its reward, minus a penalty without an end token, normalized by the moments
-    of all scores so far (if given), and clipped to +- `clip` (0 for no limit).
-    """
+    """Score of each completion [C] float64: its reward with penalty, normalized if `moments`, clipped if `clip`."""
     scores_C = rollout.rewards_C - missing_eos_penalty * (~rollout.stopped_C).double()
     if moments is not None:
         # Added first: the scores of the first rollout are normalized by their own moments
@@ -250,7 +248,7 @@ class Ppo(RolloutObjective):
             "val/ratio": (detached_BT - old_BT).exp(),
         }  # fmt: skip
         metrics: dict[str, Metric] = {name: ((values * mask_BT).sum(), count) for name, values in figures.items()}
-        if output.requires_grad:
+        if output.requires_grad:  # an update, not an evaluation
             self.update_kl[0] += float(metrics["policy/approxkl_avg"][0])
             self.update_kl[1] += float(count)
         policy_BT = policy.losses - config.entropy_coef * entropies_BT
@@ -271,6 +269,7 @@ class Ppo(RolloutObjective):
         """End the rollout if the KL of its newest update exceeds `target_kl`."""
         if not self.config.target_kl:
             return
+        # Summed over ranks, so that all of them end the rollout or none
         total, count = self.layout.world.sums(self.update_kl)
         self.update_kl = [0.0, 0.0]
         if count and total / count > self.config.target_kl:
@@ -316,6 +315,7 @@ class Ppo(RolloutObjective):
             }
             # After the rewards and figures of this rollout, which have the weight before the update
             self.kl.update(kl, rollout.num_completions)
+        # As in TRL, rewards are scaled but not shifted, advantages are both
         if self.config.whiten_rewards:
             rewards_CT = whitened(rewards_CT, mask_CT, shift_mean=False)
         advantages_CT, returns_CT = generalized_advantages(

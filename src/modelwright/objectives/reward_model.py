@@ -67,32 +67,31 @@ class RewardEnsemble:
     def score(self, batch: TokenBatch, *, num_parts: int = 1) -> EnsembleScores:
         """Mean and standard deviation of the rewards at the last token of every row."""
         scores_MB = torch.stack([model.score(batch, num_parts=num_parts) for model in self.models])
+        # Without Bessel's correction, which would make the deviation of one model NaN
         return EnsembleScores(scores_MB.mean(dim=0), scores_MB.std(dim=0, correction=0))
 
 
 ALONE = single()
 
 
-def load_reward_model(folder: Path, world: World = ALONE, *, sharded: bool = False) -> RewardModel:
-    """Read the reward model of a sequence-classification folder with one label, such as the stage `reward` and
-    `transformers` write. sharded: see `FrozenModel`. Raises `ModelError` for a folder of another kind.
-    """
-    return reward_model(load_sequence_classifier(folder, head=HEAD), world, sharded=sharded)
+def load_reward_model(folder: Path, world: World = ALONE) -> RewardModel:
+    """Read a sequence classification with one label. Raises `ModelError` for a folder of another kind."""
+    return reward_model(load_sequence_classifier(folder, head=HEAD), world)
 
 
-def load_reward_ensemble(folders: Sequence[Path], world: World = ALONE, *, sharded: bool = False) -> RewardEnsemble:
+def load_reward_ensemble(folders: Sequence[Path], world: World = ALONE) -> RewardEnsemble:
     """Read the reward models of several folders. Raises `ConfigError` without folders or for different vocabularies,
     and `ModelError` as `load_reward_model` does.
     """
     if not folders:
         raise ConfigError("reward models: the list is empty; give one folder or more")
-    models = [load_reward_model(folder, world, sharded=sharded) for folder in folders]
+    models = [load_reward_model(folder, world) for folder in folders]
     sizes = [model.config.vocab_size for model in models]
     if len(set(sizes)) > 1:
         raise ConfigError(f"reward models: their vocabularies differ ({sizes}); give models with one tokenizer")
     return RewardEnsemble(models)
 
 
-def reward_model(model: Decoder, world: World = ALONE, *, sharded: bool = False) -> RewardModel:
+def reward_model(model: Decoder, world: World = ALONE) -> RewardModel:
     """Returns a frozen copy of a model that has the head."""
-    return RewardModel(FrozenModel(model, world, sharded=sharded))
+    return RewardModel(FrozenModel(model, world))

@@ -47,10 +47,9 @@ class RewardModelConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class RewardModeling(Objective):
-    """Logistic loss of the difference of two rewards, which is the binary cross-entropy of "the chosen answer is
-    better" with that difference as its logit. All pairs have equal weights.
-    """
+    """Logistic loss of the difference of two rewards, all pairs with equal weights."""
 
+    # It is the binary cross-entropy of "the chosen answer is better" with that difference as its logit
     needs = frozenset({WHOLE_ROWS})
     metric_names = ("accuracy", "margin", "mean_reward")
     source: BatchSource

@@ -211,6 +211,7 @@ class RolloutWorker:
         """Converts this rank's completions to tensors, as wide as the longest one of all ranks."""
         prompt_lens = [len(one.ids) for one in records]
         lens = [length + len(one.token_ids) for length, one in zip(prompt_lens, completions, strict=True)]
+        # One place at least, also on ranks without completions
         longest = int(world.maxima(max(lens, default=2))[0])
         ids_CL = torch.zeros(len(lens), longest, dtype=torch.int64)
         log_probs_CT = torch.zeros(len(lens), longest - 1)
@@ -219,6 +220,7 @@ class RolloutWorker:
             ids_CL[row, :end] = torch.tensor([*record.ids, *completion.token_ids])
             log_probs_CT[row, begin - 1 : end - 1] = torch.tensor(completion.logprobs)
         rewards_C = torch.tensor([score.value for score in scored.scores], dtype=torch.float64)
+        # Made bool below, because a tensor of an empty list is not
         broken_C = torch.tensor([not one.token_ids or one.finish_reason == "error" for one in completions])
         terms = [[score.value for score in scores] for scores in scored.terms.values()]
         return Rollout(

@@ -49,6 +49,7 @@ class TeacherModel:
     def of(cls, model: Decoder, world: World, *, sharded: bool = False) -> "TeacherModel":
         """Copies `model`. sharded: all ranks make every call together, with equally many own rows."""
         frozen = FrozenModel(model, world, sharded=sharded)
+        # Logits are computed outside of the model, where a sharded head is not whole
         head_VE = model.head_weight.detach().to(world.device).clone() if sharded else frozen.executor.model.head_weight
         return cls(frozen=frozen, config=model.config, head_VE=head_VE)
 

@@ -121,6 +121,7 @@ class SeparateValueModel(ValueFunction):
         return {VALUE: model}
 
     def inputs(self, batch: TokenBatch, hidden: Callable[[], Tensor]) -> Tensor:
+        # One tensor, because `Decoder.head_output` passes one
         return torch.stack([batch.input_ids_BT, batch.positions_BT, batch.segments_BT.to(batch.input_ids_BT.dtype)])
 
     def flops(self, batch: TokenBatch) -> float:
@@ -128,8 +129,7 @@ class SeparateValueModel(ValueFunction):
 
 
 def separate_value_model(folder: Path) -> SeparateValueModel:
-    """Returns a value model with the initial weights of a folder: a reward model's, its head included, or a language
-    model's. Raises `ModelError` as `load_model` does.
-    """
+    """Returns a value model that starts from a folder. Raises `ModelError` as `load_model` does."""
+    # A reward model's weights, its head included, or a language model's
     load = partial(load_sequence_classifier, folder, head=HEAD) if is_sequence_classifier(folder) else None
     return SeparateValueModel(shape=load_config(folder), load=load or partial(load_model, folder))

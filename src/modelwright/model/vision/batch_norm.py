@@ -61,6 +61,7 @@ class BatchNorm(nn.Module):
             self._track(mean_C, var_C)
             return out_NCHW
         mean_C, squares_C, count = self._moments(wide_NCHW)
+        # Unbiased for the running statistics, biased for the norm, as in PyTorch
         self._track(mean_C.detach(), squares_C.detach() / (count - 1).clamp(min=1))
         scale_C = self.weight * (squares_C / count + self.eps).rsqrt()
         centered_NCHW = wide_NCHW - mean_C[:, None, None]

@@ -42,9 +42,7 @@ class ImageClassifier(nn.Module):
 
 
 def use_projections(module: nn.Module) -> None:
-    """Replace the linear layers of a module, in place, by a decoder's `Linear` with the same names and weights, which
-    multiplies in training's number format.
-    """
+    """Replace linear layers, in place, by `Linear`, which multiplies in training's number format; names stay."""
     for name, layer in list(module.named_modules()):
         if type(layer) is nn.Linear:
             place, _, own = name.rpartition(".")

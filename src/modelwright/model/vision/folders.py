@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from modelwright.core.artifacts import write_atomic
@@ -120,14 +119,14 @@ def tower_config(given: Mapping[str, Any], folder: Path, *, is_clip: bool) -> Vi
         raise ModelError(f"{path}: image_mean and image_std must be three numbers each ({error})") from None
 
 
-def load_vision_tower(folder: Path, *, dtype: torch.dtype = torch.float32) -> VisionTower:
+def load_vision_tower(folder: Path) -> VisionTower:
     """Read the vision tower of a folder, without its projection. Raises `ModelError` if it cannot be read."""
     tower = VisionTower(vision_config(folder))
-    _fill(tower, folder, StoredWeights(folder), VISION_PREFIX, dtype)
+    _fill(tower, folder, StoredWeights(folder), VISION_PREFIX)
     return tower
 
 
-def load_dual_encoder(folder: Path, *, dtype: torch.dtype = torch.float32) -> DualEncoder:
+def load_dual_encoder(folder: Path) -> DualEncoder:
     """Read the whole model of a CLIP or SigLIP folder. Raises `ModelError` if it cannot be read."""
     kind, settings = _settings(folder)
     if kind not in (CLIP, SIGLIP):
@@ -151,28 +150,26 @@ def load_dual_encoder(folder: Path, *, dtype: torch.dtype = torch.float32) -> Du
         eos_id=int(own["eos_token_id"]) if is_clip else -1,
     )
     text = TextTower(text_config)
-    vision = load_vision_tower(folder, dtype=dtype)
-    _fill(text, folder, stored, TEXT_PREFIX, dtype)
+    vision = load_vision_tower(folder)
+    _fill(text, folder, stored, TEXT_PREFIX)
     projections: dict[str, nn.Module] = {"image": nn.Identity(), "text": nn.Identity()}
     names = {"image": "visual_projection", "text": "text_projection" if is_clip else f"{TEXT_PREFIX}head"}
     for side, name in names.items():
         if f"{name}.weight" in stored.tensors:
-            weight, has_bias = stored.read(f"{name}.weight").to(dtype), f"{name}.bias" in stored.tensors
+            weight, has_bias = stored.read(f"{name}.weight").float(), f"{name}.bias" in stored.tensors
             projections[side] = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias)
             set_parameter(projections[side], "weight", weight)
             if has_bias:
-                set_parameter(projections[side], "bias", stored.read(f"{name}.bias").to(dtype))
+                set_parameter(projections[side], "bias", stored.read(f"{name}.bias").float())
     model = DualEncoder(vision, text, projections["image"], projections["text"])
     for name in ("logit_scale", "logit_bias"):
         if name in stored.tensors:
-            set_parameter(model, name, stored.read(name).to(dtype).reshape(()))
+            set_parameter(model, name, stored.read(name).float().reshape(()))
     return model
 
 
 def save_vision_tower(tower: VisionTower, folder: Path) -> None:
-    """Write a tower so that `transformers` reads it, as a CLIP or SigLIP vision model by its pooling. Raises
-    `StorageError` if writing fails.
-    """
+    """Write a CLIP or SigLIP vision model, by its pooling. Raises `StorageError` if writing fails."""
     is_clip = tower.config.pooling == "class_token"
     settings = {
         "architectures": ["CLIPVisionModel" if is_clip else "SiglipVisionModel"],
@@ -249,7 +246,7 @@ def _activation(settings: Mapping[str, Any], where: str) -> TowerActivation:
     return _ACTIVATIONS[name]
 
 
-def _fill(tower: nn.Module, folder: Path, stored: StoredWeights, prefix: str, dtype: torch.dtype) -> None:
+def _fill(tower: nn.Module, folder: Path, stored: StoredWeights, prefix: str) -> None:
     """Fill a tower with the weights of a folder."""
     # Folders of one tower alone may lack its prefix
     others = [one for one in (VISION_PREFIX, TEXT_PREFIX) if one != prefix]
@@ -263,4 +260,4 @@ def _fill(tower: nn.Module, folder: Path, stored: StoredWeights, prefix: str, dt
     }
     check_tensors(folder, wanted=shapes, stored=present)
     for name, theirs in names.items():
-        set_parameter(tower, name, stored.read(theirs).to(dtype))
+        set_parameter(tower, name, stored.read(theirs).float())

@@ -86,6 +86,7 @@ class ImagePrefix(nn.Module):
 
     def freeze(self, *, whole_tower: bool) -> None:
         """Freeze the tower, or only those of its parts that do not reach the projector."""
+        # Parts behind the projector's layer would never get a gradient
         tower = self.tower
         unused = [*tower.blocks[self.num_blocks :], tower.norm_out, *([tower.pool] if tower.pool else [])]
         for module in [tower] if whole_tower else unused:

@@ -97,8 +97,8 @@ def save_llava(
         write_atomic(folder / name, json.dumps(content, indent=2) + "\n")
 
 
-def load_llava(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Read a folder into a decoder with its `ImagePrefix` among its `heads`, on the CPU, with weights in `dtype`.
+def load_llava(folder: Path) -> Decoder:
+    """Read a folder into a decoder with its `ImagePrefix` among its `heads`, on the CPU, with weights in FP32.
 
     Raises `ModelError` that names the setting or tensor when the folder holds anything that cannot be expressed
     exactly, or when files are missing, damaged or contradict each other.
@@ -127,7 +127,7 @@ def load_llava(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder:
         wanted[tensor] = torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:]))
     check_tensors(folder, wanted=wanted, stored={name: stored.tensors[own].shape for name, own in known.items()})
     for tensor, parts in names.items():
-        whole = stored.read(known[tensor]).to(dtype)
+        whole = stored.read(known[tensor]).float()
         rows = [model.get_parameter(name).shape[0] for name in parts]
         for name, part in zip(parts, torch.split(whole, rows), strict=True):
             # A clone, so that no parameter keeps the storage of the whole tensor alive

@@ -73,9 +73,7 @@ class VisionTower(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """Attention of one learned query over all tokens, and a feed-forward layer (Zhai et al. 2022, "Scaling Vision
-    Transformers", section 3.2; the head of SigLIP).
-    """
+    """Attention of a learned query and a feed-forward layer (Zhai et al. 2022, section 3.2; SigLIP's head)."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
