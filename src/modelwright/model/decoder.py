@@ -383,7 +383,7 @@ class Decoder(nn.Module):
         """
         hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten()
         log_probs_N = token_log_probs(hidden_ND, self.linear_head(), labels_N, chunk_tokens=chunk_tokens)
-        # The outputs of all `HEAD_METHODS` are clones: FSDP hooks into them, which must not be views
+        # A clone, also below: FSDP hooks into what `HEAD_METHODS` return, which must not be a view
         return log_probs_N.view_as(labels_BT).clone()
 
     def token_log_probs_and_entropies(

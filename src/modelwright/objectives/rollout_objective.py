@@ -81,18 +81,15 @@ class RolloutObjective(Objective):
         worker = self.worker
         numbers = prompt_numbers(self.next_place, num_prompts, num_prompts=len(worker.prompts), seed=worker.seed)
         self.next_place += num_prompts
-        stream = ("rollout", self.rollout_number, *more)
+        # Named by the rollout that fills the buffer next, so that a resumed run draws the same tokens
+        stream = ("rollout", self.buffer.number + 1, *more)
         return worker.roll_out(model, self.layout.world, numbers, num_generations=num_generations, stream=stream)
-
-    @property
-    def rollout_number(self) -> int:
-        """Number, from 0, of the rollout that fills the buffer next."""
-        return self.buffer.number + 1
 
     def show(self, rollout: Rollout) -> None:
         """Pass some completions to `observe`."""
         if self.layout.world.is_first:
-            self.observe(self.rollout_number, shown(rollout, self.worker, self.worker.config.shown_completions))
+            count = self.worker.config.shown_completions
+            self.observe(self.buffer.number + 1, shown(rollout, self.worker, count))
 
     def constant_metrics(self, output: Tensor, *, with_rollout: bool) -> dict[str, Metric]:
         """Returns all metrics without values, except for the newest rollout's figures if `with_rollout`."""

@@ -62,8 +62,10 @@ class TeacherModel:
             inner, attended = taps.take()
             return torch.cat([hidden_BTE, *inner, *(tensor for layer in attended for tensor in layer)], dim=-1)
 
+        # Chunks of whole rows, equally many on ranks with equally many rows, as a sharded model requires
+        num_parts = min(batch.num_rows, ceil(batch.num_tokens / TOKENS_AT_ONCE))
         try:
-            all_BTX = self.frozen.outputs(batch, num_parts(batch), joined)
+            all_BTX = self.frozen.outputs(batch, num_parts, joined)
         finally:
             taps.remove()
         width, config = self.config.model_dim, self.config
@@ -97,8 +99,3 @@ class TeacherModel:
             parts.append((values_CK, tokens_CK))
         values, tokens = zip(*parts, strict=True)
         return torch.cat(values), torch.cat(tokens)
-
-
-def num_parts(batch: TokenBatch) -> int:
-    """Number of chunks of whole rows of about `TOKENS_AT_ONCE` tokens, equal on ranks with equally many rows."""
-    return min(batch.num_rows, ceil(batch.num_tokens / TOKENS_AT_ONCE))
