@@ -146,9 +146,7 @@ def remove_adapters(model: Decoder) -> None:
 
 @contextmanager
 def merged_adapters(model: Decoder) -> Generator[None]:
-    """Within the block the adapters are part of the weights, which makes products as fast as without them. Afterwards
-    the weights are restored to the bit. Raises `ConfigError` for packed weights.
-    """
+    """Within the block the adapters are part of the weights, for faster products. Raises `ConfigError` if packed."""
     if model.adapters.base_format != "full":
         raise ConfigError("lora.base_format: packed weights cannot be merged for a while; use merge_adapters")
     projections = model.projections()

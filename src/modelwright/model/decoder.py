@@ -49,9 +49,7 @@ class AttentionSpec(NamedTuple):
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and sines of the positions, [B, T, 1, r] each: of layers that see all earlier tokens, and of layers with
-    a window, which are the same tensors unless the model has other frequencies there.
-    """
+    """Cosines and sines [B, T, 1, r] for layers that see all earlier tokens, and for layers with a window."""
 
     cos: Tensor
     sin: Tensor
@@ -65,8 +63,7 @@ class RotaryTables(NamedTuple):
 
 
 Attend = Callable[[AttentionSpec, Tensor, Tensor, Tensor], Tensor]
-"""`(spec, q_BTHd, k_BTKd, v_BTKd) -> out_BTHd`; rotary positions are applied already. Scores are divided by the root of
-the head width."""
+"""`(spec, q_BTHd, k_BTKd, v_BTKd) -> out_BTHd`; q and k have rotary positions; scores are divided by sqrt(d)."""
 Product = Callable[[Tensor, Tensor], Tensor]
 """`(x [..., I], weight [O, I]) -> [..., O]`."""
 EmbeddingHook = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -74,9 +71,7 @@ EmbeddingHook = Callable[[Tensor, Tensor, Tensor], Tensor]
 first [B, T, D] or, with sequence parallelism, this rank's tokens of it.
 """
 Insert = Callable[[Tensor], Tensor]
-"""`embeddings of the tokens [B, T, D] -> embeddings`: replaces some of them in one forward pass, such as by the patches
-of images (`vision/image_prefix.py`).
-"""
+"""`embeddings [B, T, D] -> embeddings`: replaces some in one forward pass (`vision/image_prefix.py`)."""
 
 
 class Adapter(Protocol):
@@ -236,13 +231,11 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward behind a norm each, or between two norms each, added to the residual stream.
-    is_recomputed: its activations are recomputed for backward.
-    """
+    """Attention and feed-forward behind a norm each, or between two each, added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.is_recomputed = False
+        self.is_recomputed = False  # whether backward computes its activations again
         post_norms = config.norms.post_norms
         self.attention_norm = RMSNorm(config.model_dim, config)
         self.attention = Attention(config, layer)
@@ -351,6 +344,7 @@ class Decoder(nn.Module):
         if lengths_BT is None:
             lengths_BT = document_lengths(positions_BT) if config.rope.depends_on_length else positions_BT
         cos, sin = scaled_rope_tables(positions_BT, lengths_BT, config.num_rotated, config.rope_theta, config.rope)
+        # The same tensors for layers with a window, unless the model has other frequencies there
         if not config.window_rope_theta:
             return RotaryTables(cos, sin, cos, sin)
         return RotaryTables(cos, sin, *rope_tables(positions_BT, config.num_rotated, config.window_rope_theta))
@@ -364,9 +358,7 @@ class Decoder(nn.Module):
         return found
 
     def cross_entropy(self, hidden_BTD: Tensor, labels_BT: Tensor, *, chunk_tokens: int) -> Tensor:
-        """Sum of the labels' negative log-likelihoods (nats), FP32; logits exist for at most `chunk_tokens` tokens at a
-        time. Labels of -100 do not count and cost nothing.
-        """
+        """Sum of the labels' negative log-likelihoods (nats), FP32, in chunks of tokens; labels of -100 are ignored."""
         return linear_cross_entropy(
             hidden_BTD.flatten(0, 1),
             self.head_weight,
@@ -378,9 +370,7 @@ class Decoder(nn.Module):
         )
 
     def token_log_probs(self, hidden_BTD: Tensor, labels_BT: Tensor, *, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
-        """log p(label) of every token in nats [B, T], in FP32 at least, with gradients; 0 where the label is -100.
-        Logits exist for at most `chunk_tokens` tokens at a time.
-        """
+        """log p(label) of every token in nats [B, T], FP32 at least, with gradients; 0 where the label is -100."""
         hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten()
         log_probs_N = token_log_probs(hidden_ND, self.linear_head(), labels_N, chunk_tokens=chunk_tokens)
         # A clone, also below: FSDP hooks into what `HEAD_METHODS` return, which must not be a view
@@ -406,9 +396,7 @@ class Decoder(nn.Module):
         label_share: float,
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss of `ops/distillation_loss.py`, with gradients, and its two parts without: the divergence from the
-        teacher and the labels' negative log-likelihoods. Sums over the tokens whose label is not -100.
-        """
+        """Sums over labeled tokens: the loss with gradients, divergence from the teacher and label loss without."""
         terms = distillation_loss(
             hidden_BTD.flatten(0, 1),
             self.linear_head(),
@@ -456,8 +444,7 @@ class Decoder(nn.Module):
         residual_std = self.config.init_std / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
-                is_neutral_at_zero = name.endswith("bias") or self.config.norms.one_plus_weight
-                parameter.fill_(0.0 if is_neutral_at_zero else 1.0)
+                parameter.fill_(0.0 if name.endswith("bias") or self.config.norms.one_plus_weight else 1.0)
                 continue
             std = self.config.init_std
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -470,6 +457,6 @@ class Decoder(nn.Module):
 
 
 def decoders_in(model: nn.Module) -> dict[str, Decoder]:
-    """Decoders in a model by prefix of their parameters: "" for itself, and heads such as a value model."""
+    """Decoders in a model by prefix of their parameters' names: "" for the model, and heads such as a value model."""
     named = cast(Iterator[tuple[str, nn.Module]], model.named_modules())
     return {f"{name}." if name else "": module for name, module in named if isinstance(module, Decoder)}

@@ -43,9 +43,7 @@ def save_model(
     pad_id: int | None = None,
     types: Sequence[HfType] = HF_TYPES,
 ) -> None:
-    """Write the decoder into `folder` (created if missing), each file atomically, as the type that it came from, in the
-    number format of its weights. Raises `StorageError` if writing fails.
-    """
+    """Write the decoder, each file atomically, as the type that it came from. Raises `StorageError` on failure."""
     special = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": pad_id}
     files = {"generation_config.json": special, "config.json": {**hf_config(model.config, types), **special}}
     _save_folder(model, folder, hf_weights(model, types), files)
@@ -263,8 +261,7 @@ def config_from_hf(
         quantization_config="quantized weights",
     )
     try:
-        fields = chosen.read(settings)
-        config = ModelConfig(**fields)
+        config = ModelConfig(**chosen.read(settings))
         return config if _plain_type(config) == chosen.name else replace(config, hf_type=chosen.name)
     except ModelError:
         raise
@@ -300,13 +297,12 @@ def hf_name(name: str, chosen: HfType) -> str:
 
 
 def hf_weights(model: Decoder, types: Sequence[HfType] = HF_TYPES) -> dict[str, Tensor]:
-    """Tensors of a model under their Hugging Face names; those that hold several projections are copies. Raises
-    `ConfigError` for a model with adapters, which such a folder would lack.
-    """
+    """Tensors under Hugging Face names. Raises `ConfigError` for a model with adapters, which a folder would lack."""
     if model.adapters.r:
         raise ConfigError("lora: the model has adapters; merge them (merge_adapters) before it is written")
     weights, tensors = dict(model.named_parameters()), dict[str, Tensor]()
     for tensor, names in hf_tensors(model, type_of(model.config, types)).items():
+        # Tensors that hold several projections are copies
         parts = [weights[name].detach() for name in names]
         tensors[tensor] = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
     return tensors

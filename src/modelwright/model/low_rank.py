@@ -107,8 +107,8 @@ class LowRank(nn.Module):
 
 def row_norms(weight_OI: Tensor) -> Tensor:
     """Length of each row, [O], in FP32 at least."""
-    wide = torch.promote_types(weight_OI.dtype, torch.float32)
-    return torch.linalg.vector_norm(weight_OI, dim=1, dtype=wide)  # pyright: ignore
+    dtype = torch.promote_types(weight_OI.dtype, torch.float32)
+    return torch.linalg.vector_norm(weight_OI, dim=1, dtype=dtype)  # pyright: ignore
 
 
 def initial_a(seed: int, name: str, rank: int, num_inputs: int) -> Tensor:

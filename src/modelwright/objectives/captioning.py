@@ -55,8 +55,7 @@ class CaptionConfig(TrainConfig):
     feature_layer: int = -2
     """Block of the tower whose output is read: -1 is the last one, -2 the one before, as in LLaVA."""
     vision: VisionConfig = field(default_factory=VisionConfig)
-    """Vision tower. A run with the stage align uses the tower that align has trained, and its shape, unless `init_from`
-    names another."""
+    """Vision tower; a run with the stage align uses the tower that align has trained, unless `init_from` is set."""
     max_answer_tokens: int = 48
     """Maximum tokens of the caption of a held-out image."""
 

@@ -6,7 +6,7 @@ the pairs of all processes; the sum over the processes is the loss of the whole 
 neither positives nor negatives of each other.
 
 The rows are groups of two (`pipeline/stages/align.py`): the texts of some pairs, and their counterparts. A piece of the
-second row is code, or a placeholder for the image whose number is the value of the piece.
+second row is code, or a placeholder for an image; the value of the piece is the number of the image plus 1.
 
 Legend: B rows, T tokens, G groups of two rows, S pieces of a row, P pairs of this rank, N of all ranks, D width of the
 decoder, E width of the space, I images of a group.

@@ -37,9 +37,7 @@ def even_layer_map(num_layers: int, num_teacher_layers: int) -> tuple[int, ...]:
 
 
 def layer_pairs(layer_map: Sequence[int], num_layers: int, num_teacher_layers: int) -> list[tuple[int, int]]:
-    """Pairs of layers of student and teacher that are compared. layer_map: for each layer of the student that of the
-    teacher, -1 for none; empty maps them evenly. Raises `ConfigError` for an impossible map.
-    """
+    """Pairs of layers that `DistillationSettings.layer_map` compares. Raises `ConfigError` for an impossible map."""
     layers = layer_map or even_layer_map(num_layers, num_teacher_layers)
     if len(layers) != num_layers or not all(-1 <= layer < num_teacher_layers for layer in layers):
         raise ConfigError(
@@ -54,8 +52,7 @@ def layer_pairs(layer_map: Sequence[int], num_layers: int, num_teacher_layers: i
 PartName = Literal["hidden", "attention", "logits"]
 PARTS: tuple[PartName, ...] = ("hidden", "attention", "logits")
 SAMPLED = "sampled_starts_BT"
-"""Extra of batches whose labels were sampled from the student and are not learned: 1 at the start of a completion, 0
-elsewhere."""
+"""Extra of batches with labels sampled from the student, never learned: 1 where a completion starts, else 0."""
 PROJECTION, FACTOR, OUTPUT = "distillation_{}", "{}_factor_B", "output_{}_BTE"
 """Names of the head for a student's layer, and of the extras with a part's factor and a teacher's output."""
 PART_NEEDS: Mapping[PartName, frozenset[str]] = {
@@ -90,9 +87,7 @@ class LossPart:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationSettings:
-    """Settings of a distillation. layer_map: for each layer of the student the layer of the teacher to compare with, -1
-    for none; empty maps the layers evenly.
-    """
+    """Settings of a distillation."""
 
     parts: Mapping[PartName, LossPart]
     temperature: float = 1.0
@@ -102,6 +97,7 @@ class DistillationSettings:
     """Divergence from the teacher's distribution, in the part `logits`."""
     attention_form: AttentionForm = "relations"
     layer_map: tuple[int, ...] = ()
+    """Layer of the teacher for each layer of the student, -1 for none; empty maps the layers evenly."""
     chunk_tokens: int = CHUNK_TOKENS
 
     @property

@@ -64,14 +64,11 @@ class GrpoConfig(TrainConfig):
     """Averaging of token losses: `grpo` over each completion, then over completions; `dapo` over all tokens of the
     update; `dr_grpo` divides by the number of completions times `rollout.max_completion_length`."""
     scale_rewards: RewardScale = "group"
-    """Rewards are divided by their standard deviation in the `group`, in the whole `batch`, or by nothing (`none`, Dr.
-    GRPO)."""
+    """Divisor of rewards: their standard deviation in the `group` or the whole `batch`, or `none` (Dr. GRPO)."""
     baseline: Baseline = "group_mean"
-    """Baseline of a completion's reward: the mean of its group, or that of the others of its group (`leave_one_out`,
-    RLOO)."""
+    """Baseline of a reward: the mean of its group, or of the others of its group (`leave_one_out`, RLOO)."""
     resampling_rounds: int = 0
-    """Maximum further rounds of generation that replace groups whose rewards are all equal (the dynamic sampling of
-    DAPO); 0 keeps those groups."""
+    """Maximum rounds that replace groups with equal rewards (dynamic sampling of DAPO); 0 keeps such groups."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

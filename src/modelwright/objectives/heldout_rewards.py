@@ -96,9 +96,8 @@ def win_rate_name(term: str) -> str:
 
 
 def win_rates(terms_NR: Tensor, first_NR: Tensor) -> list[float]:
-    """Share of prompts, for each term, whose completion has a higher reward than the first one had; equal rewards count
-    half. Prompts with a completion that could not be scored are left out; NaN if none remains.
-    """
+    """Share of prompts, for each term, with a higher reward than at first; ties count half."""
+    # Prompts with a completion that could not be scored are left out; NaN if none remains
     known_NR = terms_NR.isfinite() & first_NR.isfinite()
     wins_NR = (terms_NR > first_NR).double() + 0.5 * (terms_NR == first_NR).double()
     return ((wins_NR * known_NR).sum(dim=0) / known_NR.sum(dim=0)).tolist()

@@ -28,9 +28,7 @@ from modelwright.ops.image_augment import (
 )
 
 SHARE_OF_MIXUP = 0.5
-"""Probability of MixUp for an image if MixUp and CutMix are both on; otherwise it gets CutMix (Wightman et al. 2021,
-"ResNet strikes back").
-"""
+"""Probability of MixUp if both are on; else CutMix (Wightman et al. 2021, "ResNet strikes back")."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +36,7 @@ class ImageAugmentationConfig:
     """Random changes of training images. 0 switches each of them off."""
 
     crop_padding: int = 0
-    """Padding in pixels on every side before an image is cropped to its original size (He et al. 2016); 4 is usual for
-    32 pixels."""
+    """Pixels of padding on every side before a crop of the original size (He et al. 2016); 4 for 32 pixels."""
     flip: bool = False
     """Exchange left and right of every other image; not where that changes the class, as with digits."""
     brightness: float = 0.0

@@ -1,9 +1,9 @@
-"""On-policy distillation: in a share of the batches the student completes prompts and learns the teacher's predictions
-for its own tokens (Agarwal et al. 2024, "On-Policy Distillation of Language Models", arXiv 2306.13649, algorithm 1).
+"""Distillation on the student's own completions, in a share of the batches, which learns the teacher's predictions for
+them (Agarwal et al. 2024, "On-Policy Distillation of Language Models", arXiv 2306.13649, algorithm 1).
 
 The prompts come from a batch of rows: the text before the first answer of a conversation, or all but the end of a text.
-The completions are sampled from the student's current distribution and replace the rest of the document. No gradient
-passes through the sampling. Batch n is a function of n and of the weights, so there is no state to save.
+The completions are sampled from the student's current distribution and replace the rest of the document. Gradients do
+not pass through the sampling. Batch n is a function of n and of the weights, so that nothing has to be saved.
 
 Legend: C completions, L tokens of the longest one with its prompt, T = L - 1 places (see `completion_rows.py`), B rows.
 """
@@ -81,7 +81,7 @@ def prompts_of_rows(batch: TokenBatch, max_completion_length: int) -> list[RowPr
 
 @dataclass(kw_only=True)
 class OnPolicyDistillation(Objective):
-    """A distillation with some batches of the student's own completions, which have no labels' share of the loss."""
+    """A distillation with some batches of the student's own completions, without the labels' share of the loss."""
 
     distillation: Distillation
     config: OnPolicyConfig

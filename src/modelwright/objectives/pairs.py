@@ -28,9 +28,7 @@ class PairValues(NamedTuple):
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of a batch: piece s of the first row of a group is the chosen answer, that of the second row the rejected
-    one. Pieces without labels, such as padding, are skipped.
-    """
+    """Pairs of a batch: piece s of a group's first row is the chosen answer, that of its second the rejected one."""
 
     segments_BT: Tensor
     num_pieces: int
@@ -43,6 +41,7 @@ class Pairs:
         """Finds the pairs of a batch with groups of two rows."""
         num_pieces = count_pieces(batch.segments_BT)
         lengths_G2S = piece_sums(batch.labels_BT != IGNORED, batch.segments_BT, num_pieces).unflatten(0, (-1, 2))
+        # Pieces without labels, such as padding, are skipped
         is_pair_GS = (lengths_G2S > 0).all(dim=1)
         return cls(batch.segments_BT, num_pieces, is_pair_GS, _selected(lengths_G2S, is_pair_GS))
 

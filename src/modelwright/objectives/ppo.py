@@ -144,8 +144,7 @@ class PpoConfig(TrainConfig):
     kl_coef: float = 0.05
     """Initial weight of the KL penalty in the reward of each token; 0 disables it and needs no reference model."""
     kl_target: float = 0.0
-    """Target KL of a completion, in nats, to which the weight of the penalty is adapted (Ziegler et al. 2019, section
-    2.2); 0 keeps the weight."""
+    """Target KL of a completion, in nats, for `kl_coef` (Ziegler et al. 2019, section 2.2); 0 keeps the weight."""
     kl_horizon: int = constant(10_000)
     """Completions over which the weight of the penalty adapts."""
     target_kl: float = 0.0

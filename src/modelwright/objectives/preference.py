@@ -51,8 +51,7 @@ class PreferenceConfig(TrainConfig):
     label_smoothing: float = field(default=0.0, metadata=only_for("loss", "sigmoid", "sigmoid_norm"))
     """Probability that a label is wrong (conservative DPO, Mitchell 2023)."""
     rpo_alpha: float = field(default=0.0, metadata=only_for("loss", "sigmoid", "sigmoid_norm", "ipo"))
-    """Weight of the chosen answers' negative log-likelihood per token in the loss (Pang et al. 2024). ORPO always has
-    this term, with weight 1."""
+    """Weight of the chosen answers' negative log-likelihood per token (Pang et al. 2024); ORPO has it with 1."""
     reference: str = field(default="", metadata=only_for("loss", "sigmoid", "sigmoid_norm", "ipo"))
     """Hugging Face folder of the reference model; "" for the model that the stage starts from."""
 

@@ -80,9 +80,7 @@ def load_reward_model(folder: Path, world: World = ALONE) -> RewardModel:
 
 
 def load_reward_ensemble(folders: Sequence[Path], world: World = ALONE) -> RewardEnsemble:
-    """Read the reward models of several folders. Raises `ConfigError` without folders or for different vocabularies,
-    and `ModelError` as `load_reward_model` does.
-    """
+    """Read several reward models. Raises `ConfigError` without folders or for different vocabularies."""
     if not folders:
         raise ConfigError("reward models: the list is empty; give one folder or more")
     models = [load_reward_model(folder, world) for folder in folders]

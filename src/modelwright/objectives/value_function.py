@@ -103,8 +103,7 @@ class SeparateValueModel(ValueFunction):
     needs = frozenset({WHOLE_ROWS, COMMON_LOSS_SCALE})
     shape: ModelConfig
     load: Callable[[], Decoder]
-    """Reads the initial decoder, of this shape. A reward model's head becomes the initial value head; without one,
-    values start at zero."""
+    """Reads the initial decoder; a reward model's head becomes the value head, without one values start at 0."""
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
         if torch.get_default_device().type == "meta":  # a skeleton, which gets the values of a model in training

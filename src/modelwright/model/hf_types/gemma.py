@@ -61,8 +61,7 @@ def _read(settings: HfSettings, *, max_len: int, soft_cap: float, slides: int) -
 
 def _read_gemma2(settings: HfSettings) -> dict[str, Any]:
     refuse_partial_rotary(settings)
-    soft_cap = _cap(settings, "attn_logit_softcapping", 50.0)
-    read = _read(settings, max_len=8192, soft_cap=soft_cap, slides=2)
+    read = _read(settings, max_len=8192, soft_cap=_cap(settings, "attn_logit_softcapping", 50.0), slides=2)
     logit_soft_cap = _cap(settings, "final_logit_softcapping", 30.0)
     return {**read, **read_rope(settings, max_len=read["max_seq_len"]), "logit_soft_cap": logit_soft_cap}
 

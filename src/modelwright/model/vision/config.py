@@ -21,8 +21,7 @@ class VisionConfig:
     """Shape of a vision transformer (Dosovitskiy et al. 2021) of the kind that CLIP and SigLIP have."""
 
     init_from: str = ""
-    """Folder of a CLIP or SigLIP model whose vision tower is trained on; it decides the shape. "" for random weights of
-    the shape below."""
+    """Folder of a CLIP or SigLIP model to start from, with its shape; "" for random weights of the shape below."""
     image_size: int = 32
     """Pixels of a side."""
     patch_size: int = 4

@@ -79,9 +79,7 @@ def vision_config(folder: Path) -> VisionConfig:
 
 
 def tower_config(given: Mapping[str, Any], folder: Path, *, is_clip: bool) -> VisionConfig:
-    """Convert the settings of a vision tower in a folder's `config.json` to its shape, with the means, deviations and
-    cropping of `preprocessor_config.json` if the folder has one. Raises `ModelError` for one that cannot be read.
-    """
+    """Shape of a tower from its settings and the folder's `preprocessor_config.json`. Raises `ModelError`."""
     own: dict[str, Any] = {**(_CLIP_DEFAULTS if is_clip else _SIGLIP_DEFAULTS), **given}
     where = str(folder / "config.json")
     if own["num_channels"] != 3:
@@ -219,9 +217,7 @@ def save_preprocessor(config: VisionConfig, folder: Path) -> None:
 
 
 def stored_name(name: str, prefix: str) -> str:
-    """Name in `transformers` of a parameter of the vision or the text tower with this prefix:
-    `blocks.0.ffn.up_proj.bias` becomes `vision_model.encoder.layers.0.mlp.fc1.bias`.
-    """
+    """Name in `transformers`: `blocks.0.ffn.up_proj.bias` is `vision_model.encoder.layers.0.mlp.fc1.bias`."""
     last = "post_layernorm." if prefix == VISION_PREFIX else "final_layer_norm."
     for pattern, theirs in (*_NAMES, (r"^norm_out\.", last)):
         name = re.sub(pattern, theirs, name)

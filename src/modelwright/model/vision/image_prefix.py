@@ -25,9 +25,7 @@ PIXELS = "prompt_images_BICSS"
 
 
 class ImageProjector(nn.Module):
-    """Maps the width of a vision tower to that of a decoder: two layers with a GELU between them (Liu et al. 2024,
-    "Improved Baselines with Visual Instruction Tuning", section 3.2).
-    """
+    """Two layers with a GELU, from a tower's width to a decoder's (LLaVA 1.5, Liu et al. 2024, section 3.2)."""
 
     def __init__(self, num_inputs: int, model_dim: int) -> None:
         super().__init__()
@@ -58,9 +56,7 @@ class ImageTokens:
 
 
 class ImagePrefix(nn.Module):
-    """A vision tower with its projector. feature_layer: the block whose output the projector reads, counted from the
-    end as in `transformers`: -1 is the last block, -2 the one before.
-    """
+    """A vision tower with its projector, which reads block `feature_layer`; as in `transformers`, -1 is the last."""
 
     def __init__(self, tower: VisionTower, model_dim: int, *, feature_layer: int, token_id: int) -> None:
         super().__init__()

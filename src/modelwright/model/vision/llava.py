@@ -55,9 +55,7 @@ def is_llava_folder(folder: Path) -> bool:
 def save_llava(
     model: Decoder, folder: Path, *, image_token: str, eos_id: int, bos_id: int | None = None, pad_id: int | None = None
 ) -> None:
-    """Write a decoder that reads images into `folder` (created if missing). image_token: text of the token that a patch
-    replaces. Raises `StorageError` if writing fails.
-    """
+    """Write a decoder that reads images; patches replace `image_token`. Raises `StorageError` if writing fails."""
     prefix = image_prefix(model)
     assert prefix is not None, "the model reads no images"
     tower = prefix.tower

@@ -47,9 +47,7 @@ class TextTower(nn.Module):
 
 
 class DualEncoder(nn.Module):
-    """A CLIP or SigLIP model: images and texts in one space. Projections that a folder lacks are `nn.Identity`.
-    logit_scale, logit_bias: logarithm of the factor of cosines, and the offset that is added.
-    """
+    """A CLIP or SigLIP model: images and texts in one space; projections that a folder lacks are `nn.Identity`."""
 
     def __init__(
         self, vision: nn.Module, text: TextTower, image_projection: nn.Module, text_projection: nn.Module
@@ -57,6 +55,7 @@ class DualEncoder(nn.Module):
         super().__init__()
         self.vision, self.text = vision, text
         self.image_projection, self.text_projection = image_projection, text_projection
+        # The logarithm of the factor of cosines, and the offset that is added
         self.logit_scale, self.logit_bias = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
 
     def encode_images(self, pixels_NCSS: Tensor) -> Tensor:
