@@ -138,15 +138,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = config.norm_eps
         self.one_plus_weight = config.norms.one_plus_weight
+        self.neutral_weight = 0.0 if self.one_plus_weight else 1.0
+        """The weight whose scale is 1."""
         self.weight = nn.Parameter(torch.full((dim,), self.neutral_weight))
         # None is the input's format; `in_fp32` computes in FP32 whatever the input's format
         self.out_dtype: torch.dtype | None = None
         self.in_fp32 = True
-
-    @property
-    def neutral_weight(self) -> float:
-        """The weight whose scale is 1."""
-        return 0.0 if self.one_plus_weight else 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x, self.weight)

@@ -26,10 +26,9 @@ from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import load_vision_tower
 from modelwright.model.vision.image_prefix import IMAGES, PIXELS, ImagePrefix
 from modelwright.model.vision.vit import VisionTower
-from modelwright.objectives.image_batches import fill_squares, image_batches
+from modelwright.objectives.image_batches import fill_squares, image_batches, image_numbers
 from modelwright.objectives.next_token import num_targets
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.ops.piece_sums import count_pieces, piece_ends, piece_sums
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective, Terms
 
@@ -136,13 +135,6 @@ class Captioning(Objective):
 
     def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
         return Terms({LOSS: model.cross_entropy(output, batch.labels_BT, chunk_tokens=CHUNK_TOKENS)})
-
-
-def image_numbers(batch: TokenBatch) -> Tensor:
-    """Image number of each piece, int64 [B, S]; -1 for pieces without one."""
-    values_BT = batch.extras["values_BT"] * piece_ends(batch.segments_BT)
-    values_BS = piece_sums(values_BT, batch.segments_BT, count_pieces(batch.segments_BT))
-    return values_BS.round().long() - 1
 
 
 def with_pixels(batch: TokenBatch, store: ImageStore | None, shape: VisionConfig) -> TokenBatch:

@@ -30,9 +30,9 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.vision.config import VisionConfig
 from modelwright.objectives.alignment_heads import CODE, IMAGE, SCALE, TEXT, alignment_heads
-from modelwright.objectives.image_batches import fill_squares, image_batches
+from modelwright.objectives.image_batches import fill_squares, image_batches, image_numbers
 from modelwright.objectives.pairs import Pairs
-from modelwright.ops.piece_sums import count_pieces, piece_ends, piece_keys, piece_means, piece_sums
+from modelwright.ops.piece_sums import piece_ends, piece_keys, piece_means
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.ragged_gather import gather_rows
 from modelwright.train.config import TrainConfig
@@ -233,7 +233,7 @@ def embed_pairs(
     """Both sides of the pairs [P, E], and a mask of those with images [P], from hidden states [B, T, D]."""
     pooled_G2SD = pooled(output, batch.segments_BT, pairs.num_pieces, pooling).unflatten(0, (-1, 2))
     texts_PD, others_PD = (pooled_G2SD[:, side][pairs.is_pair_GS] for side in range(2))
-    numbers_GS = image_numbers(batch)
+    numbers_GS = image_numbers(batch).unflatten(0, (-1, 2))[:, 1]
     is_image_P = numbers_GS[pairs.is_pair_GS] >= 0
     others_PE = model.head_output(CODE, others_PD)
     if PIXELS in batch.extras:
@@ -255,16 +255,10 @@ def pooled(hidden_BTD: Tensor, segments_BT: Tensor, num_pieces: int, pooling: Li
     return piece_means(hidden_BTD, segments_BT, num_pieces)
 
 
-def image_numbers(batch: TokenBatch) -> Tensor:
-    """Image number of each pair, int64 [G, S]; -1 for pairs without one and for padding."""
-    values_BT = batch.extras["values_BT"] * piece_ends(batch.segments_BT)
-    values_BS = piece_sums(values_BT, batch.segments_BT, count_pieces(batch.segments_BT))
-    return values_BS.unflatten(0, (-1, 2))[:, 1].round().long() - 1
-
-
 def with_pixels(batch: TokenBatch, store: ImageStore | None, shape: VisionConfig) -> TokenBatch:
     """Adds images to a batch, uint8 [B, I / 2, 3, S, S]: those of a group in order, divided among its two rows."""
-    of_groups = [[number for number in row if number >= 0] for row in image_numbers(batch).tolist()]
+    numbers_GS = image_numbers(batch).unflatten(0, (-1, 2))[:, 1]
+    of_groups = [[number for number in row if number >= 0] for row in numbers_GS.tolist()]
     # At least one image wide, so that all ranks run the tower
     room, size = max(1, -(-max(map(len, of_groups), default=0) // 2)), shape.image_size
     pixels = np.zeros((batch.num_groups, 2 * room, 3, size, size), dtype=np.uint8)

@@ -5,6 +5,7 @@ from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from modelwright.data.images.store import ImageStore
 from modelwright.data.rows.batch import TokenBatch
@@ -13,6 +14,7 @@ from modelwright.data.rows.cache.lookahead import ImagesAhead, Look, own_images
 from modelwright.data.rows.cache.reader import BlockReader
 from modelwright.model.vision.config import VisionConfig
 from modelwright.objectives.next_token import numbered_batches
+from modelwright.ops.piece_sums import count_pieces, piece_ends, piece_sums
 
 
 def image_batches(
@@ -27,6 +29,12 @@ def image_batches(
         if ahead is not None:
             ahead.expect(index, rank, world_size)
         yield batch
+
+
+def image_numbers(batch: TokenBatch) -> Tensor:
+    """Image number of each piece, int64 [B, S]; -1 for pieces without one."""
+    values_BT = batch.extras["values_BT"] * piece_ends(batch.segments_BT)
+    return piece_sums(values_BT, batch.segments_BT, count_pieces(batch.segments_BT)).round().long() - 1
 
 
 def fill_squares(

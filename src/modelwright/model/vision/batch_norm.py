@@ -60,7 +60,16 @@ class BatchNorm(nn.Module):
             )  # fmt: skip
             self._track(mean_C, var_C)
             return out_NCHW
-        mean_C, squares_C, count = self._moments(wide_NCHW)
+        # Over all ranks: counts, means and sums of squared deviations, merged by the formula of Chan et al. 1983, which,
+        # unlike the mean of squares minus the square of the mean, does not cancel
+        num_channels, num_values = len(self.weight), wide_NCHW.numel() // len(self.weight)
+        own_mean_C = wide_NCHW.sum((0, 2, 3)) / max(1, num_values)
+        own_squares_C = (wide_NCHW - own_mean_C[:, None, None]).square().sum((0, 2, 3))
+        own_E = torch.cat([own_mean_C.new_full((1,), num_values), own_mean_C, own_squares_C])
+        counts_R1, means_RC, squares_RC = self.gather(own_E).split([1, num_channels, num_channels], dim=1)
+        count = counts_R1.sum().clamp(min=1)
+        mean_C = (counts_R1 * means_RC).sum(0) / count
+        squares_C = (squares_RC + counts_R1 * (means_RC - mean_C).square()).sum(0)
         # Unbiased for the running statistics, biased for the norm, as in PyTorch
         self._track(mean_C.detach(), squares_C.detach() / (count - 1).clamp(min=1))
         scale_C = self.weight * (squares_C / count + self.eps).rsqrt()
@@ -71,19 +80,6 @@ class BatchNorm(nn.Module):
         """Factors and offsets of the channels in evaluation, [C] each."""
         factors_C = self.weight * (self.running_var + self.eps).rsqrt()
         return factors_C, self.bias - self.running_mean * factors_C
-
-    def _moments(self, wide_NCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean, sum of squared deviations from it, and number of values of each channel, over all ranks."""
-        num_values = wide_NCHW.numel() // len(self.weight)
-        own_mean_C = wide_NCHW.sum((0, 2, 3)) / max(1, num_values)
-        own_squares_C = (wide_NCHW - own_mean_C[:, None, None]).square().sum((0, 2, 3))
-        own_E = torch.cat([own_mean_C.new_full((1,), num_values), own_mean_C, own_squares_C])
-        counts_R1, means_RC, squares_RC = self.gather(own_E).split([1, *2 * [len(self.weight)]], dim=1)
-        # Chan et al. 1983: unlike the mean of squares minus the square of the mean, this does not cancel
-        count = counts_R1.sum().clamp(min=1)
-        mean_C = (counts_R1 * means_RC).sum(0) / count
-        squares_C = (squares_RC + counts_R1 * (means_RC - mean_C).square()).sum(0)
-        return mean_C, squares_C, count
 
     @torch.no_grad()
     def _track(self, mean_C: Tensor, var_C: Tensor) -> None:

@@ -69,12 +69,9 @@ class ImagePrefix(nn.Module):
         self.tower = tower
         self.projector = ImageProjector(config.model_dim, model_dim)
         self.feature_layer = feature_layer
-        self.tokens = ImageTokens(token_id, config.num_patches)
-
-    @property
-    def num_blocks(self) -> int:
+        self.num_blocks = config.num_layers + 1 + feature_layer
         """Number of the tower's blocks that run."""
-        return self.tower.config.num_layers + 1 + self.feature_layer
+        self.tokens = ImageTokens(token_id, config.num_patches)
 
     def forward(self, pixels_NCSS: Tensor) -> Tensor:
         """Embeddings of patches [N, P, D]. pixels_NCSS: see `VisionTower.forward`."""
