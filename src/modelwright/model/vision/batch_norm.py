@@ -60,7 +60,7 @@ class BatchNorm(nn.Module):
             )  # fmt: skip
             self._track(mean_C, var_C)
             return out_NCHW
-        # Over all ranks: counts, means and sums of squared deviations, merged by the formula of Chan et al. 1983, which,
+        # Counts, means and sums of squared deviations of all ranks, merged by the formula of Chan et al. 1983, which,
         # unlike the mean of squares minus the square of the mean, does not cancel
         num_channels, num_values = len(self.weight), wide_NCHW.numel() // len(self.weight)
         own_mean_C = wide_NCHW.sum((0, 2, 3)) / max(1, num_values)
