@@ -169,7 +169,7 @@ def base_fingerprint(model: Decoder) -> str:
         if not is_trained(name):
             *rows, width = parameter.shape
             sample = source.read(name, (*(slice(0, 1) for _ in rows), slice(0, width))).detach()
-            # BF16 gives FP32, FP16 and BF16 copies of one model the same fingerprint
+            # Rounded to BF16, so that a copy of the model in a narrower format has the same fingerprint
             sample = sample.to("cpu", torch.bfloat16).contiguous()
             digest.update(f"{name} {list(parameter.shape)}".encode())
             digest.update(sample.view(torch.uint8).numpy().tobytes())

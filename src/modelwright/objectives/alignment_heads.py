@@ -77,7 +77,7 @@ def alignment_heads(
     vision: VisionConfig, *, model_dim: int, embed_dim: int, temperature: float, bias: float
 ) -> Mapping[str, nn.Module]:
     """Returns the heads by name. Raises `ModelError` if the folder of the vision tower cannot be read."""
-    # All other initial values come from PyTorch's default generator, in this order
+    # Initial values come from PyTorch's default generator, in this order, unless the tower has a folder
     tower = load_vision_tower(Path(vision.init_from)) if vision.init_from else VisionTower(vision)
     return {
         TEXT: Projection(model_dim, embed_dim),

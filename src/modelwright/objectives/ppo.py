@@ -332,6 +332,6 @@ class Ppo(RolloutObjective):
 def token_rewards(penalties_CT: Tensor, scores_C: Tensor, rollout: Rollout) -> Tensor:
     """Reward of each token [C, T]: its penalty, and at the last token the score of the completion."""
     rewards_CT = penalties_CT.clone()
-    # Place t predicts token t + 1, so the last token of a length has place length - 2
+    # Place t predicts token t + 1, so the last of n tokens has place n - 2
     rewards_CT[torch.arange(rollout.num_completions), rollout.lens_C - 2] += scores_C.to(rewards_CT.dtype)
     return rewards_CT
