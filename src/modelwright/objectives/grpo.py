@@ -22,12 +22,7 @@ from modelwright.objectives.experience import Experience
 from modelwright.objectives.heldout_rewards import is_heldout
 from modelwright.objectives.policy_terms import clipped_policy_loss, kl_k3
 from modelwright.objectives.rollout_objective import RolloutObjective
-from modelwright.objectives.rollouts import (
-    Rollout,
-    RolloutConfig,
-    check_rollout_training,
-    rollout_metrics,
-)
+from modelwright.objectives.rollouts import Rollout, RolloutConfig, check_rollout_training, rollout_metrics
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Metric, Terms
 

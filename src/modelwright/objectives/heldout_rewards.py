@@ -14,12 +14,7 @@ from torch import Tensor
 
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.rollouts import (
-    RolloutWorker,
-    constant_metrics,
-    rollout_metric_names,
-    rollout_metrics,
-)
+from modelwright.objectives.rollouts import RolloutWorker, constant_metrics, rollout_metric_names, rollout_metrics
 from modelwright.train.objective import Metric
 from modelwright.train.whole_model import ModelLayout
 

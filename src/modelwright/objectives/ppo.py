@@ -28,12 +28,7 @@ from modelwright.objectives.heldout_rewards import is_heldout
 from modelwright.objectives.policy_terms import clipped_policy_loss, clipped_value_loss, kl_k1, kl_k2
 from modelwright.objectives.reference_model import ROWS_AT_ONCE
 from modelwright.objectives.rollout_objective import RolloutObjective
-from modelwright.objectives.rollouts import (
-    Rollout,
-    RolloutConfig,
-    check_rollout_training,
-    rollout_metrics,
-)
+from modelwright.objectives.rollouts import Rollout, RolloutConfig, check_rollout_training, rollout_metrics
 from modelwright.objectives.value_function import VALUE, SeparateValueModel, ValueFunction, ValueOnTrunk
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Metric, Terms, forward
