@@ -181,7 +181,7 @@ def test_the_fingerprint_is_that_of_the_weights_in_any_format() -> None:
         ({"r": 4, "target_modules": ["q_proj"], "rank_pattern": {"ffn": 2}}, "lora.rank_pattern: 'ffn' matches no"),
         ({"r": 4, "rank_pattern": {"ffn": 0}}, "rank_pattern: the rank of 'ffn' must be at least 1"),
         ({"r": 4, "alpha_pattern": {"ffn": 0.0}}, "lora_alpha, alpha_pattern: must be above 0"),
-        ({"r": 4, "target_modules": ["q_proj("]}, "'q_proj(' is no regular expression"),
+        ({"r": 4, "target_modules": ["q_proj("]}, "'q_proj(' is not a regular expression"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:

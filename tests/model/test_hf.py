@@ -135,7 +135,7 @@ def test_older_config_spelling(folder):
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor: must be at least 1"),
         ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, r"scaled rotary positions \(mrope\)"),
         ({"rope_scaling": "linear"}, "rope_scaling: 'linear' where a group of settings is expected"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "has no 'low_freq_factor'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor' is missing"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "short_factor: has 1 factors for 6"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ between kinds of layers"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "part of each head"),
@@ -198,7 +198,7 @@ def test_damaged_folders_are_refused(folder, tmp_path):
 
 
 def test_incomplete_config_is_refused():
-    with pytest.raises(ModelError, match="has no 'num_attention_heads'"):
+    with pytest.raises(ModelError, match="'num_attention_heads' is missing"):
         config_from_hf({"model_type": "llama"})
 
 

@@ -174,12 +174,12 @@ QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
         (lambda f: change_config(f, use_dora=True), "proj.lora_magnitude_vector: is missing"),
         (
             lambda f: change_config(f, target_modules=["q_proj", "k_proj"]),
-            "has no tensors for model.layers.0.self_attn.k",
+            "lacks tensors for model.layers.0.self_attn.k",
         ),
         (lambda f: change_tensors(f, lambda t: t.pop(f"{QUERY}.lora_B.weight")), f"{QUERY}.lora_B.weight: is missing"),
         (
             lambda f: change_tensors(f, lambda t: t.update(x=torch.zeros(1))),
-            "x: the model has no projection of this name",
+            "x: the model lacks a projection of this name",
         ),
         (
             lambda f: change_tensors(f, lambda t: t[f"{QUERY}.lora_A.weight"].fill_(torch.nan)),
@@ -218,7 +218,7 @@ def test_the_config_names_what_has_adapters(folder: Path) -> None:
 
 def test_a_model_folder_is_not_written_without_the_adapters(tmp_path: Path) -> None:
     model = make_decoder()
-    with pytest.raises(ConfigError, match="the model has no adapters to write"):
+    with pytest.raises(ConfigError, match="the model lacks adapters to write"):
         save_adapter(model, tmp_path)
     attach_adapters(model, AdapterConfig(r=2), 0)
     with pytest.raises(ConfigError, match="the model has adapters; merge them"):

@@ -146,7 +146,7 @@ def test_every_parameter_of_a_tower_gets_a_gradient() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "bert"}, "'bert', which has no vision tower"),
+        ({"model_type": "bert"}, "'bert', which lacks a vision tower"),
         ({"vision_config": {**VISION, "num_channels": 4}}, "num_channels is 4"),
         ({"vision_config": {**VISION, "hidden_act": "relu"}}, "hidden_act is 'relu'"),
         ({"vision_config": {**VISION, "patch_size": 7}}, "patch_size: 7 must divide"),

@@ -73,7 +73,7 @@ def test_the_reward_model_of_a_run_takes_the_place_of_no_folder(folder: Path) ->
 
 
 def test_a_missing_folder_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"rewards\.model\.path: there is no folder 'none'"):
+    with pytest.raises(ConfigError, match=r"rewards\.model\.path: no such folder: 'none'"):
         build_reward({"model": {"path": "none"}}, kinds=MODEL_REWARDS)
 
 

@@ -2,15 +2,14 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
 from modelwright.core.compatibility import FLOAT_PRODUCTS, TRAINED_WEIGHTS, Feature, feature
 from modelwright.core.config import only_for
 from modelwright.core.errors import ConfigError
 
-Value = TypeVar("Value", int, float)
 BaseFormat = Literal["full", "int8", "nf4"]
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -19,8 +18,8 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Low-rank adapters (LoRA, Hu et al. 2021): the model's own weights stay as they are, and each chosen projection
-    adds scale * B A x to its output W x.
+    """Low-rank adapters (LoRA, Hu et al. 2021): the model's own weights are frozen, and each chosen projection adds
+    scale * B A x to its output W x.
 
     A pattern is a regular expression for one or several consecutive parts of a projection's name: `q_proj`, `ffn`,
     `q_proj|v_proj`, `blocks\\.[01]`. Names are those of this project: `blocks.0.attention.q_proj`,
@@ -38,14 +37,14 @@ class AdapterConfig:
     rank_pattern: dict[str, int] = field(default_factory=dict[str, int], hash=False, metadata=only_for("r"))
     """Ranks of the projections that a pattern matches, in place of `r`; the first match counts."""
     alpha_pattern: dict[str, float] = field(default_factory=dict[str, float], hash=False, metadata=only_for("r"))
-    """The same for `lora_alpha`."""
+    """`lora_alpha` of the projections that a pattern matches; the first match counts."""
     use_rslora: bool = field(default=False, metadata=only_for("r"))
     """Scale by lora_alpha / sqrt(r), which keeps the size of updates at high ranks (Kalajdzievski 2023)."""
     use_dora: bool = field(default=False, metadata=only_for("r"))
     """Also train the length of each row of the adapted weights (DoRA, Liu et al. 2024)."""
     base_format: BaseFormat = field(default="full", metadata=only_for("r"))
-    """How the frozen projections are kept: `nf4`, four bits and a scale for each 64 weights, dequantized whenever they
-    are used (QLoRA, Dettmers et al. 2023); `int8`, the same in eight bits; `full`, as they are."""
+    """Storage format of the frozen projections: `nf4`, four bits and a scale for each 64 weights, dequantized on every
+    use (QLoRA, Dettmers et al. 2023); `int8`, the same in eight bits; `full`, the model's own format."""
 
     def __post_init__(self) -> None:
         if self.r < 0:
@@ -63,30 +62,35 @@ class AdapterConfig:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ConfigError(f"target_modules: {pattern!r} is no regular expression ({error})") from None
+                raise ConfigError(f"target_modules: {pattern!r} is not a regular expression ({error})") from None
 
     def targets(self, names: Iterable[str]) -> list[str]:
-        """Those of these projections that get adapters, in their order. Raises `ConfigError` for a pattern that matches
-        none of them.
-        """
+        """Selects projections, in their order. Raises `ConfigError` for a pattern that matches none of them."""
         names = list(names)
         chosen = [name for name in names if any(matches(pattern, name) for pattern in self.target_modules)]
-        _check_patterns("target_modules", self.target_modules, names)
-        _check_patterns("rank_pattern", self.rank_pattern, chosen)
-        _check_patterns("alpha_pattern", self.alpha_pattern, chosen)
+        for setting, patterns, among in (
+            ("target_modules", self.target_modules, names),
+            ("rank_pattern", self.rank_pattern, chosen),
+            ("alpha_pattern", self.alpha_pattern, chosen),
+        ):
+            for pattern in patterns:
+                if not any(matches(pattern, name) for name in among):
+                    known = ", ".join(dict.fromkeys(name.split(".", 2)[-1] for name in among))
+                    raise ConfigError(f"lora.{setting}: {pattern!r} matches no projection; there are {known}")
         return chosen
 
     def rank_of(self, name: str) -> int:
-        """The rank of a projection's adapter."""
-        return _first_match(self.rank_pattern, name, self.r)
+        """Rank of a projection's adapter."""
+        return next((rank for pattern, rank in self.rank_pattern.items() if matches(pattern, name)), self.r)
 
     def scale_of(self, name: str) -> float:
-        """The factor of an adapter's output."""
+        """Factor of an adapter's output."""
         rank = self.rank_of(name)
-        return _first_match(self.alpha_pattern, name, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+        alphas = (alpha for pattern, alpha in self.alpha_pattern.items() if matches(pattern, name))
+        return next(alphas, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def features(self) -> list[Feature]:
-        """What adapters need of a run, and break."""
+        """Features of a run that adapters need or break."""
         if not self.r:
             return []
         needs = [FLOAT_PRODUCTS] if self.base_format != "full" else []
@@ -95,17 +99,5 @@ class AdapterConfig:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches one or several consecutive parts of a dotted name."""
+    """Returns whether a pattern matches one or several consecutive parts of a dotted name."""
     return re.search(rf"(?:^|\.)(?:{pattern})(?:\.|$)", name) is not None
-
-
-def _check_patterns(setting: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Raise `ConfigError` for a pattern that matches none of these projections."""
-    for pattern in patterns:
-        if not any(matches(pattern, name) for name in names):
-            known = ", ".join(dict.fromkeys(name.split(".", 2)[-1] for name in names))
-            raise ConfigError(f"lora.{setting}: {pattern!r} matches no projection; there are {known}")
-
-
-def _first_match(patterns: Mapping[str, Value], name: str, default: Value) -> Value:
-    return next((value for pattern, value in patterns.items() if matches(pattern, name)), default)

@@ -21,14 +21,14 @@ from modelwright.model.frozen_weight import CODES, SCALES, FrozenWeight, PackedF
 from modelwright.model.low_rank import A, B, LowRank, initial_a, row_norms
 
 ADAPTER = ".adapter."
-"""What the name of every parameter of an adapter contains, after the name of its projection."""
+"""Infix of the names of adapter parameters, after the name of the projection."""
 HEADS = "heads."
 FROZEN = ".frozen"
 
 
 def attach_adapters(model: Decoder, config: AdapterConfig, seed: int) -> None:
-    """Give the model new adapters, in place, and freeze its own weights; `config.r` 0 changes nothing. Adapters that it
-    has already are kept.
+    """Add new adapters to the model, in place, and freeze its own weights; `config.r` 0 changes nothing. Existing
+    adapters are kept.
 
     The seed decides the initial values, whatever the layout. Raises `ConfigError` if a pattern matches no projection,
     or if the model has adapters of another form.
@@ -40,13 +40,26 @@ def attach_adapters(model: Decoder, config: AdapterConfig, seed: int) -> None:
     if model.adapters.r:
         _keep_adapters(model, config, targets)
         return
-    identify_base(model)
+    # The fingerprint identifies the base before its projections are packed and adapters add parameters
+    model.base_fingerprint = model.base_fingerprint or base_fingerprint(model)
     model.adapters = config
     if config.base_format != "full":
         pack_projections(model, config.base_format)
     for name in targets:
-        _attach(projections[name], config, name)
-    initial = StoredAdapters(stored=_source_of(model), config=config, seed=seed, shapes=adapter_shapes(model))
+        projection = projections[name]
+        adapter = LowRank(
+            projection.in_features,
+            projection.out_features,
+            config.rank_of(name),
+            scale=config.scale_of(name),
+            dropout=config.lora_dropout,
+            has_magnitude=config.use_dora,
+        )
+        like = projection.weight if projection.frozen is None else projection.frozen.scales
+        projection.adapter = adapter.to(like.device, like.dtype)
+    # Read after packing: DoRA's magnitudes start as the lengths of the weights that are used, which are rounded
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if ADAPTER in name}
+    initial = StoredAdapters(stored=_source_of(model), config=config, seed=seed, shapes=shapes)
     if is_on_disk(model):
         model.stored = initial
     else:
@@ -56,19 +69,17 @@ def attach_adapters(model: Decoder, config: AdapterConfig, seed: int) -> None:
 
 
 def is_on_disk(model: Decoder) -> bool:
-    """Whether the weights wait on disk until the model is laid out."""
+    """Returns whether the weights stay on disk until the model is laid out."""
     return model.stored is not None and model.head_weight.is_meta
 
 
 def own_projections(model: Decoder) -> dict[str, Linear]:
-    """The projections of the model's own layers, by name. Those of heads, such as a value model, are trained whole."""
+    """Projections of the model's own layers, by name. Those of heads, such as a value model, are trained whole."""
     return {name: one for name, one in model.projections().items() if not name.startswith(HEADS)}
 
 
 def pack_projections(model: Decoder, packed_format: PackedFormat) -> None:
-    """Keep the weights of all own projections in four or eight bits, in place; embedding, head and norms stay. What
-    waits on disk is packed when it is read.
-    """
+    """Quantize the weights of all own projections to four or eight bits, in place, or when they are read from disk."""
     for projection in own_projections(model).values():
         weight = projection.weight
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -86,34 +97,25 @@ def pack_projections(model: Decoder, packed_format: PackedFormat) -> None:
 
 
 def freeze_base(model: Decoder) -> None:
-    """Make adapters and heads the only parameters that are trained. What an objective has frozen of its heads stays
-    frozen.
-    """
+    """Freeze all parameters but adapters and heads; parameters of heads that an objective has frozen stay frozen."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained(name) and (parameter.requires_grad or ADAPTER in name))
 
 
 def is_trained(name: str) -> bool:
-    """Whether a parameter of a model with adapters is trained."""
+    """Returns whether a parameter of a model with adapters is trained."""
     return ADAPTER in name or name.startswith(HEADS)
 
 
-def adapter_shapes(model: Decoder) -> dict[str, torch.Size]:
-    """The shapes of all parameters of adapters, by name."""
-    return {name: parameter.shape for name, parameter in model.named_parameters() if ADAPTER in name}
-
-
 def adapters_of(model: Decoder) -> dict[str, LowRank]:
-    """The adapters of this process's projections, by the projection's name."""
+    """Adapters of this process's projections, by the projection's name."""
     found = {name: one.adapter for name, one in model.projections().items()}
     return {name: adapter for name, adapter in found.items() if isinstance(adapter, LowRank)}
 
 
 @contextmanager
 def adapters_disabled(model: Decoder) -> Generator[None]:
-    """Within the block the model computes as without its adapters: the reference model of DPO and PPO needs no weights
-    of its own.
-    """
+    """Within the block the model is its own reference model (DPO, PPO): it computes as without adapters."""
     adapters = list(adapters_of(model).values())
     before = [adapter.is_on for adapter in adapters]
     for adapter in adapters:
@@ -126,16 +128,15 @@ def adapters_disabled(model: Decoder) -> Generator[None]:
 
 
 def merge_adapters(model: Decoder) -> None:
-    """Put the adapters into the weights, in place, and remove them: the same outputs, up to rounding, from a plain
-    model whose weights can be trained.
-    """
+    """Merge the adapters into the weights, in place: a plain, trainable model with the same outputs up to rounding."""
+    # Unpacked first: codes of four or eight bits would round the merged weights again
     _unpack_projections(model)
     _write_merged(model)
     remove_adapters(model)
 
 
 def remove_adapters(model: Decoder) -> None:
-    """Remove the adapters, in place, without a trace unless the weights were packed: what was rounded stays so."""
+    """Remove the adapters, in place; weights that were packed stay rounded."""
     _unpack_projections(model)
     for projection in model.projections().values():
         projection.adapter = None
@@ -145,9 +146,7 @@ def remove_adapters(model: Decoder) -> None:
 
 @contextmanager
 def merged_adapters(model: Decoder) -> Generator[None]:
-    """Within the block the adapters are part of the weights, which makes products as fast as without them. Afterwards
-    the weights are what they were, to the bit. Raises `ConfigError` for packed weights, which cannot take them.
-    """
+    """Within the block the adapters are part of the weights, for faster products. Raises `ConfigError` if packed."""
     if model.adapters.base_format != "full":
         raise ConfigError("lora.base_format: packed weights cannot be merged for a while; use merge_adapters")
     projections = model.projections()
@@ -157,30 +156,21 @@ def merged_adapters(model: Decoder) -> Generator[None]:
         with adapters_disabled(model):
             yield
     finally:
+        # The copies, not a subtraction, restore the weights: W + s B A - s B A rounds
         for name, weight in before.items():
             _fill(projections[name].weight, weight)
 
 
-def identify_base(model: Decoder) -> None:
-    """Store the fingerprint of the weights that adapters belong to in the model, unless it is known."""
-    model.base_fingerprint = model.base_fingerprint or base_fingerprint(model)
-
-
 def base_fingerprint(model: Decoder) -> str:
-    """A digest that tells a model's weights from those of others: of names and shapes, and of the first row of every
-    tensor, rounded to BF16, so that it is the same in every format that a model is kept in. Independent of adapters.
-    """
+    """SHA-256 that identifies a model's weights: names, shapes and the first row of every tensor, without adapters."""
     digest = hashlib.sha256()
     source = _source_of(model)
     for name, parameter in model.named_parameters():
         if not is_trained(name):
             *rows, width = parameter.shape
-            sample = (
-                source.read(name, (*(slice(0, 1) for _ in rows), slice(0, width)))
-                .detach()
-                .to("cpu", torch.bfloat16)
-                .contiguous()
-            )
+            sample = source.read(name, (*(slice(0, 1) for _ in rows), slice(0, width))).detach()
+            # Rounded to BF16, so that a copy of the model in a narrower format has the same fingerprint
+            sample = sample.to("cpu", torch.bfloat16).contiguous()
             digest.update(f"{name} {list(parameter.shape)}".encode())
             digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -195,15 +185,12 @@ def adapter_flops(shape: ModelConfig, config: AdapterConfig) -> float:
 def adapter_parameters(shape: ModelConfig, config: AdapterConfig) -> int:
     """Parameters of all adapters of a model of this shape."""
     sizes = projection_sizes(shape)
-    if not config.r:
-        return 0
-    return sum(
-        config.rank_of(name) * sum(sizes[name]) + config.use_dora * sizes[name][0] for name in config.targets(sizes)
-    )
+    targets = config.targets(sizes) if config.r else []
+    return sum(config.rank_of(name) * sum(sizes[name]) + config.use_dora * sizes[name][0] for name in targets)
 
 
 def projection_sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of every projection of a model of this shape, by name."""
+    """Number of outputs and inputs of every projection of a model of this shape, by name."""
     queries, pairs = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     width, inner = shape.model_dim, shape.ffn_dim
     block = {
@@ -223,7 +210,7 @@ def projection_sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredAdapters(StoredParameters):
-    """Initial values of adapters, beside the stored weights of the model that they are attached to."""
+    """Initial values of adapters together with the stored weights of their base model."""
 
     stored: StoredParameters
     config: AdapterConfig
@@ -238,9 +225,9 @@ class StoredAdapters(StoredParameters):
             return initial_a(self.seed, projection, *self.shapes[name])[part]
         if own == B:
             return torch.zeros(self.shapes[name])[part]
+        # DoRA's magnitudes start as the lengths of whole rows, even where this rank holds only a part of the columns
         num_inputs = self.shapes[f"{projection}{ADAPTER}{A}"][1]
-        rows_OI = self.stored.read(f"{projection}.weight", (part[0], slice(0, num_inputs)))
-        return row_norms(rows_OI)
+        return row_norms(self.stored.read(f"{projection}.weight", (part[0], slice(0, num_inputs))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +243,7 @@ class StoredPacked(StoredParameters):
         projection = projection.removesuffix(FROZEN)
         if projection not in self.num_inputs or own == "bias":
             return self.stored.read(name, part)
+        # Whole rows are packed and then cut, so that runs and codes are those of one process
         num_inputs = self.num_inputs[projection]
         rows_OI = self.stored.read(f"{projection}.weight", (part[0], slice(0, num_inputs)))
         codes, scales = pack(rows_OI, self.packed_format)
@@ -268,7 +256,7 @@ class StoredPacked(StoredParameters):
 
 @dataclass(frozen=True)
 class _Weights(StoredParameters):
-    """The weights of a model in memory, those of projections dequantized if they are packed."""
+    """Weights of a model in memory, those of packed projections dequantized."""
 
     model: Decoder
 
@@ -299,7 +287,7 @@ def _write_merged(model: Decoder) -> None:
 
 
 def _keep_adapters(model: Decoder, config: AdapterConfig, targets: Sequence[str]) -> None:
-    """Go on with the adapters that a model has, with the dropout of the configuration, on a base in its format."""
+    """Continue with the adapters of a model, with the dropout and the base format of the configuration."""
     present, before = adapters_of(model), model.adapters
     is_same = list(present) == list(targets) and config.use_dora == before.use_dora
     is_same = is_same and before.base_format in ("full", config.base_format)

@@ -1,7 +1,7 @@
 """`Attend` functions for whole rows: causal, and causal within the documents of a packed row.
 
-Those by tiles, which a CPU uses, compute only the heads that a layer has selected for each token; the others, and all
-with a soft cap, compute all heads.
+Tiled ones, which a CPU uses, compute only the heads that a layer has selected for each token; the others, and all with
+a soft cap, compute all heads.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ ALL_TOKENS = (0,)
 
 
 def causal_attend() -> Attend:
-    """Every token sees all tokens before it and itself, or those in the layer's window."""
+    """Returns causal attention: every token sees all tokens before it and itself, or those in the layer's window."""
 
     def attend(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
         if spec.soft_cap:
@@ -38,32 +38,31 @@ def causal_attend() -> Attend:
 
 
 def packed_attend(segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS) -> Attend:
-    """Every token sees the tokens of its own document before it and itself; `segments_BT` names the documents. windows:
-    of the model's layers (`ModelConfig.windows`).
+    """Returns causal attention within documents. segments_BT: document of each token; windows: `ModelConfig.windows`.
 
-    On a CPU each document is computed by itself, unless rows are short; elsewhere a mask over whole rows is used.
+    On a CPU each document is computed separately, unless rows are short; elsewhere a mask over whole rows is used.
     """
-    if segments_BT.device.type == "cpu":
-        tiles = {window: packed_cuts(segments_BT, window) for window in windows}
+    if segments_BT.device.type != "cpu":
+        return masked_attend(segments_BT, windows)
+    tiles = {window: packed_cuts(segments_BT, window) for window in windows}
 
-        def attend_tiles(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
-            if spec.soft_cap:
-                return capped_attention(q_BTHd, k_BTKd, v_BTKd, tiles[spec.window], spec.soft_cap)  # pyright: ignore
-            return tiled_attention(spec, q_BTHd, k_BTKd, v_BTKd, tiles[spec.window])
+    def attend_tiles(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
+        if spec.soft_cap:
+            return capped_attention(q_BTHd, k_BTKd, v_BTKd, tiles[spec.window], spec.soft_cap)  # pyright: ignore
+        return tiled_attention(spec, q_BTHd, k_BTKd, v_BTKd, tiles[spec.window])
 
-        return attend_tiles
-    return masked_attend(segments_BT, windows)
+    return attend_tiles
 
 
 def tiled_attention(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, tiles: Tiles) -> Tensor:
-    """Attention of a layer without a soft cap on a CPU; of the open heads, if the layer selects them."""
+    """Attention of a layer without a soft cap on a CPU, of the open heads if the layer selects heads."""
     if spec.open_BTH is None:
         return packed_attention(q_BTHd, k_BTKd, v_BTKd, tiles)
     return selected_attention(q_BTHd, k_BTKd, v_BTKd, spec.open_BTH, tiles)
 
 
 def masked_attend(segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS) -> Attend:
-    """The same by a mask over whole rows: on a CPU for rows so short that splitting them costs more than it saves."""
+    """`packed_attend` by a mask over whole rows: on a CPU for rows so short that tiles cost more than they save."""
     masks_B1TT = {window: document_mask(segments_BT, window) for window in windows}
 
     def attend_mask(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:

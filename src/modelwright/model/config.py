@@ -1,6 +1,6 @@
-"""The shape of a decoder. What differs between model types is data here; `hf_types/` maps it to Hugging Face configs.
+"""Shape of a decoder. Differences between model types are data here; `hf_types/` maps them to Hugging Face configs.
 
-Fields that no one chooses for a model from scratch are constants: imported folders and Python code set them.
+Fields that are not chosen for a model from scratch are constants: imported folders and Python code set them.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from modelwright.core.errors import ConfigError
 from modelwright.ops.rope_scaling import RopeScaling
 
 AttentionGate = Literal["none", "head", "element"]
-"""What attention's output is multiplied by (Qiu et al. 2025, arXiv 2505.06708): nothing, or sigmoids of a projection of
-the layer's input, one for each head or for each element."""
+"""Gate on attention's output (Qiu et al. 2025, arXiv 2505.06708): none, or sigmoids of a projection of the layer's
+input, one for each head or for each element."""
 Activation = Literal["silu", "gelu", "gelu_tanh"]
-"""What the gate of a feed-forward layer goes through; `gelu_tanh` is the approximation by a tanh."""
+"""Activation of a feed-forward layer's gate; `gelu_tanh` is the tanh approximation of GELU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """What attention does beyond grouped queries and rotary positions."""
+    """Features of attention beyond grouped queries and rotary positions."""
 
     qkv_bias: bool = False
     """Biases of the query, key and value projections."""
@@ -41,14 +41,13 @@ class AttentionConfig:
         if self.window < 0 or self.soft_cap < 0 or self.query_scale < 0:
             raise ConfigError("window, soft_cap, query_scale: must not be negative; 0 disables them")
         if bool(self.window) != bool(self.window_layers):
-            raise ConfigError(
-                f"window: is {self.window} with {len(self.window_layers)} window_layers; set both or neither"
-            )
+            num_layers = len(self.window_layers)
+            raise ConfigError(f"window: is {self.window} with {num_layers} window_layers; set both or neither")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig:
-    """Where norms stand and what they multiply by; their epsilon is `ModelConfig.norm_eps`."""
+    """Placement and scale of norms; their epsilon is `ModelConfig.norm_eps`."""
 
     post_norms: bool = False
     """Norms after attention and feed-forward, too, before the residual is added (Gemma 2)."""
@@ -93,13 +92,12 @@ class ModelConfig:
     qk_norm: bool = True
     """RMSNorm on queries and keys."""
     attention_gate: AttentionGate = "none"
-    """Sigmoid gate on the output of attention: one factor for each `head` or each `element` (Qiu et al. 2025). It is a
-    projection of the layer's input, of which queries and keys are projections, too: it can learn whatever these could
-    tell it of the token, without their norms and positions. `transformers` has no model type for it."""
+    """Sigmoid gate on the output of attention: one factor for each `head` or each `element` (Qiu et al. 2025), from a
+    projection of the layer's input. `transformers` lacks a model type for it."""
     head_budget: float = 1.0
     """Mean share of the heads that attention computes for a token. Below 1 each layer learns which heads a token needs
     and skips the others (`model/head_selection.py`); those that share a key/value head are chosen together.
-    `transformers` has no model type for it."""
+    `transformers` lacks a model type for it."""
     tie_embeddings: bool = True
     """Share the embedding matrix with the output head."""
     init_std: float = 0.02
@@ -123,8 +121,8 @@ class ModelConfig:
     logit_soft_cap: float = constant(0.0)
     """Logits x become cap * tanh(x / cap); 0 leaves them."""
     hf_type: str = constant("")
-    """`model_type` of the Hugging Face folder that the model comes from, which it is written as again; "" is the type
-    that fits: llama, or qwen3 with `qk_norm`."""
+    """`model_type` of the Hugging Face folder that the model comes from and is written as; "" is the type that fits:
+    llama, or qwen3 with `qk_norm`."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len"):
@@ -179,9 +177,7 @@ class ModelConfig:
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block: four attention projections, a gate, a router of heads, three FFN projections,
-        biases, norms.
-        """
+        """Parameters of a block: attention and FFN projections, a gate, a router of heads, biases, norms."""
         heads, pairs = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         of_attention = 2 * (heads + pairs) + self.gate_dim + self.router_dim
         matrices = self.model_dim * (of_attention + 3 * self.ffn_dim)
@@ -200,22 +196,18 @@ class ModelConfig:
     def flops_per_token(self, mean_context: float) -> float:
         """FLOPs of one forward pass for one token: matrix products (2 per multiply-add) and attention.
 
-        `mean_context`: how many positions a token attends to on average; about half the document length within a
-        packed row. A layer with a window attends to at most the window. A training step costs three times as much
-        (PaLM, appendix B). Of the heads' attention the share `head_budget` counts.
+        `mean_context`: positions that a token attends to on average; about half the document length within a packed
+        row. A layer with a window attends to at most the window, and only the share `head_budget` of the heads counts.
+        A training step costs three times as much (PaLM, appendix B).
         """
         heads = self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         projections = self.model_dim * (heads + self.gate_dim + self.router_dim)
         products = self.num_layers * (projections + 3 * self.model_dim * self.ffn_dim)
-        contexts = sum(_within(mean_context, self.window_of(layer)) for layer in range(self.num_layers))
+        contexts = sum(min(mean_context, self.window_of(layer) or mean_context) for layer in range(self.num_layers))
         attention = 2 * self.num_heads * self.head_dim * contexts * self.head_budget
         return 2 * (products + attention + self.vocab_size * self.model_dim)
 
 
-def _within(context: float, window: int) -> float:
-    return min(context, window) if window else context
-
-
 def layers_where(flags: Sequence[bool]) -> tuple[int, ...]:
-    """The numbers of the layers whose flag is set."""
+    """Numbers of the layers whose flag is set."""
     return tuple(layer for layer, flag in enumerate(flags) if flag)

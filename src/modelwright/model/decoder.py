@@ -1,9 +1,9 @@
 """The decoder: RMSNorm, rotary grouped-query attention with optional QK-norm, gated feed-forward layers, optionally
-tied embeddings; what model types add to that is in `ModelConfig`.
+tied embeddings; `ModelConfig` has the additions of other model types.
 
 Single-device code. Attention is a parameter: every layer passes its queries, keys and values to an `Attend` function,
-which training builds from a mask and inference from a KV cache. It returns hidden states; `logits` and `cross_entropy`
-are what its head makes of them. Blocks are named by layer, so a pipeline stage keeps their names.
+which training builds from a mask and inference from a KV cache. `forward` returns hidden states; `logits` and
+`cross_entropy` apply the head. Blocks are named by layer, so a pipeline stage keeps their names.
 
 Legend: B rows, T tokens, D model width, H query heads, K key/value heads, d head width, V vocabulary.
 """
@@ -37,9 +37,9 @@ from modelwright.ops.token_log_probs import LinearHead, token_log_probs, token_l
 
 
 class AttentionSpec(NamedTuple):
-    """What an `Attend` function has to know of a layer. window: tokens that a query sees, the present one included; 0
-    is all earlier ones; soft_cap: scores s become soft_cap * tanh(s / soft_cap); 0 leaves them; open_BTH: the heads
-    whose output counts for each token, boolean, None for all: others need not be computed, but have to be finite.
+    """Settings of a layer for an `Attend` function. window: tokens that a query sees, the present one included; 0 is
+    all earlier ones; soft_cap: scores s become soft_cap * tanh(s / soft_cap); 0 leaves them; open_BTH: the heads whose
+    output counts for each token, boolean, None for all: others need not be computed, but have to be finite.
     """
 
     layer: int
@@ -49,9 +49,7 @@ class AttentionSpec(NamedTuple):
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and sines of the positions, [B, T, 1, r] each: of layers that see all earlier tokens, and of layers with
-    a window, which are the same tensors unless the model has other frequencies there.
-    """
+    """Cosines and sines [B, T, 1, r] for layers that see all earlier tokens, and for layers with a window."""
 
     cos: Tensor
     sin: Tensor
@@ -59,14 +57,13 @@ class RotaryTables(NamedTuple):
     window_sin: Tensor
 
     def of(self, block: nn.Module) -> tuple[Tensor, Tensor]:
-        """The tables of one block."""
+        """Returns the tables of one block."""
         assert isinstance(block, Block)
         return (self.window_cos, self.window_sin) if block.attention.spec.window else (self.cos, self.sin)
 
 
 Attend = Callable[[AttentionSpec, Tensor, Tensor, Tensor], Tensor]
-"""`(spec, q_BTHd, k_BTKd, v_BTKd) -> out_BTHd`; rotary positions are applied already. Scores are divided by the root of
-the head width."""
+"""`(spec, q_BTHd, k_BTKd, v_BTKd) -> out_BTHd`; q and k have rotary positions; scores are divided by sqrt(d)."""
 Product = Callable[[Tensor, Tensor], Tensor]
 """`(x [..., I], weight [O, I]) -> [..., O]`."""
 EmbeddingHook = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -74,17 +71,15 @@ EmbeddingHook = Callable[[Tensor, Tensor, Tensor], Tensor]
 first [B, T, D] or, with sequence parallelism, this rank's tokens of it.
 """
 Insert = Callable[[Tensor], Tensor]
-"""`embeddings of the tokens [B, T, D] -> embeddings`: what takes the place of some of them in one forward pass, such as
-the patches of images (`vision/image_prefix.py`).
-"""
+"""`embeddings [B, T, D] -> embeddings`: replaces some in one forward pass (`vision/image_prefix.py`)."""
 
 
 class Adapter(Protocol):
-    """What is added to a projection: `low_rank.py`, or several to choose from, `adapter_bank.py`."""
+    """Addition to a projection: one adapter (`low_rank.py`) or several to choose from (`adapter_bank.py`)."""
 
     def __call__(self, x: Tensor, out: Tensor, row_blocks: Callable[[], Iterable[Tensor]]) -> Tensor:
-        """The output [..., O] for x [..., I], from the projection's own, `out`, without bias. row_blocks: its weight,
-        some rows at a time.
+        """Returns the output [..., O] for x [..., I] from the projection's product `out`, without bias. row_blocks: the
+        weight, some rows at a time.
         """
         ...
 
@@ -101,9 +96,9 @@ HEAD_METHODS = (
 
 
 class Linear(nn.Linear):
-    """A projection. `product` multiplies: the hook for other number formats and for products that skip a part. adapter:
-    what is added to it, None without adapters (`adapters.py`). frozen: its weight in four or eight bits, in place of
-    `weight`, which is None then.
+    """Linear layer with hooks. `product` multiplies: the hook for other number formats and for products that skip a
+    part. adapter: an addition to the output, None without (`adapters.py`). frozen: the weight in four or eight bits, in
+    place of `weight`, which is None then.
     """
 
     def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool = False) -> None:
@@ -118,46 +113,43 @@ class Linear(nn.Linear):
         return add_bias(out, self.bias) if self.has_bias else out
 
     def multiply(self, x: Tensor) -> Tensor:
-        """x [..., I] times what this process has of the weight, with the adapter, without the bias."""
+        """Returns the product of x [..., I] with this process's part of the weight, with the adapter, without bias."""
         out = self.product(x, self.own_weight()) if self.frozen is None else self.frozen(x, self.product)
         return out if self.adapter is None else self.adapter(x, out, self.row_blocks)
 
     def own_weight(self) -> Tensor:
-        """What this process multiplies with, unless it is packed; layouts replace it."""
+        """This process's part of the weight, unless it is packed; layouts replace this method."""
         return self.weight
 
     def row_blocks(self) -> Iterable[Tensor]:
-        """The same some rows at a time, dequantized if it is packed."""
+        """This process's part of the weight, some rows at a time, dequantized if it is packed."""
         return [self.own_weight()] if self.frozen is None else self.frozen.row_blocks(*self.frozen.tensors())
 
 
 def add_bias(out: Tensor, bias: Tensor) -> Tensor:
-    """The sum in the format of `out`."""
+    """Returns the sum in the format of `out`."""
     return out + bias.to(out.dtype)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension with a learned scale, `weight` or 1 + `weight`. out_dtype: None is
-    the input's; in_fp32: computed in FP32 whatever the input's format.
-    """
+    """Root-mean-square norm over the last dimension with a learned scale, `weight` or 1 + `weight`."""
 
     def __init__(self, dim: int, config: ModelConfig) -> None:
         super().__init__()
         self.eps = config.norm_eps
         self.one_plus_weight = config.norms.one_plus_weight
+        self.neutral_weight = 0.0 if self.one_plus_weight else 1.0
+        """The weight whose scale is 1."""
         self.weight = nn.Parameter(torch.full((dim,), self.neutral_weight))
+        # None is the input's format; `in_fp32` computes in FP32 whatever the input's format
         self.out_dtype: torch.dtype | None = None
         self.in_fp32 = True
-
-    @property
-    def neutral_weight(self) -> float:
-        """The weight whose scale is 1."""
-        return 0.0 if self.one_plus_weight else 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x, self.weight)
 
     def norm(self, x: Tensor, weight_D: Tensor) -> Tensor:
+        # 1 + weight is summed in FP32: in BF16 the sum would drop the last bits of small weights
         if self.one_plus_weight:
             weight_D = 1.0 + weight_D.to(torch.promote_types(weight_D.dtype, torch.float32))
         return rms_norm(x, weight_D, self.eps, out_dtype=self.out_dtype, in_fp32=self.in_fp32)
@@ -171,6 +163,7 @@ class Attention(nn.Module):
         attention, self.head_dim = config.attention, config.head_dim
         self.spec = AttentionSpec(layer, config.window_of(layer), attention.soft_cap)
         self.uses_rope = layer not in attention.layers_without_rope
+        # `Attend` divides scores by sqrt(head_dim), so a model's own scale is relative to that
         self.query_factor = attention.query_scale * math.sqrt(config.head_dim) if attention.query_scale else 1.0
         query_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = Linear(config.model_dim, query_dim, bias=attention.qkv_bias)
@@ -187,27 +180,24 @@ class Attention(nn.Module):
         q_BTHd, k_BTKd = self.queries_and_keys(x_BTD, cos, sin)
         v_BTKd = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
         out_BTHd = self.attended(x_BTD, q_BTHd, k_BTKd, v_BTKd, attend)
-        return self.o_proj(self.gated(out_BTHd, x_BTD).flatten(-2))
+        if self.output_gate is not None:  # position G1 of arXiv 2505.06708
+            gates_BTHg = self.output_gate(x_BTD).unflatten(-1, (out_BTHd.shape[-2], -1))
+            out_BTHd = out_BTHd * gates_BTHg.sigmoid().to(out_BTHd.dtype)
+        return self.o_proj(out_BTHd.flatten(-2))
 
     def attended(self, x_BTD: Tensor, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, attend: Attend) -> Tensor:
-        """Attention's output [B, T, H, d], of the heads that the router selects if there is one."""
+        """Attention's output [B, T, H, d], only of the selected heads if the layer has a router."""
         if self.head_router is None or self.head_selection is None:
             return attend(self.spec, q_BTHd, k_BTKd, v_BTKd)
+        # The query heads that share a key/value head are consecutive, and get its decision
         logits_BTK = self.head_router(x_BTD)
         logits_BTH = logits_BTK.repeat_interleave(q_BTHd.shape[-2] // logits_BTK.shape[-1], dim=-1)
         open_BTH = self.head_selection(logits_BTH)
         out_BTHd = attend(self.spec._replace(open_BTH=open_BTH), q_BTHd, k_BTKd, v_BTKd)
         return self.head_selection.gated(out_BTHd, logits_BTH, open_BTH)
 
-    def gated(self, out_BTHd: Tensor, x_BTD: Tensor) -> Tensor:
-        """Attention's output times sigmoids of a projection of the input (arXiv 2505.06708, position G1)."""
-        if self.output_gate is None:
-            return out_BTHd
-        gates_BTHg = self.output_gate(x_BTD).unflatten(-1, (out_BTHd.shape[-2], -1))
-        return out_BTHd * gates_BTHg.sigmoid().to(out_BTHd.dtype)
-
     def queries_and_keys(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, H, d] and [B, T, K, d], with their positions."""
+        """Queries [B, T, H, d] and keys [B, T, K, d], with rotary positions."""
         q_BTHd = self.q_norm(self.q_proj(x_BTD).unflatten(-1, (-1, self.head_dim)))
         k_BTKd = self.k_norm(self.k_proj(x_BTD).unflatten(-1, (-1, self.head_dim)))
         if self.query_factor != 1.0:
@@ -238,13 +228,11 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward behind a norm each, or between two norms each, added to the residual stream.
-    is_recomputed: its activations are recomputed for backward.
-    """
+    """Attention and feed-forward behind a norm each, or between two each, added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.is_recomputed = False
+        self.is_recomputed = False  # whether backward computes its activations again
         post_norms = config.norms.post_norms
         self.attention_norm = RMSNorm(config.model_dim, config)
         self.attention = Attention(config, layer)
@@ -261,10 +249,9 @@ class Block(nn.Module):
 
 @dataclass
 class EndFormats:
-    """Formats at the ends of a model, shared by its pipeline stages. stream_dtype: of the residual stream; head_dtype:
-    of the products of head and loss. None is that of the weights.
-    """
+    """Number formats at the ends of a model, shared by its pipeline stages; None is that of the weights."""
 
+    # Of the residual stream, and of the products of head and loss
     stream_dtype: torch.dtype | None = None
     head_dtype: torch.dtype | None = None
     loss_in_fp32: bool = True
@@ -274,18 +261,18 @@ class EndFormats:
 
 
 class StoredParameters(Protocol):
-    """Parameters that wait on disk."""
+    """Parameters on disk."""
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """The part of a parameter that slices of its dimensions, with bounds, select, in the format of the file."""
+        """Read the part of a parameter that bounded slices of its dimensions select, in the format of the file."""
         ...
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer; passes (checkpointing, compile, sharding) work on `blocks`. stored: where the weights
-    are while the parameters are on the meta device; a layout then reads this rank's part of them (`parallel/
-    deferred.py`). adapters: their settings, `r` 0 without; base_fingerprint: identifies the weights that they were
-    attached to (`adapters.py`).
+    """A decoder-only transformer; passes (checkpointing, compile, sharding) work on `blocks`. stored: source of the
+    weights while the parameters are on the meta device; a layout then reads this rank's part (`parallel/deferred.py`).
+    adapters: their settings, `r` 0 without; base_fingerprint: identifies the weights that they were attached to
+    (`adapters.py`).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -294,7 +281,7 @@ class Decoder(nn.Module):
         self.ends = EndFormats()
         self.stored: StoredParameters | None = None
         self.embedding_hooks: list[EmbeddingHook] = []
-        """What training does to embeddings, where gradients are recorded; shared by pipeline stages."""
+        """Changes of the embeddings in training, where gradients are recorded; shared by pipeline stages."""
         self.adapters = AdapterConfig()
         self.base_fingerprint = ""
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
@@ -320,7 +307,7 @@ class Decoder(nn.Module):
         """Hidden states [B, T, D] after the final norm.
 
         tokens_BT, positions_BT: int64 [B, T]; positions restart at 0 in each packed document. lengths_BT: see
-        `rotary_tables`. insert: what takes the place of the embeddings of some tokens.
+        `rotary_tables`. insert: replaces the embeddings of some tokens.
         """
         embedded_BTD = self.embed(tokens_BT, positions_BT, insert)
         return self.norm(self.run_blocks(embedded_BTD, positions_BT, attend, lengths_BT))
@@ -330,6 +317,7 @@ class Decoder(nn.Module):
         hidden_BTD = self.embedding(tokens_BT)
         if self.config.embedding_scale != 1.0:
             hidden_BTD = hidden_BTD * self.config.embedding_scale
+        # Inserted embeddings are not scaled: a projector already writes to the residual stream
         if insert is not None:
             hidden_BTD = insert(hidden_BTD)
         for hook in self.embedding_hooks if torch.is_grad_enabled() else ():
@@ -346,19 +334,20 @@ class Decoder(nn.Module):
         return hidden_BTD
 
     def rotary_tables(self, positions_BT: Tensor, lengths_BT: Tensor | None = None) -> RotaryTables:
-        """The tables of all layers. lengths_BT: tokens of the sequence that each token belongs to, which decide the
+        """Rotary tables of all layers. lengths_BT: tokens of the sequence that each token belongs to, which decide the
         frequencies of some scalings; None for rows of whole documents, whose lengths follow from their positions.
         """
         config = self.config
         if lengths_BT is None:
             lengths_BT = document_lengths(positions_BT) if config.rope.depends_on_length else positions_BT
         cos, sin = scaled_rope_tables(positions_BT, lengths_BT, config.num_rotated, config.rope_theta, config.rope)
+        # The same tensors for layers with a window, unless the model has other frequencies there
         if not config.window_rope_theta:
             return RotaryTables(cos, sin, cos, sin)
         return RotaryTables(cos, sin, *rope_tables(positions_BT, config.num_rotated, config.window_rope_theta))
 
     def projections(self) -> dict[str, Linear]:
-        """The projections of the blocks in this process, by name, and those of further modules that have any."""
+        """Projections of the blocks in this process and of `heads`, by name."""
         found: dict[str, Linear] = {}
         for part, modules in (("blocks", self.blocks), ("heads", self.heads)):
             named = cast(Iterator[tuple[str, nn.Module]], modules.named_modules())
@@ -366,15 +355,11 @@ class Decoder(nn.Module):
         return found
 
     def cross_entropy(self, hidden_BTD: Tensor, labels_BT: Tensor, *, chunk_tokens: int) -> Tensor:
-        """Sum of the labels' negative log-likelihoods (nats), FP32; logits exist for at most `chunk_tokens` tokens at a
-        time. It is a method because only the model knows where its head is. Labels of -100 do not count and cost
-        nothing.
-        """
-        hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten()
+        """Sum of the labels' negative log-likelihoods (nats), FP32, in chunks of tokens; labels of -100 are ignored."""
         return linear_cross_entropy(
-            hidden_ND,
+            hidden_BTD.flatten(0, 1),
             self.head_weight,
-            labels_N,
+            labels_BT.flatten(),
             chunk_tokens=chunk_tokens,
             loss_of_logits=self.capped(softmax_loss),
             compute=self.ends.head_dtype,
@@ -382,17 +367,16 @@ class Decoder(nn.Module):
         )
 
     def token_log_probs(self, hidden_BTD: Tensor, labels_BT: Tensor, *, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
-        """log p(label) of every token in nats [B, T], in FP32 at least, with gradients; 0 where the label is -100.
-        Logits exist for at most `chunk_tokens` tokens at a time.
-        """
+        """log p(label) of every token in nats [B, T], FP32 at least, with gradients; 0 where the label is -100."""
         hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten()
-        found_N = token_log_probs(hidden_ND, self.linear_head(), labels_N, chunk_tokens=chunk_tokens)
-        return found_N.view_as(labels_BT).clone()  # FSDP hooks into what comes out, which must not be a view
+        log_probs_N = token_log_probs(hidden_ND, self.linear_head(), labels_N, chunk_tokens=chunk_tokens)
+        # A clone, also below: FSDP hooks into what `HEAD_METHODS` return, which must not be a view
+        return log_probs_N.view_as(labels_BT).clone()
 
     def token_log_probs_and_entropies(
         self, hidden_BTD: Tensor, labels_BT: Tensor, *, chunk_tokens: int = CHUNK_TOKENS
     ) -> tuple[Tensor, Tensor]:
-        """`token_log_probs`, and the entropy of the distribution at every token, [B, T] each."""
+        """`token_log_probs` and the entropies of the distributions in nats, [B, T] each."""
         hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten()
         log_probs_N, entropies_N = token_log_probs_and_entropies(
             hidden_ND, self.linear_head(), labels_N, chunk_tokens=chunk_tokens
@@ -409,9 +393,7 @@ class Decoder(nn.Module):
         label_share: float,
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss of `ops/distillation_loss.py`, with gradients, and its two parts without: the divergence from the
-        teacher and the labels' negative log-likelihoods. Sums over the tokens whose label is not -100.
-        """
+        """Sums over labeled tokens: the loss with gradients, divergence from the teacher and label loss without."""
         terms = distillation_loss(
             hidden_BTD.flatten(0, 1),
             self.linear_head(),
@@ -424,29 +406,27 @@ class Decoder(nn.Module):
         return terms.loss.clone(), terms.divergence, terms.label_loss
 
     def linear_head(self) -> LinearHead:
-        """The output projection, for `ops/token_log_probs.py`; valid within the methods of `HEAD_METHODS`, for which
-        FSDP gathers it.
-        """
+        """Output projection; valid within the methods of `HEAD_METHODS`, for which FSDP gathers it."""
         return LinearHead(weight_UD=self.head_weight, soft_cap=self.config.logit_soft_cap, compute=self.ends.head_dtype)
 
     def head_output(self, name: str, hidden_BTD: Tensor) -> Tensor:
-        """What one of `heads` makes of hidden states."""
+        """Output of one of `heads` for hidden states."""
         return self.heads[name](hidden_BTD).clone()
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Logits [..., V], by the product of `ends.head_dtype`. Training calls `cross_entropy` instead."""
+        """Logits [..., V], multiplied in `ends.head_dtype`. Training calls `cross_entropy` instead."""
         if self.ends.head_dtype:
             return self.cap(F.linear(hidden_BTD.to(self.ends.head_dtype), self.head_weight.to(self.ends.head_dtype)))
-        if self.head is None:
+        if self.head is None:  # tied: an embedding has no `product` that training could replace
             return self.cap(F.linear(hidden_BTD, self.embedding.weight.to(hidden_BTD.dtype)))
         return self.cap(self.head(hidden_BTD))
 
     def cap(self, products: Tensor) -> Tensor:
-        """Logits from products with the head's weight, of all of the vocabulary or of a part."""
+        """Applies the soft cap to products with the head's weight, for all of the vocabulary or a part of it."""
         return soft_cap_logits(products, self.config.logit_soft_cap) if self.config.logit_soft_cap else products
 
     def capped(self, loss_of_logits: LossOfLogits) -> LossOfLogits:
-        """The same loss of products with the head's weight."""
+        """Returns the same loss as a function of products with the head's weight."""
         cap = self.config.logit_soft_cap
         return soft_capped(loss_of_logits, cap) if cap else loss_of_logits
 
@@ -461,21 +441,19 @@ class Decoder(nn.Module):
         residual_std = self.config.init_std / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
-                is_neutral_at_zero = name.endswith("bias") or self.config.norms.one_plus_weight
-                parameter.fill_(0.0 if is_neutral_at_zero else 1.0)
+                parameter.fill_(0.0 if name.endswith("bias") or self.config.norms.one_plus_weight else 1.0)
                 continue
             std = self.config.init_std
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 std = residual_std
             elif name == "embedding.weight":
                 std = self.config.embedding_init_std
+            # FP32 on the CPU: drawing in the parameter's format or on its device would give other numbers
             draw = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
             parameter.copy_(draw)
 
 
 def decoders_in(model: nn.Module) -> dict[str, Decoder]:
-    """The decoders among a model and its modules, by the prefix of their parameters' names: a decoder itself, "", and
-    those among its heads, such as a value model.
-    """
+    """Decoders in a model by prefix of their parameters' names: "" for the model, and heads such as a value model."""
     named = cast(Iterator[tuple[str, nn.Module]], model.named_modules())
     return {f"{name}." if name else "": module for name, module in named if isinstance(module, Decoder)}

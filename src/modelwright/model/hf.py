@@ -30,7 +30,7 @@ from modelwright.model.stored_weights import WEIGHTS, StoredWeights, check_tenso
 LLAVA = "llava"
 """The `model_type` of a decoder that reads images (`vision/llava.py`)."""
 CLASSIFIER, SCORE = "ForSequenceClassification", "score"
-"""How `transformers` names such models, and their output projection."""
+"""Suffix of such models' class names in `transformers`, and the name of their output projection."""
 _TOP_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
@@ -43,33 +43,22 @@ def save_model(
     pad_id: int | None = None,
     types: Sequence[HfType] = HF_TYPES,
 ) -> None:
-    """Write the decoder into `folder` (created if missing), each file atomically, as the type that it came from. The
-    weights keep their number format. Raises `StorageError` if writing fails.
-    """
+    """Write the decoder, each file atomically, as the type that it came from. Raises `StorageError` on failure."""
     special = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": pad_id}
     files = {"generation_config.json": special, "config.json": {**hf_config(model.config, types), **special}}
     _save_folder(model, folder, hf_weights(model, types), files)
 
 
-def save_sequence_classifier(
-    model: Decoder,
-    folder: Path,
-    *,
-    head: str,
-    label: str,
-    eos_id: int,
-    pad_id: int,
-    types: Sequence[HfType] = HF_TYPES,
-) -> None:
+def save_sequence_classifier(model: Decoder, folder: Path, *, head: str, label: str, eos_id: int, pad_id: int) -> None:
     """Write the decoder with one of its `heads`, a product of the last token's hidden state with `weight` [1, D], as a
     sequence classification with one label. `AutoModelForSequenceClassification` loads it and gives the same scores.
 
     pad_id: a token that no sequence ends with; `transformers` pools at the last token that is another one. Raises
     `StorageError` if writing fails.
     """
-    weights = {name: tensor for name, tensor in hf_weights(model, types).items() if not name.startswith("lm_head.")}
+    weights = {name: tensor for name, tensor in hf_weights(model).items() if not name.startswith("lm_head.")}
     weights[f"{SCORE}.weight"] = model.heads[head].get_parameter("weight").detach().contiguous()
-    plain = hf_config(model.config, types)
+    plain = hf_config(model.config)
     config = {
         **plain,
         "architectures": [name.replace("ForCausalLM", CLASSIFIER) for name in plain["architectures"]],
@@ -101,13 +90,12 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, types: Seque
     exactly, or when files are missing, damaged or contradict each other.
     """
     model, weights = open_model(folder, types=types)
-    for name, parameter in list(model.named_parameters()):
-        set_parameter(model, name, weights.read(name, _whole(parameter)).to(dtype))
+    weights.fill(model, dtype)
     return model
 
 
 def is_sequence_classifier(folder: Path) -> bool:
-    """Whether `load_sequence_classifier` is what reads a model folder. Raises `ModelError` without a `config.json`."""
+    """Returns whether a model folder is for `load_sequence_classifier`. Raises `ModelError` without a `config.json`."""
     return _architecture(folder).endswith(CLASSIFIER)
 
 
@@ -115,12 +103,10 @@ def _architecture(folder: Path) -> str:
     return str((read_json(folder / "config.json").get("architectures") or [""])[0])
 
 
-def load_sequence_classifier(
-    folder: Path, *, head: str, dtype: torch.dtype = torch.float32, types: Sequence[HfType] = HF_TYPES
-) -> Decoder:
+def load_sequence_classifier(folder: Path, *, head: str) -> Decoder:
     """Read the folder of a sequence classification with one label, such as `save_sequence_classifier` and
-    `transformers` write, into a decoder with `score.weight` as the module `head` of its `heads`. It has no output
-    projection of its own, so its logits mean nothing.
+    `transformers` write, into a decoder with `score.weight` as the module `head` of its `heads`, in FP32. The folder
+    lacks an output projection, so the decoder's logits are meaningless.
 
     Raises `ModelError` as `load_model` does, and for a folder of another kind.
     """
@@ -130,34 +116,33 @@ def load_sequence_classifier(
             f"{folder}: holds a {architecture or 'model of unknown kind'}, not a sequence classification; give the "
             "folder of a reward model"
         )
-    config = replace(load_config(folder, types=types), tie_embeddings=True)
+    # Tied, so that no lm_head is wanted: the classifier's folder has score.weight in its place
+    config = replace(load_config(folder), tie_embeddings=True)
     score = f"{SCORE}.weight"
-    model, weights = _open(config, folder, types, {score: torch.Size((1, config.model_dim))})
-    for name, parameter in list(model.named_parameters()):
-        set_parameter(model, name, weights.read(name, _whole(parameter)).to(dtype))
+    model, weights = _open(config, folder, HF_TYPES, {score: torch.Size((1, config.model_dim))})
+    weights.fill(model, torch.float32)
     model.heads[head] = nn.Linear(config.model_dim, 1, bias=False)
-    one_row = slice(0, 1), slice(0, config.model_dim)
-    set_parameter(model, f"heads.{head}.weight", weights.stored.read(score, one_row).to(dtype))
+    set_parameter(model, f"heads.{head}.weight", weights.stored.read(score).float())
     return model
 
 
 def deferred_model(folder: Path) -> Decoder:
-    """A decoder whose weights stay in the folder, unchanged until then, until it is laid out for training. Raises
-    `ModelError` as `load_model` does; what is wrong with the weights themselves is noticed when they are read.
+    """Returns a decoder whose weights stay in the folder, which must not change, until it is laid out for training.
+    Raises `ModelError` as `load_model` does; damaged weights are noticed only when they are read.
     """
-    model, stored = open_model(folder)
-    model.stored = stored
+    model, weights = open_model(folder)
+    model.stored = weights
     return model
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The number format of a folder's weights. Raises `ModelError` if a file is missing or damaged."""
+    """Number format of a folder's weights. Raises `ModelError` if a file is missing or damaged."""
     return StoredWeights(folder).dtype
 
 
 @dataclass(frozen=True)
 class ParameterSource:
-    """Where a parameter is stored: rows from `first_row` on of a tensor that may hold others, too."""
+    """Location of a parameter: rows from `first_row` on of a tensor that may hold several parameters."""
 
     tensor: str
     first_row: int = 0
@@ -165,30 +150,37 @@ class ParameterSource:
 
 @dataclass(frozen=True)
 class FolderWeights:
-    """The weights of a folder under this project's names."""
+    """Weights of a folder under this project's names."""
 
     stored: StoredWeights
     sources: Mapping[str, ParameterSource]
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """The part of a parameter that slices of its dimensions, with bounds, select; in the format of the file."""
+        """Read the part of a parameter that bounded slices of its dimensions select, in the format of the file."""
         source, rows = self.sources[name], part[0]
         rows = slice(rows.start + source.first_row, rows.stop + source.first_row)
         return self.stored.read(source.tensor, (rows, *part[1:]))
 
+    def fill(self, model: Decoder, dtype: torch.dtype) -> None:
+        """Replace all parameters of a model, one tensor at a time."""
+        for name, parameter in list(model.named_parameters()):
+            whole = tuple(slice(0, length) for length in parameter.shape)
+            set_parameter(model, name, self.read(name, whole).to(dtype))
+
 
 def open_model(folder: Path, *, types: Sequence[HfType] = HF_TYPES) -> tuple[Decoder, FolderWeights]:
-    """A decoder on the meta device, and its weights, none of which is read yet. Raises `ModelError` as `load_model`."""
+    """Returns a decoder on the meta device and its weights, unread so far. Raises `ModelError` as `load_model` does."""
     return _open(load_config(folder, types=types), folder, types, {})
 
 
 def _open(
     config: ModelConfig, folder: Path, types: Sequence[HfType], further: Mapping[str, torch.Size]
 ) -> tuple[Decoder, FolderWeights]:
-    """further: tensors that the folder must have besides."""
+    """further: shapes of other tensors that the folder must have."""
     with torch.device("meta"):
         model = Decoder(config)
     stored = StoredWeights(folder)
+    # Old folders of transformers store rotary frequencies, and some tied ones a copy of the embedding as lm_head
     shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
         shapes.pop("lm_head.weight", None)
@@ -203,10 +195,6 @@ def _open(
     return model, FolderWeights(stored, sources)
 
 
-def _whole(parameter: Tensor) -> tuple[slice, ...]:
-    return tuple(slice(0, length) for length in parameter.shape)
-
-
 def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
     """Replace a parameter."""
     place, _, own = name.rpartition(".")
@@ -215,33 +203,33 @@ def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def load_config(folder: Path, *, types: Sequence[HfType] = HF_TYPES) -> ModelConfig:
-    """The shape that a folder's `config.json` describes. Raises `ModelError` as `load_model` does."""
-    path = folder / "config.json"
+    """Read the shape that a folder's `config.json` describes. Raises `ModelError` as `load_model` does."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; give the path of a model folder in the Hugging Face layout")
+    path = folder / "config.json"
     return config_from_hf(read_json(path), source=str(path), types=types)
 
 
 def type_of(config: ModelConfig, types: Sequence[HfType] = HF_TYPES) -> HfType:
-    """The type that a model is written as. Raises `ConfigError` if it is not in the table."""
-    name = config.hf_type or _plain_type(config)
-    found = next((one for one in types if one.name == name), None)
-    if found is None:
-        raise ConfigError(f"hf_type: {name!r} is unknown; choose from {', '.join(one.name for one in types)}")
-    return found
+    """Returns the type that a model is written as. Raises `ConfigError` if it is not in the table."""
+    name, by_name = config.hf_type or _plain_type(config), {one.name: one for one in types}
+    if name not in by_name:
+        raise ConfigError(f"hf_type: {name!r} is unknown; choose from {', '.join(by_name)}")
+    return by_name[name]
 
 
 def _plain_type(config: ModelConfig) -> str:
-    """The type of a model that comes from no folder."""
+    """Returns the type of a model that was not read from a folder."""
     if config.attention_gate != "none" or config.head_budget < 1.0:
         return OWN_TYPE
     return "qwen3" if config.qk_norm else "llama"
 
 
 def hf_config(config: ModelConfig, types: Sequence[HfType] = HF_TYPES) -> dict[str, Any]:
-    """The Hugging Face `config.json` of a decoder of this shape. Raises `ConfigError` if its type cannot express it."""
+    """Hugging Face `config.json` of a decoder of this shape. Raises `ConfigError` if its type cannot express it."""
     chosen = type_of(config, types)
     written = {"architectures": [chosen.architecture], "model_type": chosen.name, **chosen.write(config)}
+    # Reading back what was written finds every feature that the type lacks, without a list of them for each type
     if config_from_hf(written, types=types) != config:
         raise ConfigError(
             f"hf_type: a {chosen.name} cannot have all features of this model; set the type that has them"
@@ -252,7 +240,7 @@ def hf_config(config: ModelConfig, types: Sequence[HfType] = HF_TYPES) -> dict[s
 def config_from_hf(
     data: Mapping[str, Any], *, source: str = "config.json", types: Sequence[HfType] = HF_TYPES
 ) -> ModelConfig:
-    """The decoder's shape from a Hugging Face config; the defaults of missing keys are those of `transformers`.
+    """Convert a Hugging Face config to the decoder's shape; missing keys get the defaults of `transformers`.
 
     Raises `ModelError` naming the setting that the decoder cannot express.
     """
@@ -273,31 +261,29 @@ def config_from_hf(
         quantization_config="quantized weights",
     )
     try:
-        fields = chosen.read(settings)
-        config = ModelConfig(**fields)
+        config = ModelConfig(**chosen.read(settings))
         return config if _plain_type(config) == chosen.name else replace(config, hf_type=chosen.name)
     except ModelError:
         raise
     except ConfigError as error:
         raise ModelError(f"{source}: {error}") from None
     except KeyError as error:
-        raise ModelError(f"{source}: has no {error.args[0]!r}, so it does not describe a complete model") from None
+        raise ModelError(f"{source}: {error.args[0]!r} is missing, so the model is not complete") from None
     except (TypeError, ValueError) as error:
         raise ModelError(f"{source}: a size is not a number ({error})") from None
 
 
 def hf_tensors(model: Decoder, chosen: HfType) -> dict[str, list[str]]:
-    """The names of this project's parameters that each tensor of a folder holds, by rows; no heads, no adapters."""
+    """Names of this project's parameters that each tensor of a folder holds, by rows, without heads and adapters."""
     tensors: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
-        if name.startswith("heads.") or ADAPTER in name:
-            continue  # not part of a language model
-        tensors.setdefault(hf_name(name, chosen), []).append(name)
+        if not name.startswith("heads.") and ADAPTER not in name:
+            tensors.setdefault(hf_name(name, chosen), []).append(name)
     return tensors
 
 
 def hf_name(name: str, chosen: HfType) -> str:
-    """The tensor of a parameter: `blocks.0.ffn.up_proj.weight` -> `model.layers.0.mlp.up_proj.weight`."""
+    """Name of a parameter's tensor: `blocks.0.ffn.up_proj.weight` -> `model.layers.0.mlp.up_proj.weight`."""
     if not name.startswith("blocks."):
         part, rest = name.split(".", 1)
         return f"{_TOP_NAMES[part]}.{rest}"
@@ -311,18 +297,15 @@ def hf_name(name: str, chosen: HfType) -> str:
 
 
 def hf_weights(model: Decoder, types: Sequence[HfType] = HF_TYPES) -> dict[str, Tensor]:
-    """The tensors of a model under their Hugging Face names; those that hold several projections are copies. Raises
-    `ConfigError` for a model with adapters, which such a folder would lack.
-    """
+    """Tensors under Hugging Face names. Raises `ConfigError` for a model with adapters, which a folder would lack."""
     if model.adapters.r:
         raise ConfigError("lora: the model has adapters; merge them (merge_adapters) before it is written")
-    weights = dict(model.named_parameters())
-
-    def joined(names: Sequence[str]) -> Tensor:
+    weights, tensors = dict(model.named_parameters()), dict[str, Tensor]()
+    for tensor, names in hf_tensors(model, type_of(model.config, types)).items():
+        # Tensors that hold several projections are copies
         parts = [weights[name].detach() for name in names]
-        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
-
-    return {tensor: joined(names) for tensor, names in hf_tensors(model, type_of(model.config, types)).items()}
+        tensors[tensor] = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+    return tensors
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -330,6 +313,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         save_file(tensors, temporary, metadata={"format": "pt"})
+        # On disk before the rename: after a crash the name must not point to a file whose content was never written
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

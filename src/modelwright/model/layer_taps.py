@@ -1,6 +1,6 @@
-"""Reads what layers compute inside a forward pass: outputs of blocks, and the queries, keys and values of attention.
+"""Hooks that keep layers' activations of a forward pass: outputs of blocks, and queries, keys and values of attention.
 
-Hooks on single-device code: what they keep is whole wherever a layout leaves the layers' outputs, or all heads of a
+The hooks see single-device code: the tensors are whole wherever a layout leaves the layers' outputs, or all heads of a
 layer, on every rank (`LAYER_OUTPUTS` and `WHOLE_LAYERS` in `core/compatibility.py`).
 """
 
@@ -14,7 +14,7 @@ from modelwright.model.decoder import Attend, AttentionSpec, Block, Decoder
 
 
 class HeadInputs(NamedTuple):
-    """What the heads of one layer attend with, of all tokens, heads concatenated; with rotary positions."""
+    """Queries, keys and values of all tokens of one layer, heads concatenated, with rotary positions."""
 
     q_BTC: Tensor
     k_BTE: Tensor
@@ -22,7 +22,7 @@ class HeadInputs(NamedTuple):
 
 
 class LayerTaps:
-    """Keeps what some layers of a model compute in its newest forward pass, until it is taken.
+    """Keeps activations of some layers of a model in its newest forward pass, until they are taken.
 
     outputs: layers whose output [B, T, D] is kept, which is the residual stream after them. heads: layers whose
     queries, keys and values are kept.
@@ -44,11 +44,10 @@ class LayerTaps:
                 self._hooks.append(block.attention.register_forward_pre_hook(self._heads_hook(layer)))
 
     def take(self) -> tuple[list[Tensor], list[HeadInputs]]:
-        """What the newest forward pass computed, in the order of `outputs` and `heads`; nothing is kept after that, so
-        that layers which are recomputed in backward leave nothing behind.
-        """
+        """Returns the activations of the newest forward pass, in the order of `outputs` and `heads`, and drops them."""
         outputs = [self._outputs[layer] for layer in self.outputs]
         heads = [self._heads[layer] for layer in self.heads]
+        # Closed until the next forward pass: layers that backward recomputes must not fill the taps again
         self._close()
         return outputs, heads
 
@@ -76,15 +75,14 @@ class LayerTaps:
 
     def _heads_hook(self, layer: int) -> Any:
         def watch(attention: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            *others, attend = inputs
-            return (*others, self._watched(layer, attend))
+            # Attention's last input is its `Attend` function, which gets queries and keys with their positions
+            attend: Attend = inputs[-1]
+
+            def keep(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
+                if self._is_open:
+                    self._heads[layer] = HeadInputs(q_BTHd.flatten(2), k_BTKd.flatten(2), v_BTKd.flatten(2))
+                return attend(spec, q_BTHd, k_BTKd, v_BTKd)
+
+            return (*inputs[:-1], keep)
 
         return watch
-
-    def _watched(self, layer: int, attend: Attend) -> Attend:
-        def keep(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
-            if self._is_open:
-                self._heads[layer] = HeadInputs(q_BTHd.flatten(2), k_BTKd.flatten(2), v_BTKd.flatten(2))
-            return attend(spec, q_BTHd, k_BTKd, v_BTKd)
-
-        return keep

@@ -18,11 +18,11 @@ from modelwright.ops.linear_gemms import multiply_add
 from modelwright.ops.lowp_linear import in_float
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "magnitude"
-"""The parameters of an adapter."""
+"""Names of an adapter's parameters."""
 
 
 class Factors(NamedTuple):
-    """What an adapter multiplies with: A [R, I], B [O, R] and the magnitudes [O], empty without DoRA."""
+    """Factors of an adapter: A [R, I], B [O, R] and the magnitudes [O], empty without DoRA."""
 
     a_RI: Tensor
     b_OR: Tensor
@@ -32,8 +32,8 @@ class Factors(NamedTuple):
 class LowRank(nn.Module):
     """Adds its product to the output of a projection.
 
-    dropout: probability with which it ignores an input feature in training. is_on: false while the model is to compute
-    as without adapters.
+    dropout: probability of ignoring an input feature in training. is_on: false while the model computes as without
+    adapters.
     """
 
     def __init__(
@@ -51,25 +51,26 @@ class LowRank(nn.Module):
         self.magnitude = nn.Parameter(torch.empty(num_outputs)) if has_magnitude else None
 
     def set_dropout(self, probability: float) -> None:
-        """From now on ignore input features with this probability."""
+        """Set the probability of ignoring an input feature in training."""
         self.dropout = nn.Dropout(probability) if probability else nn.Identity()
 
     def factors(self) -> Factors:
-        """The parameters; under tensor parallelism what this rank multiplies with."""
+        """Returns the parameters, under tensor parallelism this rank's parts."""
         magnitude_O = self.lora_B.new_empty(0) if self.magnitude is None else self.magnitude
         return Factors(self.lora_A, self.lora_B, magnitude_O)
 
     def sum_of_columns(self, partial: Tensor) -> Tensor:
-        """The sum of what ranks have computed from their columns of the weight; all columns are here."""
+        """Sums partial results from columns of the weight over ranks; here this process has all columns."""
         return partial
 
     def forward(self, x: Tensor, out: Tensor, row_blocks: Callable[[], Iterable[Tensor]]) -> Tensor:
-        """x [..., I], out [..., O] of the projection without bias, in whose format the products are computed.
-        row_blocks: the projection's weight, some rows at a time, which DoRA reads.
+        """Returns the adapted output for x [..., I] and `out` [..., O], the projection's product without bias, in whose
+        format it computes. row_blocks: the projection's weight, some rows at a time, which DoRA reads.
         """
         if not self.is_on:
             return out
         factors = self.factors()
+        # Scaled where the product is narrow, [..., R] instead of [..., O]
         low = in_float(out.dtype, self.dropout(x), factors.a_RI)
         out = multiply_add(out, low * self.scale, factors.b_OR.to(out.dtype))
         if not self.has_magnitude:
@@ -78,16 +79,13 @@ class LowRank(nn.Module):
         return out * (factors.magnitude_O / lengths_O).to(out.dtype)
 
     def num_products(self, num_row_blocks: int) -> int:
-        """Matrix products that `forward` computes, for a weight that it reads in so many blocks of rows."""
-        if not self.is_on:
-            return 0
-        return 2 + (num_row_blocks + 2 if self.has_magnitude else 0)
+        """Number of matrix products that `forward` computes for a weight in `num_row_blocks` blocks of rows."""
+        return (2 + (num_row_blocks + 2 if self.has_magnitude else 0)) if self.is_on else 0
 
     @torch.no_grad()
     def row_lengths(self, row_blocks: Iterable[Tensor], factors: Factors) -> Tensor:
-        """The length of each row of W + s B A, [O], from products that are as narrow as A: |w|^2 + 2 s b.(A w) +
-        s^2 b (A A') b'.
-        """
+        """Length of each row of W + s B A, [O]: the root of |w|^2 + 2 s b.(A w) + s^2 b (A A') b'."""
+        # Products as narrow as A, so that W + s B A never exists; s is inside b_OR
         wide = torch.promote_types(factors.a_RI.dtype, torch.float32)
         a_RI, b_OR = factors.a_RI.to(wide), self.scale * factors.b_OR.to(wide)
         sums = [(row_norms(rows).square(), rows.to(wide) @ a_RI.T) for rows in row_blocks]
@@ -98,7 +96,7 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight_OI: Tensor) -> Tensor:
-        """A weight whose product is that of projection and adapter together, in the same format."""
+        """Returns the weight whose product is that of projection and adapter together, in the same format."""
         wide = torch.promote_types(weight_OI.dtype, torch.float32)
         factors = self.factors()
         sum_OI: Tensor = weight_OI.to(wide) + self.scale * (factors.b_OR.to(wide) @ factors.a_RI.to(wide))
@@ -108,15 +106,15 @@ class LowRank(nn.Module):
 
 
 def row_norms(weight_OI: Tensor) -> Tensor:
-    """The length of each row, [O], in FP32 at least."""
-    wide = torch.promote_types(weight_OI.dtype, torch.float32)
-    return torch.linalg.vector_norm(weight_OI, dim=1, dtype=wide)  # pyright: ignore
+    """Length of each row, [O], in FP32 at least."""
+    dtype = torch.promote_types(weight_OI.dtype, torch.float32)
+    return torch.linalg.vector_norm(weight_OI, dim=1, dtype=dtype)  # pyright: ignore
 
 
 def initial_a(seed: int, name: str, rank: int, num_inputs: int) -> Tensor:
-    """A [R, I] of the projection of this name, in FP32: uniform up to 1 / sqrt(I), as PEFT draws it. B starts as zeros,
-    so that training starts from the model's own outputs.
-    """
+    """Initial A [R, I] of a projection by name, in FP32: uniform within 1 / sqrt(I), as PEFT draws it."""
+    # B starts as zeros, so that training starts from the model's own outputs.
+    # A seed for each name, not one generator for all: a projection's A does not depend on which others have adapters
     generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
     bound = 1.0 / math.sqrt(num_inputs)
     return torch.empty(rank, num_inputs).uniform_(-bound, bound, generator=generator)

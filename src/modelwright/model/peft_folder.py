@@ -2,9 +2,9 @@
 
 PEFT loads what `save_adapter` writes, and `load_adapter` reads what PEFT writes, with equal outputs. Where a model type
 keeps several projections in one tensor (Phi-3), PEFT has one adapter for all of them: it is written with the factors of
-each projection side by side, and read with its A for each projection and the rows of its B.
+each projection next to each other, and read with its A for each projection and the rows of its B.
 
-The metadata of the tensors' file has a fingerprint of the weights that the adapter belongs to. PEFT ignores it.
+The metadata of the tensors' file holds a fingerprint of the weights that the adapter belongs to. PEFT ignores it.
 """
 
 import json
@@ -26,8 +26,6 @@ from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import ADAPTER, adapters_of, attach_adapters, base_fingerprint, own_projections
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import hf_name, type_of
-from modelwright.model.hf_types import HF_TYPES
-from modelwright.model.hf_types.hf_type import HfType
 from modelwright.model.low_rank import MAGNITUDE, A, B, row_norms
 from modelwright.model.stored_weights import read_json, read_tensors
 
@@ -35,10 +33,10 @@ Value = TypeVar("Value", int, float)
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 PEFT_NAMES = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
-"""The tensors of an adapter, by this project's names."""
+"""PEFT's names of an adapter's tensors, by this project's names."""
 FINGERPRINT = "base_fingerprint"
 READ = ("r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
-"""Settings that decide the outputs; `target_modules` and its like only say which tensors there are."""
+"""Settings that decide the outputs; `target_modules` and its like only select tensors."""
 WITHOUT_EFFECT = (
     "auto_mapping",
     "base_model_name_or_path",
@@ -66,60 +64,79 @@ DEFAULTS: Mapping[str, Any] = {
     "rank_pattern": {},
     "alpha_pattern": {},
 }
-"""What PEFT takes for a setting that is absent or null."""
+"""PEFT's defaults for settings that are absent or null."""
 PLAIN_INITS = (True, False, None, "gaussian", "orthogonal")
-"""Initial values that leave the weights of the base alone."""
+"""Values of `init_lora_weights` that do not change the weights of the base."""
 
 
 @dataclass(frozen=True)
 class AdaptedModule:
-    """A linear module of a model in the Hugging Face layout, with the projections whose rows it holds, in order. Scales
-    and ranks are those of its one adapter.
-    """
+    """A linear module of a model in the Hugging Face layout, with the projections whose rows it holds, in order."""
 
     name: str
     projections: Sequence[str]
 
 
-def modules_of(model: Decoder, types: Sequence[HfType] = HF_TYPES) -> list[AdaptedModule]:
-    """The modules of the blocks that adapters can belong to."""
-    chosen, held = type_of(model.config, types), dict[str, list[str]]()
+def modules_of(model: Decoder) -> list[AdaptedModule]:
+    """Returns the modules of the blocks that can have adapters."""
+    chosen, held = type_of(model.config), dict[str, list[str]]()
     for name in own_projections(model):
         held.setdefault(hf_name(f"{name}.weight", chosen).removesuffix(".weight"), []).append(name)
     return [AdaptedModule(name, projections) for name, projections in held.items()]
 
 
-def save_adapter(model: Decoder, folder: Path, *, base: str = "", types: Sequence[HfType] = HF_TYPES) -> None:
-    """Write the adapters of a model into `folder` (created if missing). base: path or name of the model folder that
-    they belong to, for readers of the config. Raises `ConfigError` for a model without adapters, `StorageError` if
-    writing fails.
+def save_adapter(model: Decoder, folder: Path, *, base: str = "") -> None:
+    """Write the adapters of a model into `folder` (created if missing). base: path or name of the base model's folder,
+    for readers of the config. Raises `ConfigError` for a model without adapters, `StorageError` if writing fails.
     """
-    if not model.adapters.r:
-        raise ConfigError(f"{folder}: the model has no adapters to write; train with lora.r above 0")
+    own, modules = model.adapters, modules_of(model)
+    if not own.r:
+        raise ConfigError(f"{folder}: the model lacks adapters to write; train with lora.r above 0")
     adapters, tensors = adapters_of(model), dict[str, Tensor]()
     ranks, alphas = dict[str, int](), dict[str, float]()
-    for module in modules_of(model, types):
+    for module in modules:
         if any(name in adapters for name in module.projections):
-            written = _fused(model, module)
-            ranks[module.name] = written.rank
-            alphas[module.name] = _alpha_of(written, model.adapters)
-            tensors |= {f"{PREFIX}{module.name}.{PEFT_NAMES[own]}": one for own, one in written.tensors.items()}
+            rank, scale, written = _fused(model, module)
+            # 12 digits undo the rounding of alpha / rank * rank, so that the alpha that was set is written
+            alpha = float(f"{scale * (math.sqrt(rank) if own.use_rslora else rank):.12g}")
+            ranks[module.name], alphas[module.name] = rank, int(alpha) if alpha.is_integer() else alpha
+            tensors |= {f"{PREFIX}{module.name}.{PEFT_NAMES[name]}": one for name, one in written.items()}
+    names = [module.name for module in modules]
+    rank, rank_pattern = compressed(ranks, names)
+    alpha, alpha_pattern = compressed(alphas, names)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": own.lora_dropout,
+        "target_modules": groups_of(ranks, names),
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": alpha_pattern,
+        "use_rslora": own.use_rslora,
+        "use_dora": own.use_dora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
     make_folder(folder)
-    config = _peft_config(model, ranks, alphas, base, types)
     write_atomic(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     with writing(folder):
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(plain, folder / TENSORS, metadata={"format": "pt", FINGERPRINT: model.base_fingerprint})
 
 
-def load_adapter(model: Decoder, folder: Path, *, types: Sequence[HfType] = HF_TYPES) -> None:
-    """Attach the adapters of a folder to a model in memory, which has none, in place. They can be trained on, with a
+def load_adapter(model: Decoder, folder: Path) -> None:
+    """Attach the adapters of a folder to a model in memory without adapters, in place. Training can continue with a
     `lora` section of the same form (`model.adapters`).
 
     Raises `ModelError` that names setting or tensor when the folder has a feature of PEFT that is not supported, lacks
     tensors, or belongs to another model.
     """
-    read = read_adapter(model, folder, types=types)
+    read = read_adapter(model, folder)
     attach_adapters(model, read.config, seed=0)
     with torch.no_grad():
         for name, value in read.values.items():
@@ -128,13 +145,13 @@ def load_adapter(model: Decoder, folder: Path, *, types: Sequence[HfType] = HF_T
 
 @dataclass(frozen=True)
 class ReadAdapter:
-    """An adapter folder for one model: its settings, and the values of the adapters' parameters by name."""
+    """Adapter folder for one model: settings, and the values of the adapters' parameters by name."""
 
     config: AdapterConfig
     values: Mapping[str, Tensor]
 
 
-def read_adapter(model: Decoder, folder: Path, *, types: Sequence[HfType] = HF_TYPES) -> ReadAdapter:
+def read_adapter(model: Decoder, folder: Path) -> ReadAdapter:
     """Read a folder for this model without changing the model. Raises `ModelError` as `load_adapter` does."""
     path = folder / CONFIG
     settings = _checked_settings(path)
@@ -144,45 +161,53 @@ def read_adapter(model: Decoder, folder: Path, *, types: Sequence[HfType] = HF_T
         raise ModelError(
             f"{folder}: the adapter belongs to other weights than this model's; load the model that it names"
         )
-    modules = {module.name: module for module in modules_of(model, types)}
+    modules = {module.name: module for module in modules_of(model)}
     by_module = _by_module(folder, stored, modules)
     _check_targets(path, settings, list(modules), found=set(by_module))
     ranks, alphas, values = dict[str, int](), dict[str, float](), dict[str, Tensor]()
     for name, tensors in by_module.items():
-        rank, alpha = _rank_and_alpha(settings, name)
-        wanted = _shapes(model, modules[name], rank, has_magnitude=bool(settings["use_dora"]))
-        _check_shapes(folder, name, wanted, tensors)
-        for projection, rows in _rows_of(model, modules[name].projections).items():
-            ranks[projection], alphas[projection] = rank, alpha
+        # As in PEFT, the first pattern counts that matches the end of the module's name
+        matched = [
+            next((one for key, one in settings[patterns].items() if re.match(rf"(.*\.)?({key})$", name)), default)
+            for patterns, default in (("rank_pattern", settings["r"]), ("alpha_pattern", settings["lora_alpha"]))
+        ]
+        rank, rows_of = int(matched[0]), _rows_of(model, modules[name].projections)
+        first, num_outputs = next(iter(rows_of)), max(rows.stop for rows in rows_of.values())
+        shapes = {A: (rank, model.projections()[first].in_features), B: (num_outputs, rank), MAGNITUDE: (num_outputs,)}
+        if not settings["use_dora"]:
+            del shapes[MAGNITUDE]
+        _check_shapes(folder, name, shapes, tensors)
+        for projection, rows in rows_of.items():
+            ranks[projection], alphas[projection] = rank, float(matched[1])
             parts = {A: tensors[A], **{key: tensors[key][rows] for key in tensors if key != A}}
             values |= {f"{projection}{ADAPTER}{key}": value for key, value in parts.items()}
-    return ReadAdapter(_own_config(model, settings, ranks, alphas), values)
+    names = list(model.projections())
+    rank, rank_pattern = compressed(ranks, names)
+    alpha, alpha_pattern = compressed(alphas, names)
+    config = AdapterConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=float(settings["lora_dropout"]),
+        target_modules=tuple(map(re.escape, groups_of(ranks, names))),
+        use_rslora=bool(settings["use_rslora"]),
+        use_dora=bool(settings["use_dora"]),
+        rank_pattern={re.escape(name): one for name, one in rank_pattern.items()},
+        alpha_pattern={re.escape(name): one for name, one in alpha_pattern.items()},
+    )
+    return ReadAdapter(config, values)
 
 
-@dataclass(frozen=True)
-class _Written:
-    """One adapter of PEFT."""
-
-    rank: int
-    scale: float
-    tensors: Mapping[str, Tensor]
-
-
-def _alpha_of(written: _Written, config: AdapterConfig) -> float:
-    """The `lora_alpha` that gives the scale back; a whole number if it is one."""
-    alpha = float(f"{written.scale * (math.sqrt(written.rank) if config.use_rslora else written.rank):.12g}")
-    return int(alpha) if alpha.is_integer() else alpha
-
-
-def _fused(model: Decoder, module: AdaptedModule) -> _Written:
-    """One adapter for all projections of a module: their A below each other, their B along the diagonal. Factors of
-    scales that differ are in B. A projection without adapter has zeros, and the lengths of its rows as magnitudes.
+def _fused(model: Decoder, module: AdaptedModule) -> tuple[int, float, dict[str, Tensor]]:
+    """Returns rank, scale and tensors of one PEFT adapter for all projections of a module: their A below each other,
+    their B along the diagonal. Factors of scales that differ are in B. A projection without adapter has zeros, and the
+    lengths of its rows as magnitudes.
     """
     adapters, rows = adapters_of(model), _rows_of(model, module.projections)
     held = {name: adapters[name] for name in module.projections if name in adapters}
     first = next(iter(held.values()))
     rank, scale = sum(one.rank for one in held.values()), first.scale
     b_OR = first.lora_B.new_zeros(max(own.stop for own in rows.values()), rank)
+    # PEFT has one scale for the module: that of the first projection; B makes up for the others
     done = 0
     for name, one in held.items():
         b_OR[rows[name], done : done + one.rank] = one.lora_B.detach() * (one.scale / scale)
@@ -196,11 +221,11 @@ def _fused(model: Decoder, module: AdaptedModule) -> _Written:
             for name in module.projections
         ]
         tensors[MAGNITUDE] = torch.cat(lengths)
-    return _Written(rank, scale, tensors)
+    return rank, scale, tensors
 
 
 def _rows_of(model: Decoder, projections: Sequence[str]) -> dict[str, slice]:
-    """Which rows of a module's output each projection has."""
+    """Returns the rows of a module's output that each projection has."""
     result, start = dict[str, slice](), 0
     for name in projections:
         result[name] = slice(start, start + model.projections()[name].out_features)
@@ -208,36 +233,9 @@ def _rows_of(model: Decoder, projections: Sequence[str]) -> dict[str, slice]:
     return result
 
 
-def _peft_config(
-    model: Decoder, ranks: Mapping[str, int], alphas: Mapping[str, float], base: str, types: Sequence[HfType]
-) -> dict[str, Any]:
-    config, modules = model.adapters, [module.name for module in modules_of(model, types)]
-    rank, rank_pattern = compressed(ranks, modules)
-    alpha, alpha_pattern = compressed(alphas, modules)
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": config.lora_dropout,
-        "target_modules": groups_of(ranks, modules),
-        "rank_pattern": rank_pattern,
-        "alpha_pattern": alpha_pattern,
-        "use_rslora": config.use_rslora,
-        "use_dora": config.use_dora,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-    }
-
-
 def groups_of(chosen: Iterable[str], among: Sequence[str]) -> list[str]:
-    """The shortest names that select exactly these modules: the last parts of their names where those of all layers are
-    chosen, else whole names.
-    """
+    """Returns the shortest names that select exactly these modules."""
+    # The last part of a name where the modules of all layers are chosen, else the whole name
     chosen, result = set(chosen), dict[str, None]()
     for name in among:
         if name in chosen:
@@ -247,7 +245,7 @@ def groups_of(chosen: Iterable[str], among: Sequence[str]) -> list[str]:
 
 
 def compressed(values: Mapping[str, Value], among: Sequence[str]) -> tuple[Value, dict[str, Value]]:
-    """The most frequent value, and the others by the shortest names of their modules."""
+    """Returns the most frequent value, and the others by the shortest names of their modules."""
     common = Counter(values.values()).most_common(1)[0][0]
     others = dict[str, Value]()
     for value in dict.fromkeys(values.values()):
@@ -257,7 +255,7 @@ def compressed(values: Mapping[str, Value], among: Sequence[str]) -> tuple[Value
 
 
 def _checked_settings(path: Path) -> dict[str, Any]:
-    """The settings of an adapter config. Raises `ModelError` naming one that the decoder cannot follow."""
+    """Read the settings of an adapter config. Raises `ModelError` naming one that the decoder cannot follow."""
     settings = read_json(path)
     if settings.get("peft_type") != "LORA":
         raise ModelError(f"{path}: peft_type: {settings.get('peft_type')!r} cannot be loaded; LORA can")
@@ -266,6 +264,7 @@ def _checked_settings(path: Path) -> dict[str, Any]:
             f"{path}: init_lora_weights: {settings['init_lora_weights']!r} changes the weights of the base; convert "
             "the adapter to a plain LoRA first"
         )
+    # An unknown setting is refused unless it is off: a newer PEFT's feature must not be dropped silently
     for name, value in settings.items():
         if name not in (*READ, *WITHOUT_EFFECT, "init_lora_weights") and value not in (None, False, "none", {}, []):
             raise ModelError(f"{path}: {name}: {value!r} cannot be loaded; use an adapter without it")
@@ -287,8 +286,9 @@ def _checked_settings(path: Path) -> dict[str, Any]:
 
 
 def _check_kind(place: str, value: Any, default: Any) -> None:
-    """Raise `ModelError` for a value that is not of the kind of a default: a whole number does for a fraction."""
+    """Raise `ModelError` for a value without the type of a default; an int passes for a float."""
     is_right = isinstance(value, int | float) if isinstance(default, float) else isinstance(value, type(default))
+    # Compared separately, because a bool is an int
     if not is_right or isinstance(value, bool) != isinstance(default, bool):
         raise ModelError(f"{place}: {value!r} has the wrong type; copy the folder again")
 
@@ -303,7 +303,7 @@ def _check_pattern(place: str, pattern: str) -> None:
 def _by_module(
     folder: Path, stored: Mapping[str, Tensor], modules: Mapping[str, AdaptedModule]
 ) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each module's adapter, by this project's names. Raises `ModelError` for unknown ones."""
+    """Group the tensors by module, under this project's names. Raises `ModelError` for unknown ones."""
     result, unknown = dict[str, dict[str, Tensor]](), list[str]()
     for name, tensor in stored.items():
         own = next((own for own, theirs in PEFT_NAMES.items() if name.endswith(f".{theirs}")), "")
@@ -315,14 +315,14 @@ def _by_module(
     if unknown:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise ModelError(
-            f"{folder / TENSORS}: {', '.join(unknown[:3])}{more}: the model has no projection of this name; load the "
+            f"{folder / TENSORS}: {', '.join(unknown[:3])}{more}: the model lacks a projection of this name; load the "
             "model that the adapter belongs to"
         )
     return result
 
 
 def _check_targets(path: Path, settings: Mapping[str, Any], modules: Sequence[str], *, found: set[str]) -> None:
-    """Raise `ModelError` if modules that the config names have no tensors."""
+    """Raise `ModelError` if modules that the config names lack tensors."""
     targets = settings.get("target_modules")
     if targets is None or settings.get("exclude_modules") or settings.get("layers_to_transform") is not None:
         return
@@ -333,24 +333,7 @@ def _check_targets(path: Path, settings: Mapping[str, Any], modules: Sequence[st
         wanted = {one for one in modules if f".{one}".endswith(endings)}
     if missing := sorted(wanted - found):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ModelError(f"{path.with_name(TENSORS)}: has no tensors for {', '.join(missing[:3])}{more}; copy it again")
-
-
-def _rank_and_alpha(settings: Mapping[str, Any], name: str) -> tuple[int, float]:
-    """As PEFT finds them: the first pattern that matches the end of the module's name."""
-
-    def value_of(patterns: Mapping[str, Any], default: Any) -> Any:
-        return next((one for key, one in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)
-
-    rank = value_of(settings["rank_pattern"], settings["r"])
-    return int(rank), float(value_of(settings["alpha_pattern"], settings["lora_alpha"]))
-
-
-def _shapes(model: Decoder, module: AdaptedModule, rank: int, *, has_magnitude: bool) -> dict[str, tuple[int, ...]]:
-    first, rows = model.projections()[module.projections[0]], _rows_of(model, module.projections)
-    num_outputs = max(own.stop for own in rows.values())
-    shapes: dict[str, tuple[int, ...]] = {A: (rank, first.in_features), B: (num_outputs, rank)}
-    return {**shapes, MAGNITUDE: (num_outputs,)} if has_magnitude else shapes
+        raise ModelError(f"{path.with_name(TENSORS)}: lacks tensors for {', '.join(missing[:3])}{more}; copy it again")
 
 
 def _check_shapes(folder: Path, name: str, wanted: Mapping[str, Sequence[int]], found: Mapping[str, Tensor]) -> None:
@@ -366,22 +349,3 @@ def _check_shapes(folder: Path, name: str, wanted: Mapping[str, Sequence[int]], 
                 f"{place}: has shape {list(found[own].shape)} instead of {list(wanted[own])}; load the model that the "
                 "adapter belongs to"
             )
-
-
-def _own_config(
-    model: Decoder, settings: Mapping[str, Any], ranks: Mapping[str, int], alphas: Mapping[str, float]
-) -> AdapterConfig:
-    """Settings under which these projections have these ranks and alphas."""
-    names = list(model.projections())
-    rank, rank_pattern = compressed(ranks, names)
-    alpha, alpha_pattern = compressed(alphas, names)
-    return AdapterConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=float(settings["lora_dropout"]),
-        target_modules=tuple(map(re.escape, groups_of(ranks, names))),
-        use_rslora=bool(settings["use_rslora"]),
-        use_dora=bool(settings["use_dora"]),
-        rank_pattern={re.escape(name): one for name, one in rank_pattern.items()},
-        alpha_pattern={re.escape(name): one for name, one in alpha_pattern.items()},
-    )

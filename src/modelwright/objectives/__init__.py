@@ -1,1 +1,1 @@
-"""Floor 5: what is learned, one file each."""
+"""Training objectives, one file each."""

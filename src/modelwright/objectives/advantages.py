@@ -1,5 +1,4 @@
-"""How much better a completion, or a token of it, is than expected: baselines of a group, and generalized advantage
-estimation.
+"""Advantages of completions and tokens: baselines of a group, and generalized advantage estimation.
 
 Legend: P prompts, G completions of each, C completions, T places (see `completion_rows.py`).
 """
@@ -13,25 +12,26 @@ Baseline = Literal["group_mean", "leave_one_out"]
 RewardScale = Literal["group", "batch", "none"]
 
 STD_EPS = 1e-4
-"""Added to standard deviations of rewards, as in TRL."""
+"""Offset of standard deviations of rewards, as in TRL."""
 WHITEN_EPS = 1e-8
-"""Added to variances in whitening, as in TRL and lm-human-preferences."""
+"""Offset of variances in whitening, as in TRL and lm-human-preferences."""
 
 
 def group_advantages(rewards_PG: Tensor, *, baseline: Baseline, scale: RewardScale) -> Tensor:
-    """Advantages [P, G] float64 of the completions of each prompt. NaN in `rewards_PG` are completions without a
-    reward: they count for nothing and stay NaN, and so does a completion that is alone in its group.
+    """Advantages [P, G] float64 of the completions of each prompt. Completions without a reward, NaN in `rewards_PG`,
+    are ignored and stay NaN, and a single completion with a reward in its group becomes NaN.
 
     baseline: `group_mean` is the mean of the group (GRPO, Shao et al. 2024, section 4.1.2), `leave_one_out` that of the
-    others (RLOO, Kool et al. 2019; Ahmadian et al. 2024), which gives G / (G - 1) times as much. scale: what divides
-    the difference: the standard deviation of the group, as in GRPO, that of the whole rollout, or nothing, as in Dr.
-    GRPO (Liu et al. 2025, section 3.1), because the division gives questions weights by how hard they are.
+    others (RLOO, Kool et al. 2019; Ahmadian et al. 2024), which gives G / (G - 1) times as much. scale: divisor of the
+    difference: the standard deviation of the group, as in GRPO, that of the whole rollout, or none, as in Dr. GRPO (Liu
+    et al. 2025, section 3.1), because the division weights questions by their difficulty.
     """
     scored_PG = rewards_PG.isfinite()
     counts_P1 = scored_PG.sum(dim=1, keepdim=True)
     rewards_PG = rewards_PG.double().where(scored_PG, 0.0)
     above_PG = rewards_PG - rewards_PG.sum(dim=1, keepdim=True) / counts_P1.clamp(min=1)
     if baseline == "leave_one_out":
+        # r - mean of the others = (r - mean of all) * n / (n - 1)
         above_PG = above_PG * counts_P1 / (counts_P1 - 1).clamp(min=1)
     counted_PG = scored_PG & (counts_P1 > 1)
     if scale == "group":
@@ -43,7 +43,7 @@ def group_advantages(rewards_PG: Tensor, *, baseline: Baseline, scale: RewardSca
 
 
 def group_stds(rewards_PG: Tensor) -> Tensor:
-    """The standard deviation (divisor n - 1) of each prompt's rewards [P] float64; NaN with fewer than two."""
+    """Standard deviation (divisor n - 1) of each prompt's rewards [P] float64; NaN with fewer than two."""
     scored_PG = rewards_PG.isfinite()
     counts_P = scored_PG.sum(dim=1)
     values_PG = rewards_PG.double().where(scored_PG, 0.0)
@@ -53,7 +53,8 @@ def group_stds(rewards_PG: Tensor) -> Tensor:
 
 
 def differs(rewards_PG: Tensor) -> Tensor:
-    """Whether a prompt has two different rewards [P] bool. Rounding may leave equal ones a standard deviation."""
+    """Returns whether each prompt has two different rewards [P] bool."""
+    # Not by the standard deviation, which rounding may leave above zero for equal rewards
     scored_PG = rewards_PG.isfinite()
     return rewards_PG.where(scored_PG, -torch.inf).amax(dim=1) > rewards_PG.where(scored_PG, torch.inf).amin(dim=1)
 
@@ -61,10 +62,8 @@ def differs(rewards_PG: Tensor) -> Tensor:
 def generalized_advantages(
     rewards_CT: Tensor, values_CT: Tensor, mask_CT: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of each token, [C, T] each, 0 outside of `mask_CT`, whose places follow one another
-    (generalized advantage estimation, Schulman et al. 2016, equation 16). The value after the last token is 0: a
-    completion is an episode.
-    """
+    """Advantages and returns [C, T], 0 outside of `mask_CT` (Schulman et al. 2016, equation 16)."""
+    # The places of a row are contiguous, and the mask resets both to 0 past the last one: a completion is an episode
     advantages_CT = torch.zeros_like(values_CT)
     following_C = torch.zeros_like(values_CT[:, 0])
     next_values_C = torch.zeros_like(following_C)
@@ -78,9 +77,7 @@ def generalized_advantages(
 
 
 def whitened(values_CT: Tensor, mask_CT: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """The values [C, T] with mean 0 and variance 1 over `mask_CT`, 0 outside of it. shift_mean: without it the mean
-    stays as it was.
-    """
+    """Normalizes to mean 0, or the original one without `shift_mean`, and variance 1 over `mask_CT`; 0 elsewhere."""
     kept = values_CT[mask_CT]
     if len(kept) < 2:
         return values_CT * mask_CT

@@ -1,7 +1,7 @@
-"""`AlignedModel`: a trained alignment by itself: texts, code and images to vectors of one space.
+"""`AlignedModel`: a trained alignment, which maps texts, code and images to vectors of one space.
 
-Its folder is a language model's with its tokenizer, and beside them `vision/`, a vision tower that `transformers`
-reads, `alignment.safetensors` with the projections, and `alignment.json`.
+Its folder is that of a language model with its tokenizer, plus `vision/`, a vision tower that `transformers` reads,
+`alignment.safetensors` with the projections, and `alignment.json`.
 """
 
 import json
@@ -43,44 +43,41 @@ class AlignedModel:
     pooling: Literal["mean", "last"]
 
     def embed_texts(self, sequences: Sequence[NDArray[np.integer]]) -> NDArray[np.float32]:
-        """Token ids of texts to unit vectors [N, E]."""
+        """Maps token ids of texts to unit vectors [N, E]."""
         return self._embed_tokens(TEXT, sequences)
 
     def embed_code(self, sequences: Sequence[NDArray[np.integer]]) -> NDArray[np.float32]:
-        """Token ids of pieces of code to unit vectors [N, E]."""
+        """Maps token ids of pieces of code to unit vectors [N, E]."""
         return self._embed_tokens(CODE, sequences)
 
     @torch.no_grad()
     def embed_images(self, files: Sequence[bytes]) -> NDArray[np.float32]:
-        """Image files to unit vectors [N, E]. Raises `ImageFault` for one that cannot be used."""
-        shape = _tower(self.model).config
-        found: list[Tensor] = []
+        """Maps image files to unit vectors [N, E]. Raises `ImageFault` for one that cannot be used."""
+        shape, device = _tower(self.model).config, self.model.embedding.weight.device
+        vectors: list[Tensor] = []
         for first in range(0, len(files), ROWS_AT_ONCE):
             squares = [square_pixels(one, size=shape.image_size, fit=shape.fit) for one in files[first:][:ROWS_AT_ONCE]]
-            pixels = torch.from_numpy(np.stack(squares)).to(self._device)
-            found.append(F.normalize(self.model.head_output(IMAGE, pixels).float(), dim=1))
-        return torch.cat(found).cpu().numpy()
+            pixels = torch.from_numpy(np.stack(squares)).to(device)
+            vectors.append(F.normalize(self.model.head_output(IMAGE, pixels).float(), dim=1))
+        return torch.cat(vectors).cpu().numpy()
 
     @torch.no_grad()
     def _embed_tokens(self, head: str, sequences: Sequence[NDArray[np.integer]]) -> NDArray[np.float32]:
+        # By length, so that the rows of a batch need little padding
         order = sorted(range(len(sequences)), key=lambda number: len(sequences[number]))
-        found: dict[int, Tensor] = {}
+        vectors: dict[int, Tensor] = {}
         for first in range(0, len(order), ROWS_AT_ONCE):
             numbers = order[first : first + ROWS_AT_ONCE]
-            batch = TokenBatch.of_sequences([sequences[number] for number in numbers]).to(self._device)
-            hidden_BTD = forward(self.model, batch)
-            vectors_BD = pooled(hidden_BTD, batch.segments_BT, 1, self.pooling)[:, 0]
-            embedded_BE = F.normalize(self.model.head_output(head, vectors_BD).float(), dim=1)
-            found |= dict(zip(numbers, embedded_BE, strict=True))
-        return torch.stack([found[number] for number in range(len(sequences))]).cpu().numpy()
-
-    @property
-    def _device(self) -> torch.device:
-        return self.model.embedding.weight.device
+            batch = TokenBatch.of_sequences([sequences[number] for number in numbers])
+            batch = batch.to(self.model.embedding.weight.device)
+            pooled_BD = pooled(forward(self.model, batch), batch.segments_BT, 1, self.pooling)[:, 0]
+            embedded_BE = F.normalize(self.model.head_output(head, pooled_BD).float(), dim=1)
+            vectors |= dict(zip(numbers, embedded_BE, strict=True))
+        return torch.stack([vectors[number] for number in range(len(sequences))]).cpu().numpy()
 
 
 def save_alignment(model: Decoder, folder: Path, settings: dict[str, Any]) -> None:
-    """Write the heads of an alignment beside its language model. settings: `embed_dim`, `pooling` and `loss`."""
+    """Write the heads of an alignment into its language model's folder. settings: `embed_dim`, `pooling`, `loss`."""
     weights = {name: one.detach().contiguous() for name, one in _own_heads(model).items()}
     save_vision_tower(_tower(model), folder / VISION_FOLDER)
     save_tensors(folder / WEIGHTS, weights)
@@ -88,13 +85,13 @@ def save_alignment(model: Decoder, folder: Path, settings: dict[str, Any]) -> No
 
 
 def load_aligned(folder: Path) -> AlignedModel:
-    """The model that the stage `align` wrote into a folder. Raises `ModelError` for a folder of another kind."""
+    """Read the model that the stage `align` wrote. Raises `ModelError` for a folder of another kind."""
     if not (folder / SETTINGS).is_file():
-        raise ModelError(f"{folder}: has no {SETTINGS}; give the artifact of the stage align")
+        raise ModelError(f"{folder}: {SETTINGS} is missing; give the artifact of the stage align")
     settings = read_json(folder / SETTINGS)
     embed_dim, pooling = settings.get("embed_dim"), settings.get("pooling")
     if not isinstance(embed_dim, int) or embed_dim < 1 or pooling not in ("mean", "last"):
-        raise ModelError(f"{folder / SETTINGS}: has no embed_dim or pooling of an alignment; copy the folder again")
+        raise ModelError(f"{folder / SETTINGS}: lacks embed_dim or pooling of an alignment; copy the folder again")
     model = load_model(folder)
     tensors, _ = read_tensors(folder / WEIGHTS)
     heads = alignment_heads(
@@ -108,14 +105,14 @@ def load_aligned(folder: Path) -> AlignedModel:
         model.heads[name] = heads[name]
     wanted = {name: one.shape for name, one in _own_heads(model).items()}
     if wanted != {name: one.shape for name, one in tensors.items()}:
-        raise ModelError(f"{folder / WEIGHTS}: does not fit {SETTINGS} beside it; copy the folder again")
+        raise ModelError(f"{folder / WEIGHTS}: does not fit {SETTINGS} in the same folder; copy the folder again")
     for name, tensor in tensors.items():
         set_parameter(model.heads, name, tensor)
     return AlignedModel(model.eval(), pooling)
 
 
 def _own_heads(model: Decoder) -> dict[str, nn.Parameter]:
-    """The parameters of the heads without the vision tower, which has a folder of its own."""
+    """Returns the parameters of the heads without the vision tower, which has its own folder."""
     return {name: one for name, one in model.heads.named_parameters() if not name.startswith(_TOWER)}
 
 

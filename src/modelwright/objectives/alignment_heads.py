@@ -1,4 +1,4 @@
-"""The modules beside the decoder that put texts, code and images into one space.
+"""Heads of a decoder that map texts, code and images to one space.
 
 Legend: N images or pieces, D width of the decoder, E width of the space, S pixels of a side.
 """
@@ -17,7 +17,7 @@ from modelwright.model.vision.vit import VisionTower
 TEXT, CODE, IMAGE, SCALE = "text", "code", "image", "scale"
 """Names in `Decoder.heads`."""
 MAX_SCALE = 100.0
-"""The largest scale of cosines; a larger one makes training unstable (Radford et al. 2021, section 2.5)."""
+"""Largest scale of cosines; a larger one makes training unstable (Radford et al. 2021, section 2.5)."""
 
 
 class Projection(nn.Module):
@@ -40,29 +40,26 @@ class ImageEncoder(nn.Module):
         self.projection = Projection(tower.config.model_dim, embed_dim)
 
     def forward(self, pixels_NCSS: Tensor) -> Tensor:
-        """[N, E]."""
+        """Maps images to vectors [N, E]."""
         return self.projection(self.tower(pixels_NCSS))
 
 
 class LearnedScale(nn.Module):
-    """What cosines are multiplied by, at most `MAX_SCALE`, and what is added then. They have one dimension because
-    FSDP divides no scalars.
-    """
+    """Factor of cosines, at most `MAX_SCALE`, and the bias that is added."""
 
     def __init__(self, temperature: float, bias: float) -> None:
         super().__init__()
+        # One dimension each, because FSDP cannot shard scalars
         self.log_scale = nn.Parameter(torch.tensor([-math.log(temperature)]))
         self.bias = nn.Parameter(torch.tensor([bias]))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The scale and the bias, [2], whatever x is."""
+        """Returns the scale and the bias, [2]; x is ignored, since heads are called with an input."""
         return torch.cat([_Cap.apply(self.log_scale, math.log(MAX_SCALE)).exp(), self.bias])  # type: ignore[union-attr]
 
 
 class _Cap(torch.autograd.Function):
-    """min(x, most). Beyond the limit the gradient is zero only where descent would raise x: with `clamp`, a value that
-    an update has carried past the limit would stay there for good.
-    """
+    """min(x, most), with the gradient of values beyond the limit that descent would lower."""
 
     @staticmethod
     def forward(ctx, x, most):
@@ -71,6 +68,7 @@ class _Cap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        # With `clamp`, a value that an update has moved past the limit would stay there forever
         (is_beyond,) = ctx.saved_tensors
         return torch.where(is_beyond, grad.clamp(min=0.0), grad), None
 
@@ -78,9 +76,8 @@ class _Cap(torch.autograd.Function):
 def alignment_heads(
     vision: VisionConfig, *, model_dim: int, embed_dim: int, temperature: float, bias: float
 ) -> Mapping[str, nn.Module]:
-    """The modules by their names. Initial values come from PyTorch's default generator, or for the vision tower from
-    its folder. Raises `ModelError` if that cannot be read.
-    """
+    """Returns the heads by name. Raises `ModelError` if the folder of the vision tower cannot be read."""
+    # Initial values come from PyTorch's default generator, in this order, unless the tower has a folder
     tower = load_vision_tower(Path(vision.init_from)) if vision.init_from else VisionTower(vision)
     return {
         TEXT: Projection(model_dim, embed_dim),

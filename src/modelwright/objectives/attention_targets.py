@@ -1,7 +1,7 @@
-"""What of attention a student learns from its teacher: relations of the last layers, or the distributions of heads.
+"""Distillation of a teacher's attention: relations of the last layers, or the distributions of heads.
 
 Relations between queries, keys and values (Wang et al. 2021, MiniLMv2, arXiv 2012.15828) compare any two models.
-Distributions (Wang et al. 2020, MiniLM, arXiv 2002.10957) are what heads attend with; they need as many heads.
+Distributions (Wang et al. 2020, MiniLM, arXiv 2002.10957) are the heads' softmax; they need equal numbers of heads.
 
 Legend: B rows, T tokens, C student's and E teacher's channels of all heads.
 """
@@ -25,22 +25,19 @@ AttentionForm = Literal["relations", "distributions"]
 
 
 class AttentionTargets(Protocol):
-    """What is compared of two models' attention."""
+    """Comparison of two models' attention."""
 
-    @property
-    def student_layers(self) -> Sequence[int]:
-        """The layers of the student whose queries, keys and values are read."""
-        ...
-
-    @property
-    def teacher_layers(self) -> Sequence[int]: ...
+    student: ModelConfig
+    teacher: ModelConfig
+    pairs: Sequence[tuple[int, int]]
+    """Layers of student and teacher whose queries, keys and values are read."""
 
     def extras(self, heads: Mapping[int, HeadInputs]) -> dict[str, Tensor]:
-        """What of the teacher's layers a batch takes along, by names of extras."""
+        """Returns the teacher's tensors that a batch carries as extras, by name."""
         ...
 
     def loss(self, heads: Sequence[HeadInputs], batch: TokenBatch) -> Tensor:
-        """Sum over tokens of the mean divergence. heads: of `student_layers`, with gradients."""
+        """Sum over tokens of the mean divergence. heads: inputs of the student's layers, with gradients."""
         ...
 
 
@@ -50,21 +47,14 @@ class AttentionRelations(AttentionTargets):
 
     student: ModelConfig
     teacher: ModelConfig
-
-    @property
-    def student_layers(self) -> Sequence[int]:
-        return [self.student.num_layers - 1]
-
-    @property
-    def teacher_layers(self) -> Sequence[int]:
-        return [self.teacher.num_layers - 1]
+    pairs: Sequence[tuple[int, int]]
 
     def extras(self, heads: Mapping[int, HeadInputs]) -> dict[str, Tensor]:
-        (layer,) = self.teacher_layers
+        ((_, layer),) = self.pairs
         return {f"relation_{kind}_BTE": channels for kind, channels in enumerate(heads[layer])}
 
     def loss(self, heads: Sequence[HeadInputs], batch: TokenBatch) -> Tensor:
-        """The mean is over relation heads and the three kinds."""
+        """Sum over tokens of the mean divergence over relation heads and the three kinds."""
         num_heads, (own,) = num_relation_heads(self.student, self.teacher), heads
         losses = [
             relation_loss(channels, batch.extras[f"relation_{kind}_BTE"], batch.segments_BT, num_heads=num_heads)
@@ -75,14 +65,11 @@ class AttentionRelations(AttentionTargets):
 
 @dataclass(frozen=True)
 class AttentionDistributions(AttentionTargets):
-    """The softmax of queries times keys in each head of the mapped layers. Raises `ConfigError` for layers that no two
-    heads can be compared in.
-    """
+    """The softmax of queries times keys in each head of the mapped layers, which must be comparable."""
 
     student: ModelConfig
     teacher: ModelConfig
     pairs: Sequence[tuple[int, int]]
-    """Layers of student and teacher."""
 
     def __post_init__(self) -> None:
         if self.student.num_heads != self.teacher.num_heads:
@@ -100,20 +87,12 @@ class AttentionDistributions(AttentionTargets):
                     "choose relations"
                 )
 
-    @property
-    def student_layers(self) -> Sequence[int]:
-        return [own for own, _ in self.pairs]
-
-    @property
-    def teacher_layers(self) -> Sequence[int]:
-        return [layer for _, layer in self.pairs]
-
     def extras(self, heads: Mapping[int, HeadInputs]) -> dict[str, Tensor]:
         queries = {f"queries_{own}_BTE": heads[layer].q_BTC for own, layer in self.pairs}
         return queries | {f"keys_{own}_BTE": heads[layer].k_BTE for own, layer in self.pairs}
 
     def loss(self, heads: Sequence[HeadInputs], batch: TokenBatch) -> Tensor:
-        """The mean is over heads and pairs of layers."""
+        """Sum over tokens of the mean divergence over heads and pairs of layers."""
         losses = [
             attention_divergence(
                 _queries_and_keys(inputs.q_BTC, inputs.k_BTE, self.student),
@@ -121,7 +100,7 @@ class AttentionDistributions(AttentionTargets):
                 batch.segments_BT,
                 window=self.student.window_of(own),
             )
-            for own, inputs in zip(self.student_layers, heads, strict=True)
+            for (own, _), inputs in zip(self.pairs, heads, strict=True)
         ]
         return torch.stack(losses).sum() / (self.student.num_heads * len(losses))
 
@@ -129,18 +108,17 @@ class AttentionDistributions(AttentionTargets):
 def attention_targets(
     form: AttentionForm, student: ModelConfig, teacher: ModelConfig, pairs: Sequence[tuple[int, int]]
 ) -> AttentionTargets:
-    """pairs: the mapped layers of student and teacher."""
+    """Returns the comparison of this form. pairs: the mapped layers of student and teacher."""
     if form == "relations":
-        return AttentionRelations(student, teacher)
+        # Of the last layers, whatever the map: MiniLMv2 leaves the other layers of the student free
+        return AttentionRelations(student, teacher, [(student.num_layers - 1, teacher.num_layers - 1)])
     return AttentionDistributions(student, teacher, pairs)
 
 
 def num_relation_heads(student: ModelConfig, teacher: ModelConfig) -> int:
-    """The largest number that divides the widths of queries and of keys of both, at most twice the teacher's heads:
-    more relation heads than attention heads carry finer relations (MiniLMv2, section 4.4).
-    """
-    widths = [heads * one.head_dim for one in (student, teacher) for heads in (one.num_heads, one.num_kv_heads)]
-    common = gcd(*widths)
+    """Largest number that divides all widths of queries and keys, at most twice the teacher's heads."""
+    # More relation heads than attention heads carry finer relations (MiniLMv2, section 4.4)
+    common = gcd(*(heads * one.head_dim for one in (student, teacher) for heads in (one.num_heads, one.num_kv_heads)))
     return max(number for number in range(1, 2 * teacher.num_heads + 1) if common % number == 0)
 
 

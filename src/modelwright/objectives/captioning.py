@@ -1,8 +1,8 @@
 """Captioning by prefix (Liu et al. 2023, "Visual Instruction Tuning"): the decoder reads the patches of an image in
 place of image tokens, and learns to write the answers.
 
-The rows are those of conversations (`pipeline/stages/caption.py`); the value of a piece is the number of its
-image plus 1.
+The rows are those of conversations (`pipeline/stages/caption.py`); the value of a piece is the number of its image
+plus 1.
 
 Legend: B rows, T tokens, S pieces of a row, I images of a row at most, C colors, H pixels of a side.
 """
@@ -26,17 +26,16 @@ from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import load_vision_tower
 from modelwright.model.vision.image_prefix import IMAGES, PIXELS, ImagePrefix
 from modelwright.model.vision.vit import VisionTower
-from modelwright.objectives.image_batches import fill_squares, image_batches
+from modelwright.objectives.image_batches import fill_squares, image_batches, image_numbers
 from modelwright.objectives.next_token import num_targets
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.ops.piece_sums import count_pieces, piece_ends, piece_sums
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective, Terms
 
 NEEDS = frozenset({WHOLE_LAYERS, WHOLE_ROWS})
-"""What the layout must leave whole: images are put among the embeddings of whole rows, before the first layer."""
+"""Requirements on the layout: images replace embeddings of whole rows, before the first layer."""
 LOSS = "loss"
-"""The name of the loss term."""
+"""Name of the loss term."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +45,18 @@ class CaptionConfig(TrainConfig):
     learning_rate: float = 1e-3
     """Peak learning rate."""
     question: str = "What does the image show?"
-    """What a caption answers. Conversations have questions of their own."""
+    """Question that captions answer. Conversations have their own questions."""
     image_token: str = "<|image|>"
-    """The special token of the tokenizer that stands for a patch of an image; its own embedding is never used. A new
+    """Special token of the tokenizer that a patch of an image replaces; its own embedding is never used. A new
     tokenizer gets it by `tokenizer.special_tokens`."""
     train_tower: bool = False
-    """Whether the vision tower is trained, too; the projector and the decoder always are."""
+    """Train the vision tower, too; the projector and the decoder are always trained."""
     feature_layer: int = -2
     """Block of the tower whose output is read: -1 is the last one, -2 the one before, as in LLaVA."""
     vision: VisionConfig = field(default_factory=VisionConfig)
-    """The vision tower. In a run with the stage align it is the one that align has trained, whose shape counts, unless
-    `init_from` names another."""
+    """Vision tower; a run with the stage align uses the tower that align has trained, unless `init_from` is set."""
     max_answer_tokens: int = 48
-    """Longest caption that is written for a held-out image."""
+    """Maximum tokens of the caption of a held-out image."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,15 +70,14 @@ class CaptionConfig(TrainConfig):
             raise ConfigError("batch_selection.signal: judges rows without their images; set none")
 
     def features(self) -> list[Feature]:
-        """A layout that cannot work is refused before anything is read."""
+        """Requirements on the layout, which is refused before anything is read if it cannot work."""
         return [*super().features(), feature("image_token", self.image_token, needs=NEEDS)]
 
 
 @dataclass(kw_only=True)
 class Captioning(Objective):
-    """Every token of an answer counts the same. tower: the folder of the vision tower that training starts from, None
-    for random weights of `shape`; image_token: its id; images: of the training rows and of the held-out rows, None if
-    they have none.
+    """Cross-entropy of answers, every token with equal weight. tower: folder of the vision tower that training starts
+    from, None for random weights of `shape`; image_token: its id; images, heldout_images: None for rows without images.
     """
 
     needs = NEEDS
@@ -95,28 +92,25 @@ class Captioning(Objective):
     """FLOPs of tower and projector for one image, forward and backward."""
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
+        from torch.utils.flop_counter import FlopCounterMode
+
         tower = load_vision_tower(self.tower) if self.tower else VisionTower(self.shape)
         layer = self.config.feature_layer
         prefix = ImagePrefix(tower, config.model_dim, feature_layer=layer, token_id=self.image_token)
         prefix.freeze(whole_tower=not self.config.train_tower)
-        self.flops_of_image = self._count_flops(config.model_dim)
+        # Counted by a backward pass of a copy without values: frozen parts need none, which a formula would miss
+        size, width = self.shape.image_size, config.model_dim
+        with torch.device("meta"):
+            empty = ImagePrefix(VisionTower(self.shape), width, feature_layer=layer, token_id=self.image_token)
+            empty.freeze(whole_tower=not self.config.train_tower)
+            pixels = torch.zeros(1, 3, size, size)
+        with FlopCounterMode(display=False) as counter, torch.enable_grad():
+            empty(pixels).sum().backward()
+        self.flops_of_image = counter.get_total_flops()
         return {IMAGES: prefix}
 
     def own_flops(self, batch: TokenBatch) -> float:
         return float((image_numbers(batch) >= 0).sum()) * self.flops_of_image
-
-    def _count_flops(self, model_dim: int) -> int:
-        """Counted by PyTorch on tensors without values: what is frozen needs no backward pass."""
-        from torch.utils.flop_counter import FlopCounterMode
-
-        size, layer = self.shape.image_size, self.config.feature_layer
-        with torch.device("meta"):
-            prefix = ImagePrefix(VisionTower(self.shape), model_dim, feature_layer=layer, token_id=self.image_token)
-            prefix.freeze(whole_tower=not self.config.train_tower)
-            pixels = torch.zeros(1, 3, size, size)
-        with FlopCounterMode(display=False) as counter, torch.enable_grad():
-            prefix(pixels).sum().backward()
-        return counter.get_total_flops()
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
         for batch in image_batches(self.source, self.images, first=first, rank=rank, world_size=world_size):
@@ -126,7 +120,7 @@ class Captioning(Objective):
         return self.with_images(batch, self.heldout_images)
 
     def with_images(self, batch: TokenBatch, store: ImageStore | None) -> TokenBatch:
-        """The batch with the images of its rows. Raises `DataError` for rows of a tower with other patches."""
+        """Adds the images of its rows to a batch. Raises `DataError` for rows of a tower with other patches."""
         num_tokens = int((batch.input_ids_BT == self.image_token).sum())
         num_images = int((image_numbers(batch) >= 0).sum())
         if num_tokens != num_images * self.shape.num_patches:
@@ -143,18 +137,10 @@ class Captioning(Objective):
         return Terms({LOSS: model.cross_entropy(output, batch.labels_BT, chunk_tokens=CHUNK_TOKENS)})
 
 
-def image_numbers(batch: TokenBatch) -> Tensor:
-    """The number of the image of each piece, int64 [B, S]; -1 for pieces without one."""
-    values_BT = batch.extras["values_BT"] * piece_ends(batch.segments_BT)
-    values_BS = piece_sums(values_BT, batch.segments_BT, count_pieces(batch.segments_BT))
-    return values_BS.round().long() - 1
-
-
 def with_pixels(batch: TokenBatch, store: ImageStore | None, shape: VisionConfig) -> TokenBatch:
-    """The batch with the images of its rows, uint8 [B, I, 3, H, H], in the order of their pieces. There is room for one
-    at least, so that all ranks run the tower.
-    """
+    """Adds the images of its rows to a batch, uint8 [B, I, 3, H, H], in the order of their pieces."""
     numbers = [[number for number in row if number >= 0] for row in image_numbers(batch).tolist()]
+    # At least one image wide, so that all ranks run the tower
     room, size = max(1, *map(len, numbers)), shape.image_size
     pixels = np.zeros((batch.num_rows, room, 3, size, size), dtype=np.uint8)
     fill_squares(pixels, numbers, store, shape)

@@ -1,7 +1,7 @@
-"""Completions to rows of tokens for a training step, packed as documents are, and values of tokens back to completions.
+"""Conversion of completions to rows of tokens, packed as documents are, and of values of tokens back to completions.
 
-Legend: C completions, T places of a completion (the token at place t is predicted by what stands before it, so that a
-sequence of n tokens has n - 1 places), B rows, R tokens of a row.
+Legend: C completions, T places of a completion (place t predicts token t + 1, so that a sequence of n tokens has n - 1
+places), B rows, R tokens of a row.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from modelwright.data.rows.pack import best_fit
 
 @dataclass(frozen=True, kw_only=True)
 class RowPlan:
-    """Where each of C completions stands: in `rows` [C], from `starts` [C] on, over `lengths` [C] tokens."""
+    """Location of each of C completions: in `rows` [C], from `starts` [C] on, over `lengths` [C] tokens."""
 
     rows: list[int]
     starts: list[int]
@@ -27,7 +27,7 @@ class RowPlan:
 
     @classmethod
     def of(cls, lengths_C: Tensor, row_len: int) -> "RowPlan":
-        """Best fit, longest first, into rows of `row_len` tokens; no completion is longer than a row."""
+        """Packs completions into rows of `row_len` tokens by best fit, longest first; none is longer than a row."""
         lengths = np.array(lengths_C.tolist(), dtype=np.int64)
         rows = best_fit(lengths, row_len) if len(lengths) else lengths
         num_rows = int(rows.max()) + 1 if len(rows) else 0
@@ -38,14 +38,14 @@ class RowPlan:
         return cls(rows=rows.tolist(), starts=starts, lengths=lengths.tolist(), num_rows=num_rows, row_len=row_len)
 
     def placed(self, values_CT: Tensor, empty: int | float = 0) -> Tensor:
-        """The values of the completions in their rows [B, R]; `empty` elsewhere."""
+        """Scatters the values of completions to their rows [B, R]; `empty` elsewhere."""
         values_BR = torch.full((self.num_rows, self.row_len), empty, dtype=values_CT.dtype)
         for values_T, row, start, length in zip(values_CT, self.rows, self.starts, self.lengths, strict=True):
             values_BR[row, start : start + length] = values_T[:length]
         return values_BR
 
     def taken(self, values_BR: Tensor, num_places: int) -> Tensor:
-        """The inverse of `placed`: [C, T] with T = `num_places`; 0 past the end of a completion."""
+        """Gathers the values of completions from rows [C, T], T = `num_places`; 0 past the end of a completion."""
         values_CT = values_BR.new_zeros(len(self.rows), num_places)
         for number, (row, start, length) in enumerate(zip(self.rows, self.starts, self.lengths, strict=True)):
             values_CT[number, :length] = values_BR[row, start : start + length]
@@ -55,14 +55,19 @@ class RowPlan:
 def completion_batch(
     ids_CL: Tensor, mask_CT: Tensor, plan: RowPlan, extras_CT: Mapping[str, Tensor] | None = None
 ) -> TokenBatch:
-    """Rows for a forward pass over completions.
+    """Builds the rows for a forward pass over completions.
 
     ids_CL: int64, prompts with completions, L = T + 1; mask_CT: bool, the places that predict a token of the
     completion, which get labels; extras_CT: further values of places, by their names without the shape: `advantages`
     becomes the extra `advantages_BT`.
     """
     places_CT = torch.arange(mask_CT.shape[1]).expand_as(mask_CT)
-    segments = _segments(plan)
+    # Completions are numbered within their row, in the order of the plan
+    counts, numbers = [0] * plan.num_rows, list[int]()
+    for row in plan.rows:
+        numbers.append(counts[row])
+        counts[row] += 1
+    segments = torch.tensor(numbers, dtype=torch.int32)
     return TokenBatch(
         input_ids_BT=plan.placed(ids_CL[:, :-1]),
         labels_BT=plan.placed(ids_CL[:, 1:].where(mask_CT, IGNORED), IGNORED),
@@ -70,13 +75,3 @@ def completion_batch(
         segments_BT=plan.placed(segments[:, None].expand_as(mask_CT), -1),
         extras={f"{name}_BT": plan.placed(values) for name, values in (extras_CT or {}).items()},
     )
-
-
-def _segments(plan: RowPlan) -> Tensor:
-    """The number of each completion within its row, [C] int32."""
-    counts = [0] * plan.num_rows
-    numbers = list[int]()
-    for row in plan.rows:
-        numbers.append(counts[row])
-        counts[row] += 1
-    return torch.tensor(numbers, dtype=torch.int32)

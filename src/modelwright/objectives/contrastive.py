@@ -1,19 +1,15 @@
-"""Contrastive alignment of texts with images and with code. The decoder reads texts and code, a vision tower next to it
-reads images; the negatives of a pair are all others of the global batch.
+"""Contrastive alignment of texts with images and with code: NT-Xent, its form with negatives of the other view alone
+(CLIP), and SigLIP. The decoder reads texts and code, a vision tower reads images.
 
-The rows are groups of two (`pipeline/stages/align.py`): the texts of some pairs, and what belongs to them. A
-piece of the second row is code, or a placeholder for the image whose number is the value of the piece.
+A pair is a text and its counterpart (an image, a piece of code). A process computes the losses of its own pairs against
+the pairs of all processes; the sum over the processes is the loss of the whole batch. Pairs with the same text are
+neither positives nor negatives of each other.
+
+The rows are groups of two (`pipeline/stages/align.py`): the texts of some pairs, and their counterparts. A piece of the
+second row is code, or a placeholder for an image; the value of the piece is the number of the image plus 1.
 
 Legend: B rows, T tokens, G groups of two rows, S pieces of a row, P pairs of this rank, N of all ranks, D width of the
 decoder, E width of the space, I images of a group.
-
-Contrastive losses of pairs in one space: NT-Xent, its form with negatives of the other view alone, and SigLIP.
-
-A pair is a text and what it belongs to (an image, a piece of code). A process computes the losses of its own pairs
-against the pairs of all processes; the sum over the processes is the loss of the whole batch. Pairs with the same text
-are neither positives nor negatives of each other.
-
-Legend: P own pairs, N all pairs, E width of the space.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,9 +30,9 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.vision.config import VisionConfig
 from modelwright.objectives.alignment_heads import CODE, IMAGE, SCALE, TEXT, alignment_heads
-from modelwright.objectives.image_batches import fill_squares, image_batches
+from modelwright.objectives.image_batches import fill_squares, image_batches, image_numbers
 from modelwright.objectives.pairs import Pairs
-from modelwright.ops.piece_sums import count_pieces, piece_ends, piece_keys, piece_means, piece_sums
+from modelwright.ops.piece_sums import piece_ends, piece_keys, piece_means
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.ragged_gather import gather_rows
 from modelwright.train.config import TrainConfig
@@ -63,9 +59,9 @@ def contrastive_losses(
     scale: Tensor,
     bias: Tensor,
 ) -> Tensor:
-    """The loss of each own pair [P], in FP32 at least, with gradients. places_P: where the own pairs are among all;
-    is_same_PN: which of all pairs have the text of an own pair, itself included. scale: of cosines, 1 / temperature;
-    bias: added to them by `siglip`.
+    """Loss of each own pair [P], in FP32 at least, with gradients. places_P: positions of the own pairs among all;
+    is_same_PN: true for pairs with the text of an own pair, itself included. scale: factor of cosines, 1 / temperature;
+    bias: offset of cosines in `siglip`.
 
     `nt_xent` (Chen et al. 2020, section 2.1): both sides of a pair are anchors in turn, and both sides of all other
     pairs their negatives; the mean of the two cross-entropies. `clip` (Radford et al. 2021, section 2.3): the negatives
@@ -74,7 +70,10 @@ def contrastive_losses(
     """
     own, everyone = _widened(own), _widened(everyone)
     if loss == "siglip":
-        return _siglip(own, everyone, places_P, is_same_PN, scale, bias)
+        logits_PN = scale * (own.texts @ everyone.others.T) + bias
+        is_positive_PN = places_P[:, None] == torch.arange(len(everyone.others), device=places_P.device)
+        losses_PN = -F.logsigmoid(torch.where(is_positive_PN, logits_PN, -logits_PN))
+        return torch.where(is_same_PN & ~is_positive_PN, 0.0, losses_PN).sum(dim=1)
     within = loss == "nt_xent"
     of_texts = _cross_entropies(own.texts, everyone.others, everyone.texts, places_P, is_same_PN, scale, within)
     of_others = _cross_entropies(own.others, everyone.texts, everyone.others, places_P, is_same_PN, scale, within)
@@ -85,23 +84,15 @@ def _cross_entropies(
     anchors_PE: Tensor, across_NE: Tensor, beside_NE: Tensor, places_P: Tensor, is_same_PN: Tensor, scale: Tensor,
     within: bool,
 ) -> Tensor:  # fmt: skip
-    """[P]. across: the side that has the positives; beside: the anchors' own side; within: whether it counts."""
+    """Cross-entropies of anchors [P] with the other side and, if `within`, the anchors' own side as negatives."""
     across_PN = scale * (anchors_PE @ across_NE.T)
     is_positive_PN = places_P[:, None] == torch.arange(len(across_NE), device=places_P.device)
+    # Other pairs with the same text are left out of the softmax
     logits_PK = across_PN.masked_fill(is_same_PN & ~is_positive_PN, -torch.inf)
     if within:
         beside_PN = scale * (anchors_PE @ beside_NE.T)
         logits_PK = torch.cat([logits_PK, beside_PN.masked_fill(is_same_PN, -torch.inf)], dim=1)
     return logits_PK.logsumexp(dim=1) - across_PN.gather(1, places_P[:, None])[:, 0]
-
-
-def _siglip(
-    own: PairEmbeddings, everyone: PairEmbeddings, places_P: Tensor, is_same_PN: Tensor, scale: Tensor, bias: Tensor
-) -> Tensor:
-    logits_PN = scale * (own.texts @ everyone.others.T) + bias
-    is_positive_PN = places_P[:, None] == torch.arange(len(everyone.others), device=places_P.device)
-    losses_PN = -F.logsigmoid(torch.where(is_positive_PN, logits_PN, -logits_PN))
-    return torch.where(is_same_PN & ~is_positive_PN, 0.0, losses_PN).sum(dim=1)
 
 
 def _widened(pairs: PairEmbeddings) -> PairEmbeddings:
@@ -110,10 +101,10 @@ def _widened(pairs: PairEmbeddings) -> PairEmbeddings:
 
 
 CONTRASTIVE = "contrastive"
-"""The name of the loss term."""
+"""Name of the loss term."""
 PIXELS = "pixels_BICSS"
 NEEDS = frozenset({WHOLE_ROWS, WHOLE_BATCHES, SYNCHRONOUS_UPDATES})
-"""What the layout and the settings of a training must leave whole: the pairs of a batch are each other's negatives."""
+"""Requirements on layout and settings: the pairs of a batch are each other's negatives."""
 SIGLIP_BIAS = -10.0
 """Initial bias: at first nearly all pairs are negatives (Zhai et al. 2023, section 3.2)."""
 
@@ -132,7 +123,7 @@ class AlignConfig(TrainConfig):
     embed_dim: int = 128
     """Width of the common space."""
     pooling: Literal["mean", "last"] = "mean"
-    """What stands for a text or for code: the mean of its hidden states, or the last one."""
+    """Representation of a text or of code: the mean of its hidden states, or the last one."""
     vision: VisionConfig = field(default_factory=VisionConfig)
 
     def __post_init__(self) -> None:
@@ -152,13 +143,13 @@ class AlignConfig(TrainConfig):
             )
 
     def features(self) -> list[Feature]:
-        """A layout that cannot work is refused before anything is read."""
+        """Requirements on the layout, which is refused before anything is read if it cannot work."""
         return [*super().features(), feature("loss", self.loss, needs=NEEDS)]
 
 
 @dataclass
 class Contrastive(Objective):
-    """Every pair counts the same. images: of the training rows and of the held-out rows, None if they have none."""
+    """Loss of pairs with equal weights. images, heldout_images: None for rows without images."""
 
     needs = NEEDS
     metric_names = ("accuracy/image", "accuracy/code", "scale")
@@ -167,9 +158,9 @@ class Contrastive(Objective):
     images: ImageStore | None = None
     heldout_images: ImageStore | None = None
     data_ranks: World = field(default_factory=single)
-    """The ranks whose pairs are each other's negatives."""
+    """Ranks whose pairs are each other's negatives."""
     num_groups: int = 0
-    """The number of groups of this rank's newest batch."""
+    """Number of groups of this rank's newest batch."""
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
         return alignment_heads(
@@ -195,19 +186,18 @@ class Contrastive(Objective):
         return {CONTRASTIVE: Pairs.of(batch).count}
 
     def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
-        """Held-out batches are compared within themselves, so that their loss depends on no number of ranks.
-
-        Raises `ConfigError` for a part of a batch, into which memory that ran out divides it.
-        """
+        """Raises `ConfigError` for a part of a batch that was divided because memory ran out."""
         if model.training and batch.num_groups < self.num_groups:
             raise ConfigError(
                 "batch_tokens: the batch does not fit into memory whole, but its pairs are each other's negatives; "
                 "lower batch_tokens, or spread it over more processes"
             )
+        # Held-out batches have negatives of this rank only, so that their loss does not depend on the number of ranks
         pairs, axis = Pairs.of(batch), self.data_ranks if model.training else single(output.device)
         own, is_image_P = embed_pairs(model, output, batch, pairs, self.config.pooling)
         gathered_NE2, first = gather_rows(torch.cat(own, dim=1), axis)
         everyone = PairEmbeddings(*gathered_NE2.chunk(2, dim=1))
+        # Texts are compared by a hash of their tokens: ranks exchange one number for each pair instead of rows
         keys_BS = piece_keys(batch.input_ids_BT, batch.positions_BT, batch.segments_BT, pairs.num_pieces)
         keys_P = keys_BS.unflatten(0, (-1, 2))[:, 0][pairs.is_pair_GS]
         keys_N, _ = gather_rows(keys_P, axis)
@@ -217,7 +207,9 @@ class Contrastive(Objective):
         losses_P = contrastive_losses(
             self.config.loss, own, everyone, places_P, is_same_PN, scale=scale, bias=bias
         )  # fmt: skip
-        is_right_P = _is_nearest(own, everyone, places_P, is_same_PN)
+        # Strictly nearer than all others: in a space that has collapsed into one point, no text finds its own side
+        cosines_PN = own.texts.detach() @ everyone.others.detach().T
+        is_right_P = ((cosines_PN < cosines_PN.gather(1, places_P[:, None])) | is_same_PN).all(dim=1)
         count = pairs.count
         metrics = {
             "accuracy/image": ((is_right_P & is_image_P).sum(), is_image_P.sum()),
@@ -228,7 +220,7 @@ class Contrastive(Objective):
 
 
 def vision_shape(model: Decoder, config: AlignConfig) -> VisionConfig:
-    """The shape of the vision tower, which its folder decides if it comes from one."""
+    """Returns the shape of the vision tower, which its folder decides if it comes from one."""
     tower = model.heads.get_submodule(f"{IMAGE}.tower") if IMAGE in model.heads else None
     shape = getattr(tower, "config", config.vision)
     assert isinstance(shape, VisionConfig)
@@ -238,12 +230,10 @@ def vision_shape(model: Decoder, config: AlignConfig) -> VisionConfig:
 def embed_pairs(
     model: Decoder, output: Tensor, batch: TokenBatch, pairs: Pairs, pooling: Literal["mean", "last"]
 ) -> tuple[PairEmbeddings, Tensor]:
-    """Both sides of the pairs in the common space, [P, E] each, and which of them have images [P]. output: hidden
-    states [B, T, D].
-    """
+    """Both sides of the pairs [P, E], and a mask of those with images [P], from hidden states [B, T, D]."""
     pooled_G2SD = pooled(output, batch.segments_BT, pairs.num_pieces, pooling).unflatten(0, (-1, 2))
     texts_PD, others_PD = (pooled_G2SD[:, side][pairs.is_pair_GS] for side in range(2))
-    numbers_GS = image_numbers(batch)
+    numbers_GS = image_numbers(batch).unflatten(0, (-1, 2))[:, 1]
     is_image_P = numbers_GS[pairs.is_pair_GS] >= 0
     others_PE = model.head_output(CODE, others_PD)
     if PIXELS in batch.extras:
@@ -259,36 +249,19 @@ def embed_pairs(
 
 
 def pooled(hidden_BTD: Tensor, segments_BT: Tensor, num_pieces: int, pooling: Literal["mean", "last"]) -> Tensor:
-    """One vector for each piece [B, S, D]."""
+    """Pools hidden states to vectors of pieces [B, S, D]."""
     if pooling == "last":
         segments_BT = torch.where(piece_ends(segments_BT), segments_BT, -1)
     return piece_means(hidden_BTD, segments_BT, num_pieces)
 
 
-def image_numbers(batch: TokenBatch) -> Tensor:
-    """The number of the image of each pair, int64 [G, S]; -1 for pairs without one and for padding."""
-    values_BT = batch.extras["values_BT"] * piece_ends(batch.segments_BT)
-    values_BS = piece_sums(values_BT, batch.segments_BT, count_pieces(batch.segments_BT))
-    return values_BS.unflatten(0, (-1, 2))[:, 1].round().long() - 1
-
-
 def with_pixels(batch: TokenBatch, store: ImageStore | None, shape: VisionConfig) -> TokenBatch:
-    """The batch with the images of its pairs, uint8 [B, I / 2, 3, S, S]: those of a group in the order of its pairs,
-    divided among its two rows. There is room for one at least, so that all ranks run the tower.
-    """
-    of_groups = [[number for number in row if number >= 0] for row in image_numbers(batch).tolist()]
+    """Adds images to a batch, uint8 [B, I / 2, 3, S, S]: those of a group in order, divided among its two rows."""
+    numbers_GS = image_numbers(batch).unflatten(0, (-1, 2))[:, 1]
+    of_groups = [[number for number in row if number >= 0] for row in numbers_GS.tolist()]
+    # At least one image wide, so that all ranks run the tower
     room, size = max(1, -(-max(map(len, of_groups), default=0) // 2)), shape.image_size
     pixels = np.zeros((batch.num_groups, 2 * room, 3, size, size), dtype=np.uint8)
     fill_squares(pixels, of_groups, store, shape)
     flat = torch.from_numpy(pixels).unflatten(1, (2, room)).flatten(0, 1)
     return replace(batch, extras={**batch.extras, PIXELS: flat.to(batch.input_ids_BT.device)})
-
-
-@torch.no_grad()
-def _is_nearest(own: PairEmbeddings, everyone: PairEmbeddings, places_P: Tensor, is_same_PN: Tensor) -> Tensor:
-    """Whether every other side is farther from a text than its own, bool [P]: in a space that has collapsed into one
-    point, no text finds its own.
-    """
-    cosines_PN = own.texts @ everyone.others.T
-    own_P1 = cosines_PN.gather(1, places_P[:, None])
-    return ((cosines_PN < own_P1) | is_same_PN).all(dim=1)

@@ -1,6 +1,6 @@
-"""Experience: completions with what updates learn from them, taken in minibatches over several epochs.
+"""Experience: completions with the values that updates need, split into minibatches over several epochs.
 
-It is the same on all ranks, so that minibatches do not depend on how many data ranks share them.
+It is the same on all ranks, so that minibatches do not depend on the number of data ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ class Experience:
     mask_CT: Tensor
     """bool, the places that predict a generated token."""
     extras_CT: Mapping[str, Tensor]
-    """Values for each place, by the name of the extra of a batch without its shape."""
+    """Values of places, by the name of a batch's extra without its shape."""
     metrics: Mapping[str, float]
     """Figures of the rollout."""
 
@@ -47,20 +47,14 @@ class Experience:
             metrics=metrics,
         )
 
-    def rows(self, numbers: Tensor, row_len: int) -> TokenBatch:
-        """The completions with these numbers [N] int64, packed into rows of `row_len` tokens, at least one row."""
-        plan = RowPlan.of(self.lengths_C[numbers], row_len)
-        extras_CT = {name: values[numbers] for name, values in self.extras_CT.items()}
-        return completion_batch(self.ids_CL[numbers], self.mask_CT[numbers], plan, extras_CT).padded(1)
-
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "extras_CT": dict(self.extras_CT), "metrics": dict(self.metrics)}
 
 
 @dataclass(kw_only=True)
 class ExperienceBuffer:
-    """Hands out minibatches of the newest experience: in each of `num_epochs` all completions once, in an order of its
-    own, in `num_minibatches` parts."""
+    """Yields minibatches of the newest experience: in each of `num_epochs` epochs all completions once, in a new random
+    order, in `num_minibatches` parts."""
 
     num_epochs: int
     num_minibatches: int
@@ -70,7 +64,7 @@ class ExperienceBuffer:
     number: int = -1
     """Number of the newest rollout, from 0."""
     position: int = 0
-    """Minibatches of it that were handed out."""
+    """Number of its minibatches that were returned."""
 
     @property
     def is_used_up(self) -> bool:
@@ -82,20 +76,24 @@ class ExperienceBuffer:
         return self.experience.metrics if self.experience else {}
 
     def fill(self, experience: Experience) -> None:
-        """Begin with the experience of the next rollout."""
+        """Start with the experience of the next rollout."""
         self.experience, self.position, self.number = experience, 0, self.number + 1
 
     def next_minibatch(self, *, rank: int, world_size: int) -> TokenBatch:
-        """This data rank's part of the next minibatch."""
-        assert self.experience is not None
+        """Returns this data rank's part of the next minibatch, packed into rows, at least one."""
+        experience = self.experience
+        assert experience is not None
         epoch, part = divmod(self.position, self.num_minibatches)
         self.position += 1
-        order = permutation(derive_seed(self.seed, "minibatches", self.number, epoch), len(self.experience.lengths_C))
-        own = np.array_split(np.array_split(order, self.num_minibatches)[part], world_size)[rank]
-        return self.experience.rows(torch.from_numpy(own), self.row_len)
+        order = permutation(derive_seed(self.seed, "minibatches", self.number, epoch), len(experience.lengths_C))
+        # Divided into minibatches before ranks, so that a minibatch is the same for any number of ranks
+        own = torch.from_numpy(np.array_split(np.array_split(order, self.num_minibatches)[part], world_size)[rank])
+        plan = RowPlan.of(experience.lengths_C[own], self.row_len)
+        extras_CT = {name: values[own] for name, values in experience.extras_CT.items()}
+        return completion_batch(experience.ids_CL[own], experience.mask_CT[own], plan, extras_CT).padded(1)
 
     def end(self) -> None:
-        """Hand out nothing more of this experience."""
+        """Skip the remaining minibatches of this experience."""
         self.position = self.num_epochs * self.num_minibatches
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,17 +108,16 @@ class ExperienceBuffer:
 def values_of_places(
     rollout: Rollout, world: World, row_len: int, compute: Callable[[TokenBatch], Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """What `compute` makes of the rows of the completions, [B, row_len] each, as values of places [C, T] on the CPU.
-
-    Each rank computes the rows of its share, equally many; all ranks call together and get the values of all.
+    """Runs `compute`, which returns values [B, row_len], on rows of the completions, and returns its values of places
+    [C, T] on the CPU. Each rank computes a share; all ranks call together and get the values of all.
     """
     part = rollout.take(torch.tensor([*share(rollout.num_completions, world)], dtype=torch.int64))
     plan = RowPlan.of(part.lens_C - 1, row_len)
-    num_rows = int(world.maxima(plan.num_rows)[0])
-    batch = completion_batch(part.ids_CL, part.mask_CT, plan).padded(max(1, num_rows))
-    found = compute(batch)
+    # Equally many rows on all ranks, because a sharded model gathers its weights in each forward pass
+    num_rows = max(1, int(world.maxima(plan.num_rows)[0]))
+    values = compute(completion_batch(part.ids_CL, part.mask_CT, plan).padded(num_rows))
     num_places = rollout.log_probs_CT.shape[1]
     return {
         name: gather_rows(world, plan.taken(values_BT[: plan.num_rows].cpu(), num_places) * part.mask_CT)
-        for name, values_BT in found.items()
+        for name, values_BT in values.items()
     }

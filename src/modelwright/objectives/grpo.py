@@ -1,5 +1,4 @@
-"""Group-relative policy optimization: several completions of each prompt, of which each is as good as it is better than
-the others.
+"""Group-relative policy optimization: each of several completions of a prompt is rated relative to the others.
 
 GRPO (Shao et al. 2024, arXiv 2402.03300), with the changes of Dr. GRPO (Liu et al. 2025, arXiv 2503.20783) and DAPO (Yu
 et al. 2025, arXiv 2503.14476) and the baseline of RLOO (Ahmadian et al. 2024, arXiv 2402.14740) as settings. Names of
@@ -23,12 +22,7 @@ from modelwright.objectives.experience import Experience
 from modelwright.objectives.heldout_rewards import is_heldout
 from modelwright.objectives.policy_terms import clipped_policy_loss, kl_k3
 from modelwright.objectives.rollout_objective import RolloutObjective
-from modelwright.objectives.rollouts import (
-    Rollout,
-    RolloutConfig,
-    check_rollout_training,
-    rollout_metrics,
-)
+from modelwright.objectives.rollouts import Rollout, RolloutConfig, check_rollout_training, rollout_metrics
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Metric, Terms
 
@@ -52,9 +46,9 @@ class GrpoConfig(TrainConfig):
     num_generations: int = 8
     """Completions of each prompt: the group."""
     steps_per_generation: int = 1
-    """Updates in which a rollout is learned from once, each from another part of it."""
+    """Updates for one pass over a rollout, each from another part of it."""
     num_iterations: int = 1
-    """How often each completion is learned from (the GRPO paper's mu)."""
+    """Number of passes over each rollout (the GRPO paper's mu)."""
     epsilon: float = 0.2
     """The ratio of probabilities is clipped to at least 1 - epsilon."""
     epsilon_high: float = 0.2
@@ -62,17 +56,14 @@ class GrpoConfig(TrainConfig):
     beta: float = 0.0
     """Weight of the KL divergence from the model that training began with; 0 needs no reference model."""
     loss_type: LossType = "dapo"
-    """What tokens are averaged over: `grpo` over each completion, then over completions; `dapo` over all tokens of the
+    """Averaging of token losses: `grpo` over each completion, then over completions; `dapo` over all tokens of the
     update; `dr_grpo` divides by the number of completions times `rollout.max_completion_length`."""
     scale_rewards: RewardScale = "group"
-    """Rewards are divided by their standard deviation in the `group`, in the whole `batch`, or by nothing (`none`, Dr.
-    GRPO)."""
+    """Divisor of rewards: their standard deviation in the `group` or the whole `batch`, or `none` (Dr. GRPO)."""
     baseline: Baseline = "group_mean"
-    """What a completion is compared with: the mean of its group, or that of the others of its group (`leave_one_out`,
-    RLOO)."""
+    """Baseline of a reward: the mean of its group, or of the others of its group (`leave_one_out`, RLOO)."""
     resampling_rounds: int = 0
-    """Most further rounds of generation that replace groups whose rewards are all equal (the dynamic sampling of DAPO);
-    0 keeps those groups."""
+    """Maximum rounds that replace groups with equal rewards (dynamic sampling of DAPO); 0 keeps such groups."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -144,7 +135,7 @@ class Grpo(RolloutObjective):
         return Terms({"policy": loss}, {**self.constant_metrics(output, with_rollout=True), **metrics})
 
     def new_experience(self, model: Decoder) -> Experience:
-        """Roll out, and keep what can be learned from."""
+        """Roll out, and keep the completions with an advantage."""
         with self.layout.whole_model(model) as whole:
             rollout, metrics = self._roll_out(whole)
         rewards_PG = rollout.rewards_C.view(-1, self.config.num_generations)
@@ -162,9 +153,7 @@ class Grpo(RolloutObjective):
         return Experience.of(rollout, extras_CT, metrics)
 
     def _roll_out(self, whole: Decoder) -> tuple[Rollout, dict[str, float]]:
-        """As many groups as an update needs, or fewer if too many have equal rewards; and figures of all that was
-        generated.
-        """
+        """Generates the groups of an update, fewer if too many have equal rewards, and figures of all completions."""
         config = self.config
         num_groups = self.num_completions * config.steps_per_generation // config.num_generations
         most = num_groups * config.num_generations
@@ -172,33 +161,26 @@ class Grpo(RolloutObjective):
         while len(generated) <= config.resampling_rounds and sum(one.num_completions for one in kept) < most:
             rollout = self.roll_out(whole, num_groups, num_generations=config.num_generations, more=(len(generated),))
             generated.append(rollout)
-            kept.append(unequal_groups(rollout, config.num_generations) if config.resampling_rounds else rollout)
+            if config.resampling_rounds:
+                # Groups with equal rewards have advantages of zero, so nothing would be learned from them
+                unequal_P = differs(rollout.rewards_C.view(-1, config.num_generations))
+                rollout = rollout.take(unequal_P.repeat_interleave(config.num_generations))
+            kept.append(rollout)
         everything, chosen = Rollout.joined(generated), Rollout.joined(kept)
         self.show(everything)
         chosen = chosen.take(torch.arange(min(chosen.num_completions, most)))
-        return chosen, self._figures(everything, len(generated))
-
-    def _figures(self, rollout: Rollout, num_rounds: int) -> dict[str, float]:
-        rewards_PG = rollout.rewards_C.view(-1, self.config.num_generations)
+        rewards_PG = everything.rewards_C.view(-1, config.num_generations)
         stds_P = group_stds(rewards_PG)
         known_P = stds_P.isfinite()
-        figures = {**rollout_metrics(rollout, self.worker.term_names), "sampling/rounds": float(num_rounds)}
+        figures = {**rollout_metrics(everything, self.worker.term_names), "sampling/rounds": float(len(generated))}
         if known_P.any():
             figures["reward_std"] = float(stds_P[known_P].mean())
             figures["frac_reward_zero_std"] = float((~differs(rewards_PG)[known_P]).double().mean())
-        return figures
-
-
-def unequal_groups(rollout: Rollout, num_generations: int) -> Rollout:
-    """The groups whose rewards are not all equal: the others have no advantages, so nothing is learned from them."""
-    unequal_P = differs(rollout.rewards_C.view(-1, num_generations))
-    return rollout.take(unequal_P.repeat_interleave(num_generations))
+        return chosen, figures
 
 
 def loss_weights(rollout: Rollout, config: GrpoConfig) -> tuple[Tensor, Tensor]:
-    """What the loss of each token of a completion is multiplied by, and what it adds to the number that the sum is
-    divided by, [C] each.
-    """
+    """Factors of the token losses of each completion, and each token's share of the divisor of their sum, [C] each."""
     lens_C = rollout.completion_lens_C.double()
     counted_C = torch.ones_like(lens_C)
     if config.rollout.mask_truncated:

@@ -1,13 +1,12 @@
-"""What is drawn for each image of a training batch, and what becomes of it: crop, flip, colors, MixUp, CutMix.
+"""Random augmentation of the images of a training batch: crop, flip, colors, MixUp, CutMix.
 
 Every draw is a function of (seed, step, number of the image), and partners are drawn within the global batch. So a
-batch is the same whatever the number of ranks, and the same again after a kill; a rank makes the partners of its images
-itself.
+batch is the same for any number of ranks and after a kill; a rank computes the partners of its images itself.
 
 Legend: B rows, C colors, S pixels of a side, K classes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,9 +28,7 @@ from modelwright.ops.image_augment import (
 )
 
 SHARE_OF_MIXUP = 0.5
-"""Where MixUp and CutMix are both on, the probability that an image gets MixUp; otherwise it gets CutMix (Wightman et
-al. 2021, "ResNet strikes back").
-"""
+"""Probability of MixUp if both are on; else CutMix (Wightman et al. 2021, "ResNet strikes back")."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +36,7 @@ class ImageAugmentationConfig:
     """Random changes of training images. 0 switches each of them off."""
 
     crop_padding: int = 0
-    """Pixels by which an image is padded on every side before a crop of its own size is taken (He et al. 2016); 4 is
-    usual for 32 pixels."""
+    """Pixels of padding on every side before a crop of the original size (He et al. 2016); 4 for 32 pixels."""
     flip: bool = False
     """Exchange left and right of every other image; not where that changes the class, as with digits."""
     brightness: float = 0.0
@@ -52,8 +48,8 @@ class ImageAugmentationConfig:
     mixup_alpha: float = 0.0
     """MixUp (Zhang et al. 2018): the share of an image is drawn from Beta(alpha, alpha); 0.2 is usual."""
     cutmix_alpha: float = 0.0
-    """CutMix (Yun et al. 2019): the share that is left of an image is drawn from Beta(alpha, alpha); 1 is usual. With
-    both, each image gets one of them."""
+    """CutMix (Yun et al. 2019): the remaining share of an image is drawn from Beta(alpha, alpha); 1 is usual. With both
+    on, each image gets MixUp or CutMix."""
 
     def __post_init__(self) -> None:
         if self.crop_padding < 0:
@@ -67,13 +63,13 @@ class ImageAugmentationConfig:
 
     @property
     def mixes(self) -> bool:
-        """Whether images are mixed with others."""
+        """True if images are mixed with others."""
         return self.mixup_alpha > 0 or self.cutmix_alpha > 0
 
 
 @dataclass(frozen=True)
 class Augmented:
-    """Images in [0, 1] and the distributions over classes that stand for them."""
+    """Images in [0, 1] and their target distributions over classes."""
 
     images_BCSS: Tensor
     targets_BK: Tensor
@@ -81,10 +77,7 @@ class Augmented:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageAugmentation:
-    """The augmentation of one step.
-
-    image: the image [C, S, S] of a number, in [0, 1]; label: its class.
-    """
+    """Augmentation of one step. image: returns the image [C, S, S] of a number, in [0, 1]; label: returns its class."""
 
     config: ImageAugmentationConfig
     seed: int
@@ -95,26 +88,41 @@ class ImageAugmentation:
     label: Callable[[int], int]
 
     def __call__(self, own: Sequence[int], everyone: Sequence[int]) -> Augmented:
-        """The images of the numbers `own`, of which there is one at least; everyone: the numbers of the global batch,
-        in any order.
-        """
+        """Augments the images `own`, at least one. everyone: numbers of the global batch's images, in any order."""
         partners = self.partners(everyone) if self.config.mixes else {}
-        changed: dict[int, Tensor] = {}
-        for number in {*own, *(partners[one] for one in own if partners)}:
-            changed[number] = self.changed(number)
-        images, targets = zip(
-            *(self._mixed(number, partners.get(number, number), changed) for number in own), strict=True
-        )
+        mixup, cutmix = self.config.mixup_alpha, self.config.cutmix_alpha
+        changed = {number: self.changed(number) for number in {*own, *(partners[one] for one in own if partners)}}
+        images, targets = list[Tensor](), list[Tensor]()
+        for number in own:
+            image_CSS, target_K = changed[number], self._target(number)
+            if partners:
+                dice, partner = self._dice("mix", number), partners[number]
+                is_mixup = cutmix == 0 or (mixup > 0 and dice.random() < SHARE_OF_MIXUP)
+                alpha = mixup if is_mixup else cutmix
+                share = float(dice.beta(alpha, alpha))
+                if is_mixup:
+                    image_CSS = mixed(image_CSS, changed[partner], share)
+                else:
+                    height, width = image_CSS.shape[-2:]
+                    box = cut_box(height, width, share, (int(dice.integers(height)), int(dice.integers(width))))
+                    # The share is that of the box, which the border of the image may have cut
+                    image_CSS, share = cut_and_mixed(image_CSS, changed[partner], box), 1.0 - box.share(height, width)
+                target_K = share * target_K + (1.0 - share) * self._target(partner)
+            images.append(image_CSS)
+            targets.append(target_K)
         return Augmented(torch.stack(images), torch.stack(targets))
 
     def changed(self, number: int) -> Tensor:
-        """One image after crop, flip and colors."""
+        """Returns an image after crop, flip and colors."""
         config, dice = self.config, self._dice("image", number)
         image_CSS, padding = self.image(number), config.crop_padding
+        # All is drawn whether it is used or not: a setting does not shift the draws of the others
         down, right = (int(one) for one in dice.integers(-padding, padding + 1, 2))
         is_flipped, factors = dice.random() < 0.5, dice.uniform(-1, 1, 3)
         if padding:
-            image_CSS = shifted(image_CSS, down, right, _border(image_CSS))
+            # Padded with the gray of the outermost pixels' mean, which keeps white paper white
+            edges = (image_CSS[:, 0], image_CSS[:, -1], image_CSS[:, :, 0], image_CSS[:, :, -1])
+            image_CSS = shifted(image_CSS, down, right, float(torch.cat(edges, dim=1).mean()))
         if config.flip and is_flipped:
             image_CSS = flipped(image_CSS)
         strengths = (config.brightness, config.contrast, config.saturation)
@@ -124,38 +132,14 @@ class ImageAugmentation:
         return image_CSS
 
     def partners(self, everyone: Sequence[int]) -> dict[int, int]:
-        """What each image of the global batch is mixed with: a permutation of the numbers that occur in it."""
+        """Draws the partner of each image of the global batch: a permutation of its distinct numbers."""
         numbers = sorted(set(everyone))
         order = np.argsort(self._dice("partners").random(len(numbers)), kind="stable")
         return {number: numbers[place] for number, place in zip(numbers, order, strict=True)}
-
-    def _mixed(self, number: int, partner: int, changed: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """The image, mixed with its partner's, and its target [K]."""
-        image_CSS, target_K = changed[number], self._target(number)
-        if not self.config.mixes:
-            return image_CSS, target_K
-        dice, other_CSS = self._dice("mix", number), changed[partner]
-        mixup, cutmix = self.config.mixup_alpha, self.config.cutmix_alpha
-        is_mixup = cutmix == 0 or (mixup > 0 and dice.random() < SHARE_OF_MIXUP)
-        alpha = mixup if is_mixup else cutmix
-        share = float(dice.beta(alpha, alpha))
-        if is_mixup:
-            image_CSS = mixed(image_CSS, other_CSS, share)
-        else:
-            height, width = image_CSS.shape[-2:]
-            box = cut_box(height, width, share, (int(dice.integers(height)), int(dice.integers(width))))
-            image_CSS, share = cut_and_mixed(image_CSS, other_CSS, box), 1.0 - box.share(height, width)
-        return image_CSS, share * target_K + (1.0 - share) * self._target(partner)
 
     def _target(self, number: int) -> Tensor:
         return soft_target(self.num_classes, self.label(number), smoothing=self.smoothing)
 
     def _dice(self, *names: str | int) -> np.random.Generator:
-        """A stream of its own for each purpose: a setting does not change what is drawn for another one."""
+        """Returns a separate random stream for each purpose, so that a setting does not change other draws."""
         return np.random.Generator(np.random.Philox(derive_seed(self.seed, "images", self.step, *names)))
-
-
-def _border(image_CSS: Tensor) -> float:
-    """The gray that a crop is padded with: the mean of the image's outermost pixels, which keeps white paper white."""
-    edges = (image_CSS[:, 0], image_CSS[:, -1], image_CSS[:, :, 0], image_CSS[:, :, -1])
-    return float(torch.cat(edges, dim=1).mean())

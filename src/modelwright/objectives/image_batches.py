@@ -1,10 +1,11 @@
-"""Batches of rows that images belong to."""
+"""Batches of rows with images."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from modelwright.data.images.store import ImageStore
 from modelwright.data.rows.batch import TokenBatch
@@ -13,15 +14,14 @@ from modelwright.data.rows.cache.lookahead import ImagesAhead, Look, own_images
 from modelwright.data.rows.cache.reader import BlockReader
 from modelwright.model.vision.config import VisionConfig
 from modelwright.objectives.next_token import numbered_batches
+from modelwright.ops.piece_sums import count_pieces, piece_ends, piece_sums
 
 
 def image_batches(
     source: PlannedRows, images: ImageStore | None, *, first: int, rank: int, world_size: int,
     needed: Look[Sequence[int]] = own_images,
 ) -> Iterator[TokenBatch]:  # fmt: skip
-    """`numbered_batches`, with the images of each batch and of those to come being read, unless they are mapped into
-    memory. needed: the numbers of the images that a rank needs for a batch.
-    """
+    """`numbered_batches` that reads images ahead, unless they are mapped; `needed` returns a batch's image numbers."""
     ahead: ImagesAhead | None = None
     if images is not None and isinstance(images.reader, BlockReader):
         ahead = ImagesAhead(images.reader, source, needed, num_ahead=images.num_ahead)
@@ -31,10 +31,16 @@ def image_batches(
         yield batch
 
 
+def image_numbers(batch: TokenBatch) -> Tensor:
+    """Image number of each piece, int64 [B, S]; -1 for pieces without one."""
+    values_BT = batch.extras["values_BT"] * piece_ends(batch.segments_BT)
+    return piece_sums(values_BT, batch.segments_BT, count_pieces(batch.segments_BT)).round().long() - 1
+
+
 def fill_squares(
     pixels: NDArray[np.uint8], numbers: Sequence[Sequence[int]], store: ImageStore | None, shape: VisionConfig
 ) -> None:
-    """Write images into pixels [rows, most images of a row, 3, S, S]. numbers: of the images of each row."""
+    """Write images into pixels [rows, most images of a row, 3, S, S]. numbers: image numbers of each row."""
     flat = [number for of_row in numbers for number in of_row]
     if not flat:
         return

@@ -1,21 +1,19 @@
-"""Classification of images: cross-entropy of a ResNet or a vision transformer with distributions over classes, as
-MixUp, CutMix and label smoothing make them.
+"""Classification of images: cross-entropy of a ResNet or a vision transformer with distributions over classes, which
+MixUp, CutMix and label smoothing produce.
 
 The training loop trains a decoder; here the classifier is the objective's own module, and the decoder that carries it
-(`carrier`) is frozen and has next to no weights. A row is one image with a single token, so what the loop calls tokens
-are images.
+(`carrier`) is frozen and has next to no weights. A row is one image with a single token, so the loop's tokens are
+images.
+
+In quantization-aware training, weights have a symmetric step for each output channel. A batch norm multiplies a
+channel, and so its step, and leaves the codes. Training therefore rounds to the codes of the matrix with the norm
+folded in (Jacob et al. 2018, section 3.2), for any running statistics.
 
 Legend: B rows, T tokens, N images of this rank, C colors, S pixels of a side, K classes.
-
-Quantization-aware training of an image classifier: what its one setting stands for.
-
-Weights have a symmetric step for each output channel, with which batch norms go along: a norm multiplies a channel, and
-so its step, and leaves the codes. What training rounds are therefore the codes of the matrix with the norm folded in
-(Jacob et al. 2018, section 3.2), whatever the running statistics are at that step.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -62,11 +60,11 @@ from modelwright.train.whole_model import ModelLayout
 
 ImageQuantization = Literal["none", "int8", "int4", "int8_static", "int4_static"]
 OBSERVED_SHARE = 0.1
-"""The share of the steps in which static ranges of activations are observed, before anything is rounded."""
+"""Share of the steps in which static ranges of activations are observed, before anything is rounded."""
 
 
 def quantization_of(name: ImageQuantization, num_steps: int) -> QuantizationAwareConfig:
-    """The grids of a setting other than `none`, and when rounding begins."""
+    """Returns the grids and the first step of rounding for a setting other than `none`."""
     grid = WeightGrid(bits=4 if name.startswith("int4") else 8)
     if name.endswith("static"):
         start_step = max(1, round(OBSERVED_SHARE * num_steps))
@@ -75,23 +73,22 @@ def quantization_of(name: ImageQuantization, num_steps: int) -> QuantizationAwar
 
 
 def trained_grid(settings: QuantizationAwareConfig, ranges: Mapping[str, tuple[float, float]]) -> TrainedGrid:
-    """The grid that a training ends with. ranges: of the layers' inputs, by their names in the classifier."""
-    return TrainedGrid(
-        weights=settings.weights, activations="tensor" if settings.has_observers else "token", ranges=ranges
-    )
+    """Returns the final grid of a training. ranges: input ranges of layers, by their names in the classifier."""
+    activations = "tensor" if settings.has_observers else "token"
+    return TrainedGrid(weights=settings.weights, activations=activations, ranges=ranges)
 
 
 CLASSIFIER = "classifier"
-"""The name in `Decoder.heads`."""
+"""Name in `Decoder.heads`."""
 CROSS_ENTROPY = "cross_entropy"
-"""The name of the loss term."""
+"""Name of the loss term."""
 PIXELS, TARGETS = "pixels_BCSS", "targets_BK"
 MEAN, STD = 0.5, 0.5
-"""What a ResNet's colors in [0, 1] are normalized by."""
+"""Mean and standard deviation for a ResNet's colors in [0, 1]."""
 NEEDS = frozenset(
     {WHOLE_LAYERS, WHOLE_ROWS, SYNCHRONOUS_UPDATES, EQUAL_REPLICAS, SAME_UNITS, TRAINED_WEIGHTS, COMMON_LOSS_SCALE}
 )
-"""What the layout and the settings of a training must leave whole."""
+"""Requirements on the layout and the settings of a training."""
 _CARRIER = ModelConfig(
     vocab_size=8, num_layers=1, model_dim=8, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=8, max_seq_len=8
 )
@@ -99,9 +96,7 @@ _CARRIER = ModelConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTrainConfig(TrainConfig):
-    """Training of an image classifier. A row is one image: `batch_tokens` is the number of images of an update times
-    `pack.seq_len`.
-    """
+    """Image classification; a row is one image, so `batch_tokens` is images per update times `pack.seq_len`."""
 
     learning_rate: float = 1e-3
     """Peak learning rate."""
@@ -127,7 +122,7 @@ class ImageTrainConfig(TrainConfig):
                 f"{self.gradient_accumulation_steps} microbatches would not see; set it to 1, or architecture to vit"
             )
         if self.batch_selection.signal != "none":
-            raise ConfigError("batch_selection.signal: judges tokens of text, and there is none; set none")
+            raise ConfigError("batch_selection.signal: judges tokens of text, which images lack; set none")
         of_blocks = {
             "compile": self.compile,
             "activation_checkpointing.mode": self.activation_checkpointing.mode != "none",
@@ -136,24 +131,20 @@ class ImageTrainConfig(TrainConfig):
         }
         for name, is_on in of_blocks.items():
             if is_on:
-                raise ConfigError(
-                    f"{name}: acts on the layers of a decoder, which an image classifier has not; remove it"
-                )
+                raise ConfigError(f"{name}: acts on a decoder's layers, which an image classifier lacks; remove it")
 
     def features(self) -> list[Feature]:
-        """What goes with it and what does not is known before anything is read."""
+        """Requirements on the layout, which is refused before anything is read if it cannot work."""
         return [*super().features(), feature("architecture", self.architecture, needs=NEEDS)]
 
     @property
     def shape(self) -> Shape:
-        """The shape of the classifier, where no folder decides it."""
+        """Shape of the classifier, unless a folder decides it."""
         return self.resnet if self.architecture == "resnet" else self.vit
 
 
 def carrier(dtype: torch.dtype = torch.float32) -> Decoder:
-    """The decoder that an image classifier is trained beside: the loop runs it on one token for each image, and never
-    changes it.
-    """
+    """Returns the decoder that the loop runs on one token for each image and never changes."""
     model = Decoder(_CARRIER)
     model.init_weights(0)
     return model.to(dtype)
@@ -161,7 +152,7 @@ def carrier(dtype: torch.dtype = torch.float32) -> Decoder:
 
 @dataclass(kw_only=True)
 class ImageClassification(Objective):
-    """Every image counts the same. images: of the training rows and of the held-out rows, None without any."""
+    """Cross-entropy of images with equal weights. heldout_images: None without held-out rows."""
 
     needs = NEEDS
     trains_decoder = False
@@ -172,13 +163,13 @@ class ImageClassification(Objective):
     heldout_images: LabeledImages | None = None
     seed: int = 0
     data_ranks: World = field(default_factory=single)
-    """The ranks that share a batch and its statistics."""
+    """Ranks that share a batch and its statistics."""
     num_groups: int = 0
-    """The number of groups of this rank's newest batch."""
+    """Number of groups of this rank's newest batch."""
 
     @cached_property
     def shape(self) -> Shape:
-        """The shape of the classifier; a folder to start from decides it."""
+        """Shape of the classifier; the folder of initial weights decides it, if there is one."""
         return self._tower.config if self._tower else self.config.shape
 
     @cached_property
@@ -197,6 +188,7 @@ class ImageClassification(Objective):
         return {CLASSIFIER: classifier}
 
     def own_flops(self, batch: TokenBatch) -> float:
+        # Backward costs twice as much as forward
         return 3.0 * float(_is_image(batch).sum()) * self._flops_of_image
 
     @cached_property
@@ -211,8 +203,10 @@ class ImageClassification(Objective):
             self.source, self.images.store, first=first, rank=rank, world_size=world_size, needed=self._needed
         )
         for step, batch in enumerate(rows, start=first):
-            own = image_numbers(batch)
-            everyone = self._everyone(self.source.fork(), step) if self._mixes_over(world_size) else own
+            own = everyone = image_numbers(batch)
+            if self.config.augment.mixes and world_size > 1:
+                loader = self.source.fork()
+                everyone = images_of(loader.rows, loader.share(step).groups)
             self.num_groups = batch.num_groups
             yield self.with_images(batch, self._augmentation(step)(own, everyone))
 
@@ -228,20 +222,12 @@ class ImageClassification(Objective):
         )
 
     def _needed(self, loader: PlannedRows, step: int, rank: int, world_size: int) -> list[int]:
-        """The images of a rank's rows, and what they are mixed with."""
+        """Returns the images of a rank's rows and their partners, which other ranks may have."""
         own = own_images(loader, step, rank, world_size)
-        if not self._mixes_over(world_size):
+        if not self.config.augment.mixes or world_size == 1:
             return own
-        partners = self._augmentation(step).partners(self._everyone(loader, step))
+        partners = self._augmentation(step).partners(images_of(loader.rows, loader.share(step).groups))
         return list(dict.fromkeys([*own, *(partners[number] for number in own)]))
-
-    def _mixes_over(self, world_size: int) -> bool:
-        """Whether images are mixed with those of other ranks."""
-        return self.config.augment.mixes and world_size > 1
-
-    def _everyone(self, loader: PlannedRows, step: int) -> list[int]:
-        """The images of the global batch."""
-        return images_of(loader.rows, loader.share(step).groups)
 
     def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
         images = self.heldout_images
@@ -254,26 +240,23 @@ class ImageClassification(Objective):
         return self.with_images(batch, found)
 
     def with_images(self, batch: TokenBatch, found: Augmented) -> TokenBatch:
-        """Rows of one token for each image, on the device of the batch. Rows of padding come last."""
-        num_padded, device = batch.num_rows - len(found.images_BCSS), batch.input_ids_BT.device
+        """Returns rows of one token for each image, on the device of the batch. Rows of padding come last."""
         none_BT = batch.input_ids_BT.new_zeros(len(found.images_BCSS), 1)
+        pixels_BCSS = normalized(found.images_BCSS, self.shape).to(none_BT.device)
         rows = TokenBatch(
             input_ids_BT=none_BT,
             labels_BT=none_BT.clone(),
             positions_BT=none_BT.clone(),
             segments_BT=none_BT.int(),
-            extras={
-                PIXELS: normalized(found.images_BCSS, self.shape).to(device),
-                TARGETS: found.targets_BK.to(device),
-            },
+            extras={PIXELS: pixels_BCSS, TARGETS: found.targets_BK.to(none_BT.device)},
         )
-        return rows.padded(len(found.images_BCSS) + num_padded)
+        return rows.padded(batch.num_rows)
 
     def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         return {CROSS_ENTROPY: _is_image(batch).sum()}
 
     def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
-        """Raises `ConfigError` for a part of a batch, into which memory that ran out divides it, with batch norm."""
+        """Raises `ConfigError` with batch norm for a part of a batch that was divided because memory ran out."""
         if model.training and batch.num_groups < self.num_groups and has_batch_norm(self.shape):
             raise ConfigError(
                 "batch_tokens: the batch does not fit into memory whole, but batch norm takes its statistics from all "
@@ -281,42 +264,34 @@ class ImageClassification(Objective):
             )
         is_image_B = _is_image(batch)
         pixels_NCSS, targets_NK = batch.extras[PIXELS][is_image_B], batch.extras[TARGETS][is_image_B]
-        with self._statistics(model):
+        statistics = nullcontext()
+        if self.data_ranks.size > 1:  # one process keeps batch norm's faster operator
+            head = model.heads[CLASSIFIER]
+            statistics = statistics_over(head, lambda own_E: gather_rows(own_E[None], self.data_ranks)[0])
+        with statistics:
             logits_NK = model.head_output(CLASSIFIER, pixels_NCSS)
         is_right_N = logits_NK.argmax(dim=1) == targets_NK.argmax(dim=1)
-        return Terms(
-            {CROSS_ENTROPY: soft_cross_entropy(logits_NK, targets_NK)},
-            {"accuracy": (is_right_N.sum(), is_image_B.sum())},
-        )
-
-    def _statistics(self, model: Decoder) -> AbstractContextManager[None]:
-        """Has batch norms take the statistics of all ranks."""
-        if self.data_ranks.size == 1:
-            return nullcontext()
-        return statistics_over(model.heads[CLASSIFIER], lambda own_E: gather_rows(own_E[None], self.data_ranks)[0])
-
-
-def soft_cross_entropy(logits_NK: Tensor, targets_NK: Tensor) -> Tensor:
-    """The sum over images of the cross-entropy with distributions over classes, nats, in FP32 at least."""
-    wide_NK = logits_NK.to(torch.promote_types(logits_NK.dtype, torch.float32))
-    return -(targets_NK.to(wide_NK.dtype) * wide_NK.log_softmax(dim=1)).sum()
+        # Cross-entropy with distributions over classes, in nats, in FP32 at least
+        wide_NK = logits_NK.to(torch.promote_types(logits_NK.dtype, torch.float32))
+        loss = -(targets_NK.to(wide_NK.dtype) * wide_NK.log_softmax(dim=1)).sum()
+        return Terms({CROSS_ENTROPY: loss}, {"accuracy": (is_right_N.sum(), is_image_B.sum())})
 
 
 def image_numbers(batch: TokenBatch) -> list[int]:
-    """The numbers of the images of packed rows, without those of padding."""
+    """Returns the image numbers of packed rows, without padding."""
     values_B = batch.extras["values_BT"][:, 0]
     is_image_B = batch.segments_BT[:, 0] >= 0
     return [round(float(value)) - 1 for value in values_B[is_image_B].cpu()]
 
 
 def colors(images: LabeledImages, number: int, shape: Shape) -> Tensor:
-    """An image [C, S, S] in [0, 1]."""
+    """Reads an image [C, S, S] in [0, 1]."""
     fit = "crop" if isinstance(shape, ResNetConfig) else shape.fit
     return torch.from_numpy(images.pixels(number, size=shape.image_size, fit=fit).copy()).float() / 255.0
 
 
 def normalized(images_BCSS: Tensor, shape: Shape) -> Tensor:
-    """Images as the weights expect them."""
+    """Normalizes images by the means and deviations of their classifier."""
     if isinstance(shape, ResNetConfig):
         return (images_BCSS - MEAN) / STD
     mean_C11, std_C11 = (torch.tensor(one)[:, None, None] for one in (shape.pixel_mean, shape.pixel_std))
@@ -324,5 +299,5 @@ def normalized(images_BCSS: Tensor, shape: Shape) -> Tensor:
 
 
 def _is_image(batch: TokenBatch) -> Tensor:
-    """Which rows count: those of padding have no target. Bool [B]."""
+    """Returns the rows with images, bool [B]; rows of padding lack a target."""
     return batch.extras[TARGETS].sum(dim=1) > 0

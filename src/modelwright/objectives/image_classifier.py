@@ -1,13 +1,10 @@
-"""`TrainedClassifier`: an image classifier by itself, from image files to probabilities of classes.
+"""`TrainedClassifier`: a trained image classifier, which maps image files to probabilities of classes.
 
 Its folder has `classifier.safetensors` with weights and running statistics, and `classifier.json` with the shape and
-the names of the classes. One with integer weights has its grid beside them, as `compress/grid_model.py` writes it, and
-no batch norms any more.
+the names of the classes. A quantized classifier also has its grid, which `compress/grid_model.py` writes: convolutions
+and projections are integers with batch norms folded in, the first layer and the head keep their format.
 
 Legend: N images, K classes, S pixels of a side.
-
-Image classifiers whose convolutions and projections are integers on a trained or chosen grid, batch norms folded
-into them. The first layer and the head keep their format.
 """
 
 import copy
@@ -38,10 +35,9 @@ from modelwright.objectives.image_classification import normalized
 
 
 def quantize_classifier(model: ImageClassifier, grid: TrainedGrid) -> ImageClassifier:
-    """A new classifier for inference; `model` is not changed. grid: its ranges are by the names of the layers within
-    the classifier.
-    """
+    """Returns a new classifier for inference; `model` is not changed. grid: has ranges by names of layers."""
     result = copy.deepcopy(model).eval()
+    # Folded first: the codes are those of the weights with the norms in them
     fold_batch_norms(result)
     for name, one in list(result.named_modules()):
         if isinstance(one, Linear):
@@ -59,29 +55,29 @@ _SHAPES: dict[str, type[ResNetConfig] | type[VisionConfig]] = {"resnet": ResNetC
 
 @dataclass(frozen=True)
 class TrainedClassifier:
-    """A classifier with the names of its classes. grid: of its integers, None for one in floating point."""
+    """A classifier with the names of its classes. grid: grid of its integers, None in floating point."""
 
     model: ImageClassifier
     classes: Sequence[str]
     grid: TrainedGrid | None = None
 
     def quantized(self, grid: TrainedGrid) -> "TrainedClassifier":
-        """The same with integer weights, batch norms folded into them."""
+        """Returns a quantized copy, with batch norms folded into the integer weights."""
         return replace(self, model=quantize_classifier(self.model, grid), grid=grid)
 
     @property
     def fit(self) -> Literal["crop", "stretch"]:
-        """How an image becomes a square."""
+        """Conversion of an image to a square."""
         return self.model.shape.fit if isinstance(self.model.shape, VisionConfig) else "crop"
 
     def classify(self, files: Sequence[bytes]) -> NDArray[np.float64]:
-        """The probabilities of all classes for image files [N, K]. Raises `ImageFault` for one that cannot be used."""
+        """Probabilities of all classes for image files [N, K]. Raises `ImageFault` for one that cannot be used."""
         size = self.model.shape.image_size
         return self.probabilities([square_pixels(one, size=size, fit=self.fit) for one in files])
 
     @torch.no_grad()
     def probabilities(self, squares: Sequence[NDArray[np.uint8]]) -> NDArray[np.float64]:
-        """The probabilities of all classes for images as pixels [3, S, S], [N, K]."""
+        """Probabilities of all classes for images as pixels [3, S, S], [N, K]."""
         self.model.eval()
         device = self.model.head.weight.device
         found = [np.zeros((0, len(self.classes)))]
@@ -105,21 +101,21 @@ def save_classifier(classifier: TrainedClassifier, folder: Path) -> None:
 
 
 def load_classifier(folder: Path) -> TrainedClassifier:
-    """The classifier that the stage `vision` wrote into a folder. Raises `ModelError` for a folder of another kind."""
+    """Read the classifier that the stage `vision` wrote. Raises `ModelError` for a folder of another kind."""
     settings = read_json(folder / SETTINGS)
     try:
         shape = parse(_SHAPES[settings["architecture"]], settings["shape"], constants=True)
         classes = [str(name) for name in settings["classes"]]
     except (KeyError, TypeError, ConfigError) as error:
-        raise ModelError(
-            f"{folder / SETTINGS}: is not that of an image classifier ({error}); copy the folder again"
-        ) from None
+        path = folder / SETTINGS
+        raise ModelError(f"{path}: is not that of an image classifier ({error}); copy the folder again") from None
     weights, _ = read_tensors(folder / WEIGHTS)
     grid, model = TrainedGrid.load(folder), ImageClassifier(shape, len(classes))
     if grid is not None:
-        model = quantize_classifier(model, grid)  # of random weights, for the names and shapes of its tensors
+        # Random weights, for the names and shapes of a quantized classifier's tensors
+        model = quantize_classifier(model, grid)
     wanted = {name: one.shape for name, one in model.state_dict().items()}
     if wanted != {name: one.shape for name, one in weights.items()}:
-        raise ModelError(f"{folder / WEIGHTS}: does not fit {SETTINGS} beside it; copy the folder again")
+        raise ModelError(f"{folder / WEIGHTS}: does not fit {SETTINGS} in the same folder; copy the folder again")
     model.load_state_dict(weights)
     return TrainedClassifier(model.eval(), classes, grid)

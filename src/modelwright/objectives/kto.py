@@ -23,7 +23,7 @@ from modelwright.train.objective import BatchSource, ForwardSums, Metric, Object
 
 KTO_LOSS = "kto"
 PREFIX = "mismatched_"
-"""The extras that hold the tensors of mismatched rows begin with it."""
+"""Prefix of the extras with the tensors of mismatched rows."""
 TENSORS = ("input_ids_BT", "labels_BT", "positions_BT", "segments_BT")
 
 
@@ -34,7 +34,7 @@ class KtoConfig(TrainConfig):
     learning_rate: float = 1e-6
     """Peak learning rate."""
     beta: float = 0.1
-    """How strongly the policy is kept near the reference."""
+    """Regularization strength: higher values keep the policy closer to the reference."""
     desirable_weight: float = 1.0
     """Weight of the losses of desirable answers. The weights should make up for unequal numbers: the weighted number of
     desirable answers from 1 to 4/3 times that of the others (section 4.2)."""
@@ -53,11 +53,11 @@ class KtoConfig(TrainConfig):
 @dataclass(frozen=True)
 class Kto(Objective):
     """Raises the log-probability of desirable answers, and lowers that of undesirable ones, against the KL divergence
-    of policy and reference. Every answer counts the same but for its weight.
+    of policy and reference. Answers differ by their weights only.
 
     The source has groups of two rows, the second with mismatched answers (`data.preferences`). They are evaluated
     before the step, without gradient: the KL divergence is the mean of their log-ratios over the global batch, at least
-    0, whatever the number of microbatches.
+    0, for any number of microbatches.
     """
 
     needs = frozenset({WHOLE_ROWS})
@@ -78,8 +78,22 @@ class Kto(Objective):
         return replace(answers, extras={**answers.extras, **extras})
 
     def measure(self, batch: TokenBatch, model: Decoder, forward_sums: ForwardSums) -> TokenBatch:
-        """The batch with the KL divergence in `kl_B`, in place of the mismatched rows."""
-        kl_sum, count = forward_sums(_mismatched(batch), lambda output, rows: _log_ratios(output, rows, model), size=2)
+        """Replaces the mismatched rows of a batch by their KL divergence, `kl_B`."""
+        mismatched = {name: batch.extras[f"{PREFIX}{name}"] for name in TENSORS}
+        # Extras are zeros in rows of padding, which would count as labels and pieces
+        is_padding_B1 = (batch.segments_BT < 0).all(dim=1, keepdim=True)
+        mismatched["labels_BT"] = mismatched["labels_BT"].masked_fill(is_padding_B1, IGNORED)
+        mismatched["segments_BT"] = mismatched["segments_BT"].masked_fill(is_padding_B1, -1)
+        reference = {"reference_BT": batch.extras[f"{PREFIX}reference_BT"]}
+
+        def log_ratios(output: Tensor, rows: TokenBatch) -> Tensor:
+            """Sum of the answers' log-ratios of policy and reference, and number of answers, [2]."""
+            log_ratios_BT = model.token_log_probs(output, rows.labels_BT) - rows.extras["reference_BT"]
+            lengths_BS = piece_sums(rows.labels_BT != IGNORED, rows.segments_BT, count_pieces(rows.segments_BT))
+            return torch.stack([log_ratios_BT.double().sum(), (lengths_BS > 0).sum().double()])
+
+        kl_sum, count = forward_sums(TokenBatch(**mismatched, extras=reference, group_size=1), log_ratios, size=2)
+        # A KL divergence is not negative, but the mean of a sample may be
         kl = (kl_sum / count.clamp(min=1)).clamp(min=0).to(batch.extras["reference_BT"].dtype)
         extras = {name: values for name, values in batch.extras.items() if not name.startswith(PREFIX)}
         return replace(batch, extras={**extras, "kl_B": kl.to(batch.labels_BT.device).expand(batch.num_rows)})
@@ -106,23 +120,6 @@ class Kto(Objective):
             metrics |= {f"{name}/{side}": _mean(values_A, is_own_A) for name, values_A in values.items()}
         is_real_B = (segments_BT >= 0).any(dim=1)
         return Terms({KTO_LOSS: losses_A.sum()}, metrics | {"kl": _mean(batch.extras["kl_B"], is_real_B)})
-
-
-def _mismatched(batch: TokenBatch) -> TokenBatch:
-    """The rows with mismatched answers. Their tensors are zeros in rows of padding, which must not count."""
-    tensors = {name: batch.extras[f"{PREFIX}{name}"] for name in TENSORS}
-    is_padding_B1 = (batch.segments_BT < 0).all(dim=1, keepdim=True)
-    tensors["labels_BT"] = tensors["labels_BT"].masked_fill(is_padding_B1, IGNORED)
-    tensors["segments_BT"] = tensors["segments_BT"].masked_fill(is_padding_B1, -1)
-    reference = {"reference_BT": batch.extras[f"{PREFIX}reference_BT"]}
-    return TokenBatch(**tensors, extras=reference, group_size=1)
-
-
-def _log_ratios(output: Tensor, rows: TokenBatch, model: Decoder) -> Tensor:
-    """The sum of the answers' log-ratios of policy and reference, and the number of answers, [2]."""
-    log_ratios_BT = model.token_log_probs(output, rows.labels_BT) - rows.extras["reference_BT"]
-    lengths_BS = piece_sums(rows.labels_BT != IGNORED, rows.segments_BT, count_pieces(rows.segments_BT))
-    return torch.stack([log_ratios_BT.double().sum(), (lengths_BS > 0).sum().double()])
 
 
 def _mean(values: Tensor, chosen: Tensor) -> Metric:

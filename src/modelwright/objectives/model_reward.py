@@ -1,4 +1,4 @@
-"""Reward by a reward model: a term of a weighted sum, beside the rules of `reward/`, which know no model."""
+"""Reward by a reward model: a term of a weighted sum. The rules of `reward/` work without a model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,20 +19,20 @@ from modelwright.reward.reward import Reward, RewardConfig, Sample, Score
 
 ROWS_AT_ONCE = 16
 MODEL = "model"
-"""The kind of such a reward."""
+"""Kind of such a reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRewardConfig:
-    """The score of a reward model."""
+    """Score of a reward model."""
 
     path: str = ""
-    """Folder of a sequence classification with one label, such as the stage `reward` writes; it brings its own
-    tokenizer. "" is the reward model that the same run has trained before."""
+    """Folder of a sequence classification with one label and its tokenizer, such as the stage `reward` writes. "" is
+    the reward model that the same run has trained before."""
 
     def __post_init__(self) -> None:
         if self.path and not Path(self.path).is_dir():
-            raise ConfigError(f"path: there is no folder {self.path!r} (looked for in {Path.cwd()})")
+            raise ConfigError(f"path: no such folder: {self.path!r} (looked for in {Path.cwd()})")
 
     def build(self, name: str) -> Reward:
         if not self.path:
@@ -46,8 +46,8 @@ class ModelRewardConfig:
 class ModelReward:
     """Scores conversations that end with the answer.
 
-    max_len: tokens of the longest conversation that the model can score. score_rows: the reward at the last token of
-    each row, [B].
+    max_len: tokens of the longest conversation that the model can score. score_rows: returns the reward at the last
+    token of each row, [B].
     """
 
     name: str
@@ -56,8 +56,15 @@ class ModelReward:
     score_rows: Callable[[TokenBatch], Tensor]
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """One score for each sample; a conversation that is longer than the model's context is a failure."""
-        ids = [self._ids(sample) for sample in samples]
+        """Returns a score for each sample; a conversation that is longer than the model's context is a failure."""
+        ids: list[np.ndarray] = []
+        for sample in samples:
+            messages = [*sample.prompt, {"role": "assistant", "content": sample.answer}]
+            tokens, mask = self.tokenizer.encode_chat(messages)
+            # Up to the end of the answer: templates may add text after it; an answer that was cut off has no end token
+            end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else len(tokens)
+            cut_off = sample.finish_reason != "stop" and int(tokens[end - 1]) in self.tokenizer.stop_ids
+            ids.append(tokens[: end - cut_off])
         too_long = f"the conversation has more tokens than the context of the reward model, {self.max_len}"
         scores = [Score.failure("too_long", too_long)] * len(samples)
         fitting = [number for number, one in enumerate(ids) if len(one) <= self.max_len]
@@ -68,16 +75,9 @@ class ModelReward:
                 scores[number] = Score(reward)
         return scores
 
-    def _ids(self, sample: Sample) -> np.ndarray:
-        """Tokens up to the end of the answer; without the end token if the answer was cut off."""
-        ids, mask = self.tokenizer.encode_chat([*sample.prompt, {"role": "assistant", "content": sample.answer}])
-        end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else len(ids)
-        cut_off = sample.finish_reason != "stop" and int(ids[end - 1]) in self.tokenizer.stop_ids
-        return ids[: end - cut_off]
-
 
 def rows_of(ids: Sequence[np.ndarray]) -> TokenBatch:
-    """One row for each conversation, padded at the end."""
+    """Builds a row for each conversation, padded at the end."""
     shape = (len(ids), max(map(len, ids)))
     input_ids_BT = torch.zeros(shape, dtype=torch.int64)
     segments_BT = torch.full(shape, -1, dtype=torch.int32)
@@ -93,25 +93,25 @@ def rows_of(ids: Sequence[np.ndarray]) -> TokenBatch:
 
 
 MODEL_REWARDS: Mapping[str, type[RewardConfig]] = {**REWARDS, MODEL: ModelRewardConfig}
-"""All kinds of rewards: those by rules, and that of a model."""
+"""All kinds of rewards, by rules and by a model."""
 
 
 def model_terms(terms: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The options of the reward models among the terms of a sum, by the name of the term."""
+    """Returns the options of the reward models among the terms of a sum, by the name of the term."""
     options = {name: one for name, one in terms.items() if isinstance(one, Mapping)}
     return {name: one for name, one in options.items() if one.get("kind", name) == MODEL}
 
 
 def reward_model_folders(terms: Mapping[str, Any]) -> dict[str, str]:
-    """The folders of the reward models among the terms of a sum, by the setting that names each."""
+    """Returns the folders of the reward models among the terms of a sum, by the setting that names each."""
     return {f"rewards.{name}.path": str(one["path"]) for name, one in model_terms(terms).items() if one.get("path")}
 
 
 def without_folder(terms: Mapping[str, Any]) -> list[str]:
-    """The names of the terms that are the reward model of the run itself."""
+    """Returns the names of the terms that use the run's own reward model."""
     return [name for name, one in model_terms(terms).items() if not one.get("path")]
 
 
 def with_folder(terms: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The terms of a sum with the reward model of `folder` in place of that of the run."""
+    """Returns the terms of a sum with the reward model of `folder` in place of the run's own."""
     return {**terms, **{name: {**terms[name], "path": str(folder)} for name in without_folder(terms)}}

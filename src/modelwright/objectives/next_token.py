@@ -14,10 +14,10 @@ from modelwright.train.objective import BatchSource, Objective, Terms
 
 @dataclass(frozen=True)
 class NextToken(Objective):
-    """Every label of the batch counts the same; one term, `loss`, in nats per predicted token.
+    """Cross-entropy of all labels of a batch with equal weights: one term, `loss`, in nats per predicted token.
 
     In fine-tuning the labels are the tokens of answers, and questions are context. Long answers then count more than
-    short ones, which a mean of per-example means would not do.
+    short ones, unlike in a mean of per-example means.
     """
 
     needs = frozenset[str]()
@@ -25,16 +25,21 @@ class NextToken(Objective):
     chunk_tokens: int = CHUNK_TOKENS
     """Number of tokens whose logits exist at a time."""
     answers_only: bool = False
-    """Whether the rows have labels only in answers: a first batch that predicts every token is refused."""
+    """Refuse a first batch that predicts every token, for rows with labels only in answers."""
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
-        """Raises `DataError` if questions are predicted although only answers are to be learned: the loss mask was lost
-        on the way.
-        """
+        """Raises `DataError` if `answers_only` rows also predict questions, because their loss mask was lost."""
         batches = numbered_batches(self.source, first=first, rank=rank, world_size=world_size)
         if self.answers_only:
             batch = next(batches)
-            _require_mask(batch)
+            real_BT = batch.segments_BT >= 0
+            # The first token of a document is never predicted
+            num_predictable = int(real_BT.sum()) - int(((batch.positions_BT == 0) & real_BT).sum())
+            if 0 < num_predictable <= int(num_targets(batch)):
+                raise DataError(
+                    "every token in the shards is marked as an answer; pack the conversations again with their loss "
+                    "mask"
+                )
             yield batch
         yield from batches
 
@@ -47,7 +52,7 @@ class NextToken(Objective):
 
 
 def numbered_batches(source: BatchSource, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
-    """This rank's rows of the global batches `first`, `first + 1`, ..., without end."""
+    """Yields this rank's rows of the global batches `first`, `first + 1`, ..., without end."""
     index = first
     while True:
         yield source.batch(index, rank=rank, world_size=world_size)
@@ -55,14 +60,5 @@ def numbered_batches(source: BatchSource, *, first: int, rank: int, world_size: 
 
 
 def num_targets(batch: TokenBatch) -> Tensor:
-    """Tokens that are predicted, a scalar."""
+    """Number of predicted tokens, a scalar."""
     return (batch.labels_BT != IGNORED).sum()
-
-
-def _require_mask(batch: TokenBatch) -> None:
-    real_BT = batch.segments_BT >= 0
-    num_predictable = int(real_BT.sum()) - int(((batch.positions_BT == 0) & real_BT).sum())
-    if 0 < num_predictable <= int(num_targets(batch)):
-        raise DataError(
-            "every token in the shards is marked as an answer; pack the conversations again with their loss mask"
-        )

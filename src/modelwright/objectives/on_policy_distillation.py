@@ -1,9 +1,9 @@
-"""On-policy distillation: in a share of the batches the student completes prompts itself, and learns what the teacher
-predicts there (Agarwal et al. 2024, "On-Policy Distillation of Language Models", arXiv 2306.13649, algorithm 1).
+"""Distillation on the student's own completions, in a share of the batches, which learns the teacher's predictions for
+them (Agarwal et al. 2024, "On-Policy Distillation of Language Models", arXiv 2306.13649, algorithm 1).
 
-A batch of rows gives the prompts: what comes before the first answer of a conversation, or all but the end of a text.
-The completions are drawn from the student's own distribution as it is at that step and take the place of what followed.
-No gradient passes through the drawing. Batch n is a function of n and of the weights, so nothing has to be saved.
+The prompts come from a batch of rows: the text before the first answer of a conversation, or all but the end of a text.
+The completions are sampled from the student's current distribution and replace the rest of the document. Gradients do
+not pass through the sampling. Batch n is a function of n and of the weights, so that nothing has to be saved.
 
 Legend: C completions, L tokens of the longest one with its prompt, T = L - 1 places (see `completion_rows.py`), B rows.
 """
@@ -37,14 +37,14 @@ OWN_METRICS = ("on_policy/divergence", "completions/mean_length")
 
 @dataclass(frozen=True, kw_only=True)
 class OnPolicyConfig:
-    """Batches whose completions are the student's own (GKD, Agarwal et al. 2024)."""
+    """Batches with the student's own completions (GKD, Agarwal et al. 2024)."""
 
     share: float = 0.0
     """Share of the batches, while the part `logits` is in force, in which the student completes the prompts of the
-    rows itself and learns what the teacher predicts there; 0 learns from the rows alone."""
+    rows and learns the teacher's predictions for its tokens; 0 learns from the rows alone."""
     max_completion_length: int = field(default=256, metadata=only_for("share"))
-    """Most tokens of such a completion. It takes the place of the answer of a conversation, or of the end of a text, at
-    most its second half, and is never longer than what it replaces."""
+    """Maximum tokens of such a completion. It replaces the answer of a conversation, or the end of a text, at most its
+    second half, and is never longer than the replaced tokens."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
@@ -55,7 +55,7 @@ class OnPolicyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RowPrompt:
-    """The beginning of a document of a row. max_tokens: of the completion; both together are no longer than it was."""
+    """Start of a document of a row. max_tokens: limit of the completion; both together fit the document's place."""
 
     row: int
     ids: Sequence[int]
@@ -63,14 +63,14 @@ class RowPrompt:
 
 
 def prompts_of_rows(batch: TokenBatch, max_completion_length: int) -> list[RowPrompt]:
-    """The prompts of the documents that have a label, in the order of the rows."""
+    """Returns the prompts of the documents that have a label, in the order of the rows."""
     result: list[RowPrompt] = []
     for row, start, end in documents(batch.segments_BT):
         labeled = (batch.labels_BT[row, start:end] != IGNORED).nonzero().flatten()
         if not len(labeled):
             continue
         length, first = end - start, int(labeled[0])
-        # A text is predicted from its first token on; before the answer of a conversation nothing is.
+        # A text is predicted from its first token on; nothing is predicted before the answer of a conversation.
         room = length // 2 if first == 0 else length - first - 1
         max_tokens = min(room, max_completion_length)
         num_prompt = length - max_tokens if first == 0 else first + 1
@@ -81,14 +81,12 @@ def prompts_of_rows(batch: TokenBatch, max_completion_length: int) -> list[RowPr
 
 @dataclass(kw_only=True)
 class OnPolicyDistillation(Objective):
-    """A distillation some of whose batches are the student's own completions, without the labels' share of the loss.
-
-    stop_ids: tokens that end a completion. Whether a batch is one of these is drawn from the seed and its number.
-    """
+    """A distillation with some batches of the student's own completions, without the labels' share of the loss."""
 
     distillation: Distillation
     config: OnPolicyConfig
     stop_ids: tuple[int, ...]
+    """Tokens that end a completion."""
     seed: int
     layout: ModelLayout = field(default_factory=one_process)
     needs: frozenset[str] = field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -136,19 +134,41 @@ class OnPolicyDistillation(Objective):
         return Terms(terms.losses, {**of_rows, **of_completions})
 
     def is_sampled(self, step: int) -> bool:
-        """Whether the batch of this step, from 0, is one of the student's completions."""
+        """Returns whether the batch of this step, from 0, has the student's completions."""
+        # A function of seed and step, so that all ranks and a resumed run agree without a message
         drawn = derive_seed(self.seed, "on policy", step) / 2**63
         return drawn < self.config.share and "logits" in self.distillation.in_force(step / self.distillation.num_steps)
 
     def completed_rows(self, batch: TokenBatch, model: Decoder, step: int) -> TokenBatch:
-        """As many rows with the prompts of a global batch and the student's completions, which have the labels. All
-        ranks call together with the same batch, and get the same rows.
+        """Returns equally many rows with the prompts of a global batch and the student's completions, which have the
+        labels. All ranks call together with the same batch, generate a share each, and get the same rows.
         """
-        prompts = prompts_of_rows(batch, self.config.max_completion_length)
-        ids_CL, lens_C = self._complete(prompts, model, step)
+        prompts, world = prompts_of_rows(batch, self.config.max_completion_length), self.layout.world
+        own = [(number, prompts[number]) for number in share(len(prompts), world)]
+        params = [
+            SamplingParams(
+                max_tokens=prompt.max_tokens,
+                temperature=1.0,
+                # By the prompt's number in the global batch, so that completions do not depend on the number of ranks
+                seed=derive_seed(self.seed, "completion", step, number),
+                stop_ids=self.stop_ids,
+            )
+            for number, prompt in own
+        ]
+        limits = RolloutConfig(max_completion_length=self.config.max_completion_length)
+        with self.layout.whole_model(model) as whole:
+            engine = limits.engine(whole.config, [len(prompt.ids) for _, prompt in own])
+            completions = generate(whole, [prompt.ids for _, prompt in own], params, engine)
+        longest = max((len(prompt.ids) + prompt.max_tokens for prompt in prompts), default=2)
+        ids_CL, lens_C = torch.zeros(len(own), longest, dtype=torch.int64), torch.zeros(len(own), dtype=torch.int64)
+        for place, ((_, prompt), completion) in enumerate(zip(own, completions, strict=True)):
+            ids = [*prompt.ids, *completion.token_ids]
+            ids_CL[place, : len(ids)], lens_C[place] = torch.tensor(ids), len(ids)
+        ids_CL, lens_C = gather_rows(world, ids_CL), gather_rows(world, lens_C)
         num_rows, row_len = batch.input_ids_BT.shape
         starts, used = list[int](), [0] * num_rows
-        lengths = (lens_C - 1).tolist()  # the last token predicts nothing
+        # Each completion stays in the row of its prompt; its last token predicts nothing
+        lengths = (lens_C - 1).tolist()
         for prompt, length in zip(prompts, lengths, strict=True):
             starts.append(used[prompt.row])
             used[prompt.row] += length
@@ -159,29 +179,3 @@ class OnPolicyDistillation(Objective):
         mask_CT = (places_T >= prompt_lens_C1 - 1) & (places_T < lens_C[:, None] - 1)
         starts_CT = mask_CT & (places_T == prompt_lens_C1 - 1)
         return completion_batch(ids_CL, mask_CT, plan, {SAMPLED.removesuffix("_BT"): starts_CT.float()})
-
-    def _complete(self, prompts: Sequence[RowPrompt], model: Decoder, step: int) -> tuple[Tensor, Tensor]:
-        """Prompts with completions [C, L] int64, 0 after the end, and their lengths [C]; of all ranks, each of which
-        generates a share.
-        """
-        world = self.layout.world
-        own = [(number, prompts[number]) for number in share(len(prompts), world)]
-        params = [self._sampling(prompt, step, number) for number, prompt in own]
-        limits = RolloutConfig(max_completion_length=self.config.max_completion_length)
-        with self.layout.whole_model(model) as whole:
-            engine = limits.engine(whole.config, [len(prompt.ids) for _, prompt in own])
-            completions = generate(whole, [prompt.ids for _, prompt in own], params, engine)
-        longest = max((len(prompt.ids) + prompt.max_tokens for prompt in prompts), default=2)
-        ids_CL, lens_C = torch.zeros(len(own), longest, dtype=torch.int64), torch.zeros(len(own), dtype=torch.int64)
-        for place, ((_, prompt), completion) in enumerate(zip(own, completions, strict=True)):
-            ids = [*prompt.ids, *completion.token_ids]
-            ids_CL[place, : len(ids)], lens_C[place] = torch.tensor(ids), len(ids)
-        return gather_rows(world, ids_CL), gather_rows(world, lens_C)
-
-    def _sampling(self, prompt: RowPrompt, step: int, number: int) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=prompt.max_tokens,
-            temperature=1.0,
-            seed=derive_seed(self.seed, "completion", step, number),
-            stop_ids=self.stop_ids,
-        )

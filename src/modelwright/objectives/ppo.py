@@ -5,9 +5,6 @@ Names of settings and metrics are those of TRL's PPOTrainer. docs/techniques/ppo
 to its function here.
 
 Legend: C completions, T places (see `completion_rows.py`), B rows.
-
-From the rewards of completions to what PPO learns from: normalization, clipping, penalties, and the weight of the KL
-penalty.
 """
 
 import math
@@ -31,12 +28,7 @@ from modelwright.objectives.heldout_rewards import is_heldout
 from modelwright.objectives.policy_terms import clipped_policy_loss, clipped_value_loss, kl_k1, kl_k2
 from modelwright.objectives.reference_model import ROWS_AT_ONCE
 from modelwright.objectives.rollout_objective import RolloutObjective
-from modelwright.objectives.rollouts import (
-    Rollout,
-    RolloutConfig,
-    check_rollout_training,
-    rollout_metrics,
-)
+from modelwright.objectives.rollouts import Rollout, RolloutConfig, check_rollout_training, rollout_metrics
 from modelwright.objectives.value_function import VALUE, SeparateValueModel, ValueFunction, ValueOnTrunk
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Metric, Terms, forward
@@ -47,10 +39,10 @@ MAX_ERROR = 0.2
 
 @dataclass(kw_only=True)
 class KlController:
-    """The weight of the KL penalty: fixed, or led by a proportional controller to where the KL of a completion is
-    `target` (Ziegler et al. 2019, section 2.2, and the adaptive controller of lm-human-preferences).
+    """Weight of the KL penalty: fixed, or adapted by a proportional controller until the KL of a completion is `target`
+    (Ziegler et al. 2019, section 2.2, and the adaptive controller of lm-human-preferences).
 
-    coefficient: the weight now; target: in nats, 0 to keep the weight; horizon: completions over which it adapts.
+    coefficient: the current weight; target: nats, 0 keeps the weight; horizon: completions over which it adapts.
     """
 
     coefficient: float
@@ -58,7 +50,7 @@ class KlController:
     horizon: int
 
     def update(self, kl: float, num_completions: int) -> None:
-        """Adapt the weight to the mean KL of these many completions."""
+        """Adapt the weight to the mean KL of `num_completions` completions."""
         if self.target:
             error = min(MAX_ERROR, max(-MAX_ERROR, kl / self.target - 1))
             self.coefficient *= 1 + error * num_completions / self.horizon
@@ -66,7 +58,7 @@ class KlController:
 
 @dataclass(kw_only=True)
 class RunningMoments:
-    """Mean and variance of all scores so far, added up in batches (Chan et al. 1979)."""
+    """Mean and variance of all scores so far, accumulated in batches (Chan et al. 1979)."""
 
     count: int = 0
     mean: float = 0.0
@@ -74,7 +66,6 @@ class RunningMoments:
     """Sum of squared differences from the mean."""
 
     def add(self, scores: Tensor) -> None:
-        """Add scores [N]."""
         if not len(scores):
             return
         mean = float(scores.double().mean())
@@ -93,11 +84,10 @@ class RunningMoments:
 def completion_scores(
     rollout: Rollout, moments: RunningMoments | None, *, clip: float, missing_eos_penalty: float
 ) -> Tensor:
-    """The score of each completion [C] float64: its reward, minus a penalty if it does not end by itself, normalized by
-    the moments of all scores so far (without them it is not), and clipped to +- `clip` (0 for no limit).
-    """
+    """Score of each completion [C] float64: its reward with penalty, normalized if `moments`, clipped if `clip`."""
     scores_C = rollout.rewards_C - missing_eos_penalty * (~rollout.stopped_C).double()
     if moments is not None:
+        # Added first: the scores of the first rollout are normalized by their own moments
         moments.add(scores_C)
         scores_C = (scores_C - moments.mean) / moments.std
     return scores_C.clamp(-clip, clip) if clip else scores_C
@@ -127,7 +117,7 @@ class PpoConfig(TrainConfig):
     """Terms of the reward by name, each with its options, `kind` and `weight`; docs/rewards.md lists the kinds. Without
     any, answers are scored by the reward model that the run has trained before, or else by `exact_match`."""
     num_ppo_epochs: int = 4
-    """How often each rollout is learned from."""
+    """Number of passes over each rollout."""
     num_mini_batches: int = 1
     """Updates of an epoch, each from another part of the rollout."""
     cliprange: float = 0.2
@@ -136,34 +126,32 @@ class PpoConfig(TrainConfig):
     """Most that a value may differ from that at the time of the rollout before its loss is clipped; the value of
     lm-human-preferences and TRL, which suits scores of variance 1 (`normalize_rewards`)."""
     value_model: Literal["head", "reward", "policy"] = "head"
-    """The value function: a head on the policy's hidden states, or a model of its own, which begins with the weights of
-    the reward model (`reward`) or of the policy (`policy`) and takes as much memory as the policy."""
+    """Value function: a `head` on the policy's hidden states, or a separate model, which starts with the weights of the
+    reward model (`reward`) or of the policy (`policy`) and needs as much memory as the policy."""
     vf_coef: float = 0.1
     """Weight of the value loss."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 for none."""
     gamma: float = constant(1.0)
-    """Discount of later rewards; an answer's score comes with its end, so that any other value favors short ones."""
+    """Discount of later rewards. An answer's score comes with its end, so that values below 1 favor short answers."""
     lam: float = 0.95
     """Lambda of generalized advantage estimation."""
     kl_coef: float = 0.05
-    """Weight of the KL penalty in the reward of each token, at first; 0 for none, which needs no reference model."""
+    """Initial weight of the KL penalty in the reward of each token; 0 disables it and needs no reference model."""
     kl_target: float = 0.0
-    """KL of a completion, in nats, that the weight of the penalty is adapted to (Ziegler et al. 2019, section 2.2); 0
-    keeps the weight."""
+    """Target KL of a completion, in nats, for `kl_coef` (Ziegler et al. 2019, section 2.2); 0 keeps the weight."""
     kl_horizon: int = constant(10_000)
     """Completions over which the weight of the penalty adapts."""
     target_kl: float = 0.0
-    """Approximate KL of an update, in nats per token, above which the rest of the rollout is not learned from; 0 for no
-    limit."""
+    """Approximate KL of an update, in nats per token, above which the rest of a rollout is skipped; 0 for no limit."""
     whiten_rewards: bool = False
     """Divide the rewards of tokens by their standard deviation."""
     normalize_rewards: bool = False
-    """Bring the scores of completions to mean 0 and variance 1, over all rollouts so far."""
+    """Normalize the scores of completions to mean 0 and variance 1, over all rollouts so far."""
     reward_clip: float = 0.0
-    """Scores are clipped to +- this; 0 does not clip."""
+    """Limit of scores, which are clipped to +- this; 0 does not clip."""
     missing_eos_penalty: float = 0.0
-    """Subtracted from the score of a completion that does not end by itself."""
+    """Penalty that is subtracted from the score of a completion without an end token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,7 +172,7 @@ class PpoConfig(TrainConfig):
             raise ConfigError("kl_target: adapts kl_coef, which is 0 and stays 0; set it above 0")
 
     def features(self) -> list[Feature]:
-        """What a value model of its own needs; what lacks it is refused before anything is read."""
+        """Requirements of a separate value model, which are checked before anything is read."""
         if self.value_model == "head":
             return super().features()
         return [*super().features(), feature("value_model", self.value_model, needs=SeparateValueModel.needs)]
@@ -200,7 +188,7 @@ class Ppo(RolloutObjective):
     """Mean and variance of the scores of all rollouts so far."""
     kl: KlController = field(init=False)
     update_kl: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """Sum and number of the approximate KL of the newest update on this rank, until all ranks have added it up."""
+    """Sum and count of the approximate KL of the newest update on this rank, until all ranks have added them up."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -254,7 +242,7 @@ class Ppo(RolloutObjective):
             "val/ratio": (detached_BT - old_BT).exp(),
         }  # fmt: skip
         metrics: dict[str, Metric] = {name: ((values * mask_BT).sum(), count) for name, values in figures.items()}
-        if output.requires_grad:
+        if output.requires_grad:  # an update, not an evaluation
             self.update_kl[0] += float(metrics["policy/approxkl_avg"][0])
             self.update_kl[1] += float(count)
         policy_BT = policy.losses - config.entropy_coef * entropies_BT
@@ -272,9 +260,10 @@ class Ppo(RolloutObjective):
         self.kl.coefficient, self.moments = state["kl_coef"], RunningMoments(**state["moments"])
 
     def before_minibatch(self) -> None:
-        """End the rollout if its newest update went too far."""
+        """End the rollout if the KL of its newest update exceeds `target_kl`."""
         if not self.config.target_kl:
             return
+        # Summed over ranks, so that all of them end the rollout or none
         total, count = self.layout.world.sums(self.update_kl)
         self.update_kl = [0.0, 0.0]
         if count and total / count > self.config.target_kl:
@@ -286,7 +275,15 @@ class Ppo(RolloutObjective):
             self.show(rollout)
             figures = rollout_metrics(rollout, self.worker.term_names)
             rollout = rollout.take(rollout.scored_C)
-            values_CT = self._values(whole, rollout)
+
+            @torch.no_grad()
+            def values(batch: TokenBatch) -> Mapping[str, Tensor]:
+                parts = batch.to(whole.norm.weight.device).split(-(-batch.num_rows // ROWS_AT_ONCE))
+                inputs = (self.value.inputs(part, partial(forward, whole, part)) for part in parts)
+                return {VALUE: torch.cat([whole.head_output(VALUE, one) for one in inputs])}
+
+            # The value before each generated token, 0 elsewhere; all ranks call together
+            values_CT = values_of_places(rollout, self.layout.world, self.row_len, values)[VALUE].float()
         mask_CT = rollout.mask_CT
         scores_C = completion_scores(
             rollout,
@@ -298,14 +295,26 @@ class Ppo(RolloutObjective):
         if self.config.kl_coef:
             kl_CT = kl_k1(rollout.log_probs_CT, self.reference.log_probs(rollout, self.layout.world)) * mask_CT
         rewards_CT = token_rewards(-self.kl.coefficient * kl_CT, scores_C, rollout)
-        figures |= self._figures(rollout, kl_CT, scores_C)
+        if rollout.num_completions:
+            kl, score = float(kl_CT.double().sum(dim=1).mean()), float(scores_C.mean())
+            penalty = -self.kl.coefficient * kl
+            figures |= {
+                "objective/kl": kl,
+                "objective/entropy": float(-rollout.log_probs_CT.double().sum(dim=1).mean()),
+                "objective/non_score_reward": penalty,
+                "objective/rlhf_reward": penalty + score,
+                "objective/scores": score,
+                "objective/kl_coef": self.kl.coefficient,
+                "val/num_eos_tokens": float(rollout.stopped_C.sum()),
+            }
+            # After the rewards and figures of this rollout, which have the weight before the update
+            self.kl.update(kl, rollout.num_completions)
+        # As in TRL, rewards are scaled but not shifted, advantages are both
         if self.config.whiten_rewards:
             rewards_CT = whitened(rewards_CT, mask_CT, shift_mean=False)
         advantages_CT, returns_CT = generalized_advantages(
             rewards_CT, values_CT, mask_CT, gamma=self.config.gamma, lam=self.config.lam
         )
-        if rollout.num_completions:
-            self.kl.update(float(kl_CT.double().sum(dim=1).mean()), rollout.num_completions)
         extras_CT = {
             "old_log_probs": rollout.log_probs_CT,
             "advantages": whitened(advantages_CT, mask_CT),
@@ -314,38 +323,10 @@ class Ppo(RolloutObjective):
         }
         return Experience.of(rollout, extras_CT, figures)
 
-    def _values(self, whole: Decoder, rollout: Rollout) -> Tensor:
-        """The value before each generated token [C, T] float32, 0 elsewhere. All ranks call together."""
-
-        @torch.no_grad()
-        def values(batch: TokenBatch) -> Mapping[str, Tensor]:
-            parts = batch.to(whole.norm.weight.device).split(-(-batch.num_rows // ROWS_AT_ONCE))
-            inputs = (self.value.inputs(part, partial(forward, whole, part)) for part in parts)
-            return {VALUE: torch.cat([whole.head_output(VALUE, one) for one in inputs])}
-
-        return values_of_places(rollout, self.layout.world, self.row_len, values)[VALUE].float()
-
-    def _figures(self, rollout: Rollout, kl_CT: Tensor, scores_C: Tensor) -> dict[str, float]:
-        """Figures of the rollout, means over its completions; none without any."""
-        if not rollout.num_completions:
-            return {}
-        kl_C = kl_CT.double().sum(dim=1)
-        penalty = -self.kl.coefficient * float(kl_C.mean())
-        score = float(scores_C.mean())
-        return {
-            "objective/kl": float(kl_C.mean()),
-            "objective/entropy": float(-rollout.log_probs_CT.double().sum(dim=1).mean()),
-            "objective/non_score_reward": penalty,
-            "objective/rlhf_reward": penalty + score,
-            "objective/scores": score,
-            "objective/kl_coef": self.kl.coefficient,
-            "val/num_eos_tokens": float(rollout.stopped_C.sum()),
-        }
-
 
 def token_rewards(penalties_CT: Tensor, scores_C: Tensor, rollout: Rollout) -> Tensor:
-    """The reward of each token [C, T]: its penalty, and at the last token the score of the completion."""
+    """Reward of each token [C, T]: its penalty, and at the last token the score of the completion."""
     rewards_CT = penalties_CT.clone()
-    last_C = rollout.lens_C - 2
-    rewards_CT[torch.arange(rollout.num_completions), last_C] += scores_C.to(rewards_CT.dtype)
+    # Place t predicts token t + 1, so the last of n tokens has place n - 2
+    rewards_CT[torch.arange(rollout.num_completions), rollout.lens_C - 2] += scores_C.to(rewards_CT.dtype)
     return rewards_CT

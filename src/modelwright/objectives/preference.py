@@ -17,23 +17,23 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import numbered_batches
-from modelwright.objectives.pairs import Pairs, PairValues, absent, shares_right, with_reference
+from modelwright.objectives.pairs import Pairs, absent, shares_right, with_reference
 from modelwright.ops.lowp_linear import Format
 from modelwright.train.config import TrainConfig
 from modelwright.train.frozen_model import FrozenModel
-from modelwright.train.objective import BatchSource, Metric, Objective, Terms
+from modelwright.train.objective import BatchSource, Objective, Terms
 
 PREFERENCE, NLL = "preference", "nll"
 """Names of the loss terms."""
 MOST_LOG_PROB = -1e-12
-"""Where odds p / (1 - p) are cut, so that they stay finite."""
+"""Upper limit of log p in odds p / (1 - p), which keeps them finite."""
 RESOLUTION: Mapping[Format, float] = {
     "fp32": 2**-20, "fp16": 2**-10, "bf16": 2**-8, "int8": 2**-6, "fp8": 2**-4,
 }  # fmt: skip
-"""Largest margin that rounding makes of a policy that equals its reference, by the format of its matrix products,
-relative to the root of the sum of the squared log-probabilities of the pair's tokens: errors of tokens are independent.
-Of 200 pairs of answers of 5 to 120 tokens the largest was 2**-23 in FP32 and 2**-10 in BF16. The others follow from
-BF16's by the ratio of the formats' unit roundoffs."""
+"""Largest margin from rounding for a policy that equals its reference, by the format of its matrix products, relative
+to the root of the sum of the squared log-probabilities of the pair's tokens: errors of tokens are independent. Among
+200 pairs of answers of 5 to 120 tokens the largest was 2**-23 in FP32 and 2**-10 in BF16. The others follow from BF16's
+by the ratio of the formats' unit roundoffs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +47,11 @@ class PreferenceConfig(TrainConfig):
     (Lambert et al. 2024, section 5); `ipo`: identity preference optimization (Azar et al. 2023), divided in the same
     way; `orpo`: odds ratios, without a reference model (Hong et al. 2024)."""
     beta: float = 0.1
-    """How strongly the policy is kept near the reference: beta of DPO, tau of IPO, lambda of ORPO."""
+    """Regularization strength: beta of DPO and tau of IPO, which keep the policy near the reference; lambda of ORPO."""
     label_smoothing: float = field(default=0.0, metadata=only_for("loss", "sigmoid", "sigmoid_norm"))
     """Probability that a label is wrong (conservative DPO, Mitchell 2023)."""
     rpo_alpha: float = field(default=0.0, metadata=only_for("loss", "sigmoid", "sigmoid_norm", "ipo"))
-    """Weight of the chosen answers' negative log-likelihood per token, which is added to the loss (Pang et al. 2024).
-    ORPO always has it, with weight 1."""
+    """Weight of the chosen answers' negative log-likelihood per token (Pang et al. 2024); ORPO has it with 1."""
     reference: str = field(default="", metadata=only_for("loss", "sigmoid", "sigmoid_norm", "ipo"))
     """Hugging Face folder of the reference model; "" for the model that the stage starts from."""
 
@@ -67,18 +66,18 @@ class PreferenceConfig(TrainConfig):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss compares with a reference model."""
+        """True if the loss compares with a reference model."""
         return self.loss != "orpo"
 
     @property
     def sft_weight(self) -> float:
-        """The weight of the chosen answers' negative log-likelihood."""
+        """Weight of the chosen answers' negative log-likelihood."""
         return 1.0 if self.loss == "orpo" else self.rpo_alpha
 
 
 @dataclass(frozen=True)
 class Preference(Objective):
-    """Raises the log-probability of chosen answers against that of rejected ones. Every pair counts the same."""
+    """Raises the log-probability of chosen answers against that of rejected ones, all pairs with equal weights."""
 
     needs = frozenset({WHOLE_ROWS})
     metric_names = (
@@ -88,7 +87,7 @@ class Preference(Objective):
     source: BatchSource
     config: PreferenceConfig
     reference: FrozenModel | None
-    """None where the loss has none (`PreferenceConfig.has_reference`)."""
+    """Reference model, None for a loss without (`PreferenceConfig.has_reference`)."""
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
         for batch in numbered_batches(self.source, first=first, rank=rank, world_size=world_size):
@@ -108,6 +107,9 @@ class Preference(Objective):
         log_probs_BT, pairs = model.token_log_probs(output, batch.labels_BT), Pairs.of(batch)
         log_probs = pairs.sums(log_probs_BT)
         metrics, losses = absent(self.metric_names, output.device), dict[str, Tensor]()
+        beta, smoothing = self.config.beta, self.config.label_smoothing
+        # Odds ratios have no reference whose rounding could be mistaken for a difference.
+        resolution_P: Tensor | float = 0.0
         if self.config.sft_weight:
             nll, num_tokens = -log_probs.chosen.sum(), pairs.lengths.chosen.sum()
             losses[NLL] = self.config.sft_weight * nll
@@ -115,51 +117,39 @@ class Preference(Objective):
         if self.reference is None:
             scores = log_probs = log_probs / pairs.lengths
             log_odds_P = log_odds(scores.chosen) - log_odds(scores.rejected)
-            losses[PREFERENCE] = -self.config.beta * F.logsigmoid(log_odds_P).sum()
+            losses[PREFERENCE] = -beta * F.logsigmoid(log_odds_P).sum()
             metrics |= pairs.means({"log_odds_ratio": F.logsigmoid(log_odds_P), "log_odds_chosen": log_odds_P})
         else:
             # Subtracted token by token: the sums of long answers are large, and their difference is small.
             scores = pairs.sums(log_probs_BT - batch.extras["reference_BT"])
-            losses[PREFERENCE] = self._losses_P(scores, pairs.lengths).sum()
-        # Odds ratios have no reference whose rounding could be taken for a difference.
-        resolution_P = 0.0 if self.reference is None else self._resolution_P(pairs, log_probs_BT.detach())
-        return Terms(losses, metrics | self._pair_metrics(pairs, log_probs, scores, resolution_P))
-
-    def _losses_P(self, scores: PairValues, lengths: PairValues) -> Tensor:
-        """The loss of each pair [P]. scores: log-ratios of policy and reference."""
-        if self.config.loss != "sigmoid":
-            scores = scores / lengths
-        margins_P, smoothing = scores.chosen - scores.rejected, self.config.label_smoothing
-        if self.config.loss == "ipo":
-            return (margins_P - 1 / (2 * self.config.beta)).square()  # equation 17 of Azar et al.
-        logits_P = self.config.beta * margins_P
-        return -(1 - smoothing) * F.logsigmoid(logits_P) - smoothing * F.logsigmoid(-logits_P)
-
-    def _resolution_P(self, pairs: Pairs, log_probs_BT: Tensor) -> Tensor:
-        """The largest difference of two log-ratios [P] that may be rounding."""
-        precision, squares = self.config.precision, pairs.sums(log_probs_BT.square())
-        formats = ("bf16",) if precision.policy == "auto" else precision.possible  # the coarsest that `auto` may become
-        return max(RESOLUTION[one] for one in formats) * (squares.chosen + squares.rejected).sqrt()
-
-    def _pair_metrics(
-        self, pairs: Pairs, log_probs: PairValues, scores: PairValues, resolution_P: Tensor | float
-    ) -> dict[str, Metric]:
-        """Under TRL's names; rewards are beta times the score, which is not divided by the length."""
-        chosen_P, rejected_P = self.config.beta * scores.chosen, self.config.beta * scores.rejected
-        margins_P = chosen_P - rejected_P
-        return pairs.means(
+            compared = scores if self.config.loss == "sigmoid" else scores / pairs.lengths
+            margins_P = compared.chosen - compared.rejected
+            if self.config.loss == "ipo":
+                losses_P = (margins_P - 1 / (2 * beta)).square()  # equation 17 of Azar et al.
+            else:
+                logits_P = beta * margins_P
+                losses_P = -(1 - smoothing) * F.logsigmoid(logits_P) - smoothing * F.logsigmoid(-logits_P)
+            losses[PREFERENCE] = losses_P.sum()
+            # Differences of log-ratios up to this may be rounding; BF16 is the coarsest format that `auto` may become
+            precision, squares = self.config.precision, pairs.sums(log_probs_BT.detach().square())
+            formats = ("bf16",) if precision.policy == "auto" else precision.possible
+            resolution_P = max(RESOLUTION[one] for one in formats) * (squares.chosen + squares.rejected).sqrt()
+        # Under TRL's names; rewards are beta times the score, which is not divided by the length
+        chosen_P, rejected_P = beta * scores.chosen, beta * scores.rejected
+        metrics |= pairs.means(
             {
                 "rewards/chosen": chosen_P,
                 "rewards/rejected": rejected_P,
-                "rewards/accuracies": shares_right(margins_P, self.config.beta * resolution_P),
-                "rewards/margins": margins_P,
+                "rewards/accuracies": shares_right(chosen_P - rejected_P, beta * resolution_P),
+                "rewards/margins": chosen_P - rejected_P,
                 "logps/chosen": log_probs.chosen,
                 "logps/rejected": log_probs.rejected,
             }
         )
+        return Terms(losses, metrics)
 
 
 def log_odds(log_probs_P: Tensor) -> Tensor:
-    """log(p / (1 - p)) from log p."""
+    """Computes log(p / (1 - p)) from log p."""
     log_probs_P = log_probs_P.clamp(max=MOST_LOG_PROB)
     return log_probs_P - (-log_probs_P.expm1()).log()

@@ -1,5 +1,4 @@
-"""The reference model of a policy gradient: log-probabilities of completions under the weights that training began
-with."""
+"""Reference model of a policy gradient: log-probabilities of completions under the initial weights of training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,16 +15,16 @@ ROWS_AT_ONCE = 16
 
 @dataclass(kw_only=True)
 class ReferenceModel:
-    """A frozen model, made when it is first needed."""
+    """A frozen model, loaded when it is first needed."""
 
     load: Callable[[], FrozenModel]
-    """Makes it with the weights that training began with. Called on all ranks together."""
+    """Loads the model with the initial weights of training; all ranks call together."""
     row_len: int
-    """Tokens of a row; no completion with its prompt is longer."""
+    """Tokens of a row, at least those of the longest completion with its prompt."""
     loaded: list[FrozenModel] = field(default_factory=list[FrozenModel])
 
     def log_probs(self, rollout: Rollout, world: World) -> Tensor:
-        """log p of each generated token [C, T] float32, 0 elsewhere. All ranks of `world` call together."""
+        """Log-probability of each generated token [C, T] float32, 0 elsewhere. All ranks of `world` call together."""
         if not self.loaded:
             self.loaded.append(self.load())
         (model,) = self.loaded

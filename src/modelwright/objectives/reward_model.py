@@ -20,12 +20,12 @@ from modelwright.parallel.mesh import World, single
 from modelwright.train.frozen_model import FrozenModel
 
 HEAD = "score"
-"""The name of the head in `Decoder.heads`."""
+"""Name of the head in `Decoder.heads`."""
 
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A frozen model whose head gives a token's reward."""
+    """A frozen model with a head that computes a token's reward."""
 
     frozen: FrozenModel
 
@@ -34,8 +34,8 @@ class RewardModel:
         return self.frozen.executor.model.config
 
     def score(self, batch: TokenBatch, *, num_parts: int = 1) -> Tensor:
-        """The reward at the last token of every row, [B] in FP32 at least; 0 for a row of padding. Of a row with
-        several pieces, it is that of the last one. num_parts: number of chunks in which the rows are processed.
+        """Reward at the last token of every row, that of its last piece, [B] in FP32 at least; 0 for a row of padding.
+        num_parts: number of chunks in which the rows are processed.
         """
         scores_BS = self.piece_scores(batch, num_parts=num_parts)
         if not scores_BS.shape[1]:
@@ -44,7 +44,7 @@ class RewardModel:
         return scores_BS.gather(1, last_B.clamp(min=0).long()[:, None])[:, 0] * (last_B >= 0)
 
     def piece_scores(self, batch: TokenBatch, *, num_parts: int = 1) -> Tensor:
-        """The reward at the last token of every piece, [B, S] in FP32 at least; 0 for pieces that a row has not."""
+        """Reward at the last token of every piece, [B, S] in FP32 at least; 0 for pieces that a row lacks."""
         rewards_BT = self.frozen.head_output(HEAD, batch, num_parts=num_parts)[..., 0]
         segments_BT = batch.segments_BT.to(rewards_BT.device)
         return piece_sums(rewards_BT * piece_ends(segments_BT), segments_BT, count_pieces(segments_BT))
@@ -52,7 +52,7 @@ class RewardModel:
 
 @dataclass(frozen=True)
 class EnsembleScores:
-    """Rewards by several models, [B] each. std_B: of the models' rewards around their mean; 0 for one model."""
+    """Rewards by several models, [B] each. std_B: deviation of the models' rewards from their mean; 0 for one model."""
 
     mean_B: Tensor
     std_B: Tensor
@@ -60,39 +60,36 @@ class EnsembleScores:
 
 @dataclass(frozen=True)
 class RewardEnsemble:
-    """Several reward models whose disagreement tells how much a reward can be trusted (Coste et al. 2023)."""
+    """Several reward models, whose disagreement measures the uncertainty of a reward (Coste et al. 2023)."""
 
     models: Sequence[RewardModel]
 
     def score(self, batch: TokenBatch, *, num_parts: int = 1) -> EnsembleScores:
         """Mean and standard deviation of the rewards at the last token of every row."""
         scores_MB = torch.stack([model.score(batch, num_parts=num_parts) for model in self.models])
+        # Without Bessel's correction, which would make the deviation of one model NaN
         return EnsembleScores(scores_MB.mean(dim=0), scores_MB.std(dim=0, correction=0))
 
 
 ALONE = single()
 
 
-def load_reward_model(folder: Path, world: World = ALONE, *, sharded: bool = False) -> RewardModel:
-    """The reward model of a sequence-classification folder with one label, such as the stage `reward` and
-    `transformers` write. sharded: see `FrozenModel`. Raises `ModelError` for a folder that holds none.
-    """
-    return reward_model(load_sequence_classifier(folder, head=HEAD), world, sharded=sharded)
+def load_reward_model(folder: Path, world: World = ALONE) -> RewardModel:
+    """Read a sequence classification with one label. Raises `ModelError` for a folder of another kind."""
+    return reward_model(load_sequence_classifier(folder, head=HEAD), world)
 
 
-def load_reward_ensemble(folders: Sequence[Path], world: World = ALONE, *, sharded: bool = False) -> RewardEnsemble:
-    """The reward models of several folders. Raises `ConfigError` without any or for different vocabularies, and
-    `ModelError` as `load_reward_model` does.
-    """
+def load_reward_ensemble(folders: Sequence[Path], world: World = ALONE) -> RewardEnsemble:
+    """Read several reward models. Raises `ConfigError` without folders or for different vocabularies."""
     if not folders:
-        raise ConfigError("reward models: there is none; give one folder or more")
-    models = [load_reward_model(folder, world, sharded=sharded) for folder in folders]
+        raise ConfigError("reward models: the list is empty; give one folder or more")
+    models = [load_reward_model(folder, world) for folder in folders]
     sizes = [model.config.vocab_size for model in models]
     if len(set(sizes)) > 1:
         raise ConfigError(f"reward models: their vocabularies differ ({sizes}); give models with one tokenizer")
     return RewardEnsemble(models)
 
 
-def reward_model(model: Decoder, world: World = ALONE, *, sharded: bool = False) -> RewardModel:
-    """A frozen copy of a model that has the head."""
-    return RewardModel(FrozenModel(model, world, sharded=sharded))
+def reward_model(model: Decoder, world: World = ALONE) -> RewardModel:
+    """Returns a frozen copy of a model that has the head."""
+    return RewardModel(FrozenModel(model, world))

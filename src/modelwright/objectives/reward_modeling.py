@@ -33,10 +33,9 @@ class RewardModelConfig(TrainConfig):
     learning_rate: float = 1e-5
     """Peak learning rate."""
     center_rewards_coefficient: float = 0.0
-    """Weight of the mean of (chosen + rejected)^2, which keeps rewards around 0 (Eisenstein et al. 2023); 0.01 is
-    usual."""
+    """Weight of the mean of (chosen + rejected)^2, which centers rewards (Eisenstein et al. 2023); 0.01 is usual."""
     use_margins: bool = False
-    """Whether a chosen answer must be better by the `margin` of its record (Touvron et al. 2023, section 3.2.2)."""
+    """Require a chosen answer to be better by the `margin` of its record (Touvron et al. 2023, section 3.2.2)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,10 +46,9 @@ class RewardModelConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class RewardModeling(Objective):
-    """The logistic loss of the difference of two rewards, which is the binary cross-entropy of "the chosen answer is
-    better" with that difference as its logit. Every pair counts the same.
-    """
+    """Logistic loss of the difference of two rewards, all pairs with equal weights."""
 
+    # It is the binary cross-entropy of "the chosen answer is better" with that difference as its logit
     needs = frozenset({WHOLE_ROWS})
     metric_names = ("accuracy", "margin", "mean_reward")
     source: BatchSource
@@ -75,8 +73,8 @@ class RewardModeling(Objective):
         required_P = pairs.sums(batch.extras["values_BT"] * ends_BT).chosen if self.config.use_margins else 0.0
         losses = {PAIRWISE: -F.logsigmoid(differences_P - required_P).sum()}
         if self.config.center_rewards_coefficient:
-            sums_P = rewards.chosen + rewards.rejected
-            losses[CENTER] = self.config.center_rewards_coefficient * sums_P.square().sum()
+            squares_P = (rewards.chosen + rewards.rejected).square()
+            losses[CENTER] = self.config.center_rewards_coefficient * squares_P.sum()
         metrics = {
             "accuracy": shares_right(differences_P),
             "margin": differences_P,

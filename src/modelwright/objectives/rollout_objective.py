@@ -1,4 +1,4 @@
-"""What objectives share that roll out, and learn from each rollout in several updates."""
+"""Common base of objectives that generate completions and learn from each rollout in several updates."""
 
 import itertools
 from abc import abstractmethod
@@ -22,7 +22,7 @@ from modelwright.train.whole_model import ModelLayout, one_process
 
 @dataclass(kw_only=True)
 class RolloutObjective(Objective):
-    """Fills a buffer with the experience of a rollout whenever it is used up, and hands out its minibatches."""
+    """Fills a buffer with the experience of a rollout whenever it is used up, and yields its minibatches."""
 
     needs = frozenset({EQUAL_REPLICAS, SYNCHRONOUS_UPDATES})
     worker: RolloutWorker
@@ -36,12 +36,12 @@ class RolloutObjective(Objective):
     """Called on the first rank with the number of each rollout and some of its completions."""
     layout: ModelLayout = field(default_factory=one_process)
     next_place: int = 0
-    """Prompts used so far, in their endless random order."""
+    """Number of prompts used so far, in their endless random order."""
     buffer: ExperienceBuffer = field(init=False)
 
     @abstractmethod
     def new_experience(self, model: Decoder) -> Experience:
-        """Roll out, and compute what is learned from it. All ranks call together."""
+        """Roll out, and compute the values that updates need. All ranks call together."""
 
     def new_buffer(self, *, num_epochs: int, num_minibatches: int) -> ExperienceBuffer:
         return ExperienceBuffer(
@@ -53,23 +53,21 @@ class RolloutObjective(Objective):
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
         for _ in itertools.count(first):
+            # Before the test: it may end the rollout because of the update that has just been made
             self.before_minibatch()
             if self.buffer.is_used_up:
                 self.buffer.fill(self.new_experience(model))
             yield self.buffer.next_minibatch(rank=rank, world_size=world_size)
 
     def before_minibatch(self) -> None:
-        """May end the rollout at hand. All ranks call together, after the same updates."""
+        """May end the current rollout. All ranks call together, after the same updates."""
 
     def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
         return self.heldout.prepare(batch, model, self.layout)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "next_place": self.next_place,
-            "buffer": self.buffer.state_dict(),
-            "heldout": self.heldout.state_dict(),
-        }
+        parts = {"buffer": self.buffer.state_dict(), "heldout": self.heldout.state_dict()}
+        return {"next_place": self.next_place, **parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.next_place = state["next_place"]
@@ -79,25 +77,22 @@ class RolloutObjective(Objective):
     def roll_out(
         self, model: Decoder, num_prompts: int, *, num_generations: int, more: tuple[int, ...] = ()
     ) -> Rollout:
-        """Completions of the next prompts. more: numbers this generation of the rollout, where there are several."""
+        """Generate completions of the next prompts. more: number of this round, in a rollout with several."""
         worker = self.worker
         numbers = prompt_numbers(self.next_place, num_prompts, num_prompts=len(worker.prompts), seed=worker.seed)
         self.next_place += num_prompts
-        stream = ("rollout", self.rollout_number, *more)
+        # Named by the rollout that fills the buffer next, so that a resumed run draws the same tokens
+        stream = ("rollout", self.buffer.number + 1, *more)
         return worker.roll_out(model, self.layout.world, numbers, num_generations=num_generations, stream=stream)
 
-    @property
-    def rollout_number(self) -> int:
-        """The number, from 0, of the rollout that fills the buffer next."""
-        return self.buffer.number + 1
-
     def show(self, rollout: Rollout) -> None:
-        """Give some completions to `observe`."""
+        """Pass some completions to `observe`."""
         if self.layout.world.is_first:
-            self.observe(self.rollout_number, shown(rollout, self.worker, self.worker.config.shown_completions))
+            count = self.worker.config.shown_completions
+            self.observe(self.buffer.number + 1, shown(rollout, self.worker, count))
 
     def constant_metrics(self, output: Tensor, *, with_rollout: bool) -> dict[str, Metric]:
-        """All metrics as none; with the figures of the newest rollout."""
+        """Returns all metrics without values, except for the newest rollout's figures if `with_rollout`."""
         nothing = constant_metrics({}, self.metric_names, output.device)
         figures = self.buffer.metrics if with_rollout else {}
         return {**nothing, **constant_metrics(figures, list(figures), output.device)}

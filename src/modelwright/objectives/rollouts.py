@@ -1,8 +1,8 @@
 """Rollouts: completions that the model in training generates, with their rewards, the same under every layout.
 
-Each rank generates the completions of some of the prompts with the whole model; then all ranks have all of them. Tokens
-are drawn from the model's own distribution (temperature 1, no truncation), because policy gradients are expectations
-under it: the log-probabilities that the engine reports are those of the behavior policy.
+Each rank generates the completions of some of the prompts with the whole model; then all ranks gather all of them.
+Tokens are sampled from the model's own distribution (temperature 1, no truncation), because policy gradients are
+expectations under it: the log-probabilities that the engine reports are those of the behavior policy.
 
 Legend: C completions, L tokens of the longest prompt with its completion, T = L - 1 places (see `completion_rows.py`),
 R reward terms.
@@ -37,17 +37,17 @@ CACHE_BLOCK = EngineConfig().block_size
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How completions are generated."""
+    """Settings of the generation of completions."""
 
     max_completion_length: int = 256
-    """Most tokens of a completion."""
+    """Maximum tokens of a completion."""
     max_num_seqs: int = constant(64)
     """Completions that a rank generates at once; it decides the size of the key/value cache, not the result."""
     mask_truncated: bool = False
     """Leave completions that reach the limit out of the loss (the overlong filtering of DAPO, Yu et al. 2025)."""
     heldout_decoding: Literal["greedy", "sampling"] = "greedy"
-    """How held-out prompts are answered: by the likeliest token each time, or by draws from the policy's distribution,
-    which is what updates improve. The draws are the same at every evaluation."""
+    """Decoding of held-out prompts: the likeliest token each time, or samples from the policy's distribution, which
+    updates improve. The random numbers are the same at every evaluation."""
     shown_completions: int = constant(4)
     """Completions of a rollout that are kept for the report."""
 
@@ -57,17 +57,16 @@ class RolloutConfig:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
 
     def engine(self, model: ModelConfig, prompt_lens: Sequence[int]) -> EngineConfig:
-        """An engine with room for as many completions at once as there are, at most `max_num_seqs`, and for a context
-        of the model.
-        """
+        """Returns settings of an engine for these prompts, at most `max_num_seqs` of them at once."""
         count = max(1, min(self.max_num_seqs, len(prompt_lens)))
         longest = min(model.max_seq_len, max(prompt_lens, default=1) + self.max_completion_length)
+        # At least a whole context of the model, which the engine requires of its cache
         blocks = max(count * -(-longest // CACHE_BLOCK), -(-model.max_seq_len // CACHE_BLOCK))
         return EngineConfig(max_num_seqs=count, kv_cache_tokens=blocks * CACHE_BLOCK)
 
 
 def check_rollout_training(batching: BatchingConfig) -> None:
-    """Raise `ConfigError` for settings of the order of rows, which prompts do not follow."""
+    """Raise `ConfigError` for settings of the order of rows, which prompts ignore."""
     if batching.curriculum.by != "none" or batching.mixture.is_on:
         raise ConfigError("batching: prompts are drawn in random order, without a curriculum or a mixture; remove it")
 
@@ -77,7 +76,7 @@ class Rollout:
     """Completions with their rewards; the same on all ranks, on the CPU."""
 
     prompts_C: Tensor
-    """int64, the number of each completion's prompt."""
+    """int64, number of each completion's prompt."""
     ids_CL: Tensor
     """int64, prompt and completion; 0 after the end."""
     prompt_lens_C: Tensor
@@ -87,9 +86,9 @@ class Rollout:
     log_probs_CT: Tensor
     """float32, log-probability of each generated token under the model that generated it, in nats; 0 elsewhere."""
     stopped_C: Tensor
-    """bool, whether the completion ended by itself, not at the limit of tokens."""
+    """bool, true if the completion ended with a stop token, not at the limit of tokens."""
     rewards_C: Tensor
-    """float64, the weighted sum of the rewards; NaN where one failed or the model's output was not finite."""
+    """float64, weighted sum of the rewards; NaN where one failed or the model's output was not finite."""
     terms_CR: Tensor
     """float64, each reward without its weight; NaN for failures."""
 
@@ -99,22 +98,22 @@ class Rollout:
 
     @property
     def completion_lens_C(self) -> Tensor:
-        """int64, generated tokens, the one that ended the completion included."""
+        """int64, number of generated tokens, the stop token included."""
         return self.lens_C - self.prompt_lens_C
 
     @property
     def mask_CT(self) -> Tensor:
-        """bool, the places that predict a generated token."""
+        """bool, true for places that predict a generated token."""
         places_T = torch.arange(self.log_probs_CT.shape[1])
         return (places_T >= self.prompt_lens_C[:, None] - 1) & (places_T < self.lens_C[:, None] - 1)
 
     @property
     def scored_C(self) -> Tensor:
-        """bool, whether a completion has a reward; others are never trained on."""
+        """bool, true if a completion has a reward; others are never trained on."""
         return self.rewards_C.isfinite()
 
     def take(self, numbers: Tensor) -> "Rollout":
-        """The completions with these numbers [N] int64, or where a mask [C] is true."""
+        """Returns the completions with these numbers [N] int64, or those where a mask [C] is true."""
         return Rollout(**{name: values[numbers] for name, values in self.state_dict().items()})
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -122,15 +121,16 @@ class Rollout:
 
     @classmethod
     def joined(cls, rollouts: Sequence["Rollout"]) -> "Rollout":
-        """All completions of several rollouts, in order."""
+        """Concatenates the completions of several rollouts, in order."""
         longest = max(one.ids_CL.shape[1] for one in rollouts)
-
-        def padded(values: Tensor, name: str) -> Tensor:
-            width = longest - name.endswith("_CT")
-            return F.pad(values, (0, width - values.shape[1])) if name.endswith(("_CL", "_CT")) else values
-
-        states = [one.state_dict() for one in rollouts]
-        return cls(**{name: torch.cat([padded(state[name], name) for state in states]) for name in states[0]})
+        joined: dict[str, Tensor] = {}
+        for field in fields(cls):
+            values: list[Tensor] = [getattr(one, field.name) for one in rollouts]
+            if field.name.endswith(("_CL", "_CT")):
+                width = longest - field.name.endswith("_CT")
+                values = [F.pad(one, (0, width - one.shape[1])) for one in values]
+            joined[field.name] = torch.cat(values)
+        return cls(**joined)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class RolloutWorker:
 
     @property
     def term_names(self) -> list[str]:
-        """The names of the reward terms, in the order of `Rollout.terms_CR`."""
+        """Names of the reward terms, in the order of `Rollout.terms_CR`."""
         return [term.reward.name for term in self.reward.terms]
 
     def roll_out(
@@ -160,46 +160,44 @@ class RolloutWorker:
         stream: Sequence[str | int],
         greedy: bool = False,
     ) -> Rollout:
-        """`num_generations` completions of each of the prompts with these numbers, one prompt after the other. All
-        ranks of `world` call it together; the completions do not depend on their number.
+        """Generate `num_generations` completions of each of the prompts with these numbers, one prompt after the other.
+        All ranks of `world` call together; the completions do not depend on the number of ranks.
 
         whole: the whole model (`ModelLayout.whole_model`)
-        stream: names the random stream, so that each rollout draws its own tokens.
+        stream: name of the random stream, so that each rollout samples different tokens.
         """
-        own = share(len(numbers), world)
-        prompts = [(place, numbers[place]) for place in own for _ in range(num_generations)]
+        own = [(place, generation) for place in share(len(numbers), world) for generation in range(num_generations)]
         params = [
-            self._sampling(derive_seed(self.seed, *stream, place, generation), greedy=greedy)
-            for place in own
-            for generation in range(num_generations)
+            SamplingParams(
+                max_tokens=self.config.max_completion_length,
+                temperature=0.0 if greedy else 1.0,
+                # By the place in the global list, so that completions do not depend on the number of ranks
+                seed=derive_seed(self.seed, *stream, place, generation),
+                stop_ids=self.tokenizer.stop_ids,
+            )
+            for place, generation in own
         ]
-        records = [self.prompts[number] for _, number in prompts]
+        records = [self.prompts[numbers[place]] for place, _ in own]
         ids = [one.ids for one in records]
         engine = self.config.engine(whole.config, [len(one) for one in ids])
         completions = generate(whole, ids, params, engine, on_step=self.on_step)
-        scored = self.reward.evaluate([self._sample(*pair) for pair in zip(records, completions, strict=True)])
-        mine = self._rollout([number for _, number in prompts], records, completions, scored, world)
-        return Rollout(**{name: gather_rows(world, values) for name, values in mine.state_dict().items()})
-
-    def _sampling(self, seed: int, *, greedy: bool) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=self.config.max_completion_length,
-            temperature=0.0 if greedy else 1.0,
-            seed=seed,
-            stop_ids=self.tokenizer.stop_ids,
-        )
-
-    def _sample(self, prompt: PromptRecord, completion: Completion) -> Sample:
-        return Sample(
-            prompt=prompt.messages,
-            answer=self.text_of(completion.token_ids),
-            num_tokens=len(completion.token_ids),
-            finish_reason=completion.finish_reason,
-            fields=prompt.fields,
-        )
+        samples = [
+            Sample(
+                prompt=prompt.messages,
+                answer=self.text_of(completion.token_ids),
+                num_tokens=len(completion.token_ids),
+                finish_reason=completion.finish_reason,
+                fields=prompt.fields,
+            )
+            for prompt, completion in zip(records, completions, strict=True)
+        ]
+        scored = self.reward.evaluate(samples)
+        part = self._rollout([numbers[place] for place, _ in own], records, completions, scored, world)
+        return Rollout(**{name: gather_rows(world, values) for name, values in part.state_dict().items()})
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """The text of a completion. Rows of a model beyond the tokenizer's vocabulary have none."""
+        """Decodes a completion."""
+        # A model may have more rows of the embedding than the tokenizer has tokens
         return self.tokenizer.decode([one for one in token_ids if one < self.tokenizer.vocab_size])
 
     def _rollout(
@@ -210,9 +208,10 @@ class RolloutWorker:
         scored: ScoredSamples,
         world: World,
     ) -> Rollout:
-        """This rank's completions as tensors of the width that the longest one of all ranks needs."""
+        """Converts this rank's completions to tensors, as wide as the longest one of all ranks."""
         prompt_lens = [len(one.ids) for one in records]
         lens = [length + len(one.token_ids) for length, one in zip(prompt_lens, completions, strict=True)]
+        # One place at least, also on ranks without completions
         longest = int(world.maxima(max(lens, default=2))[0])
         ids_CL = torch.zeros(len(lens), longest, dtype=torch.int64)
         log_probs_CT = torch.zeros(len(lens), longest - 1)
@@ -221,6 +220,7 @@ class RolloutWorker:
             ids_CL[row, :end] = torch.tensor([*record.ids, *completion.token_ids])
             log_probs_CT[row, begin - 1 : end - 1] = torch.tensor(completion.logprobs)
         rewards_C = torch.tensor([score.value for score in scored.scores], dtype=torch.float64)
+        # Made bool below, because a tensor of an empty list is not
         broken_C = torch.tensor([not one.token_ids or one.finish_reason == "error" for one in completions])
         terms = [[score.value for score in scores] for scores in scored.terms.values()]
         return Rollout(
@@ -236,23 +236,20 @@ class RolloutWorker:
 
 
 def share(count: int, world: World) -> range:
-    """This rank's consecutive part of `count` things; some ranks have none if there are too few."""
+    """Returns this rank's consecutive part of `count` items, which may be empty if there are fewer items than ranks."""
     sizes = [*part_sizes(count, world.size)] if count >= world.size else [1] * count + [0] * (world.size - count)
     first = sum(sizes[: world.rank])
     return range(first, first + sizes[world.rank])
 
 
 def gather_rows(world: World, rows: Tensor) -> Tensor:
-    """The rows of all ranks, any number of each, in the order of the ranks, on the CPU. Rows have the same shape and
-    format on all ranks.
-    """
-    message = rows.contiguous().cpu().flatten().view(torch.uint8)
-    parts = world.gather_bytes(message)
+    """Gathers rows of one shape and format from all ranks, any number of each, in their order, on the CPU."""
+    parts = world.gather_bytes(rows.contiguous().cpu().flatten().view(torch.uint8))
     return torch.cat([part.cpu() for part in parts]).view(rows.dtype).view(-1, *rows.shape[1:])
 
 
 def rollout_metrics(rollout: Rollout, term_names: Sequence[str]) -> dict[str, float]:
-    """Figures of a rollout under TRL's names; those of nothing are left out."""
+    """Figures of a rollout under TRL's names, without those of empty sets."""
     lengths_C = rollout.completion_lens_C.double()
     result: dict[str, float] = {
         "reward/failures": float((~rollout.scored_C).sum()),
@@ -273,14 +270,14 @@ def rollout_metrics(rollout: Rollout, term_names: Sequence[str]) -> dict[str, fl
 
 
 def rollout_metric_names(term_names: Sequence[str]) -> list[str]:
-    """The names of all that `rollout_metrics` may return."""
+    """Names of all figures that `rollout_metrics` may return."""
     lengths = [f"completions/{name}" for name in ("clipped_ratio", "mean_length", "min_length", "max_length")]
     terms = [f"rewards/{name}/{figure}" for name in term_names for figure in ("mean", "std", "failures")]
     return ["reward", "reward/failures", *lengths, *terms]
 
 
 def shown(rollout: Rollout, worker: RolloutWorker, count: int) -> list[dict[str, Any]]:
-    """The first completions of different prompts, with their rewards, as plain data."""
+    """Returns the first completions of different prompts, with their rewards, as plain data."""
     seen: dict[int, dict[str, Any]] = {}
     for row, number in enumerate(rollout.prompts_C.tolist()):
         if number in seen or len(seen) == count:
@@ -295,6 +292,7 @@ def shown(rollout: Rollout, worker: RolloutWorker, count: int) -> list[dict[str,
 
 
 def constant_metrics(values: Mapping[str, float], names: Sequence[str], device: torch.device) -> dict[str, Any]:
-    """Figures that all ranks know, as metrics of one microbatch: their mean over any number of those is the value."""
+    """Converts figures that all ranks know to metrics of one microbatch."""
+    # The mean over any number of microbatches and ranks is the figure; names without a value count nothing
     one, none = torch.ones((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device)
     return {name: (one * values[name], one) if name in values else (none, none) for name in names}

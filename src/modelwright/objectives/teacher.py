@@ -1,4 +1,4 @@
-"""The teacher of a distillation: a frozen model, what its layers compute, and its output projection.
+"""Teacher of a distillation: a frozen model, its layers' activations, and its output projection.
 
 Legend: B rows, T tokens, E width of the teacher, V vocabulary, K likeliest tokens.
 """
@@ -21,17 +21,17 @@ from modelwright.parallel.mesh import World
 from modelwright.train.frozen_model import FrozenModel
 
 TOKENS_AT_ONCE = 4096
-"""Tokens that the teacher evaluates at a time, in whole rows."""
+"""Number of tokens that the teacher evaluates at a time, in whole rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherOutput:
-    """What a teacher computes for a batch of rows."""
+    """Activations of a teacher for a batch of rows."""
 
     hidden_BTE: Tensor
     """Hidden states after the last norm."""
     outputs: Sequence[Tensor]
-    """The outputs of the requested layers, [B, T, E] each."""
+    """Outputs of the requested layers, [B, T, E] each."""
     heads: Sequence[HeadInputs]
     """Queries, keys and values of the requested layers."""
 
@@ -43,27 +43,29 @@ class TeacherModel:
     frozen: FrozenModel
     config: ModelConfig
     head_VE: Tensor
-    """The output projection, whole on every rank."""
+    """Output projection, whole on every rank."""
 
     @classmethod
     def of(cls, model: Decoder, world: World, *, sharded: bool = False) -> "TeacherModel":
-        """A copy of `model`, which is not kept. sharded: every call is then made by all ranks together, each with its
-        own rows, equally many.
-        """
+        """Copies `model`. sharded: all ranks make every call together, with equally many own rows."""
         frozen = FrozenModel(model, world, sharded=sharded)
+        # Logits are computed outside of the model, where a sharded head is not whole
         head_VE = model.head_weight.detach().to(world.device).clone() if sharded else frozen.executor.model.head_weight
         return cls(frozen=frozen, config=model.config, head_VE=head_VE)
 
     def output(self, batch: TokenBatch, *, outputs: Sequence[int] = (), heads: Sequence[int] = ()) -> TeacherOutput:
-        """outputs, heads: the layers whose outputs, and whose queries, keys and values, are wanted."""
+        """Evaluates a batch. outputs, heads: layers whose outputs, and whose queries, keys and values, are returned."""
         taps = LayerTaps(self.frozen.executor.model, outputs=outputs, heads=heads)
 
+        # The frozen model returns one tensor for each row, so all activations are concatenated and split again
         def joined(hidden_BTE: Tensor, part: TokenBatch) -> Tensor:
             inner, attended = taps.take()
             return torch.cat([hidden_BTE, *inner, *(tensor for layer in attended for tensor in layer)], dim=-1)
 
+        # Chunks of whole rows, equally many on ranks with equally many rows, as a sharded model requires
+        num_parts = min(batch.num_rows, ceil(batch.num_tokens / TOKENS_AT_ONCE))
         try:
-            all_BTX = self.frozen.outputs(batch, num_parts(batch), joined)
+            all_BTX = self.frozen.outputs(batch, num_parts, joined)
         finally:
             taps.remove()
         width, config = self.config.model_dim, self.config
@@ -75,7 +77,7 @@ class TeacherModel:
         return TeacherOutput(hidden_BTE=hidden_BTE, outputs=inner, heads=layers)
 
     def targets(self, hidden_BTE: Tensor, divergence: DivergenceKind) -> TeacherHead:
-        """The distributions of all tokens, and what is learned of them."""
+        """Returns the distributions of all tokens, with the divergence to minimize."""
         return TeacherHead(
             hidden_NE=hidden_BTE.flatten(0, 1),
             weight_VE=self.head_VE,
@@ -85,7 +87,7 @@ class TeacherModel:
 
     @torch.no_grad()
     def top_tokens(self, row: TokenBatch, temperature: float, top_k: int) -> tuple[Tensor, Tensor]:
-        """The K likeliest tokens of one row at a temperature: log-probabilities and numbers, [T, K] each."""
+        """Returns the K likeliest tokens of one row at a temperature: log-probabilities and numbers, [T, K] each."""
         hidden_TE = self.frozen.hidden(row)[0]
         parts: list[tuple[Tensor, Tensor]] = []
         for hidden_CE in hidden_TE.split(CHUNK_TOKENS):
@@ -97,8 +99,3 @@ class TeacherModel:
             parts.append((values_CK, tokens_CK))
         values, tokens = zip(*parts, strict=True)
         return torch.cat(values), torch.cat(tokens)
-
-
-def num_parts(batch: TokenBatch) -> int:
-    """Chunks of whole rows of about `TOKENS_AT_ONCE` tokens, the same number on ranks with equally many rows."""
-    return min(batch.num_rows, ceil(batch.num_tokens / TOKENS_AT_ONCE))

@@ -1,4 +1,4 @@
-"""The value function of PPO: a head on the hidden states of the policy, or a model of its own.
+"""Value function of PPO: a head on the hidden states of the policy, or a separate model.
 
 Legend: B rows, T tokens, D model width.
 """
@@ -28,35 +28,35 @@ from modelwright.objectives.reward_model import HEAD
 from modelwright.train.flops import dense_flops, head_flops
 
 VALUE = "value"
-"""The name of the value function in `Decoder.heads`."""
+"""Name of the value function in `Decoder.heads`."""
 
 
 class ValueFunction(Protocol):
-    """Predicts the return at each token: the rewards that are still to come."""
+    """Predicts the return at each token: the sum of later rewards."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
-    """Properties of a run that it relies on, as of an objective."""
+    """Required properties of a run, as for an objective."""
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
-        """The module `VALUE`, for a policy of this shape; it makes values [B, T] of what `inputs` returns."""
+        """Returns the module `VALUE` for a policy of this shape; it maps `inputs` to values [B, T]."""
         ...
 
     def inputs(self, batch: TokenBatch, hidden: Callable[[], Tensor]) -> Tensor:
-        """What the module reads. hidden: computes the hidden states of the policy [B, T, D] for the batch."""
+        """Returns the module's input. hidden: computes the hidden states of the policy [B, T, D] for the batch."""
         ...
 
     def flops(self, batch: TokenBatch) -> float:
-        """FLOPs of forward and backward in an update; 0 where they are small beside the policy's."""
+        """FLOPs of forward and backward in an update; 0 if they are negligible against the policy's."""
         ...
 
 
 class ValueHead(nn.Module):
-    """The value of each token, from its hidden state. It begins with zero everywhere, as in lm-human-preferences: the
-    first advantages are then those of a baseline of 0, not of a random one."""
+    """Computes the value of each token from its hidden state."""
 
     def __init__(self, model_dim: int, *, bias: bool = True) -> None:
         super().__init__()
         self.linear = nn.Linear(model_dim, 1, bias=bias)
+        # As in lm-human-preferences: the first advantages are those of a baseline of 0, not of a random one
         nn.init.zeros_(self.linear.weight)
         if bias:
             nn.init.zeros_(self.linear.bias)
@@ -87,7 +87,7 @@ class ValueModel(nn.Module):
         self.head = ValueHead(decoder.config.model_dim, bias=False)
 
     def forward(self, rows_3BT: Tensor) -> Tensor:
-        """rows_3BT: token ids, positions and segments; see `SeparateValueModel.inputs`."""
+        """Computes values [B, T]. rows_3BT: token ids, positions and segments; see `SeparateValueModel.inputs`."""
         input_ids_BT, positions_BT, segments_BT = rows_3BT
         attend = packed_attend(segments_BT.int(), self.decoder.config.windows)
         return self.head(self.decoder(input_ids_BT, positions_BT, attend))
@@ -95,45 +95,40 @@ class ValueModel(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class SeparateValueModel(ValueFunction):
-    """A model of its own, all of whose weights are trained, as in InstructGPT (Ouyang et al. 2022, section 3.5) and
-    TRL's PPOTrainer: the losses share no weights. It is neither divided along the tokens of a row, nor scaled layer by
-    layer.
+    """A separate model, all of whose weights are trained, as in InstructGPT (Ouyang et al. 2022, section 3.5) and TRL's
+    PPOTrainer: policy and value losses have separate weights. It is neither divided along the tokens of a row, nor
+    scaled layer by layer.
     """
 
     needs = frozenset({WHOLE_ROWS, COMMON_LOSS_SCALE})
     shape: ModelConfig
     load: Callable[[], Decoder]
-    """Reads the decoder that it begins with, of this shape. If that has the head of a reward model, this is the first
-    value head; otherwise values begin with zero."""
+    """Reads the initial decoder; a reward model's head becomes the value head, without one values start at 0."""
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
         if torch.get_default_device().type == "meta":  # a skeleton, which gets the values of a model in training
             return {VALUE: ValueModel(Decoder(replace(self.shape, tie_embeddings=True)))}
         start = self.load()
-        model = ValueModel(without_output(start))
+        # Tied embeddings leave out the output projection, which no value needs; the weights are shared, not copied
+        with torch.device("meta"):
+            trunk = Decoder(replace(start.config, tie_embeddings=True))
+        for name, _ in list(trunk.named_parameters()):
+            set_parameter(trunk, name, start.get_parameter(name).detach())
+        model = ValueModel(trunk)
         if HEAD in start.heads:
             set_parameter(model.head, "linear.weight", start.heads.get_parameter(f"{HEAD}.weight").detach().clone())
         return {VALUE: model}
 
     def inputs(self, batch: TokenBatch, hidden: Callable[[], Tensor]) -> Tensor:
+        # One tensor, because `Decoder.head_output` passes one
         return torch.stack([batch.input_ids_BT, batch.positions_BT, batch.segments_BT.to(batch.input_ids_BT.dtype)])
 
     def flops(self, batch: TokenBatch) -> float:
         return float(dense_flops(self.shape, batch) - 3 * head_flops(self.shape, batch))
 
 
-def without_output(model: Decoder) -> Decoder:
-    """The decoder with the same weights, without an output projection and further heads."""
-    with torch.device("meta"):
-        trunk = Decoder(replace(model.config, tie_embeddings=True))
-    for name, _ in list(trunk.named_parameters()):
-        set_parameter(trunk, name, model.get_parameter(name).detach())
-    return trunk
-
-
 def separate_value_model(folder: Path) -> SeparateValueModel:
-    """A value model that begins with the weights of a folder: a reward model's, its head included, or a language
-    model's. Raises `ModelError` as `load_model` does.
-    """
+    """Returns a value model that starts from a folder. Raises `ModelError` as `load_model` does."""
+    # A reward model's weights, its head included, or a language model's
     load = partial(load_sequence_classifier, folder, head=HEAD) if is_sequence_classifier(folder) else None
     return SeparateValueModel(shape=load_config(folder), load=load or partial(load_model, folder))

@@ -1,4 +1,4 @@
-"""The Hugging Face model types that can be read and written, one entry each.
+"""Hugging Face model types that can be read and written, one entry each.
 
 A new type is a file with its `HfType` and a line in this list.
 """

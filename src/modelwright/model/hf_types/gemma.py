@@ -5,16 +5,15 @@ frequencies under the window (3).
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
 from modelwright.model.hf_types.hf_type import (
+    HF_ACTIVATIONS,
     HfSettings,
     HfType,
-    hf_activation,
     read_activation,
     read_shape,
-    subgroup,
     write_layer_types,
     write_shape,
 )
@@ -32,7 +31,7 @@ GEMMA3_THETA, GEMMA3_WINDOW_THETA = 1_000_000.0, 10_000.0
 
 
 def _read(settings: HfSettings, *, max_len: int, soft_cap: float, slides: int) -> dict[str, Any]:
-    """What both share. slides: every how many layers one sees all tokens."""
+    """Read the fields that both types share. slides: every layer with a multiple of this number sees all tokens."""
     settings.refuse_if_set(use_bidirectional_attention="attention to later tokens")
     shape = read_shape(
         settings, num_key_value_heads=4, head_dim=256, max_position_embeddings=max_len, tie_word_embeddings=True
@@ -46,6 +45,7 @@ def _read(settings: HfSettings, *, max_len: int, soft_cap: float, slides: int) -
         "attention": AttentionConfig(
             qkv_bias=bias,
             output_bias=bias,
+            # 0 stands for this default, so that folders written by this project compare equal when read back
             query_scale=0.0 if scale == shape["head_dim"] ** -0.5 else scale,
             soft_cap=soft_cap,
             window=window if layers else 0,
@@ -61,8 +61,7 @@ def _read(settings: HfSettings, *, max_len: int, soft_cap: float, slides: int) -
 
 def _read_gemma2(settings: HfSettings) -> dict[str, Any]:
     refuse_partial_rotary(settings)
-    soft_cap = _cap(settings, "attn_logit_softcapping", 50.0)
-    read = _read(settings, max_len=8192, soft_cap=soft_cap, slides=2)
+    read = _read(settings, max_len=8192, soft_cap=_cap(settings, "attn_logit_softcapping", 50.0), slides=2)
     logit_soft_cap = _cap(settings, "final_logit_softcapping", 30.0)
     return {**read, **read_rope(settings, max_len=read["max_seq_len"]), "logit_soft_cap": logit_soft_cap}
 
@@ -72,8 +71,8 @@ def _read_gemma3(settings: HfSettings) -> dict[str, Any]:
     pattern = int(settings.get("sliding_window_pattern", settings.get("_sliding_window_pattern", 6)))
     read = _read(settings, max_len=131_072, soft_cap=0.0, slides=pattern)
     groups = settings.mapping("rope_parameters")
-    full = {**subgroup(groups, "full_attention"), **settings.mapping("rope_scaling")}
-    sliding = subgroup(groups, "sliding_attention")
+    full = {**cast(Mapping[str, Any], groups.get("full_attention") or {}), **settings.mapping("rope_scaling")}
+    sliding = cast(Mapping[str, Any], groups.get("sliding_attention") or {})
     if sliding.get("rope_type", "default") != "default":
         settings.refuse("rope_parameters", "scaled rotary positions of layers with a window")
     theta = sliding.get("rope_theta") or settings.get("rope_local_base_freq", GEMMA3_WINDOW_THETA)
@@ -87,7 +86,7 @@ def _read_gemma3(settings: HfSettings) -> dict[str, Any]:
 
 
 def _cap(settings: HfSettings, name: str, default: float) -> float:
-    """A cap of null is none, and a missing one is the default."""
+    """Reads a soft cap: null disables it, and a missing one is the default."""
     return float(settings.data.get(name, default) or 0.0)
 
 
@@ -98,15 +97,11 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {
         **shape,
         **write_layer_types(config),
-        "hidden_activation": hf_activation(config),
+        "hidden_activation": HF_ACTIVATIONS[config.feed_forward.activation],
         "query_pre_attn_scalar": round(scale**-2) if scale else config.head_dim,
         "final_logit_softcapping": config.logit_soft_cap or None,
         "attn_logit_softcapping": config.attention.soft_cap or None,
     }
-
-
-def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
-    return {**_write(config), **write_rope(config)}
 
 
 def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
@@ -123,7 +118,11 @@ def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
 
 
 GEMMA2 = HfType(
-    name="gemma2", architecture="Gemma2ForCausalLM", read=_read_gemma2, write=_write_gemma2, block_names=NAMES
+    name="gemma2",
+    architecture="Gemma2ForCausalLM",
+    read=_read_gemma2,
+    write=lambda config: {**_write(config), **write_rope(config)},
+    block_names=NAMES,
 )
 GEMMA3 = HfType(
     name="gemma3_text", architecture="Gemma3ForCausalLM", read=_read_gemma3, write=_write_gemma3, block_names=NAMES

@@ -1,7 +1,7 @@
-"""What an entry of the table of Hugging Face model types consists of, and what entries share.
+"""Entry of the table of Hugging Face model types, and functions that entries share.
 
-An entry holds data: which settings of a `config.json` become which fields of `ModelConfig`, back again, and which names
-its tensors have. The modules are those of `decoder.py` for all of them.
+An entry maps settings of a `config.json` to fields of `ModelConfig` and back, and parameters to names of tensors. All
+types use the modules of `decoder.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ PRE_NORM_NAMES: Mapping[str, str] = {
     "attention": "self_attn",
     "ffn": "mlp",
 }
-"""Parts of a block with one norm before attention and one before the feed-forward layer."""
+"""Names of a block's parts, with one norm before attention and one before the feed-forward layer."""
 
 SHAPE_DEFAULTS: Mapping[str, Any] = {
     "num_key_value_heads": 0,
@@ -27,15 +27,16 @@ SHAPE_DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
 }
-"""Values of settings that a `config.json` lacks, in most types. 0 key/value heads stand for as many as query heads, a
-head width of 0 for the model width divided by the query heads."""
+"""Defaults of settings in most types. 0 key/value heads mean one for each query head, a head width of 0 the model width
+divided by the query heads."""
 
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+HF_ACTIVATIONS: Mapping[Activation, str] = {own: name for name, own in ACTIVATIONS.items()}
 
 
 @dataclass(frozen=True)
 class HfSettings:
-    """A `config.json`. source: its path, for errors. A setting that is null counts as missing."""
+    """Settings of a `config.json`; null counts as missing. source: its path, for errors."""
 
     data: Mapping[str, Any]
     source: str
@@ -46,28 +47,28 @@ class HfSettings:
 
     def required(self, name: str) -> Any:
         if self.data.get(name) is None:
-            raise ModelError(f"{self.source}: has no {name!r}, so it does not describe a complete model")
+            raise ModelError(f"{self.source}: {name!r} is missing, so the model is not complete")
         return self.data[name]
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        """A group of settings; empty if it is missing. Raises `ModelError` if it is anything else."""
+        """Returns a group of settings, empty if it is missing. Raises `ModelError` if it is not a group."""
         value = self.get(name, {})
         if not isinstance(value, Mapping):
             self.refuse(name, f"{value!r} where a group of settings is expected")
         return cast(Mapping[str, Any], value)
 
     def refuse(self, name: str, what: str) -> None:
-        """Raise `ModelError` for a setting that changes the computation in a way that the decoder lacks."""
+        """Raise `ModelError` for a setting that needs a computation that the decoder lacks."""
         raise ModelError(f"{self.source}: {name}: {what} cannot be loaded; choose a model without")
 
     def refuse_if_set(self, **unsupported: str) -> None:
-        """The same for each of these settings that is present and true."""
+        """Raise `ModelError` for the first of these settings that is present and true."""
         for name, what in unsupported.items():
             if self.data.get(name):
                 self.refuse(name, what)
 
     def layer_types(self) -> Sequence[str]:
-        """`full_attention` or `sliding_attention` for each layer; empty if the config has no such list."""
+        """Returns `full_attention` or `sliding_attention` for each layer; empty if the config lacks such a list."""
         types = [str(one) for one in self.get("layer_types", ())]
         if types and len(types) != int(self.required("num_hidden_layers")):
             raise ModelError(
@@ -78,7 +79,7 @@ class HfSettings:
         return types
 
     def window_layers(self, window: int, default: Callable[[int], bool]) -> tuple[int, ...]:
-        """The layers with a window: those of `layer_types`, or by the type's own rule."""
+        """Returns the layers with a window, by `layer_types` or else by the type's own rule, `default`."""
         num_layers = int(self.required("num_hidden_layers"))
         types = self.layer_types() or [
             "sliding_attention" if default(layer) else "full_attention" for layer in range(num_layers)
@@ -91,11 +92,11 @@ class HfSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class HfType:
-    """One `model_type` of Hugging Face.
+    """Entry for a `model_type` of Hugging Face.
 
-    name: the `model_type`; architecture: its class for causal language modeling; read: the fields of `ModelConfig` from
-    a config.json; write: the settings of a config.json beside those that all types have; block_names: parts of a block
-    and their names; fused: tensors that hold several projections, concatenated by rows, by their names.
+    name: the `model_type`; architecture: its class for causal language modeling; read: returns the fields of
+    `ModelConfig` from a config.json; write: returns the settings of a config.json, without type and architecture;
+    block_names: names of a block's parts; fused: projections in each tensor that concatenates several by rows.
     """
 
     name: str
@@ -106,38 +107,30 @@ class HfType:
     fused: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
 
 
-def subgroup(group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A group of settings within another; empty if it is missing or null."""
-    return cast(Mapping[str, Any], group.get(name) or {})
-
-
 def read_shape(settings: HfSettings, **defaults: Any) -> dict[str, Any]:
-    """The fields that all types have. defaults: where they differ from `SHAPE_DEFAULTS`."""
-    defaults = {**SHAPE_DEFAULTS, **defaults}
-
-    def get(name: str) -> Any:
-        return settings.get(name, defaults[name])
-
+    """Read the fields that all types have. defaults: differences from `SHAPE_DEFAULTS`."""
+    get = {name: settings.get(name, default) for name, default in {**SHAPE_DEFAULTS, **defaults}.items()}
     heads, width = int(settings.required("num_attention_heads")), int(settings.required("hidden_size"))
     return {
         "vocab_size": int(settings.required("vocab_size")),
         "num_layers": int(settings.required("num_hidden_layers")),
         "model_dim": width,
         "num_heads": heads,
-        "num_kv_heads": int(get("num_key_value_heads")) or heads,
+        "num_kv_heads": int(get["num_key_value_heads"]) or heads,
         "ffn_dim": int(settings.required("intermediate_size")),
-        "head_dim": int(get("head_dim")) or width // heads,
-        "max_seq_len": int(get("max_position_embeddings")),
-        "norm_eps": float(get("rms_norm_eps")),
+        "head_dim": int(get["head_dim"]) or width // heads,
+        "max_seq_len": int(get["max_position_embeddings"]),
+        "norm_eps": float(get["rms_norm_eps"]),
         "qk_norm": False,
-        "tie_embeddings": bool(get("tie_word_embeddings")),
-        "init_std": float(get("initializer_range")),
-        "embedding_init_std": float(settings.get("embedding_initializer_range", get("initializer_range"))),
+        "tie_embeddings": bool(get["tie_word_embeddings"]),
+        "init_std": float(get["initializer_range"]),
+        "embedding_init_std": float(settings.get("embedding_initializer_range", get["initializer_range"])),
     }
 
 
 def write_shape(config: ModelConfig) -> dict[str, Any]:
-    """The settings that all types have."""
+    """Returns the settings that all types have."""
+    # Dynamic scaling starts from the original length, which `read_rope` multiplies by the factor again
     original = config.rope.original_max_len if config.rope.kind == "dynamic" else config.max_seq_len
     return {
         "vocab_size": config.vocab_size,
@@ -154,7 +147,7 @@ def write_shape(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
         "embedding_initializer_range": config.embedding_init_std,
-        "hidden_act": hf_activation(config),
+        "hidden_act": HF_ACTIVATIONS[config.feed_forward.activation],
         "attention_bias": config.attention.output_bias,
         "attention_dropout": 0.0,
         "use_cache": True,
@@ -162,7 +155,7 @@ def write_shape(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_activation(settings: HfSettings, *names: str, default: str = "silu") -> Activation:
-    """The activation that the first of these settings names."""
+    """Returns the activation that the first of these settings names."""
     name = next((name for name in names if settings.data.get(name) is not None), names[0])
     activation = settings.get(name, default)
     if activation not in ACTIVATIONS:
@@ -170,11 +163,7 @@ def read_activation(settings: HfSettings, *names: str, default: str = "silu") ->
     return ACTIVATIONS[activation]
 
 
-def hf_activation(config: ModelConfig) -> str:
-    return next(name for name, ours in ACTIVATIONS.items() if ours == config.feed_forward.activation)
-
-
 def write_layer_types(config: ModelConfig) -> dict[str, Any]:
-    """`layer_types` and the window of the sliding layers."""
+    """Returns `layer_types` and the window of the sliding layers."""
     spans = ["sliding_attention" if config.window_of(layer) else "full_attention" for layer in range(config.num_layers)]
     return {"layer_types": spans, "sliding_window": config.attention.window or None}

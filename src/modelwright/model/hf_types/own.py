@@ -1,5 +1,5 @@
-"""The project's own type, for what no type of `transformers` has: a gate on attention's output, selected heads.
-`transformers` refuses its folders, and the export does so by name.
+"""This project's own type, for features that all types of `transformers` lack: a gate on attention's output, selected
+heads. `transformers` refuses its folders, and the export does so by name.
 """
 
 from typing import Any, get_args

@@ -7,7 +7,7 @@ from modelwright.model.hf_types.hf_type import HfSettings, HfType, read_activati
 from modelwright.model.hf_types.rope import PARTIAL, read_rope, rope_settings, scaling_settings
 
 LONGROPE_NAMES = ("longrope", "su", "yarn")
-"""Names under which Phi-3 folders have had LongRoPE."""
+"""Names of LongRoPE in Phi-3 folders of all versions."""
 
 
 def _read(settings: HfSettings) -> dict[str, Any]:
@@ -19,8 +19,7 @@ def _read(settings: HfSettings) -> dict[str, Any]:
     group["rope_type"] = "longrope" if kind in LONGROPE_NAMES else kind
     if kind != "default" and not settings.data.get("original_max_position_embeddings"):
         group.setdefault("original_max_position_embeddings", 4096)
-    part = float(group.get(PARTIAL) or settings.get(PARTIAL, 1.0))
-    rotary_dim = int(shape["head_dim"] * part)
+    rotary_dim = int(shape["head_dim"] * float(group.get(PARTIAL) or settings.get(PARTIAL, 1.0)))
     window = int(settings.get("sliding_window", 0))
     return {
         **shape,

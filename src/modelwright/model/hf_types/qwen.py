@@ -1,5 +1,6 @@
 """Qwen2 and Qwen2.5 (biases on queries, keys and values) and Qwen3 (norms on queries and keys); both may slide."""
 
+from functools import partial
 from typing import Any
 
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig
@@ -19,6 +20,7 @@ def _read(settings: HfSettings, *, head_dim: int, qkv_bias: bool, output_bias: b
     shape = read_shape(settings, head_dim=head_dim, max_position_embeddings=32_768)
     window = int(settings.data.get("sliding_window", 4096) or 0) if settings.get("use_sliding_window", False) else 0
     first = int(settings.get("max_window_layers", 28))
+    # In Qwen the first layers see all tokens and the later ones slide
     layers = settings.window_layers(window, lambda layer: window > 0 and layer >= first)
     attention = AttentionConfig(
         qkv_bias=qkv_bias, output_bias=output_bias, window=window if layers else 0, window_layers=layers
@@ -30,10 +32,6 @@ def _read(settings: HfSettings, *, head_dim: int, qkv_bias: bool, output_bias: b
         "attention": attention,
         "feed_forward": FeedForwardConfig(activation=read_activation(settings, "hidden_act")),
     }
-
-
-def _read_qwen2(settings: HfSettings) -> dict[str, Any]:
-    return _read(settings, head_dim=0, qkv_bias=True, output_bias=False, qk_norm=False)
 
 
 def _read_qwen3(settings: HfSettings) -> dict[str, Any]:
@@ -53,5 +51,10 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-QWEN2 = HfType(name="qwen2", architecture="Qwen2ForCausalLM", read=_read_qwen2, write=_write)
+QWEN2 = HfType(
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    read=partial(_read, head_dim=0, qkv_bias=True, output_bias=False, qk_norm=False),
+    write=_write,
+)
 QWEN3 = HfType(name="qwen3", architecture="Qwen3ForCausalLM", read=_read_qwen3, write=_write)

@@ -14,20 +14,48 @@ PARTIAL = "partial_rotary_factor"
 def read_rope(
     settings: HfSettings, *, max_len: int, default_theta: float = 10_000.0, group: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """`rope_theta`, `rope` and, where a scaling grows it, `max_seq_len` of a model whose positions end at `max_len`.
+    """Read `rope_theta`, `rope` and, where a scaling grows it, `max_seq_len` of a model with `max_len` positions.
 
-    group: the settings of one kind of layers, where a type has several. Rotary positions on a part of each head are
-    refused; types that have them read the part themselves.
+    group: the settings of one kind of layers, where a type has several.
     """
     parameters = rope_settings(settings) if group is None else group
     theta = float(parameters.get("rope_theta") or settings.get("rope_theta", default_theta))
-    scaling = _read_scaling(settings, parameters, max_len)
-    grown = {"max_seq_len": int(max_len * scaling.factor)} if scaling.kind == "dynamic" else {}
-    return {"rope_theta": theta, "rope": scaling, **grown}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind not in get_args(RopeKind):
+        settings.refuse("rope_scaling", f"scaled rotary positions ({kind})")
+    if kind == "default":
+        return {"rope_theta": theta, "rope": RopeScaling()}
+    name = "original_max_position_embeddings"
+    original = max_len if kind == "dynamic" else int(settings.data.get(name) or parameters.get(name) or max_len)
+    factor = parameters.get("factor")
+    if factor is None and kind in ("linear", "dynamic", "llama3"):
+        settings.refuse("rope_scaling", f"kind {kind} without a factor")
+    factor = max_len / original if factor is None else float(factor)
+    scaling: dict[str, Any] = {"kind": kind, "factor": factor, "original_max_len": 0 if kind == "linear" else original}
+    if kind == "yarn":
+        attention, scale, scale_all = (parameters.get(one) for one in ("attention_factor", "mscale", "mscale_all_dim"))
+        if attention is None and scale and scale_all:
+            # DeepSeek-V2's two factors; without them attention's factor follows from the scaling's, which 0 stands for
+            growth = 0.1 * math.log(factor) if factor > 1 else 0.0
+            attention = (growth * float(scale) + 1.0) / (growth * float(scale_all) + 1.0)
+        scaling |= {
+            "beta_fast": float(parameters.get("beta_fast") or 32.0),
+            "beta_slow": float(parameters.get("beta_slow") or 1.0),
+            "truncate": bool(parameters.get("truncate", True)),
+            "attention_factor": float(attention or 0.0),
+        }
+    if kind == "longrope":
+        for name in ("short_factor", "long_factor"):
+            scaling[name] = tuple(map(float, cast(Sequence[float], parameters.get(name) or ())))
+        scaling["attention_factor"] = float(parameters.get("attention_factor") or 0.0)
+    if kind == "llama3":
+        scaling |= {name: float(parameters[name]) for name in ("low_freq_factor", "high_freq_factor")}
+    rope = RopeScaling(**scaling)
+    return {"rope_theta": theta, "rope": rope, **({"max_seq_len": int(max_len * factor)} if kind == "dynamic" else {})}
 
 
 def rope_settings(settings: HfSettings) -> Mapping[str, Any]:
-    """The group that applies to all layers: `rope_scaling`, where a config has it, else `rope_parameters`."""
+    """Returns the group that applies to all layers: `rope_scaling`, where a config has it, else `rope_parameters`."""
     name = "rope_scaling" if settings.data.get("rope_scaling") else "rope_parameters"
     group = settings.mapping(name)
     if any(isinstance(value, Mapping) for value in group.values()):
@@ -42,7 +70,7 @@ def refuse_partial_rotary(settings: HfSettings) -> None:
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:
-    """The scaling, in both spellings; nothing if there is none."""
+    """Returns the scaling under the names of `transformers` 4 and 5; empty without a scaling."""
     if config.rope.kind == "default":
         return {}
     scaling = scaling_settings(config)
@@ -50,11 +78,12 @@ def write_rope(config: ModelConfig) -> dict[str, Any]:
 
 
 def scaling_settings(config: ModelConfig) -> dict[str, Any]:
-    """The settings of the scaling's kind."""
+    """Returns the settings that the scaling's kind has."""
     scaling = config.rope
     written: dict[str, Any] = {"rope_type": scaling.kind}
     if scaling.kind == "default":
         return written
+    # LongRoPE's factor follows from the two lengths when it is read, so only another one is written
     if scaling.kind != "longrope" or scaling.factor != config.max_seq_len / scaling.original_max_len:
         written["factor"] = scaling.factor
     if scaling.kind in ("yarn", "longrope", "llama3"):
@@ -70,52 +99,3 @@ def scaling_settings(config: ModelConfig) -> dict[str, Any]:
         value: Any = getattr(scaling, name)
         written[name] = list(cast(tuple[float, ...], value)) if isinstance(value, tuple) else value
     return written
-
-
-def _read_scaling(settings: HfSettings, group: Mapping[str, Any], max_len: int) -> RopeScaling:
-    kind = group.get("rope_type", group.get("type", "default"))
-    if kind not in get_args(RopeKind):
-        settings.refuse("rope_scaling", f"scaled rotary positions ({kind})")
-    if kind == "default":
-        return RopeScaling()
-    kind = cast(RopeKind, kind)
-    original = int(
-        settings.data.get("original_max_position_embeddings")
-        or group.get("original_max_position_embeddings")
-        or max_len
-    )
-    if kind == "dynamic":
-        original = max_len
-    factor = group.get("factor")
-    if factor is None and kind in ("linear", "dynamic", "llama3"):
-        settings.refuse("rope_scaling", f"kind {kind} without a factor")
-    factor = max_len / original if factor is None else float(factor)
-    read: dict[str, Any] = {"kind": kind, "factor": factor, "original_max_len": 0 if kind == "linear" else original}
-    if kind == "yarn":
-        read |= {
-            "beta_fast": float(group.get("beta_fast") or 32.0),
-            "beta_slow": float(group.get("beta_slow") or 1.0),
-            "truncate": bool(group.get("truncate", True)),
-            "attention_factor": _yarn_attention_factor(group, factor),
-        }
-    if kind == "longrope":
-        read |= {name: _floats(group, name) for name in ("short_factor", "long_factor")}
-        read["attention_factor"] = float(group.get("attention_factor") or 0.0)
-    if kind == "llama3":
-        read |= {name: float(group[name]) for name in ("low_freq_factor", "high_freq_factor")}
-    return RopeScaling(**read)
-
-
-def _floats(group: Mapping[str, Any], name: str) -> tuple[float, ...]:
-    return tuple(map(float, cast(Sequence[float], group.get(name) or ())))
-
-
-def _yarn_attention_factor(group: Mapping[str, Any], factor: float) -> float:
-    """As given, or by the two `mscale` of DeepSeek-V2; 0 if it follows from the factor alone."""
-    given, scale, scale_all = (group.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
-    if given is not None:
-        return float(given)
-    if not (scale and scale_all):
-        return 0.0
-    growth = 0.1 * math.log(factor) if factor > 1 else 0.0
-    return (growth * float(scale) + 1.0) / (growth * float(scale_all) + 1.0)

@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama some of whose layers have no rotary positions (NoPE), by default every fourth."""
+"""SmolLM3: a Llama with some layers without rotary positions (NoPE), by default every fourth."""
 
 from typing import Any
 

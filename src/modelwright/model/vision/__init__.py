@@ -1,1 +1,1 @@
-"""Towers that read images, and the text towers that CLIP and SigLIP folders have beside them."""
+"""Vision towers, and the text towers of CLIP and SigLIP folders."""

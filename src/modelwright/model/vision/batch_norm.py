@@ -1,8 +1,7 @@
-"""`BatchNorm`: batch normalization whose statistics are those of all ranks that share a batch.
+"""`BatchNorm`: batch normalization (Ioffe and Szegedy 2015) with statistics over all ranks that share a batch.
 
-Ioffe and Szegedy 2015. Moments and norm are computed in FP32 at least, whatever the format of the input. PyTorch's
-synchronized batch norm needs an accelerator, and lets one batch that is not finite spoil the running statistics for
-good.
+Moments and norm are computed in FP32 at least, whatever the format of the input. PyTorch's synchronized batch norm
+needs an accelerator, and one batch that is not finite spoils its running statistics for good.
 
 Legend: N images, C channels, H rows, W columns, R ranks.
 """
@@ -18,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Gather = Callable[[Tensor], Tensor]
-"""The vectors [E] of all ranks, [R, E], with gradients."""
+"""`(own [E]) -> vectors of all ranks [R, E]`, with gradients."""
 
 
 def alone(own_E: Tensor) -> Tensor:
-    """The `Gather` of one process."""
+    """`Gather` of one process."""
     return own_E[None]
 
 
@@ -30,8 +29,8 @@ class BatchNorm(nn.Module):
     """Normalizes each channel over images and pixels; in evaluation by running statistics.
 
     The running statistics are buffers: equal on all ranks, part of checkpoints, and unchanged by a batch whose moments
-    are not finite, because the update of such a batch is skipped (an overflow in FP16). momentum: the share that a
-    batch has in them; as in PyTorch they take the unbiased variance.
+    are not finite, because the update of such a batch is skipped (an overflow in FP16). momentum: the share of a batch
+    in them; as in PyTorch they use the unbiased variance.
     """
 
     def __init__(self, num_channels: int, *, eps: float = 1e-5, momentum: float = 0.1) -> None:
@@ -45,54 +44,46 @@ class BatchNorm(nn.Module):
         self.gather: Gather = alone
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """The normalized x, in its format. A rank may have no image."""
+        """Normalizes x, in its format. N may be 0 on some ranks."""
         wide_NCHW = x_NCHW.to(torch.promote_types(x_NCHW.dtype, torch.float32))
         if not self.training:
             mean_C, var_C = self.running_mean, self.running_var
             out_NCHW = F.batch_norm(wide_NCHW, mean_C, var_C, self.weight, self.bias, training=False, eps=self.eps)
             return out_NCHW.to(x_NCHW.dtype)
         if self.gather is alone and wide_NCHW.numel() > len(self.weight):
-            return self._in_one_pass(x_NCHW)
-        mean_C, squares_C, count = self._moments(wide_NCHW)
+            # One process: PyTorch's own operator reads and writes x in its format and sums in FP32 at least, where the
+            # operators below keep several wide copies. It refuses a single value for each channel. With a momentum of
+            # 1 it leaves the batch's own statistics in these two tensors.
+            mean_C, var_C = torch.zeros_like(self.running_mean), torch.ones_like(self.running_var)
+            out_NCHW = F.batch_norm(
+                x_NCHW, mean_C, var_C, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps
+            )  # fmt: skip
+            self._track(mean_C, var_C)
+            return out_NCHW
+        # Counts, means and sums of squared deviations of all ranks, merged by the formula of Chan et al. 1983, which,
+        # unlike the mean of squares minus the square of the mean, does not cancel
+        num_channels, num_values = len(self.weight), wide_NCHW.numel() // len(self.weight)
+        own_mean_C = wide_NCHW.sum((0, 2, 3)) / max(1, num_values)
+        own_squares_C = (wide_NCHW - own_mean_C[:, None, None]).square().sum((0, 2, 3))
+        own_E = torch.cat([own_mean_C.new_full((1,), num_values), own_mean_C, own_squares_C])
+        counts_R1, means_RC, squares_RC = self.gather(own_E).split([1, num_channels, num_channels], dim=1)
+        count = counts_R1.sum().clamp(min=1)
+        mean_C = (counts_R1 * means_RC).sum(0) / count
+        squares_C = (squares_RC + counts_R1 * (means_RC - mean_C).square()).sum(0)
+        # Unbiased for the running statistics, biased for the norm, as in PyTorch
         self._track(mean_C.detach(), squares_C.detach() / (count - 1).clamp(min=1))
         scale_C = self.weight * (squares_C / count + self.eps).rsqrt()
         centered_NCHW = wide_NCHW - mean_C[:, None, None]
         return (centered_NCHW * scale_C[:, None, None] + self.bias[:, None, None]).to(x_NCHW.dtype)
 
-    def _in_one_pass(self, x_NCHW: Tensor) -> Tensor:
-        """The same for one process, by PyTorch's own operator: it reads and writes `x` in its own format and sums in
-        FP32 at least, where the operators of the other way keep several wide copies.
-        """
-        mean_C, var_C = torch.zeros_like(self.running_mean), torch.ones_like(self.running_var)
-        out_NCHW = F.batch_norm(
-            x_NCHW, mean_C, var_C, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps
-        )  # fmt: skip
-        self._track(mean_C, var_C)
-        return out_NCHW
-
     def in_evaluation(self) -> tuple[Tensor, Tensor]:
-        """What a channel is multiplied by and what is added to it then, [C] each."""
+        """Factors and offsets of the channels in evaluation, [C] each."""
         factors_C = self.weight * (self.running_var + self.eps).rsqrt()
         return factors_C, self.bias - self.running_mean * factors_C
 
-    def _moments(self, wide_NCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Over all ranks: the mean, the sum of squared deviations from it, and how many values a channel has.
-
-        The ranks' moments are put together by the formula of Chan et al. 1983, which, unlike the mean of squares minus
-        the square of the mean, does not cancel.
-        """
-        num_values = wide_NCHW.numel() // len(self.weight)
-        own_mean_C = wide_NCHW.sum((0, 2, 3)) / max(1, num_values)
-        own_squares_C = (wide_NCHW - own_mean_C[:, None, None]).square().sum((0, 2, 3))
-        own_E = torch.cat([own_mean_C.new_full((1,), num_values), own_mean_C, own_squares_C])
-        counts_R1, means_RC, squares_RC = self.gather(own_E).split([1, *2 * [len(self.weight)]], dim=1)
-        count = counts_R1.sum().clamp(min=1)
-        mean_C = (counts_R1 * means_RC).sum(0) / count
-        squares_C = (squares_RC + counts_R1 * (means_RC - mean_C).square()).sum(0)
-        return mean_C, squares_C, count
-
     @torch.no_grad()
     def _track(self, mean_C: Tensor, var_C: Tensor) -> None:
+        # Selected on the device: an `if` would wait for an accelerator in every layer
         is_finite = mean_C.isfinite().all() & var_C.isfinite().all()
         for running_C, now_C in ((self.running_mean, mean_C), (self.running_var, var_C)):
             moved_C = torch.lerp(running_C, now_C.to(running_C.dtype), self.momentum)
@@ -101,7 +92,7 @@ class BatchNorm(nn.Module):
 
 @contextmanager
 def statistics_over(module: nn.Module, gather: Gather) -> Generator[None]:
-    """Within the block all batch norms of a module take the statistics of the ranks that `gather` reaches."""
+    """Within the block all batch norms of a module use statistics over the ranks that `gather` reaches."""
     norms = [one for one in module.modules() if isinstance(one, BatchNorm)]
     for norm in norms:
         norm.gather = gather

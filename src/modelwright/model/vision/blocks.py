@@ -40,7 +40,10 @@ class EncoderFeedForward(nn.Module):
         self.activation: TowerActivation = activation
 
     def forward(self, x_NTD: Tensor) -> Tensor:
-        return self.down_proj(activated(self.up_proj(x_NTD), self.activation))
+        hidden_NTF = self.up_proj(x_NTD)
+        if self.activation == "quick_gelu":
+            return self.down_proj(hidden_NTF * torch.sigmoid(1.702 * hidden_NTF))
+        return self.down_proj(F.gelu(hidden_NTF, approximate="tanh" if self.activation == "gelu_tanh" else "none"))
 
 
 class EncoderBlock(nn.Module):
@@ -58,21 +61,13 @@ class EncoderBlock(nn.Module):
         return hidden_NTD + self.ffn(self.ffn_norm(hidden_NTD))
 
 
-def activated(x: Tensor, activation: TowerActivation) -> Tensor:
-    """x after the activation, of the same shape."""
-    if activation == "quick_gelu":
-        return x * torch.sigmoid(1.702 * x)
-    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
-
-
 @torch.no_grad()
 def init_encoder(module: nn.Module, *, embedding_std: float, num_layers: int) -> None:
-    """Random weights from PyTorch's default generator, in parameter order: matrices with the standard deviation
-    1 / sqrt(inputs), of which those that end a residual branch are divided by sqrt(2 * layers), embeddings with
-    `embedding_std`. Biases are zero and norms neutral.
-
-    A fixed 0.02 is too small for narrow towers: all images begin with the same output, and hardly leave it.
+    """Draw weights from PyTorch's default generator, in parameter order: matrices with the standard deviation
+    1 / sqrt(inputs), divided by sqrt(2 * layers) at the end of a residual branch; embeddings with `embedding_std`.
+    Biases are zero and norms neutral.
     """
+    # A fixed 0.02 is too small for narrow towers: all images start with the same output, and training hardly leaves it
     norms = {name for name, one in module.named_modules() if isinstance(one, nn.LayerNorm)}
     matrices = {name for name, one in module.named_modules() if isinstance(one, nn.Linear | nn.Conv2d)}
     for name, parameter in module.named_parameters():

@@ -15,7 +15,7 @@ from modelwright.model.vision.resnet import ResNet
 from modelwright.model.vision.vit import VisionTower
 
 Shape = ResNetConfig | VisionConfig
-"""The shape of an image classifier decides which kind it is."""
+"""Shape of an image classifier; its type selects the tower."""
 
 
 class ImageClassifier(nn.Module):
@@ -25,9 +25,10 @@ class ImageClassifier(nn.Module):
         super().__init__()
         if isinstance(shape, ResNetConfig):
             self.tower: nn.Module = ResNet(shape)
-            width = self.tower.output_dim
+            width = shape.widths[-1]
         else:
             self.tower, width = VisionTower(shape), shape.model_dim
+            # Only the blocks: patch embedding and head compute in the format of the weights
             for block in self.tower.blocks:
                 use_projections(block)
         self.head = nn.Linear(width, num_classes)
@@ -36,14 +37,12 @@ class ImageClassifier(nn.Module):
         self.shape, self.num_classes = shape, num_classes
 
     def forward(self, pixels_NCSS: Tensor) -> Tensor:
-        """[N, K]. pixels_NCSS: normalized."""
+        """Logits [N, K]. pixels_NCSS: normalized."""
         return self.head(self.tower(pixels_NCSS.to(self.head.weight.dtype)))
 
 
 def use_projections(module: nn.Module) -> None:
-    """Replace the linear layers of a module, in place, by a decoder's `Linear` with the same weights, which multiplies
-    in the format that training chooses. Names stay.
-    """
+    """Replace linear layers, in place, by `Linear`, which multiplies in training's number format; names stay."""
     for name, layer in list(module.named_modules()):
         if type(layer) is nn.Linear:
             place, _, own = name.rpartition(".")
@@ -53,7 +52,7 @@ def use_projections(module: nn.Module) -> None:
 
 
 def has_batch_norm(shape: Shape) -> bool:
-    """Whether a classifier of this shape compares the images of a batch with each other."""
+    """Returns whether a classifier of this shape computes statistics over the images of a batch."""
     return isinstance(shape, ResNetConfig)
 
 

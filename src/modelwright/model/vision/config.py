@@ -1,4 +1,4 @@
-"""The shape of a vision transformer, and how it wants its pixels."""
+"""Shapes of vision transformers, residual networks and text towers, and the preparation of their pixels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +21,7 @@ class VisionConfig:
     """Shape of a vision transformer (Dosovitskiy et al. 2021) of the kind that CLIP and SigLIP have."""
 
     init_from: str = ""
-    """Folder of a CLIP or SigLIP model whose vision tower is trained on; it decides the shape. "" for random weights of
-    the shape below."""
+    """Folder of a CLIP or SigLIP model to start from, with its shape; "" for random weights of the shape below."""
     image_size: int = 32
     """Pixels of a side."""
     patch_size: int = 4
@@ -36,8 +35,8 @@ class VisionConfig:
     ffn_dim: int = 512
     """Width of the feed-forward layer."""
     pooling: Pooling = constant("class_token")
-    """What stands for an image: the output of a `class_token`, with norms before and after the blocks (CLIP, Radford et
-    al. 2021), or `attention` over all patches by a learned query (SigLIP, Zhai et al. 2023)."""
+    """Pooled output of an image: that of a `class_token`, with norms before and after the blocks (CLIP, Radford et al.
+    2021), or `attention` over all patches by a learned query (SigLIP, Zhai et al. 2023)."""
     activation: TowerActivation = constant("gelu")
     """Activation of the feed-forward layers."""
     norm_eps: float = constant(1e-5)
@@ -45,11 +44,11 @@ class VisionConfig:
     embedding_std: float = constant(0.02)
     """Standard deviation of initial positions, of the class token and of the query that pools."""
     fit: Fit = constant("crop")
-    """How an image becomes a square: `crop` takes its center, `stretch` all of it."""
+    """Conversion of an image to a square: `crop` takes its center, `stretch` all of it."""
     pixel_mean: tuple[float, float, float] = constant((0.5, 0.5, 0.5))
-    """What is subtracted from colors in [0, 1]."""
+    """Mean that is subtracted from colors in [0, 1]."""
     pixel_std: tuple[float, float, float] = constant((0.5, 0.5, 0.5))
-    """What they are divided by then."""
+    """Standard deviation that the differences are divided by."""
 
     def __post_init__(self) -> None:
         for name in ("image_size", "patch_size", "num_layers", "model_dim", "num_heads", "ffn_dim"):
@@ -68,7 +67,7 @@ class VisionConfig:
 
     @property
     def num_tokens(self) -> int:
-        """What the blocks see: patches, and the class token if there is one."""
+        """Number of tokens in the blocks: patches, and the class token if the tower has one."""
         return self.num_patches + (self.pooling == "class_token")
 
 
@@ -112,15 +111,10 @@ class TextTowerConfig:
     is_causal: bool
     """CLIP's tokens see those before them, SigLIP's all."""
     eos_id: int
-    """The token whose hidden state stands for a text; -1 takes the last one, padding or not (SigLIP)."""
-
-    @property
-    def ends_at_largest(self) -> bool:
-        """Whether the end token is recognized as the largest one: so in folders whose config still has the number 2."""
-        return self.eos_id == 2
+    """The token whose hidden state is the text's; -1 takes the last one, padding or not (SigLIP)."""
 
 
 def three(values: Sequence[float]) -> tuple[float, float, float]:
-    """One number for each color."""
+    """Converts a sequence to a number for each color. Raises `ValueError` for another length."""
     red, green, blue = map(float, values)
     return red, green, blue

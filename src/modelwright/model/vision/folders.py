@@ -1,7 +1,7 @@
 """CLIP and SigLIP models in the Hugging Face layout: whole ones are read, vision towers are read and written.
 
-Read are the model types `clip`, `clip_vision_model`, `siglip` and `siglip_vision_model`. How pixels are prepared comes
-from `preprocessor_config.json`, where a folder has one. Nothing is unpickled.
+The model types `clip`, `clip_vision_model`, `siglip` and `siglip_vision_model` can be read. The preparation of pixels
+comes from `preprocessor_config.json`, where a folder has one. Nothing is unpickled.
 """
 
 import json
@@ -11,21 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ModelError, writing
 from modelwright.model.hf import save_tensors, set_parameter
 from modelwright.model.stored_weights import WEIGHTS, StoredWeights, check_tensors, read_json
-from modelwright.model.vision.config import (
-    CLIP_MEAN,
-    CLIP_STD,
-    TextTowerConfig,
-    TowerActivation,
-    VisionConfig,
-    three,
-)
+from modelwright.model.vision.config import CLIP_MEAN, CLIP_STD, TextTowerConfig, TowerActivation, VisionConfig, three
 from modelwright.model.vision.text_tower import DualEncoder, TextTower
 from modelwright.model.vision.vit import VisionTower
 
@@ -54,7 +46,7 @@ _SIGLIP_TEXT_DEFAULTS: Mapping[str, Any] = {**_CLIP_TEXT_DEFAULTS,
     "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "vocab_size": 32000,
     "max_position_embeddings": 64, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
 }  # fmt: skip
-"""The defaults of `transformers` for what a `config.json` leaves out."""
+"""Defaults of `transformers` for settings that a `config.json` lacks."""
 _NAMES = (
     (r"^class_token$", "embeddings.class_embedding"),
     (r"^patches\.", "embeddings.patch_embedding."),
@@ -74,20 +66,20 @@ _NAMES = (
     (r"\.down_proj\.", ".fc2."),
     (r"^norm_in\.", "pre_layrnorm."),
 )
-"""Patterns of this project's names, and what `transformers` calls them."""
+"""Patterns of this project's names, and their replacements in `transformers`."""
+_BESIDE = ("visual_projection.", "text_projection.", "logit_", f"{TEXT_PREFIX}head.")
+"""Tensors outside the towers."""
 
 
 def vision_config(folder: Path) -> VisionConfig:
-    """The shape of the vision tower of a folder. Raises `ModelError` for a folder of another kind."""
+    """Read the shape of the vision tower of a folder. Raises `ModelError` for a folder of another kind."""
     kind, settings = _settings(folder)
     given: dict[str, Any] = (settings.get("vision_config") or {}) if kind in (CLIP, SIGLIP) else settings
     return tower_config(given, folder, is_clip=kind in (CLIP, CLIP_VISION))
 
 
 def tower_config(given: Mapping[str, Any], folder: Path, *, is_clip: bool) -> VisionConfig:
-    """The shape that the settings of a vision tower in a folder's `config.json` describe. Raises `ModelError` for one
-    that cannot be read.
-    """
+    """Shape of a tower from its settings and the folder's `preprocessor_config.json`. Raises `ModelError`."""
     own: dict[str, Any] = {**(_CLIP_DEFAULTS if is_clip else _SIGLIP_DEFAULTS), **given}
     where = str(folder / "config.json")
     if own["num_channels"] != 3:
@@ -109,45 +101,73 @@ def tower_config(given: Mapping[str, Any], folder: Path, *, is_clip: bool) -> Vi
             pixel_mean=CLIP_MEAN if is_clip else (0.5, 0.5, 0.5),
             pixel_std=CLIP_STD if is_clip else (0.5, 0.5, 0.5),
         )
-        return _as_prepared(config, folder)
     except ModelError:
         raise
     except (ValueError, TypeError) as error:
         raise ModelError(f"{where}: {error}") from None
+    path = folder / "preprocessor_config.json"
+    if not path.is_file():
+        return config
+    settings = read_json(path)
+    mean, std = settings.get("image_mean", config.pixel_mean), settings.get("image_std", config.pixel_std)
+    crops = bool(settings.get("do_center_crop", config.fit == "crop"))
+    try:
+        return replace(config, pixel_mean=three(mean), pixel_std=three(std), fit="crop" if crops else "stretch")
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{path}: image_mean and image_std must be three numbers each ({error})") from None
 
 
-def load_vision_tower(folder: Path, *, dtype: torch.dtype = torch.float32) -> VisionTower:
-    """The vision tower of a folder, without its projection. Raises `ModelError` if it cannot be read."""
+def load_vision_tower(folder: Path) -> VisionTower:
+    """Read the vision tower of a folder, without its projection. Raises `ModelError` if it cannot be read."""
     tower = VisionTower(vision_config(folder))
-    _fill(tower, folder, StoredWeights(folder), VISION_PREFIX, dtype)
+    _fill(tower, folder, StoredWeights(folder), VISION_PREFIX)
     return tower
 
 
-def load_dual_encoder(folder: Path, *, dtype: torch.dtype = torch.float32) -> DualEncoder:
-    """The whole model of a CLIP or SigLIP folder. Raises `ModelError` if it cannot be read."""
+def load_dual_encoder(folder: Path) -> DualEncoder:
+    """Read the whole model of a CLIP or SigLIP folder. Raises `ModelError` if it cannot be read."""
     kind, settings = _settings(folder)
     if kind not in (CLIP, SIGLIP):
         raise ModelError(f"{folder}: holds a vision tower alone ({kind}); read it with load_vision_tower")
     stored = StoredWeights(folder)
-    text = TextTower(_text_config(kind, settings, folder))
-    vision = load_vision_tower(folder, dtype=dtype)
-    _fill(text, folder, stored, TEXT_PREFIX, dtype)
+    is_clip = kind == CLIP
+    own: dict[str, Any] = {
+        **(_CLIP_TEXT_DEFAULTS if is_clip else _SIGLIP_TEXT_DEFAULTS),
+        **(settings.get("text_config") or {}),
+    }
+    text_config = TextTowerConfig(
+        vocab_size=own["vocab_size"],
+        max_seq_len=own["max_position_embeddings"],
+        num_layers=own["num_hidden_layers"],
+        model_dim=own["hidden_size"],
+        num_heads=own["num_attention_heads"],
+        ffn_dim=own["intermediate_size"],
+        activation=_activation(own, str(folder / "config.json")),
+        norm_eps=float(own["layer_norm_eps"]),
+        is_causal=is_clip,
+        eos_id=int(own["eos_token_id"]) if is_clip else -1,
+    )
+    text = TextTower(text_config)
+    vision = load_vision_tower(folder)
+    _fill(text, folder, stored, TEXT_PREFIX)
     projections: dict[str, nn.Module] = {"image": nn.Identity(), "text": nn.Identity()}
-    names = {"image": "visual_projection", "text": "text_projection" if kind == CLIP else f"{TEXT_PREFIX}head"}
+    names = {"image": "visual_projection", "text": "text_projection" if is_clip else f"{TEXT_PREFIX}head"}
     for side, name in names.items():
         if f"{name}.weight" in stored.tensors:
-            projections[side] = _linear(stored, name, dtype)
+            weight, has_bias = stored.read(f"{name}.weight").float(), f"{name}.bias" in stored.tensors
+            projections[side] = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias)
+            set_parameter(projections[side], "weight", weight)
+            if has_bias:
+                set_parameter(projections[side], "bias", stored.read(f"{name}.bias").float())
     model = DualEncoder(vision, text, projections["image"], projections["text"])
-    for own in ("logit_scale", "logit_bias"):
-        if own in stored.tensors:
-            set_parameter(model, own, _whole(stored, own).to(dtype).reshape(()))
+    for name in ("logit_scale", "logit_bias"):
+        if name in stored.tensors:
+            set_parameter(model, name, stored.read(name).float().reshape(()))
     return model
 
 
 def save_vision_tower(tower: VisionTower, folder: Path) -> None:
-    """Write a tower so that `transformers` reads it, as a CLIP or SigLIP vision model by its pooling. Raises
-    `StorageError` if writing fails.
-    """
+    """Write a CLIP or SigLIP vision model, by its pooling. Raises `StorageError` if writing fails."""
     is_clip = tower.config.pooling == "class_token"
     settings = {
         "architectures": ["CLIPVisionModel" if is_clip else "SiglipVisionModel"],
@@ -162,7 +182,7 @@ def save_vision_tower(tower: VisionTower, folder: Path) -> None:
 
 
 def tower_settings(config: VisionConfig) -> dict[str, Any]:
-    """What `config.json` says of a vision tower."""
+    """Settings of a vision tower in `config.json`."""
     return {
         "model_type": CLIP_VISION if config.pooling == "class_token" else SIGLIP_VISION,
         "hidden_size": config.model_dim,
@@ -178,19 +198,18 @@ def tower_settings(config: VisionConfig) -> dict[str, Any]:
 
 
 def tower_weights(tower: VisionTower) -> dict[str, Tensor]:
-    """The weights of a tower under the names of `transformers`."""
+    """Weights of a tower under the names of `transformers`."""
     return {stored_name(name, VISION_PREFIX): one.detach().contiguous() for name, one in tower.named_parameters()}
 
 
 def save_preprocessor(config: VisionConfig, folder: Path) -> None:
-    """Write how pixels are prepared. Raises `StorageError` if writing fails."""
+    """Write the preparation of pixels, `preprocessor_config.json`. Raises `StorageError` if writing fails."""
+    square = {"height": config.image_size, "width": config.image_size}
     prepared = {
         "image_processor_type": "CLIPImageProcessor" if config.pooling == "class_token" else "SiglipImageProcessor",
-        "size": {"shortest_edge": config.image_size}
-        if config.fit == "crop"
-        else {"height": config.image_size, "width": config.image_size},
+        "size": {"shortest_edge": config.image_size} if config.fit == "crop" else square,
         "do_center_crop": config.fit == "crop",
-        "crop_size": {"height": config.image_size, "width": config.image_size},
+        "crop_size": square,
         "image_mean": list(config.pixel_mean),
         "image_std": list(config.pixel_std),
     }
@@ -198,9 +217,7 @@ def save_preprocessor(config: VisionConfig, folder: Path) -> None:
 
 
 def stored_name(name: str, prefix: str) -> str:
-    """The name in `transformers` of a parameter of the vision or the text tower, whose prefix this is:
-    `blocks.0.ffn.up_proj.bias` becomes `vision_model.encoder.layers.0.mlp.fc1.bias`.
-    """
+    """Name in `transformers`: `blocks.0.ffn.up_proj.bias` is `vision_model.encoder.layers.0.mlp.fc1.bias`."""
     last = "post_layernorm." if prefix == VISION_PREFIX else "final_layer_norm."
     for pattern, theirs in (*_NAMES, (r"^norm_out\.", last)):
         name = re.sub(pattern, theirs, name)
@@ -214,7 +231,7 @@ def _settings(folder: Path) -> tuple[str, dict[str, Any]]:
     kind, where = str(settings.get("model_type")), folder / "config.json"
     if kind not in (CLIP, CLIP_VISION, SIGLIP, SIGLIP_VISION):
         known = ", ".join((CLIP, CLIP_VISION, SIGLIP, SIGLIP_VISION))
-        raise ModelError(f"{where}: model_type is {kind!r}, which has no vision tower; known are {known}")
+        raise ModelError(f"{where}: model_type is {kind!r}, which lacks a vision tower; known are {known}")
     return kind, settings
 
 
@@ -225,42 +242,9 @@ def _activation(settings: Mapping[str, Any], where: str) -> TowerActivation:
     return _ACTIVATIONS[name]
 
 
-def _as_prepared(config: VisionConfig, folder: Path) -> VisionConfig:
-    """With the means, deviations and cropping of `preprocessor_config.json`, if there is one."""
-    path = folder / "preprocessor_config.json"
-    if not path.is_file():
-        return config
-    settings = read_json(path)
-    mean, std = settings.get("image_mean", config.pixel_mean), settings.get("image_std", config.pixel_std)
-    crops = bool(settings.get("do_center_crop", config.fit == "crop"))
-    try:
-        return replace(config, pixel_mean=three(mean), pixel_std=three(std), fit="crop" if crops else "stretch")
-    except (ValueError, TypeError) as error:
-        raise ModelError(f"{path}: image_mean and image_std must be three numbers each ({error})") from None
-
-
-def _text_config(kind: str, settings: Mapping[str, Any], folder: Path) -> TextTowerConfig:
-    is_clip = kind == CLIP
-    own: dict[str, Any] = {
-        **(_CLIP_TEXT_DEFAULTS if is_clip else _SIGLIP_TEXT_DEFAULTS),
-        **(settings.get("text_config") or {}),
-    }
-    return TextTowerConfig(
-        vocab_size=own["vocab_size"],
-        max_seq_len=own["max_position_embeddings"],
-        num_layers=own["num_hidden_layers"],
-        model_dim=own["hidden_size"],
-        num_heads=own["num_attention_heads"],
-        ffn_dim=own["intermediate_size"],
-        activation=_activation(own, str(folder / "config.json")),
-        norm_eps=float(own["layer_norm_eps"]),
-        is_causal=is_clip,
-        eos_id=int(own["eos_token_id"]) if is_clip else -1,
-    )
-
-
-def _fill(tower: nn.Module, folder: Path, stored: StoredWeights, prefix: str, dtype: torch.dtype) -> None:
-    """Give a tower the weights of a folder, whose names may begin with the prefix or not."""
+def _fill(tower: nn.Module, folder: Path, stored: StoredWeights, prefix: str) -> None:
+    """Fill a tower with the weights of a folder."""
+    # Folders of one tower alone may lack its prefix
     others = [one for one in (VISION_PREFIX, TEXT_PREFIX) if one != prefix]
     own = prefix if any(name.startswith(prefix) for name in stored.tensors) else ""
     names = {name: own + stored_name(name, prefix).removeprefix(prefix) for name, _ in tower.named_parameters()}
@@ -272,22 +256,4 @@ def _fill(tower: nn.Module, folder: Path, stored: StoredWeights, prefix: str, dt
     }
     check_tensors(folder, wanted=shapes, stored=present)
     for name, theirs in names.items():
-        set_parameter(tower, name, _whole(stored, theirs).to(dtype))
-
-
-_BESIDE = ("visual_projection.", "text_projection.", "logit_", f"{TEXT_PREFIX}head.")
-"""Tensors beside the towers."""
-
-
-def _linear(stored: StoredWeights, name: str, dtype: torch.dtype) -> nn.Linear:
-    weight = _whole(stored, f"{name}.weight").to(dtype)
-    has_bias = f"{name}.bias" in stored.tensors
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias)
-    set_parameter(layer, "weight", weight)
-    if has_bias:
-        set_parameter(layer, "bias", _whole(stored, f"{name}.bias").to(dtype))
-    return layer
-
-
-def _whole(stored: StoredWeights, name: str) -> Tensor:
-    return stored.read(name, tuple(slice(0, length) for length in stored.tensors[name].shape))
+        set_parameter(tower, name, stored.read(theirs).float())

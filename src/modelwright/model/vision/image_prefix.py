@@ -1,5 +1,5 @@
-"""Images in the prompt of a decoder: `ImagePrefix` makes one embedding for each patch, and each takes the place of one
-image token (Liu et al. 2023, "Visual Instruction Tuning"; the projector is that of LLaVA 1.5).
+"""Images in the prompt of a decoder: `ImagePrefix` computes an embedding for each patch, which replaces one image token
+(Liu et al. 2023, "Visual Instruction Tuning"; the projector is that of LLaVA 1.5).
 
 Legend: B rows, T tokens, N images, I images of a row at most, P patches, C colors, S pixels of a side, D width of the
 decoder.
@@ -21,13 +21,11 @@ from modelwright.model.vision.vit import VisionTower
 IMAGES = "images"
 """The name in `Decoder.heads`."""
 PIXELS = "prompt_images_BICSS"
-"""The name among the extras of a batch: uint8, of each row the images in the order of their tokens."""
+"""Name of the batch extra with the images: uint8, for each row in the order of their tokens."""
 
 
 class ImageProjector(nn.Module):
-    """From the width of a vision tower to that of a decoder: two layers with a GELU between them (Liu et al. 2024,
-    "Improved Baselines with Visual Instruction Tuning", section 3.2).
-    """
+    """Two layers with a GELU, from a tower's width to a decoder's (LLaVA 1.5, Liu et al. 2024, section 3.2)."""
 
     def __init__(self, num_inputs: int, model_dim: int) -> None:
         super().__init__()
@@ -39,13 +37,13 @@ class ImageProjector(nn.Module):
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """How prompts have images. token_id: of the image token; num_patches: image tokens of one image."""
+    """Tokens of images in prompts. token_id: the image token; num_patches: image tokens of one image."""
 
     token_id: int
     num_patches: int
 
     def starts(self, token_ids: Sequence[int]) -> list[int]:
-        """Where the images of a prompt begin. Raises `ConfigError` where their tokens are cut off."""
+        """Returns the positions at which the images of a prompt start. Raises `ConfigError` if an image is cut off."""
         places = [place for place, token in enumerate(token_ids) if token == self.token_id]
         starts = places[:: self.num_patches]
         for number, start in enumerate(starts):
@@ -58,9 +56,7 @@ class ImageTokens:
 
 
 class ImagePrefix(nn.Module):
-    """A vision tower with its projector. feature_layer: whose output the projector reads, counted from the end as
-    `transformers` does: -1 is the last block, -2 the one before.
-    """
+    """A vision tower with its projector, which reads block `feature_layer`; as in `transformers`, -1 is the last."""
 
     def __init__(self, tower: VisionTower, model_dim: int, *, feature_layer: int, token_id: int) -> None:
         super().__init__()
@@ -73,19 +69,17 @@ class ImagePrefix(nn.Module):
         self.tower = tower
         self.projector = ImageProjector(config.model_dim, model_dim)
         self.feature_layer = feature_layer
+        self.num_blocks = config.num_layers + 1 + feature_layer
+        """Number of the tower's blocks that run."""
         self.tokens = ImageTokens(token_id, config.num_patches)
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the tower that run."""
-        return self.tower.config.num_layers + 1 + self.feature_layer
-
     def forward(self, pixels_NCSS: Tensor) -> Tensor:
-        """[N, P, D]. pixels_NCSS: see `VisionTower.forward`."""
+        """Embeddings of patches [N, P, D]. pixels_NCSS: see `VisionTower.forward`."""
         return self.projector(self.tower.patch_states(pixels_NCSS, num_blocks=self.num_blocks))
 
     def freeze(self, *, whole_tower: bool) -> None:
         """Freeze the tower, or only those of its parts that do not reach the projector."""
+        # Parts behind the projector's layer would never get a gradient
         tower = self.tower
         unused = [*tower.blocks[self.num_blocks :], tower.norm_out, *([tower.pool] if tower.pool else [])]
         for module in [tower] if whole_tower else unused:
@@ -93,14 +87,14 @@ class ImagePrefix(nn.Module):
 
 
 def image_prefix(model: Decoder) -> ImagePrefix | None:
-    """What a model reads images with, None if it reads none."""
+    """Returns the vision part of a model, None for a model without."""
     prefix = dict(model.heads.items()).get(IMAGES)
     assert prefix is None or isinstance(prefix, ImagePrefix)
     return prefix
 
 
 def inserted_images(model: Decoder, tokens_BT: Tensor, extras: Mapping[str, Tensor]) -> Insert | None:
-    """The images of a batch, if it has any, in place of their image tokens [B, T], in order."""
+    """Returns a function that puts a batch's images in place of their tokens [B, T], in order; None without images."""
     prefix, pixels_BICSS = image_prefix(model), extras.get(PIXELS)
     if prefix is None or pixels_BICSS is None:
         return None
@@ -111,6 +105,7 @@ def inserted_images(model: Decoder, tokens_BT: Tensor, extras: Mapping[str, Tens
     pixels_NCSS = torch.cat([pixels_BICSS[is_there_BI], torch.zeros_like(pixels_BICSS[:1, 0])])
 
     def insert(hidden_BTD: Tensor) -> Tensor:
+        # The blank image is cut off after the tower, so that its gradient is zero
         embeddings_MD = prefix(pixels_NCSS)[:-1].flatten(0, 1)
         return replaced(hidden_BTD, is_image_BT.flatten().nonzero()[:, 0], embeddings_MD)
 
@@ -118,6 +113,6 @@ def inserted_images(model: Decoder, tokens_BT: Tensor, extras: Mapping[str, Tens
 
 
 def replaced(hidden_BTD: Tensor, places_M: Tensor, embeddings_MD: Tensor) -> Tensor:
-    """Embeddings with those at some places, counted over all rows, replaced."""
+    """Returns the embeddings with those at some positions, counted over all rows, replaced."""
     flat_ND = hidden_BTD.flatten(0, 1).index_copy(0, places_M, embeddings_MD.to(hidden_BTD.dtype))
     return flat_ND.view_as(hidden_BTD)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError, ModelError, writing
@@ -40,25 +39,23 @@ from modelwright.model.vision.image_prefix import IMAGES, ImagePrefix, image_pre
 from modelwright.model.vision.vit import VisionTower
 
 TEXT, TOWER, PROJECTOR = "language_model.", "vision_tower.", "multi_modal_projector."
-"""What the names of the parts begin with in the files that `transformers` writes."""
+"""Prefixes of the parts' names in the files that `transformers` writes."""
 _DEFAULTS: Mapping[str, Any] = {
     "projector_hidden_act": "gelu", "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
     "multimodal_projector_bias": True,
 }  # fmt: skip
-"""The defaults of `transformers` for what a `config.json` leaves out."""
+"""Defaults of `transformers` for settings that a `config.json` lacks."""
 
 
 def is_llava_folder(folder: Path) -> bool:
-    """Whether `load_llava` is what reads a model folder. Raises `ModelError` without a `config.json`."""
+    """Returns whether a model folder is for `load_llava`. Raises `ModelError` without a `config.json`."""
     return read_json(folder / "config.json").get("model_type") == LLAVA
 
 
 def save_llava(
     model: Decoder, folder: Path, *, image_token: str, eos_id: int, bos_id: int | None = None, pad_id: int | None = None
 ) -> None:
-    """Write a decoder that reads images into `folder` (created if missing). image_token: the text of the token that
-    stands for a patch. Raises `StorageError` if writing fails.
-    """
+    """Write a decoder that reads images; patches replace `image_token`. Raises `StorageError` if writing fails."""
     prefix = image_prefix(model)
     assert prefix is not None, "the model reads no images"
     tower = prefix.tower
@@ -93,16 +90,13 @@ def save_llava(
         folder.mkdir(parents=True, exist_ok=True)
         save_tensors(folder / WEIGHTS, weights)
     save_preprocessor(tower.config, folder)
-    for name, content in {
-        "config.json": settings,
-        "processor_config.json": processor,
-        "generation_config.json": special,
-    }.items():
+    files = {"config.json": settings, "processor_config.json": processor, "generation_config.json": special}
+    for name, content in files.items():
         write_atomic(folder / name, json.dumps(content, indent=2) + "\n")
 
 
-def load_llava(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Read a folder into a decoder with its `ImagePrefix` among its `heads`, on the CPU, with weights in `dtype`.
+def load_llava(folder: Path) -> Decoder:
+    """Read a folder into a decoder with its `ImagePrefix` among its `heads`, on the CPU, with weights in FP32.
 
     Raises `ModelError` that names the setting or tensor when the folder holds anything that cannot be expressed
     exactly, or when files are missing, damaged or contradict each other.
@@ -113,7 +107,14 @@ def load_llava(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder:
         raise ModelError(f"{where}: model_type is {settings.get('model_type')!r}, not {LLAVA}")
     with torch.device("meta"):
         model = _without_weights(settings, folder, where)
-    names = {**_text_names(model), **_image_names(model)}
+    prefix = image_prefix(model)
+    assert prefix is not None
+    # This project's parameters in each tensor, by rows
+    names = {TEXT + tensor: parts for tensor, parts in hf_tensors(model, type_of(model.config)).items()}
+    for name, _ in prefix.tower.named_parameters():
+        names[TOWER + stored_name(name, VISION_PREFIX)] = [f"heads.{IMAGES}.tower.{name}"]
+    for name in dict(prefix.projector.named_parameters()):
+        names[PROJECTOR + name] = [f"heads.{IMAGES}.projector.{name}"]
     stored = StoredWeights(folder)
     known = {canonical(name): name for name in stored.tensors if not name.endswith(("inv_freq", "position_ids"))}
     if model.config.tie_embeddings:
@@ -124,9 +125,10 @@ def load_llava(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder:
         wanted[tensor] = torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:]))
     check_tensors(folder, wanted=wanted, stored={name: stored.tensors[own].shape for name, own in known.items()})
     for tensor, parts in names.items():
-        whole = _whole(stored, known[tensor]).to(dtype)
+        whole = stored.read(known[tensor]).float()
         rows = [model.get_parameter(name).shape[0] for name in parts]
         for name, part in zip(parts, torch.split(whole, rows), strict=True):
+            # A clone, so that no parameter keeps the storage of the whole tensor alive
             set_parameter(model, name, part.clone() if len(parts) > 1 else part)
     return model
 
@@ -134,7 +136,7 @@ def load_llava(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder:
 def _without_weights(settings: Mapping[str, Any], folder: Path, where: str) -> Decoder:
     text, vision = settings.get("text_config"), settings.get("vision_config")
     if not isinstance(text, Mapping) or not isinstance(vision, Mapping):
-        raise ModelError(f"{where}: has no text_config or no vision_config, so it does not describe a complete model")
+        raise ModelError(f"{where}: text_config or vision_config is missing, so the model is not complete")
     text, vision = cast(Mapping[str, Any], text), cast(Mapping[str, Any], vision)
     kind = vision.get("model_type", CLIP_VISION)
     if kind not in (CLIP_VISION, SIGLIP_VISION):
@@ -157,6 +159,7 @@ def _without_weights(settings: Mapping[str, Any], folder: Path, where: str) -> D
             f"{where}: vision_feature_layer is {layer!r} and image_token_index {token_id!r}; one number each can be "
             "read, the latter a token of the vocabulary"
         )
+    # transformers counts hidden states: 0 is the embedding, num_layers the output of the last block
     layer = layer if layer < 0 else layer - tower.config.num_layers - 1
     try:
         prefix = ImagePrefix(tower, model.config.model_dim, feature_layer=layer, token_id=token_id)
@@ -167,10 +170,9 @@ def _without_weights(settings: Mapping[str, Any], folder: Path, where: str) -> D
 
 
 def canonical(name: str) -> str:
-    """The name of a tensor as `save_llava` writes it. Versions of `transformers` differ in where they put `model.` and
-    `vision_model.`.
-    """
-    name = name.removeprefix("model.") if name.startswith(tuple(f"model.{part}" for part in _PARTS)) else name
+    """Name of a tensor in the form of `save_llava`; versions of `transformers` differ in prefixes."""
+    if name.startswith(tuple(f"model.{part}" for part in (TEXT, TOWER, PROJECTOR))):
+        name = name.removeprefix("model.")
     if name.startswith("lm_head."):
         return TEXT + name
     if name.startswith(TEXT) and not name.startswith((f"{TEXT}model.", f"{TEXT}lm_head.")):
@@ -180,33 +182,6 @@ def canonical(name: str) -> str:
     return name
 
 
-_PARTS = (TEXT, TOWER, PROJECTOR)
-
-
-def _text_names(model: Decoder) -> dict[str, list[str]]:
-    """The names of this project's parameters that each tensor holds, by rows."""
-    return {TEXT + tensor: names for tensor, names in hf_tensors(model, type_of(model.config)).items()}
-
-
-def _image_names(model: Decoder) -> dict[str, list[str]]:
-    prefix = image_prefix(model)
-    assert prefix is not None
-    towers = {
-        TOWER + stored_name(name, VISION_PREFIX): [f"heads.{IMAGES}.tower.{name}"]
-        for name, _ in prefix.tower.named_parameters()
-    }
-    projectors = {PROJECTOR + name: [f"heads.{IMAGES}.projector.{name}"] for name, _ in _parameters(prefix.projector)}
-    return towers | projectors
-
-
-def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(module.named_parameters())
-
-
 def _strategy(tower: VisionTower) -> str:
-    """Which tokens of the tower are read: `default` leaves the class token out."""
+    """Selection of the tower's tokens: `default` leaves the class token out."""
     return "default" if tower.config.pooling == "class_token" else "full"
-
-
-def _whole(stored: StoredWeights, name: str) -> Tensor:
-    return stored.read(name, tuple(slice(0, length) for length in stored.tensors[name].shape))

@@ -27,10 +27,7 @@ NUM_COLORS = 3
 
 
 class Convolution(nn.Module):
-    """A convolution as the product of patches with a `Linear`; in the format of the weights, or one that they are only
-    cast to, PyTorch's own convolution computes the same without copying patches. It has a bias only once the batch norm
-    after it is folded into it.
-    """
+    """A convolution as the product of patches with a `Linear`; it has a bias once its batch norm is folded into it."""
 
     def __init__(self, num_inputs: int, num_outputs: int, *, size: int, stride: int) -> None:
         super().__init__()
@@ -39,6 +36,8 @@ class Convolution(nn.Module):
         nn.init.kaiming_normal_(self.kernel.weight, mode="fan_in", nonlinearity="relu")
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
+        # In the format of the weights, or one that they are only cast to, PyTorch's convolution computes the same
+        # without copying patches; another class of kernel, such as one with integer weights, multiplies patches itself
         if type(self.kernel) is not Linear:
             return self.by_patches(x_NCHW)
         weight_OI, product = self.kernel.own_weight(), self.kernel.product
@@ -50,7 +49,7 @@ class Convolution(nn.Module):
         return convolution(x_NCHW.to(cast), weight_OCkk, bias_O, stride=self.stride, padding=self.padding)
 
     def by_patches(self, x_NCHW: Tensor) -> Tensor:
-        """The same by the product of patches, in the format that training has chosen."""
+        """Returns the convolution as a product of patches, in the kernel's own number format."""
         side = (x_NCHW.shape[-1] + 2 * self.padding - self.size) // self.stride + 1
         patches_NKL = F.unfold(x_NCHW, self.size, padding=self.padding, stride=self.stride)
         out_NLO = self.kernel(patches_NKL.transpose(1, 2))
@@ -82,10 +81,10 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A first convolution, stages of residual blocks that halve the image, and the mean over what is left of it."""
+    """A first convolution, stages of residual blocks that halve the image, and the mean over the remaining pixels."""
 
     NORMS: ClassVar[dict[str, str]] = {"stem": "norm"}
-    """As that of a block."""
+    """The norm after the first convolution."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
@@ -101,19 +100,15 @@ class ResNet(nn.Module):
                 blocks.append(ResidualBlock(widths[max(0, stage - (not block))], width, stride=stride))
         self.blocks = nn.Sequential(*blocks)
 
-    @property
-    def output_dim(self) -> int:
-        return self.config.widths[-1]
-
     def forward(self, pixels_NCSS: Tensor) -> Tensor:
-        """One vector for each image [N, D]. pixels_NCSS: [N, 3, S, S], normalized."""
+        """Vectors of images [N, D]. pixels_NCSS: [N, 3, S, S], normalized."""
         pixels_NCSS = pixels_NCSS.contiguous(memory_format=torch.channels_last)  # in which convolutions are fastest
         out_NCHW = self.blocks(F.relu(self.norm(self.stem(pixels_NCSS))))
         return out_NCHW.to(pixels_NCSS.dtype).mean((2, 3))
 
 
 def normed_convolutions(module: nn.Module) -> dict[str, str]:
-    """The names of all convolutions of a module that a batch norm follows, and of these norms."""
+    """Names of all convolutions of a module that a batch norm follows, and of these norms."""
     found: dict[str, str] = {}
     for name, one in module.named_modules():
         if isinstance(one, ResNet | ResidualBlock):

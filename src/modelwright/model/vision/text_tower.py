@@ -14,7 +14,7 @@ from modelwright.model.vision.config import TextTowerConfig
 
 
 class TextTower(nn.Module):
-    """Token embedding, learned positions, pre-norm blocks; the hidden state of one token stands for the text."""
+    """Token embedding, learned positions, pre-norm blocks; pooled at one token of each text."""
 
     def __init__(self, config: TextTowerConfig) -> None:
         super().__init__()
@@ -29,29 +29,25 @@ class TextTower(nn.Module):
         init_encoder(self, embedding_std=0.02, num_layers=config.num_layers)
 
     def forward(self, tokens_NT: Tensor) -> Tensor:
-        """One vector for each text [N, D]. tokens_NT: int64 [N, T]. Raises `ValueError` for texts that are too long."""
+        """Vectors of texts [N, D]. tokens_NT: int64 [N, T]. Raises `ValueError` for texts that are too long."""
         num_tokens = tokens_NT.shape[1]
         if num_tokens > self.config.max_seq_len:
             raise ValueError(f"texts of {num_tokens} tokens, where the tower reads {self.config.max_seq_len}")
         hidden_NTD = self.embedding(tokens_NT) + self.positions[:num_tokens]
         for block in self.blocks:
             hidden_NTD = block(hidden_NTD, is_causal=self.config.is_causal)
-        places_N = self._ends(tokens_NT)
-        return self.norm_out(hidden_NTD[torch.arange(len(tokens_NT), device=tokens_NT.device), places_N])
-
-    def _ends(self, tokens_NT: Tensor) -> Tensor:
-        """The place of the token that stands for each text, [N]."""
         if self.config.eos_id < 0:
-            return torch.full_like(tokens_NT[:, 0], tokens_NT.shape[1] - 1)
-        if self.config.ends_at_largest:
-            return tokens_NT.argmax(dim=1)
-        return (tokens_NT == self.config.eos_id).int().argmax(dim=1)
+            ends_N = torch.full_like(tokens_NT[:, 0], num_tokens - 1)
+        elif self.config.eos_id == 2:
+            # Folders from before transformers corrected CLIP's config say 2; their end token has the largest id
+            ends_N = tokens_NT.argmax(dim=1)
+        else:
+            ends_N = (tokens_NT == self.config.eos_id).int().argmax(dim=1)
+        return self.norm_out(hidden_NTD[torch.arange(len(tokens_NT), device=tokens_NT.device), ends_N])
 
 
 class DualEncoder(nn.Module):
-    """A CLIP or SigLIP model: images and texts in one space. Projections are `nn.Identity` where a folder has none.
-    logit_scale, logit_bias: what cosines are multiplied by, as its logarithm, and what is added then.
-    """
+    """A CLIP or SigLIP model: images and texts in one space; projections that a folder lacks are `nn.Identity`."""
 
     def __init__(
         self, vision: nn.Module, text: TextTower, image_projection: nn.Module, text_projection: nn.Module
@@ -59,12 +55,13 @@ class DualEncoder(nn.Module):
         super().__init__()
         self.vision, self.text = vision, text
         self.image_projection, self.text_projection = image_projection, text_projection
+        # The logarithm of the factor of cosines, and the offset that is added
         self.logit_scale, self.logit_bias = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
 
     def encode_images(self, pixels_NCSS: Tensor) -> Tensor:
-        """[N, E], not normalized."""
+        """Vectors of images [N, E], not normalized."""
         return self.image_projection(self.vision(pixels_NCSS))
 
     def encode_texts(self, tokens_NT: Tensor) -> Tensor:
-        """[N, E], not normalized."""
+        """Vectors of texts [N, E], not normalized."""
         return self.text_projection(self.text(tokens_NT))

@@ -37,21 +37,19 @@ class VisionTower(nn.Module):
         init_encoder(self, embedding_std=config.embedding_std, num_layers=config.num_layers)
 
     def forward(self, pixels_NCSS: Tensor) -> Tensor:
-        """One vector for each image [N, D]. pixels_NCSS: bytes [N, 3, S, S], or floats that are normalized already."""
+        """Vectors of images [N, D]. pixels_NCSS: bytes [N, 3, S, S], or floats that are normalized already."""
         hidden_NTD = self.run_blocks(pixels_NCSS)
         if self.pool is None:
             return self.norm_out(hidden_NTD[:, 0])
         return self.pool(self.norm_out(hidden_NTD))
 
     def patch_states(self, pixels_NCSS: Tensor, *, num_blocks: int = 0) -> Tensor:
-        """One vector for each patch [N, P, D], row by row, after so many blocks (0 for all) and without the last norm:
-        what a decoder that writes captions reads.
-        """
+        """Vectors of patches [N, P, D], row by row, after `num_blocks` blocks (0: all), without the last norm."""
         hidden_NTD = self.run_blocks(pixels_NCSS, num_blocks=num_blocks)
         return hidden_NTD[:, self.config.num_tokens - self.config.num_patches :]
 
     def run_blocks(self, pixels_NCSS: Tensor, *, num_blocks: int = 0) -> Tensor:
-        """The residual stream of all tokens after so many blocks, 0 for all, [N, T, D]."""
+        """Residual stream of all tokens after `num_blocks` blocks, 0 for all, [N, T, D]."""
         shape = (NUM_COLORS, self.config.image_size, self.config.image_size)
         if pixels_NCSS.shape[1:] != shape:
             raise ValueError(f"images of {list(pixels_NCSS.shape[1:])}, where the tower reads {list(shape)}")
@@ -65,19 +63,17 @@ class VisionTower(nn.Module):
         return hidden_NTD
 
     def normalized(self, pixels_NCSS: Tensor) -> Tensor:
-        """Pixels as the weights expect them; floats are returned as they are, in the format of the weights."""
-        weight = self.patches.weight
+        """Returns normalized pixels in the format of the weights; floats are normalized already."""
+        dtype, device = self.patches.weight.dtype, pixels_NCSS.device
         if pixels_NCSS.is_floating_point():
-            return pixels_NCSS.to(weight.dtype)
-        mean_C11 = torch.tensor(self.config.pixel_mean, dtype=weight.dtype, device=pixels_NCSS.device)[:, None, None]
-        std_C11 = torch.tensor(self.config.pixel_std, dtype=weight.dtype, device=pixels_NCSS.device)[:, None, None]
-        return (pixels_NCSS.to(weight.dtype) / 255.0 - mean_C11) / std_C11
+            return pixels_NCSS.to(dtype)
+        mean_C11 = torch.tensor(self.config.pixel_mean, dtype=dtype, device=device)[:, None, None]
+        std_C11 = torch.tensor(self.config.pixel_std, dtype=dtype, device=device)[:, None, None]
+        return (pixels_NCSS.to(dtype) / 255.0 - mean_C11) / std_C11
 
 
 class AttentionPool(nn.Module):
-    """Attention of one learned query over all tokens, and a feed-forward layer (Zhai et al. 2022, "Scaling Vision
-    Transformers", section 3.2; the head of SigLIP).
-    """
+    """Attention of a learned query and a feed-forward layer (Zhai et al. 2022, section 3.2; SigLIP's head)."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -89,7 +85,7 @@ class AttentionPool(nn.Module):
         self.ffn = EncoderFeedForward(dim, config.ffn_dim, config.activation)
 
     def forward(self, hidden_NTD: Tensor) -> Tensor:
-        """[N, D]."""
+        """Pools hidden states [N, T, D] to vectors [N, D]."""
         weights, biases = self.qkv_proj.weight.chunk(3), self.qkv_proj.bias.chunk(3)
         inputs = (self.probe.expand(len(hidden_NTD), -1, -1), hidden_NTD, hidden_NTD)
         q_NH1d, k_NHTd, v_NHTd = (
