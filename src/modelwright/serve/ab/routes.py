@@ -18,7 +18,7 @@ R = TypeVar("R", bound=RequestModel)
 
 
 class ExperimentReply(BaseModel):
-    """An A/B test (docs/ab-tests.md). Bounds of intervals are null where they are infinite."""
+    """An A/B test (docs/ab-tests.md). Infinite bounds of intervals are null."""
 
     name: str
     mode: Literal["split", "shadow"]
@@ -40,7 +40,7 @@ class ExperimentReply(BaseModel):
 
 
 class ExperimentListReply(BaseModel):
-    """All tests, the newest first. `is_on`: whether the server keeps the state of tests."""
+    """All tests, newest first. `is_on`: whether A/B tests are enabled on the server."""
 
     is_on: bool
     tests: list[ExperimentReply]
@@ -59,7 +59,7 @@ async def end_test(request: Request) -> Response:
 
 
 async def list_tests(request: Request) -> Response:
-    """For the page `/ab`; like `/metrics`, it asks for a key where there is a key file."""
+    """Returns the data of the page `/ab`. Like `/metrics`, it asks for a key if the server has a key file."""
     service = service_of(request)
     if service.keys.has_scopes:
         service.caller(request, "metrics")

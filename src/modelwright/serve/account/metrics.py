@@ -1,4 +1,4 @@
-"""Prometheus metrics of one server, in a registry of their own. Those that vLLM has, too, appear a second time under
+"""Prometheus metrics of one server, in a separate registry. Metrics that vLLM has as well appear a second time under
 vLLM's names, so that dashboards and autoscalers made for it work here.
 """
 
@@ -30,7 +30,7 @@ NO_LOAD = EngineStats(
 
 
 class HttpMetrics:
-    """Requests and connections, whatever they are for."""
+    """Counts requests and connections of all routes."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
@@ -46,7 +46,7 @@ class HttpMetrics:
 
 
 class AnswerMetrics:
-    """What users got, and how fast. Times are in seconds."""
+    """Counts answers to users, and measures their latency in seconds."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.finished = Counter(
@@ -69,7 +69,7 @@ class AnswerMetrics:
 
 
 class EngineMetrics:
-    """The load of all engines together, and what became of engines and their answers."""
+    """Measures the load of all engines together, and counts lost engines and moved answers."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.running = Gauge("modelwright_running_answers", "Answers being computed", registry=registry)
@@ -116,7 +116,8 @@ class EngineMetrics:
         self._stats: dict[str, EngineStats] = {}
 
     def observe(self, engine_name: str, stats: EngineStats) -> None:
-        """Update from one engine's figures; those of all engines are added up."""
+        """Updates the metrics from one engine's figures; the metrics are sums over all engines."""
+        # engines report totals since their start, and counters can only be increased
         before = self._stats.get(engine_name, NO_LOAD)
         self._stats[engine_name] = stats
         self.preemptions.inc(stats.num_preemptions - before.num_preemptions)
@@ -128,7 +129,7 @@ class EngineMetrics:
         self._set_load()
 
     def forget(self, engine_name: str) -> None:
-        """Leave out an engine that has ended."""
+        """Removes an engine that has ended."""
         self._stats.pop(engine_name, None)
         self._set_load()
 
@@ -144,7 +145,7 @@ class EngineMetrics:
 
 
 class VersionMetrics:
-    """Which version of the model is in service."""
+    """Names the version of the model in service, and counts reloads."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.info = Gauge(
@@ -158,13 +159,13 @@ class VersionMetrics:
         )
 
     def show(self, version: str) -> None:
-        """Name the version that new requests get from now on."""
+        """Sets the version that new requests get from now on."""
         self.info.clear()
         self.info.labels(version).set(1)
 
 
 class RequestLogMetrics:
-    """Requests that the request log has written and lost."""
+    """Counts the requests that the request log has written and lost."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.logged = Counter("modelwright_logged_requests", "Requests written to the request log", registry=registry)
@@ -177,7 +178,7 @@ class RequestLogMetrics:
 
 
 class AbMetrics:
-    """Requests counted by A/B tests, and rollbacks."""
+    """Counts requests of A/B tests, and rollbacks."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
@@ -217,12 +218,12 @@ class Metrics:
         self.registry.register(VllmNames(model_name, self.answers, self.engines))
 
     def text(self) -> bytes:
-        """Prometheus text format."""
+        """Returns all metrics in Prometheus text format."""
         return generate_latest(self.registry)
 
 
 class VllmNames(Collector):
-    """Metrics of vLLM (vllm.v1.metrics.loggers), with the values of ours and the label that vLLM gives them."""
+    """Reports our values under vLLM's metric names and label (vllm.v1.metrics.loggers)."""
 
     def __init__(self, model_name: str, answers: AnswerMetrics, engines: EngineMetrics) -> None:
         self._label = {"model_name": model_name}
@@ -252,6 +253,7 @@ class VllmNames(Collector):
                 for sample in metric.samples:
                     suffix = sample.name.removeprefix(metric.name)
                     if suffix != "_created":
+                        # some of our gauges, such as preemptions, are counters in vLLM, whose samples end in _total
                         suffix = "_total" if kind == "counter" else suffix
                         renamed.add_sample(renamed.name + suffix, self._label | sample.labels, sample.value)
                 yield renamed
@@ -259,7 +261,7 @@ class VllmNames(Collector):
 
 @dataclass
 class RequestTimer:
-    """Times one answer."""
+    """Measures the latencies of one answer."""
 
     metrics: AnswerMetrics
     started: float = field(default_factory=time.perf_counter)
@@ -275,7 +277,7 @@ class RequestTimer:
         self.last_token = now
 
     def end(self, reason: str) -> float:
-        """Seconds since the answer was asked for."""
+        """Records the end of the answer and returns the seconds since it was requested."""
         elapsed_s = time.perf_counter() - self.started
         self.metrics.finished.labels(reason).inc()
         self.metrics.duration.observe(elapsed_s)
