@@ -1,5 +1,5 @@
-"""/v1/chat/completions: conversations, their images, and answers that are text or calls of functions. Fields that
-OpenAI lacks are named as vLLM names them.
+"""/v1/chat/completions: conversations, their images, and answers that are text or function calls. Fields that OpenAI
+does not have are named as in vLLM.
 """
 
 import base64
@@ -16,8 +16,6 @@ from modelwright.infer.sequence import Pixels
 from modelwright.serve.api.answers import AnswerKind, finite, prompt_logprobs, read_generation, respond, token_name
 from modelwright.serve.api.fields import Content, NumLogprobs, Strict, Unsupported
 from modelwright.serve.api.structured import (
-    CallDelta,
-    CallText,
     ForcedCall,
     NamedTool,
     Tool,
@@ -30,7 +28,7 @@ from modelwright.serve.config import PromptImagesConfig
 from modelwright.serve.engines.client import EngineInfo
 from modelwright.serve.engines.grammars import GrammarSource
 from modelwright.serve.errors import ApiError
-from modelwright.serve.generation import Answer, Generation, GenerationRequest, Prompt
+from modelwright.serve.generation import Generation, GenerationRequest, Prompt
 from modelwright.serve.limits import Limits
 from modelwright.serve.service import Lease
 from modelwright.serve.tokenizer import Delta, TokenInfo
@@ -39,7 +37,9 @@ CHUNK = "chat.completion.chunk"
 
 
 class Message(Strict):
-    """One turn. An assistant's turn may have no content; a tool's turn answers the call `tool_call_id`."""
+    """A turn of the conversation. An assistant's turn may omit the content; a tool's turn answers the call
+    `tool_call_id`.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
@@ -60,10 +60,9 @@ class Message(Strict):
         return self
 
     def plain(self) -> dict[str, str]:
-        """Role and content in the form that the chat template takes, with a mark where each image stands. Templates
-        know neither calls nor their results, so calls are text of the assistant, and results are text of the user in
-        the notation of Hermes 2 Pro.
-        """
+        """Returns role and content in the form of chat templates, with a mark in place of each image."""
+        # templates know neither calls nor results: calls are text of the assistant, results text of the user in the
+        # notation of Hermes 2 Pro
         role = {"developer": "system", "tool": "user"}.get(self.role, self.role)
         calls = [call.plain() for call in self.tool_calls or []]
         said = self.content.marked if self.content else ""
@@ -90,7 +89,7 @@ class ChatRequest(GenerationRequest):
         limits.check_chat(data)
 
     def plain_messages(self) -> list[dict[str, str]]:
-        """The conversation as the chat template takes it, with the tools in a system message if one must be called."""
+        """Returns the conversation for the chat template, with the tools in a system message if one must be called."""
         messages = [message.plain() for message in self.messages]
         call = self.forced_call()
         if call is None:
@@ -115,9 +114,6 @@ class ChatRequest(GenerationRequest):
     def asked_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-    def default_tokens(self, room: int) -> int:
-        return room
-
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -126,7 +122,7 @@ class ChatRequest(GenerationRequest):
         return [message.content.text for message in self.messages if message.content and message.content.text]
 
     def session_text(self) -> str:
-        """Up to the first turn of the user."""
+        """Returns the turns up to the first one of the user."""
         opening: list[str] = []
         for message in self.messages:
             opening.append(message.content.text if message.content else "")
@@ -141,6 +137,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 def _read_chat(body: bytes, lease: Lease) -> ChatRequest:
     asked = read_generation(ChatRequest, body, lease)
+    # not a validator of the model, because the error has to name the field
     if asked.top_logprobs and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
     return asked
@@ -153,8 +150,8 @@ def _chat_prompts(asked: ChatRequest, lease: Lease) -> list[Prompt]:
 
 
 def read_images(messages: Sequence[Message], info: EngineInfo, config: PromptImagesConfig) -> list[Pixels]:
-    """The images of a conversation, in order. Raises `ApiError` 400 that names the part: for a model that reads text
-    only, for too many images, and for files that are too large or cannot be decoded.
+    """Returns the images of a conversation, in order. Raises `ApiError` 400 that names the part: for a text-only model,
+    for too many images, and for files that are too large or cannot be decoded.
     """
     pixels: list[Pixels] = []
     for number, message in enumerate(messages):
@@ -164,22 +161,19 @@ def read_images(messages: Sequence[Message], info: EngineInfo, config: PromptIma
                 raise _bad_image(where, "this model reads no images; remove the part", code="unsupported_image")
             if len(pixels) == config.max_count:
                 raise _bad_image(where, f"one request may have at most {config.max_count} images; remove the others")
-            pixels.append(_pixels(part.data, where, info, config))
+            # four characters are three bytes, of which up to two are padding
+            if len(part.data) * 3 // 4 > config.max_bytes + 2:
+                raise _bad_image(where, f"the image has more than {config.max_bytes:,} bytes; make it smaller")
+            try:
+                file = base64.b64decode(part.data, validate=True)
+            except ValueError:  # binascii.Error, or the plain one for characters beyond ASCII
+                raise _bad_image(where, "the data: URL is not valid base64") from None
+            try:
+                image = decode(file, most_side=max(STORED_SIDE, info.image_size), max_pixels=config.max_pixels)
+            except ImageFault as fault:
+                raise _bad_image(where, f"the image {fault}") from None
+            pixels.append(squared(image, size=info.image_size, fit="crop" if info.crops_images else "stretch"))
     return pixels
-
-
-def _pixels(data: str, where: str, info: EngineInfo, config: PromptImagesConfig) -> Pixels:
-    if len(data) * 3 // 4 > config.max_bytes + 2:
-        raise _bad_image(where, f"the image has more than {config.max_bytes:,} bytes; make it smaller")
-    try:
-        file = base64.b64decode(data, validate=True)
-    except ValueError:  # binascii.Error, or the plain one for characters beyond ASCII
-        raise _bad_image(where, "the data: URL is not valid base64") from None
-    try:
-        pixels = decode(file, most_side=max(STORED_SIDE, info.image_size), max_pixels=config.max_pixels)
-    except ImageFault as fault:
-        raise _bad_image(where, f"the image {fault}") from None
-    return squared(pixels, size=info.image_size, fit="crop" if info.crops_images else "stretch")
 
 
 def _bad_image(where: str, reason: str, *, code: str = "invalid_image") -> ApiError:
@@ -187,17 +181,25 @@ def _bad_image(where: str, reason: str, *, code: str = "invalid_image") -> ApiEr
 
 
 def _full(generation: Generation) -> dict[str, Any]:
-    """The answer in one piece."""
-    choices = [
-        {
-            "index": index,
-            "message": _message(generation, answer),
-            "logprobs": _logprobs(generation, answer.tokens),
-            "finish_reason": _reason(generation, answer.finish_reason),
-            **_token_ids(generation, index),
-        }
-        for index, answer in enumerate(generation.answers)
-    ]
+    """Returns the body of an answer without streaming."""
+    choices: list[dict[str, Any]] = []
+    for index, answer in enumerate(generation.answers):
+        message: dict[str, Any] = {"role": "assistant", "content": answer.shown, "refusal": None}
+        if answer.call is not None:
+            part = answer.call.push(answer.shown)
+            function = {"name": part.name, "arguments": part.arguments}
+            # an answer that was cut off may end before the name of the function
+            calls = [{"id": answer.call.call_id, "type": "function", "function": function}] if part.name else []
+            message |= {"content": None, "tool_calls": calls}
+        choices.append(
+            {
+                "index": index,
+                "message": message,
+                "logprobs": _logprobs(generation, answer.tokens),
+                "finish_reason": _reason(generation, answer.finish_reason),
+                **_token_ids(generation, index),
+            }
+        )
     body = generation.envelope("chat.completion", choices) | {"usage": generation.usage()} | _prompt_ids(generation)
     if generation.request.prompt_logprobs is not None:
         body["prompt_logprobs"] = prompt_logprobs(generation, generation.answers[0])
@@ -205,49 +207,37 @@ def _full(generation: Generation) -> dict[str, Any]:
 
 
 def _opening(generation: Generation) -> list[dict[str, Any]]:
-    """The first events of a stream: the role of the speaker."""
+    """Returns the first events of a stream, which contain the role."""
     delta = {"role": "assistant", "content": "" if generation.call is None else None}
-    return [
-        generation.envelope(CHUNK, [_choice(index, delta, None, None)]) | _prompt_ids(generation)
+    choices = [
+        {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         for index in range(len(generation.answers))
     ]
+    return [generation.envelope(CHUNK, [choice]) | _prompt_ids(generation) for choice in choices]
 
 
 def _chunk(generation: Generation, index: int, piece: Delta) -> dict[str, Any]:
-    """One event of a stream."""
+    """Returns an event of a stream."""
     call = generation.answers[index].call
     delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
     if call is not None:
         part = call.push(piece.text)
-        delta = {"tool_calls": [_call_delta(call, part)]} if part.name or part.arguments else {}
-    logprobs = _logprobs(generation, piece.tokens)
-    choice = _choice(index, delta, logprobs, _reason(generation, piece.finish_reason) or None)
+        # as OpenAI streams calls: id and name come once, with the first event of the call
+        function = {"name": part.name, "arguments": part.arguments} if part.name else {"arguments": part.arguments}
+        head = {"id": call.call_id, "type": "function"} if part.name else {}
+        delta = {"tool_calls": [{"index": 0, **head, "function": function}]} if part.name or part.arguments else {}
+    choice = {
+        "index": index,
+        "delta": delta,
+        "logprobs": _logprobs(generation, piece.tokens),
+        "finish_reason": _reason(generation, piece.finish_reason) or None,
+    }
     return generation.envelope(CHUNK, [choice | _token_ids(generation, index)])
 
 
-def _message(generation: Generation, answer: Answer) -> dict[str, Any]:
-    if answer.call is None:
-        return {"role": "assistant", "content": answer.shown, "refusal": None}
-    part = answer.call.push(answer.shown)
-    function = {"name": part.name, "arguments": part.arguments}
-    calls = [{"id": answer.call.call_id, "type": "function", "function": function}] if part.name else []
-    return {"role": "assistant", "content": None, "refusal": None, "tool_calls": calls}
-
-
-def _call_delta(call: CallText, part: CallDelta) -> dict[str, Any]:
-    if part.name:
-        function = {"name": part.name, "arguments": part.arguments}
-        return {"index": 0, "id": call.call_id, "type": "function", "function": function}
-    return {"index": 0, "function": {"arguments": part.arguments}}
-
-
 def _reason(generation: Generation, reason: str) -> str:
-    """The finish reason; a complete call is reported as "tool_calls"."""
+    """Returns the finish reason, which is "tool_calls" for a complete call."""
     return "tool_calls" if generation.call is not None and reason == "stop" else reason
-
-
-def _choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _prompt_ids(generation: Generation) -> dict[str, Any]:
@@ -256,6 +246,7 @@ def _prompt_ids(generation: Generation) -> dict[str, Any]:
 
 
 def _token_ids(generation: Generation, index: int) -> dict[str, Any]:
+    """Returns the ids that no event has contained yet, if the client asks for ids. Call it once per body."""
     return {"token_ids": generation.answers[index].take_unsent_ids()} if generation.request.return_token_ids else {}
 
 

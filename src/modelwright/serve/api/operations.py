@@ -1,4 +1,4 @@
-"""The list of all routes, those of other packages included; the application and /openapi.json are made from it."""
+"""The list of all routes, with those of other packages, from which the application and /openapi.json are made."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,25 +18,20 @@ from modelwright.serve.keys import KeyScope
 from modelwright.serve.service import service_of
 
 GENERATES = (400, 401, 403, 404, 408, 413, 429, 500, 503)
-"""Statuses of errors of routes that need the engine."""
-
+"""Error statuses of routes that need the engine."""
 READS_BODY = (400, 401, 403, 404, 408, 413, 429)
-"""Statuses of errors of routes that read a body and do not need the engine."""
-
-
+"""Error statuses of routes that read a body and do not need the engine."""
 ADMINISTERS = (400, 401, 403, 408, 409, 413, 429)
-"""Statuses of errors of routes that change what is served."""
-
+"""Error statuses of routes that reload the model or change its adapters."""
 NEEDS_KEY = (401, 403, 429)
-"""Statuses of errors of routes that ask for a key and read no body."""
-
-
+"""Error statuses of routes that ask for a key and do not read a body."""
 TESTS = (400, 401, 403, 404, 408, 409, 413, 429, 503)
-"""Statuses of errors of routes that change A/B tests."""
+"""Error statuses of routes that change A/B tests."""
 
 
 async def openapi(request: Request) -> Response:
-    """The description of the routes of this application."""
+    """Returns the OpenAPI description of this application's routes."""
+    # in another thread, because the first call imports OpenAI's client, which takes a second
     return JSONResponse(await asyncio.to_thread(describe, request.app.state.operations))
 
 
@@ -179,7 +174,7 @@ OPERATIONS = (
 )
 
 ROUTES_GROUP = "modelwright.routes"
-"""Entry points of other packages: each a `RouteSpec`."""
+"""Group of the entry points of other packages, each a `RouteSpec`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,14 +182,14 @@ class RouteSpec:
     """A route of another package."""
 
     operation: Operation
-    """Its name in /openapi.json is that of the entry point."""
+    """The route. /openapi.json names it after the entry point."""
     scope: KeyScope | None = "admin"
-    """What a key must be allowed to do, which the server checks before it calls the handler; None lets anyone ask."""
+    """Scope that a key needs, which the server checks before it calls the handler; None for a public route."""
 
 
 def all_operations() -> tuple[Operation, ...]:
-    """The routes of this package, then those of installed ones. Raises `ConfigError` as `installed` does, and for a
-    route that an earlier one hides or whose schemas have names that are taken.
+    """Returns the routes of this package, then those of installed ones. Raises `ConfigError` as `installed` does, and
+    for a route that an earlier one hides or whose schemas have names that are taken.
     """
     result, names = list(OPERATIONS), tuple(one.name for one in OPERATIONS)
     for name, route in installed(ROUTES_GROUP, RouteSpec, taken=names).items():
@@ -208,7 +203,8 @@ def all_operations() -> tuple[Operation, ...]:
             if isinstance(model, type) and by_name.get(model.__name__, model) is not model:
                 raise ConfigError(f"{where}: the name of its schema {model.__name__} is taken; choose another one")
         if isinstance(added.reply, str) and "/" not in added.reply and added.reply not in reply_models():
-            raise ConfigError(f"{where}: its reply {added.reply!r} is no media type; give a model or, say, text/plain")
+            text = f"{where}: its reply {added.reply!r} is not a media type"
+            raise ConfigError(f"{text}; give a model or, say, text/plain")
         errors = tuple(sorted({*added.errors, *(NEEDS_KEY if route.scope else ())}))
         result.append(replace(added, handler=_checked(name, added.handler, route.scope), errors=errors))
     return tuple(result)
@@ -217,7 +213,7 @@ def all_operations() -> tuple[Operation, ...]:
 def _checked(
     name: str, handler: Callable[[Request], Awaitable[Response]], scope: KeyScope | None
 ) -> Callable[[Request], Awaitable[Response]]:
-    """The handler of another package behind the server's own check of the key."""
+    """Returns the handler of another package with the server's check of the key before it."""
 
     async def checked(request: Request) -> Response:
         if scope:

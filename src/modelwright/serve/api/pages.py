@@ -1,4 +1,4 @@
-"""The routes that describe the server: pages, probes, metrics, models."""
+"""Routes that describe the server: pages, probes, metrics, models."""
 
 import importlib.resources
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from modelwright.serve.errors import ApiError
 from modelwright.serve.load import expectation
 from modelwright.serve.service import Service, service_of
 
+# a page may talk to its own server alone, so an injected script could send nothing elsewhere
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
     "img-src data:"
@@ -69,7 +70,7 @@ class HealthReply(BaseModel):
 
 
 async def livez(request: Request) -> Response:
-    """Fails when only a restart helps, as Kubernetes takes it."""
+    """Fails when only a restart helps: the liveness probe of Kubernetes."""
     state = service_of(request).state
     if state.name == "broken":
         raise ApiError(503, state.reason, code=state.name)
@@ -77,7 +78,7 @@ async def livez(request: Request) -> Response:
 
 
 async def readyz(request: Request) -> Response:
-    """Fails while new requests would be refused."""
+    """Fails while new requests would be refused: the readiness probe of Kubernetes."""
     service = service_of(request)
     if service.state.name != "ready":
         raise ApiError(503, service.state.reason, code=service.state.name)
@@ -100,7 +101,7 @@ async def metrics(request: Request) -> Response:
 
 class ModelReply(BaseModel):
     """A name of the model or of an adapter, whose `parent` is the model. `root`, `stage` and `digest` are absent for a
-    model that came from no folder, `stage` and `digest` for an adapter.
+    model that exists in memory only, `stage` and `digest` for an adapter.
     """
 
     id: str
@@ -137,8 +138,8 @@ async def get_model(request: Request) -> Response:
 
 
 def _describe(service: Service, name: str) -> dict[str, Any]:
-    """An entry of /v1/models; `root` (as vLLM has it), `stage` and `digest` say which model it is, `parent` (as
-    vLLM has it) of which model it is an adapter, `description` what to expect of it.
+    """Returns an entry of /v1/models. `root` (as in vLLM), `stage` and `digest` identify the model, `parent` (as in
+    vLLM) names the model of an adapter, `description` says what to expect of its answers.
     """
     source, adapter = service.model.source, service.model.adapter_of(name)
     origin = {"root": str(source.folder), "stage": source.stage, "digest": source.digest} if source else {}

@@ -58,13 +58,6 @@ def json_source(schema: Any, param: str) -> GrammarSource:
     return GrammarSource("json", json.dumps(schema), param)
 
 
-def choice_source(choices: Sequence[str], param: str) -> GrammarSource:
-    """One of several texts."""
-    return GrammarSource(
-        "lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choices), param
-    )
-
-
 class GrammarConstraint:
     """A grammar's state in one sequence; see `TokenConstraint`."""
 
