@@ -28,7 +28,7 @@ from modelwright.serve.errors import ApiError
 from modelwright.serve.keys import Caller
 from modelwright.serve.limits import too_many_answers
 from modelwright.serve.served_model import ServedModel
-from modelwright.serve.tokenizer import Delta, IncrementalDetokenizer, ServedTokenizer, TokenInfo
+from modelwright.serve.tokenizer import Delta, IncrementalDetokenizer, TokenInfo
 
 
 class StreamOptions(Strict):
@@ -184,10 +184,6 @@ class Generation:
     first_token: float = 0.0
     """Time of the first token, by `time.perf_counter`; 0 before it arrives."""
 
-    @property
-    def tokenizer(self) -> ServedTokenizer:
-        return self.model.tokenizer
-
     async def pieces(self) -> AsyncIterator[tuple[int, Delta]]:
         """Yields `(answer number, piece)` as pieces become final. Always closes the engine's stream."""
         try:
@@ -269,7 +265,7 @@ class Generation:
             return Delta(answer.prompt.text)
         ids, scores = answer.prompt.ids, answer.prompt_scores
         # a character may consist of several tokens, so the offset of each follows from decoding the whole prompt
-        text = IncrementalDetokenizer(self.tokenizer.stream())
+        text = IncrementalDetokenizer(self.model.tokenizer.stream())
         parts = [text.push(token, 0.0, ()) for token in ids] + [text.finish("length")]
         offsets = [info.offset for part in parts for info in part.tokens]
         offsets += [text.num_shown] * (len(ids) - len(offsets))

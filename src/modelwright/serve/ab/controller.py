@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from modelwright.core.errors import StorageError
@@ -26,22 +27,21 @@ log = logging.getLogger("modelwright.serve")
 T = TypeVar("T")
 
 
+@dataclass
 class RunningTest:
     """Implements `Arms` for a service while a test runs. `share`: current share of units that get B."""
 
-    def __init__(self, experiment: Experiment, candidate: ServedModel, shadows: Shadows | None) -> None:
-        self.name = experiment.name
-        self.share = experiment.share
-        self.candidate = candidate
-        self.shadows = shadows
-        self._salt = experiment.salt
-        self._unit = experiment.request.unit
+    experiment: Experiment
+    share: float
+    candidate: ServedModel
+    shadows: Shadows | None
 
     def assign(self, subject: Subject) -> Assignment | None:
         if self.shadows is not None:  # a shadow test answers no user with B
             return None
-        unit = pseudonym(self._salt, getattr(subject, self._unit))
-        return Assignment(self.name, unit, arm_of(self._salt, unit, self.share), self.share)
+        test = self.experiment
+        unit = pseudonym(test.salt, getattr(subject, test.request.unit))
+        return Assignment(test.name, unit, arm_of(test.salt, unit, self.share), self.share)
 
     def request_arrived(self) -> None:
         if self.shadows is not None:
@@ -104,7 +104,8 @@ class Experiments:
         """
         async with self._reloader.exclusively():
             if self._running is not None:
-                text = f"The test {self._running.name!r} is running; end it first with POST /admin/ab/end."
+                running = self._running.experiment.name
+                text = f"The test {running!r} is running; end it first with POST /admin/ab/end."
                 raise ApiError(409, text, code="test_running")
             if any(test.name == request.name for test in await self._call(lambda db: list(tables.experiments(db)))):
                 text = f"There has been a test {request.name!r}; choose another name."
@@ -131,17 +132,18 @@ class Experiments:
         it meanwhile.
         """
         running = self._require_test()
-        if not await self._call(lambda database: tables.set_share(database, running.name, share)):
+        name = running.experiment.name
+        if not await self._call(lambda database: tables.set_share(database, name, share)):
             raise _just_ended()
         running.share = share
-        return await self._report(running.name)
+        return await self._report(name)
 
     async def end(self, *, promote: bool) -> dict[str, Any]:
         """Ends the test with A in service, or B to promote it. Raises `ApiError` 404 if no test is running."""
         async with self._reloader.exclusively():
             running = self._require_test()
-            status = "promoted" if promote else "ended"
-            if not await self._call(lambda database: tables.end(database, running.name, status)):
+            name, status = running.experiment.name, "promoted" if promote else "ended"
+            if not await self._call(lambda database: tables.end(database, name, status)):
                 raise _just_ended()
             self._service.arms = self._running = None
             if promote:
@@ -151,7 +153,7 @@ class Experiments:
                 self._reloader.switch(running.candidate)
             else:
                 self._reloader.retire(running.candidate, before=self._take_out(running))
-            return await self._report(running.name)
+            return await self._report(name)
 
     async def reports(self) -> list[dict[str, Any]]:
         """Returns the reports on all tests, newest first."""
@@ -209,7 +211,7 @@ class Experiments:
         shadows = None
         if experiment.request.mode == "shadow":
             shadows = Shadows(self._service, candidate, lambda outcome: self._count_shadow(name, outcome))
-        self._running = self._service.arms = RunningTest(experiment, candidate, shadows)
+        self._running = self._service.arms = RunningTest(experiment, experiment.share, candidate, shadows)
         log.info("the A/B test %s runs: A %s, B %s", name, experiment.control_version, candidate.fingerprint)
 
     def _count_shadow(self, name: str, outcome: str) -> None:
@@ -229,7 +231,7 @@ class Experiments:
 
     def _roll_back(self, name: str, reason: str) -> None:
         running = self._running
-        if running is None or running.name != name:  # several queued requests may report the same rollback
+        if running is None or running.experiment.name != name:  # several queued requests may report the same rollback
             return
         log.warning("the A/B test %s is over, and A gets all requests: %s", name, reason)
         self._service.metrics.ab.rollbacks.labels(reason).inc()

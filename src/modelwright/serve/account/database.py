@@ -182,12 +182,12 @@ def _storable(values: Values) -> dict[str, Any]:
     return {name: one.replace("\0", "\ufffd") if isinstance(one, str) else one for name, one in values.items()}
 
 
+@dataclass
 class UrlDatabase:
-    """Any database that SQLAlchemy supports. connection: SQLAlchemy's; name: URL in messages, without the password."""
+    """Any database that SQLAlchemy supports. name: its URL in messages, without the password."""
 
-    def __init__(self, connection: Any, name: str) -> None:
-        self.name = name
-        self._connection = connection
+    _connection: Any
+    name: str
 
     def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
         from sqlalchemy import exc, text

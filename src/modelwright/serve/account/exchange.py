@@ -96,8 +96,7 @@ class ExchangeObserver(Protocol):
     whether it accepts feedback on answers.
     """
 
-    @property
-    def keeps_answers(self) -> bool: ...
+    keeps_answers: bool
 
     def ended(self, exchange: "Exchange", finished: FinishedRequest) -> None: ...
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from modelwright.serve.account.exchange import Exchange, RouteName, subject_of
-from modelwright.serve.api.parsing import admit, parse_request, parsed, require_generator
+from modelwright.serve.api.parsing import admit, parse_request, parsed
 from modelwright.serve.engines.worker import Stream
 from modelwright.serve.errors import ApiError
 from modelwright.serve.generation import Answer, Generation, GenerationRequest, Prompt, start
@@ -54,7 +54,9 @@ def read_generation(kind: type[G], body: bytes, lease: Lease) -> G:
     """Validates a body and returns the request. Raises `ApiError`."""
     asked = parse_request(kind, body, lease.model.limits)
     lease.require_model(asked.model)
-    require_generator(lease, asked.model)
+    if lease.model.info.scores:
+        text = f"The model {asked.model!r} scores texts and generates none; ask /v1/score or /v1/rerank."
+        raise ApiError(400, text, param="model", code="unsupported_task")
     if asked.stream and asked.prompt_logprobs is not None:
         text = "prompt_logprobs come with whole answers only; leave out stream or prompt_logprobs."
         raise ApiError(400, text, param="prompt_logprobs", code="invalid_value")
@@ -161,7 +163,7 @@ def _event(body: dict[str, Any]) -> bytes:
 def token_name(generation: Generation, token_id: int) -> str:
     """Returns the name of a token in log-probabilities: its text, or, if the client asks for it, its unique id."""
     by_id = generation.request.return_tokens_as_token_ids
-    return f"{ID_PREFIX}{token_id}" if by_id else generation.tokenizer.token_text(token_id)
+    return f"{ID_PREFIX}{token_id}" if by_id else generation.model.tokenizer.token_text(token_id)
 
 
 def finite(logprob: float) -> float:
@@ -182,7 +184,7 @@ def prompt_logprobs(generation: Generation, answer: Answer) -> list[dict[str, An
                 str(token): {
                     "logprob": finite(logprob),
                     "rank": rank,
-                    "decoded_token": generation.tokenizer.token_text(token),
+                    "decoded_token": generation.model.tokenizer.token_text(token),
                 }
                 for rank, token, logprob in ranked
             }

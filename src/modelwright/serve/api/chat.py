@@ -3,6 +3,7 @@ does not have are named as in vLLM.
 """
 
 import base64
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -20,9 +21,7 @@ from modelwright.serve.api.structured import (
     NamedTool,
     Tool,
     ToolCall,
-    forced_call,
     only_source,
-    tool_prompt,
 )
 from modelwright.serve.config import PromptImagesConfig
 from modelwright.serve.engines.client import EngineInfo
@@ -94,7 +93,12 @@ class ChatRequest(GenerationRequest):
         call = self.forced_call()
         if call is None:
             return messages
-        tools = tool_prompt(call.functions)
+        lines = ["Answer with a call of one of these functions, as JSON:"]
+        for one in call.functions:
+            tool = {"name": one.name, "description": one.description or "", "parameters": one.schema_of_arguments}
+            lines.append(json.dumps(tool, ensure_ascii=False))
+        tools = "\n".join(lines)
+        # many templates allow only one system message, and only at the start
         if messages[0]["role"] == "system":
             return [{"role": "system", "content": f"{messages[0]['content']}\n\n{tools}"}, *messages[1:]]
         return [{"role": "system", "content": tools}, *messages]
@@ -104,7 +108,22 @@ class ChatRequest(GenerationRequest):
         return any(message.content is not None and message.content.images for message in self.messages)
 
     def forced_call(self) -> ForcedCall | None:
-        return forced_call(self.tools, self.tool_choice)
+        """Returns the call that `tool_choice` forces, or None for plain text. Raises `ApiError` 400 for "auto" and for
+        a function that is not among the tools.
+        """
+        functions, choice = tuple(tool.function for tool in self.tools or []), self.tool_choice
+        if isinstance(choice, NamedTool):
+            named = tuple(function for function in functions if function.name == choice.function.name)
+            if not named:
+                text = f"tool_choice names the function {choice.function.name!r}, which is not among the tools."
+                raise ApiError(400, text, param="tool_choice", code="invalid_value")
+            return ForcedCall(named[:1], is_named=True)
+        if choice == "required" and not functions:
+            raise ApiError(400, "tool_choice is required, but there are no tools.", param="tool_choice")
+        if functions and choice in (None, "auto"):  # OpenAI's default is "auto" if there are tools
+            text = 'tool_choice "auto" is not supported by this server; take "required", "none", or name a function.'
+            raise ApiError(400, text, param="tool_choice", code="invalid_value")
+        return ForcedCall(functions, is_named=False) if choice == "required" else None
 
     def grammar(self) -> GrammarSource | None:
         call = self.forced_call()
@@ -145,7 +164,7 @@ def _read_chat(body: bytes, lease: Lease) -> ChatRequest:
 
 def _chat_prompts(asked: ChatRequest, lease: Lease) -> list[Prompt]:
     model = lease.model
-    images = read_images(asked.messages, model.info, lease.config.images)
+    images = read_images(asked.messages, model.info, lease.service.config.images)
     return [Prompt(model.tokenizer.encode_chat(asked.plain_messages(), image_text=model.image_text), "", images)]
 
 
@@ -262,7 +281,7 @@ def _logprobs(generation: Generation, tokens: Sequence[TokenInfo]) -> dict[str, 
 
 
 def _entry(generation: Generation, token_id: int, logprob: float) -> dict[str, Any]:
-    name, data = token_name(generation, token_id), generation.tokenizer.token_bytes(token_id)
+    name, data = token_name(generation, token_id), generation.model.tokenizer.token_bytes(token_id)
     return {"token": name, "logprob": finite(logprob), "bytes": list(data)}
 
 

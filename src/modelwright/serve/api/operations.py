@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -35,20 +36,22 @@ async def openapi(request: Request) -> Response:
     return JSONResponse(await asyncio.to_thread(describe, request.app.state.operations))
 
 
+_get, _post = partial(Operation, "GET"), partial(Operation, "POST")
+
+# Starlette takes the first match, so a path with a parameter comes after the paths that it would hide.
 OPERATIONS = (
-    Operation("GET", "/", pages.chat_page, "The chat page", "text/html"),
-    Operation("GET", "/live", pages.live_page, "Load, latencies and cache as they change", "text/html"),
-    Operation("GET", "/pages.css", pages.page_style, "The style that pages share", "text/css"),
-    Operation("GET", "/health", pages.health, "Whether the server takes requests", pages.HealthReply, errors=(503,)),
-    Operation("GET", "/livez", pages.livez, "Whether the server needs no restart", pages.LiveReply, errors=(503,)),
-    Operation("GET", "/readyz", pages.readyz, "Whether new requests are taken", pages.ReadyReply, errors=(503,)),
-    Operation("GET", "/grafana.json", pages.grafana_dashboard, "A dashboard for Grafana", "application/json"),
-    Operation("GET", "/metrics", pages.metrics, "Metrics for Prometheus", "text/plain", errors=NEEDS_KEY),
-    Operation("GET", "/openapi.json", openapi, "This description", "application/json"),
-    Operation("GET", "/v1/models", pages.list_models, "The names of the model", pages.ModelListReply, errors=NEEDS_KEY),
-    Operation("GET", "/v1/models/{name:path}", pages.get_model, "One name", pages.ModelReply, errors=(404, *NEEDS_KEY)),
-    Operation(
-        "POST",
+    _get("/", pages.chat_page, "The chat page", "text/html"),
+    _get("/live", pages.live_page, "Load, latencies and cache as they change", "text/html"),
+    _get("/pages.css", pages.page_style, "The style that pages share", "text/css"),
+    _get("/health", pages.health, "Whether the server takes requests", pages.HealthReply, errors=(503,)),
+    _get("/livez", pages.livez, "Whether the server needs no restart", pages.LiveReply, errors=(503,)),
+    _get("/readyz", pages.readyz, "Whether new requests are taken", pages.ReadyReply, errors=(503,)),
+    _get("/grafana.json", pages.grafana_dashboard, "A dashboard for Grafana", "application/json"),
+    _get("/metrics", pages.metrics, "Metrics for Prometheus", "text/plain", errors=NEEDS_KEY),
+    _get("/openapi.json", openapi, "This description", "application/json"),
+    _get("/v1/models", pages.list_models, "The names of the model", pages.ModelListReply, errors=NEEDS_KEY),
+    _get("/v1/models/{name:path}", pages.get_model, "One name", pages.ModelReply, errors=(404, *NEEDS_KEY)),
+    _post(
         "/v1/completions",
         completions.create_completion,
         "Continue texts",
@@ -57,8 +60,7 @@ OPERATIONS = (
         GENERATES,
         event="Completion",
     ),
-    Operation(
-        "POST",
+    _post(
         "/v1/chat/completions",
         chat.create_chat_completion,
         "Answer in a conversation",
@@ -67,8 +69,7 @@ OPERATIONS = (
         GENERATES,
         event="ChatCompletionChunk",
     ),
-    Operation(
-        "POST",
+    _post(
         "/v1/embeddings",
         pooled.create_embeddings,
         "Embed texts",
@@ -76,26 +77,9 @@ OPERATIONS = (
         pooled.EmbeddingRequest,
         GENERATES,
     ),
-    Operation(
-        "POST",
-        "/v1/score",
-        pooled.create_score,
-        "Score pairs of texts",
-        pooled.ScoreReply,
-        pooled.ScoreRequest,
-        GENERATES,
-    ),
-    Operation(
-        "POST",
-        "/v1/rerank",
-        pooled.rerank,
-        "Order documents by score",
-        pooled.RerankReply,
-        pooled.RerankRequest,
-        GENERATES,
-    ),
-    Operation(
-        "POST",
+    _post("/v1/score", pooled.create_score, "Score pairs of texts", pooled.ScoreReply, pooled.ScoreRequest, GENERATES),
+    _post("/v1/rerank", pooled.rerank, "Order documents by score", pooled.RerankReply, pooled.RerankRequest, GENERATES),
+    _post(
         "/v1/feedback",
         feedback.give_feedback,
         "Say how good an answer was",
@@ -103,8 +87,7 @@ OPERATIONS = (
         FeedbackRequest,
         (400, 401, 403, 404, 408, 413, 429, 503),
     ),
-    Operation(
-        "POST",
+    _post(
         "/admin/reload",
         admin.reload_model,
         "Put another version of the model in service",
@@ -112,8 +95,7 @@ OPERATIONS = (
         admin.ReloadRequest,
         ADMINISTERS,
     ),
-    Operation(
-        "POST",
+    _post(
         "/v1/load_lora_adapter",
         admin.load_lora_adapter,
         "Let requests ask for an adapter",
@@ -121,8 +103,7 @@ OPERATIONS = (
         admin.LoadAdapterRequest,
         (*ADMINISTERS, 503),
     ),
-    Operation(
-        "POST",
+    _post(
         "/v1/unload_lora_adapter",
         admin.unload_lora_adapter,
         "Let no request ask for an adapter any more",
@@ -130,19 +111,12 @@ OPERATIONS = (
         admin.UnloadAdapterRequest,
         (*ADMINISTERS, 404, 503),
     ),
-    Operation("GET", "/ab", pages.ab_page, "A/B tests as they stand", "text/html"),
-    Operation("GET", "/ab.json", routes.list_tests, "All A/B tests", routes.ExperimentListReply, errors=NEEDS_KEY),
-    Operation(
-        "POST",
-        "/admin/ab",
-        routes.begin_test,
-        "Begin an A/B test",
-        routes.ExperimentReply,
-        experiment.ExperimentRequest,
-        TESTS,
+    _get("/ab", pages.ab_page, "A/B tests as they stand", "text/html"),
+    _get("/ab.json", routes.list_tests, "All A/B tests", routes.ExperimentListReply, errors=NEEDS_KEY),
+    _post(
+        "/admin/ab", routes.begin_test, "Begin an A/B test", routes.ExperimentReply, experiment.ExperimentRequest, TESTS
     ),
-    Operation(
-        "POST",
+    _post(
         "/admin/ab/share",
         routes.set_test_share,
         "Change B's share",
@@ -150,26 +124,10 @@ OPERATIONS = (
         experiment.ShareRequest,
         TESTS,
     ),
-    Operation(
-        "POST",
-        "/admin/ab/end",
-        routes.end_test,
-        "End the A/B test",
-        routes.ExperimentReply,
-        experiment.EndRequest,
-        TESTS,
-    ),
-    Operation(
-        "POST", "/tokenize", tokens.tokenize, "Text to tokens", tokens.TokenizeReply, tokens.TokenizeRequest, READS_BODY
-    ),
-    Operation(
-        "POST",
-        "/detokenize",
-        tokens.detokenize,
-        "Tokens to text",
-        tokens.DetokenizeReply,
-        tokens.DetokenizeRequest,
-        READS_BODY,
+    _post("/admin/ab/end", routes.end_test, "End the A/B test", routes.ExperimentReply, experiment.EndRequest, TESTS),
+    _post("/tokenize", tokens.tokenize, "Text to tokens", tokens.TokenizeReply, tokens.TokenizeRequest, READS_BODY),
+    _post(
+        "/detokenize", tokens.detokenize, "Tokens to text", tokens.DetokenizeReply, tokens.DetokenizeRequest, READS_BODY
     ),
 )
 
@@ -213,7 +171,7 @@ def all_operations() -> tuple[Operation, ...]:
 def _checked(
     name: str, handler: Callable[[Request], Awaitable[Response]], scope: KeyScope | None
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Returns the handler of another package with the server's check of the key before it."""
+    """Returns a handler that checks the key before it calls the one of another package."""
 
     async def checked(request: Request) -> Response:
         if scope:

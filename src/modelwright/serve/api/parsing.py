@@ -138,7 +138,7 @@ async def parsed(read: Callable[[], T], num_bytes: int, lease: Lease, *, is_slow
 
 async def read_body(request: Request, lease: Lease, *, num_prompts: int) -> bytes:
     """Reads the body, up to the size limit. Raises `ApiError`."""
-    config, most = lease.config, lease.model.limits.body_bytes(num_prompts)
+    config, most = lease.service.config, lease.model.limits.body_bytes(num_prompts)
     length = request.headers.get("content-length", "0")
     is_too_large = length.isdigit() and int(length) > most
     body = bytearray()
@@ -179,20 +179,6 @@ async def admit(request: Request, lease: Lease, *, num_prompts: int) -> bytes:
     lease.require_open()
     lease.model.worker.require_room(1)
     return await read_body(request, lease, num_prompts=num_prompts)
-
-
-def require_generator(lease: Lease, name: str) -> None:
-    """Raises `ApiError` 400 for a model that scores texts instead of generating text."""
-    if lease.model.info.scores:
-        text = f"The model {name!r} scores texts and generates none; ask /v1/score or /v1/rerank."
-        raise ApiError(400, text, param="model", code="unsupported_task")
-
-
-def require_scorer(lease: Lease, name: str) -> None:
-    """Raises `ApiError` 400 for a model that cannot score texts."""
-    if not lease.model.info.scores:
-        text = f"The model {name!r} generates text and has no head that scores it; serve a reward model for that."
-        raise ApiError(400, text, param="model", code="unsupported_task")
 
 
 def not_empty(prompts: list[str] | list[list[int]], param: str) -> list[str] | list[list[int]]:

@@ -25,7 +25,6 @@ from modelwright.serve.api.parsing import (
     parse_request,
     parsed,
     require_fitting,
-    require_scorer,
     token_ids,
 )
 from modelwright.serve.engines.jobs import EmbeddingJob
@@ -223,7 +222,9 @@ async def _scored(request: Request, kind: type[S], param: str) -> tuple[S, list[
         def read() -> tuple[S, list[list[int]]]:
             asked = parse_request(kind, body, lease.model.limits.of_inputs)
             lease.require_model(asked.model)
-            require_scorer(lease, asked.model)
+            if not lease.model.info.scores:
+                text = f"The model {asked.model!r} generates text and has no head that scores it"
+                raise ApiError(400, f"{text}; serve a reward model for that.", param="model", code="unsupported_task")
             inputs = [lease.model.tokenizer.encode_answer(question, text) for question, text in asked.pairs]
             return asked, require_fitting(inputs, param, lease)
 
@@ -248,7 +249,7 @@ async def pooled_outputs(
     vectors: dict[int, Sequence[float]] = {}
     # no more jobs at a time than a request for answers may have, so that thousands of texts neither fill the queue nor
     # keep other requests waiting
-    size = lease.config.max_completions
+    size = lease.service.config.max_completions
     for first in range(0, len(jobs), size):
         stream = lease.model.worker.submit(jobs[first : first + size], caller)
 

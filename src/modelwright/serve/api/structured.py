@@ -133,37 +133,6 @@ class CallText:
         return CallDelta(name, arguments)
 
 
-def forced_call(tools: list[Tool] | None, choice: str | NamedTool | None) -> ForcedCall | None:
-    """Returns the call that `tool_choice` forces, or None for plain text. Raises `ApiError` 400 for "auto" and for a
-    function that is not among the tools.
-    """
-    functions = tuple(tool.function for tool in tools or [])
-    if isinstance(choice, NamedTool):
-        named = tuple(function for function in functions if function.name == choice.function.name)
-        if not named:
-            text = f"tool_choice names the function {choice.function.name!r}, which is not among the tools."
-            raise ApiError(400, text, param="tool_choice", code="invalid_value")
-        return ForcedCall(named[:1], is_named=True)
-    if choice == "required" and not functions:
-        raise ApiError(400, "tool_choice is required, but there are no tools.", param="tool_choice")
-    if functions and choice in (None, "auto"):
-        text = 'tool_choice "auto" is not supported by this server; take "required", "none", or name a function.'
-        raise ApiError(400, text, param="tool_choice", code="invalid_value")
-    return ForcedCall(functions, is_named=False) if choice == "required" else None
-
-
-def tool_prompt(functions: tuple[FunctionDefinition, ...]) -> str:
-    """Returns the text that describes the callable functions to the model."""
-    lines = [
-        json.dumps(
-            {"name": one.name, "description": one.description or "", "parameters": one.schema_of_arguments},
-            ensure_ascii=False,
-        )
-        for one in functions
-    ]
-    return "\n".join(["Answer with a call of one of these functions, as JSON:", *lines])
-
-
 def _moved(node: Any, root: str) -> Any:
     """Returns a copy of a schema with its local references moved below `root`."""
     if isinstance(node, list):

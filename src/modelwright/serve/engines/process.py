@@ -95,7 +95,7 @@ class BlockingChannel:
         raise TimeoutError
 
     def receive(self, timeout_s: float) -> list[dict[str, Any]]:
-        """Waits up to `timeout_s` for messages, and returns the complete ones. Raises `EOFError` if the peer is gone."""
+        """Waits up to `timeout_s` and returns the complete messages. Raises `EOFError` if the peer is gone."""
         if not self._poll.poll(1000 * timeout_s):
             return []
         data = self.connection.recv(RECEIVE_BYTES)

@@ -196,7 +196,7 @@ def choose_engine(loads: Mapping[int, int], key: bytes, tie_tokens: int, draw: r
 
 @dataclass
 class Router:
-    """Chooses an engine for each request. chunk: tokens of a prefill chunk, in multiples of which prompts are cached."""
+    """Chooses an engine for each request. _chunk: prefill chunk, in multiples of which prompts are cached."""
 
     _health: EngineHealth
     _chunk: int
