@@ -42,7 +42,7 @@ def jittered(wait_s: float) -> int:
 
 
 def limit_reached(message: str, wait_s: float) -> ApiError:
-    """Returns a 429 with Retry-After, on which OpenAI clients retry. wait_s: estimated time until the limit has room."""
+    """Returns a 429 with Retry-After, on which OpenAI clients retry. wait_s: estimated time until there is room."""
     text = f"{message} Try again later."
     return ApiError(429, text, code="rate_limit_exceeded", headers={"Retry-After": str(jittered(wait_s))})
 

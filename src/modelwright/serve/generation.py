@@ -20,7 +20,7 @@ from modelwright.core.seeds import derive_seed
 from modelwright.infer.engine import StepOutput
 from modelwright.infer.sequence import MAX_TEMPERATURE, Pixels, SamplingParams, ScoredToken
 from modelwright.serve.api.fields import LogitBias, NumLogprobs, Penalty, RequestModel, StopTexts, Strict, TokenIds
-from modelwright.serve.api.structured import CallText, ForcedCall, ResponseFormat, StructuredOutputs, only_source
+from modelwright.serve.api.structured import CallText, ForcedCall, ResponseFormat, StructuredOutputs
 from modelwright.serve.engines.grammars import CompiledGrammar, GrammarSource
 from modelwright.serve.engines.jobs import GenerationJob
 from modelwright.serve.engines.worker import Stream
@@ -88,20 +88,21 @@ class GenerationRequest(RequestModel):
     def texts(self) -> list[str]:
         """Returns the client's texts by prompt or turn, [] for prompts of token ids."""
 
-    @abstractmethod
     def session_text(self) -> str:
         """Returns the part that all requests of one conversation share, or ""."""
+        return ""
 
     def grammar(self) -> GrammarSource | None:
         """Returns the grammar of the answers, or None for any text. Raises `ApiError` 400 for a bad one and for
         several.
         """
-        return self.form_of_text()
-
-    def form_of_text(self) -> GrammarSource | None:
-        """Returns the grammar of `response_format` or `structured_outputs`. Raises like `grammar`."""
-        formats = [self.response_format, self.structured_outputs]
-        return only_source([one.source() for one in formats if one is not None])
+        call = self.forced_call()  # errors of `tool_choice` come before those of grammars
+        forms = (self.response_format, self.structured_outputs, call)
+        sources = [source for form in forms if form is not None and (source := form.source())]
+        if len(sources) > 1:
+            text = f"{sources[0].param} and {sources[1].param} cannot be combined; give one of them."
+            raise ApiError(400, text, param=sources[1].param, code="invalid_value")
+        return sources[0] if sources else None
 
     def forced_call(self) -> ForcedCall | None:
         """Returns the functions of which the answer must call one, or None for text."""

@@ -3,9 +3,10 @@
 import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -110,8 +111,7 @@ def take_request(database: Database, answer_id: str, assignment: Assignment, eve
     experiment = find_running(database, assignment.experiment)
     if experiment is None:  # requests that were assigned before the end may finish after it
         return ""
-    had = _had(database, experiment.name, assignment.unit)
-    _set_had(database, experiment.name, assignment.unit, experiment.state.take_request(event, had))
+    _record(database, experiment.name, assignment.unit, lambda had: experiment.state.take_request(event, had))
     values = {"id": answer_id, "experiment": experiment.name, "unit": assignment.unit, "arm": assignment.arm}
     database.execute("INSERT INTO experiment_answers VALUES (:id, :experiment, :unit, :arm)", values)
     return _judge(database, experiment)
@@ -126,7 +126,8 @@ def take_score(database: Database, answer_id: str, score: float) -> tuple[bool, 
         experiment = find_running(database, name)
         if experiment is None:
             return True, name, ""
-        _set_had(database, name, unit, experiment.state.take_score(arm, score, _had(database, name, unit)))
+        take = partial(experiment.state.take_score, arm, score)
+        _record(database, name, unit, take)
         return True, name, _judge(database, experiment)
     return False, "", ""
 
@@ -172,14 +173,13 @@ def _judge(database: Database, experiment: Experiment) -> str:
     return reason
 
 
-def _had(database: Database, experiment: str, unit: str) -> int:
+def _record(database: Database, experiment: str, unit: str, take: Callable[[int], int]) -> None:
+    """Updates the bits of a unit's events with a method of `ExperimentState`."""
+    values: dict[str, Any] = {"experiment": experiment, "unit": unit}
     query = "SELECT had FROM experiment_units WHERE experiment = :experiment AND unit = :unit"
-    return next((had for (had,) in database.rows(query, {"experiment": experiment, "unit": unit})), 0)
-
-
-def _set_had(database: Database, experiment: str, unit: str, had: int) -> None:
+    had = take(next((had for (had,) in database.rows(query, values)), 0))
     statement = (
         "INSERT INTO experiment_units VALUES (:experiment, :unit, :had) "
         "ON CONFLICT (experiment, unit) DO UPDATE SET had = excluded.had"
     )
-    database.execute(statement, {"experiment": experiment, "unit": unit, "had": had})
+    database.execute(statement, {**values, "had": had})

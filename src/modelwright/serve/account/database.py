@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from modelwright.core.errors import ConfigError, StorageError, writing
 
@@ -40,29 +40,7 @@ _OWNER_ONLY = 0o600
 Values = Mapping[str, Any]
 
 
-class Database(Protocol):
-    """An open database, for one thread at a time. All methods raise `StorageError` if the database reports an error."""
-
-    def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
-        """Runs a statement, once for each entry of a list of values. Returns the number of changed rows."""
-        ...
-
-    def rows(self, statement: str, values: Values = {}) -> Iterator[tuple[Any, ...]]:  # noqa: B006
-        """Yields the rows of a query, which are fetched lazily."""
-        ...
-
-    def transaction(self) -> AbstractContextManager[None]:
-        """Commits the statements of the block together, or rolls them back on an exception."""
-        ...
-
-    def vacate(self) -> None:
-        """Erases the content of deleted rows from disk where the database leaves that to its client."""
-        ...
-
-    def close(self) -> None: ...
-
-
-def open_database(location: str, *, setting: str, must_exist: bool = False) -> Database:
+def open_database(location: str, *, setting: str, must_exist: bool = False) -> "Database":
     """Opens a file, a SQLAlchemy URL, or the location in an environment variable (`env:NAME`). setting: name of the
     setting in messages.
 
@@ -119,7 +97,10 @@ def _refusals(place: Path | str, kind: type[Exception]) -> Iterator[None]:
 
 
 class SqliteDatabase:
-    """A file that only its owner can read. Committed rows survive `kill -9`; deleted rows are overwritten."""
+    """A file that only its owner can read. Committed rows survive `kill -9`; deleted rows are overwritten.
+
+    It is for one thread at a time. All methods raise `StorageError` if SQLite reports an error.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -142,12 +123,14 @@ class SqliteDatabase:
             ) from None
 
     def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
+        """Runs a statement, once for each entry of a list of values. Returns the number of changed rows."""
         with _refusals(self.path, sqlite3.Error):
             if isinstance(values, Mapping) or not values:
                 return self._connection.execute(statement, values or {}).rowcount
             return self._connection.executemany(statement, values).rowcount
 
     def rows(self, statement: str, values: Values = {}) -> Iterator[tuple[Any, ...]]:  # noqa: B006
+        """Yields the rows of a query, which are fetched lazily."""
         with _refusals(self.path, sqlite3.Error):
             cursor = self._connection.execute(statement, values)
         # the context manager must not be open at a yield: it would convert errors of the caller
@@ -160,6 +143,7 @@ class SqliteDatabase:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
+        """Commits the statements of the block together, or rolls them back on an exception."""
         self.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -170,7 +154,7 @@ class SqliteDatabase:
             raise
 
     def vacate(self) -> None:
-        """Moves the journal into the file, so that deleted text does not stay in the journal."""
+        """Erases deleted rows from disk: moves the journal, which may contain them, into the file."""
         self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
@@ -184,7 +168,9 @@ def _storable(values: Values) -> dict[str, Any]:
 
 @dataclass
 class UrlDatabase:
-    """Any database that SQLAlchemy supports. name: its URL in messages, without the password."""
+    """Any database that SQLAlchemy supports, with the methods of `SqliteDatabase`. name: its URL in messages, without
+    the password.
+    """
 
     _connection: Any
     name: str
@@ -222,6 +208,8 @@ class UrlDatabase:
         self._connection.close()
         self._connection.engine.dispose()
 
+
+Database = SqliteDatabase | UrlDatabase
 
 Task = Callable[[Database], T]
 """Reads and writes inside a transaction. It may be called again after the transaction was rolled back."""

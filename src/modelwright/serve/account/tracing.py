@@ -131,7 +131,24 @@ class Tracing:
 
     def ended(self, exchange: Exchange, finished: FinishedRequest) -> None:
         asked, generation = exchange.asked, exchange.generation
-        attributes = request_attributes(asked, OPERATIONS[finished.route])
+        optional = {
+            "gen_ai.request.max_tokens": asked.asked_tokens,
+            "gen_ai.request.temperature": asked.temperature,
+            "gen_ai.request.top_p": asked.top_p,
+            "gen_ai.request.top_k": asked.top_k,
+            "gen_ai.request.frequency_penalty": asked.frequency_penalty,
+            "gen_ai.request.presence_penalty": asked.presence_penalty,
+            "gen_ai.request.seed": asked.seed,
+            "gen_ai.request.stream": asked.stream or None,
+            "gen_ai.request.choice.count": asked.n if asked.n != 1 else None,
+            "gen_ai.output.type": "json" if asked.response_format is not None else None,
+        }
+        attributes: dict[str, Any] = {
+            "gen_ai.operation.name": OPERATIONS[finished.route],
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": asked.model,
+            **{name: value for name, value in optional.items() if value is not None},
+        }
         if generation is not None:
             attributes |= {
                 "gen_ai.response.id": finished.id,
@@ -169,28 +186,6 @@ class Tracing:
         await asyncio.to_thread(closing.join, CLOSE_TIMEOUT_S)
         if closing.is_alive():
             log.warning("some spans could not be exported")
-
-
-def request_attributes(asked: GenerationRequest, operation: str) -> dict[str, Any]:
-    """Returns the attributes of a request. Parameters that the client left out are absent."""
-    optional = {
-        "gen_ai.request.max_tokens": asked.asked_tokens,
-        "gen_ai.request.temperature": asked.temperature,
-        "gen_ai.request.top_p": asked.top_p,
-        "gen_ai.request.top_k": asked.top_k,
-        "gen_ai.request.frequency_penalty": asked.frequency_penalty,
-        "gen_ai.request.presence_penalty": asked.presence_penalty,
-        "gen_ai.request.seed": asked.seed,
-        "gen_ai.request.stream": asked.stream or None,
-        "gen_ai.request.choice.count": asked.n if asked.n != 1 else None,
-        "gen_ai.output.type": "json" if asked.response_format is not None else None,
-    }
-    return {
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": asked.model,
-        **{name: value for name, value in optional.items() if value is not None},
-    }
 
 
 def texts_of(asked: GenerationRequest, finished: FinishedRequest, generation: Generation | None) -> dict[str, str]:

@@ -21,11 +21,9 @@ from modelwright.serve.api.structured import (
     NamedTool,
     Tool,
     ToolCall,
-    only_source,
 )
 from modelwright.serve.config import PromptImagesConfig
 from modelwright.serve.engines.client import EngineInfo
-from modelwright.serve.engines.grammars import GrammarSource
 from modelwright.serve.errors import ApiError
 from modelwright.serve.generation import Generation, GenerationRequest, Prompt
 from modelwright.serve.limits import Limits
@@ -124,10 +122,6 @@ class ChatRequest(GenerationRequest):
             text = 'tool_choice "auto" is not supported by this server; take "required", "none", or name a function.'
             raise ApiError(400, text, param="tool_choice", code="invalid_value")
         return ForcedCall(functions, is_named=False) if choice == "required" else None
-
-    def grammar(self) -> GrammarSource | None:
-        call = self.forced_call()
-        return only_source([self.form_of_text(), call.source() if call else None])
 
     @property
     def asked_tokens(self) -> int | None:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from modelwright.serve.api.answers import AnswerKind, finite, prompt_logprobs, read_generation, respond, token_name
 from modelwright.serve.api.fields import NumLogprobs, PromptEntries, Unsupported, as_list, unsupported
-from modelwright.serve.api.parsing import not_empty, token_ids
+from modelwright.serve.api.parsing import token_ids
 from modelwright.serve.generation import Generation, GenerationRequest, Prompt
 from modelwright.serve.service import Lease
 from modelwright.serve.tokenizer import Delta, TokenInfo
@@ -55,9 +55,6 @@ class CompletionRequest(GenerationRequest):
     def texts(self) -> list[str]:
         return [prompt for prompt in self.prompts if isinstance(prompt, str)]
 
-    def session_text(self) -> str:
-        return ""
-
     @property
     def num_prompt_logprobs(self) -> int | None:
         # echoed tokens have log-probabilities like new ones
@@ -75,8 +72,7 @@ async def create_completion(request: Request) -> Response:
 
 def _completion_prompts(asked: CompletionRequest, lease: Lease) -> list[Prompt]:
     prompts: list[Prompt] = []
-    for prompt in not_empty(asked.prompts, "prompt"):
-        ids = token_ids(prompt, "prompt", lease)
+    for prompt, ids in zip(asked.prompts, token_ids(asked.prompts, "prompt", lease), strict=True):
         text = prompt if isinstance(prompt, str) else lease.model.tokenizer.decode(ids) if asked.echo else ""
         prompts.append(Prompt(ids, text))
     return prompts

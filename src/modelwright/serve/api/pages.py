@@ -3,6 +3,7 @@
 import importlib.resources
 from typing import Any, Literal
 
+from prometheus_client import generate_latest
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -96,7 +97,8 @@ async def metrics(request: Request) -> Response:
     service = service_of(request)
     if service.keys.has_scopes:
         service.caller(request, "metrics")
-    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    text = generate_latest(service.metrics.registry)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 class ModelReply(BaseModel):

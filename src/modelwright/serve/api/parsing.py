@@ -181,18 +181,17 @@ async def admit(request: Request, lease: Lease, *, num_prompts: int) -> bytes:
     return await read_body(request, lease, num_prompts=num_prompts)
 
 
-def not_empty(prompts: list[str] | list[list[int]], param: str) -> list[str] | list[list[int]]:
-    if not prompts:
-        raise _empty(param)
-    return prompts
-
-
-def token_ids(prompt: str | list[int], param: str, lease: Lease) -> list[int]:
-    """Returns the ids of a prompt. Raises `ApiError` 400 for an empty prompt and for unknown ids."""
-    ids = lease.model.tokenizer.encode(prompt) if isinstance(prompt, str) else known_ids(prompt, param, lease)
-    if not ids:
-        raise _empty(param)
-    return ids
+def token_ids(prompts: list[str] | list[list[int]], param: str, lease: Lease) -> list[list[int]]:
+    """Returns the ids of prompts. Raises `ApiError` 400 without prompts, for an empty one and for unknown ids."""
+    inputs: list[list[int]] = []
+    for prompt in prompts:
+        is_text = isinstance(prompt, str)
+        inputs.append(lease.model.tokenizer.encode(prompt) if is_text else known_ids(prompt, param, lease))
+        if not inputs[-1]:
+            break
+    if not inputs or not inputs[-1]:
+        raise ApiError(400, f"The {param} is empty; give at least one token.", param=param, code="invalid_value")
+    return inputs
 
 
 def known_ids(ids: list[int], param: str, lease: Lease) -> list[int]:
@@ -210,7 +209,3 @@ def require_fitting(inputs: list[list[int]], param: str, lease: Lease) -> list[l
         text = f"This model's context is {context} tokens; an input has {longest}. Shorten it."
         raise ApiError(400, text, param=param, code="context_length_exceeded")
     return inputs
-
-
-def _empty(param: str) -> ApiError:
-    return ApiError(400, f"The {param} is empty; give at least one token.", param=param, code="invalid_value")

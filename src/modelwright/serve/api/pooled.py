@@ -21,7 +21,6 @@ from modelwright.serve.api.answers import unless_disconnected
 from modelwright.serve.api.fields import PromptEntries, RequestModel, Texts, as_list
 from modelwright.serve.api.parsing import (
     admit,
-    not_empty,
     parse_request,
     parsed,
     require_fitting,
@@ -62,8 +61,7 @@ async def create_embeddings(request: Request) -> Response:
             if asked.dimensions and asked.dimensions > most:
                 text = f"An embedding of this model has {most} dimensions, fewer than {asked.dimensions}."
                 raise ApiError(400, text, param="dimensions", code="invalid_value")
-            inputs = [token_ids(one, "input", lease) for one in not_empty(as_list(asked.input), "input")]
-            return asked, require_fitting(inputs, "input", lease)
+            return asked, require_fitting(token_ids(as_list(asked.input), "input", lease), "input", lease)
 
         asked, inputs = await parsed(read, len(body), lease)
         weights = lease.model.weights_of(asked.model)
@@ -71,24 +69,17 @@ async def create_embeddings(request: Request) -> Response:
         vectors = await pooled_outputs(request, lease, jobs, caller)
     data: list[dict[str, Any]] = []
     for index, vector in enumerate(vectors):
-        vector = shortened(vector, asked.dimensions)
+        if asked.dimensions is not None:
+            # as OpenAI shortens embeddings: the first dimensions, scaled to unit length
+            vector = vector[: asked.dimensions]
+            length = math.hypot(*vector) or 1.0
+            vector = [value / length for value in vector]
         embedding: list[float] | str = list(vector)
         if asked.encoding_format == "base64":  # of little-endian FP32, as OpenAI's client expects
             embedding = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
         data.append({"object": "embedding", "index": index, "embedding": embedding})
     reply = {"object": "list", "data": data, "model": asked.model, "usage": _usage(inputs)}
     return JSONResponse(reply, headers=version_header(weights.version))
-
-
-def shortened(vector: Sequence[float], num_dimensions: int | None) -> Sequence[float]:
-    """Returns the first dimensions of a vector, scaled to unit length, as OpenAI shortens embeddings. None keeps
-    all.
-    """
-    if num_dimensions is None:
-        return vector
-    first = vector[:num_dimensions]
-    length = math.hypot(*first) or 1.0
-    return [value / length for value in first]
 
 
 class ScoreRequest(RequestModel):

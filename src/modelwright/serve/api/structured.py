@@ -14,7 +14,6 @@ from pydantic import Field, model_validator
 
 from modelwright.serve.api.fields import Strict
 from modelwright.serve.engines.grammars import MAX_GRAMMAR_CHARACTERS, GrammarSource, json_source
-from modelwright.serve.errors import ApiError
 
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -203,12 +202,3 @@ class StructuredOutputs(Strict):
         if self.regex is not None:
             return GrammarSource("regex", self.regex, param)
         return GrammarSource("lark", self.grammar or "", param)
-
-
-def only_source(sources: list[GrammarSource | None]) -> GrammarSource | None:
-    """Returns the only grammar of a request, or None without one. Raises `ApiError` 400 for several."""
-    given = [source for source in sources if source is not None]
-    if len(given) > 1:
-        text = f"{given[0].param} and {given[1].param} cannot be combined; give one of them."
-        raise ApiError(400, text, param=given[1].param, code="invalid_value")
-    return given[0] if given else None
