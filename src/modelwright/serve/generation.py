@@ -93,9 +93,7 @@ class GenerationRequest(RequestModel):
         return ""
 
     def grammar(self) -> GrammarSource | None:
-        """Returns the grammar of the answers, or None for any text. Raises `ApiError` 400 for a bad one and for
-        several.
-        """
+        """Returns the grammar of the answers, None for any text. Raises `ApiError` 400 for a bad one or several."""
         call = self.forced_call()  # errors of `tool_choice` come before those of grammars
         forms = (self.response_format, self.structured_outputs, call)
         sources = [source for form in forms if form is not None and (source := form.source())]
@@ -261,7 +259,6 @@ class Generation:
         return [*pieces, answer.text.finish("length")] if output.finish_reason else pieces
 
     def _echo(self, answer: Answer) -> Delta:
-        """Returns the prompt as the first piece of its answer."""
         if self.request.num_logprobs is None:
             return Delta(answer.prompt.text)
         ids, scores = answer.prompt.ids, answer.prompt_scores

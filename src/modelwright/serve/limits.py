@@ -180,9 +180,7 @@ def _check_fields(entry: Any) -> None:
 
 
 def body_shape(body: bytes) -> BodyShape:
-    """Returns the shape of a body of JSON. For a body that is not JSON, the counts are those of its brackets, commas
-    and colons.
-    """
+    """Returns the shape of a body: of JSON, or the counts of brackets, commas and colons if it is not JSON."""
     # bytes are characters here: in UTF-8, no byte of a longer character is in the range of ASCII
     data = np.frombuffer(body, np.uint8)
     # a byte is outside strings if an even number of quotes precedes it

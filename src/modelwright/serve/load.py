@@ -73,9 +73,7 @@ FINGERPRINT_LEN = 12
 
 
 def adapted_fingerprint(base: str, digest: str) -> str:
-    """Returns the fingerprint of a model with an adapter. base: fingerprint of the model; digest: digest of the
-    adapter's values.
-    """
+    """Returns the fingerprint of a model with an adapter. base: that of the model; digest: the adapter's."""
     return f"fp_{hashlib.sha256(f'{base} {digest}'.encode()).hexdigest()[:FINGERPRINT_LEN]}"
 
 

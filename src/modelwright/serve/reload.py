@@ -100,9 +100,7 @@ class Reloader:
         await asyncio.gather(*self._retirements)
 
     async def prepare(self, path: str, metrics: Metrics) -> ServedModel:
-        """Returns a started version that has passed its test and is not in service yet. metrics: metrics of its
-        answers. Raises `ApiError`.
-        """
+        """Returns a started version that has passed its test. metrics: those of its answers. Raises `ApiError`."""
         try:
             fresh = await asyncio.to_thread(lambda: self._load(self._locate(path), metrics))
         except ModelwrightError as error:

@@ -71,9 +71,7 @@ class ServedModel:
         return self.info.fingerprint
 
     def adapter_of(self, name: str | None) -> ServedAdapter | None:
-        """Returns the adapter of a name or an alias, or None for the model itself. Raises `ApiError` 404 for an adapter
-        that is no longer loaded.
-        """
+        """Returns the adapter of a name or alias, None for the model itself. Raises `ApiError` 404 if unloaded."""
         name = self.aliases.get(name or "", name or "")
         if name in self.unloaded:
             raise ApiError(404, f"The adapter {name!r} is no longer loaded.", param="model", code="model_not_found")

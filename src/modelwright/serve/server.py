@@ -81,9 +81,7 @@ class ServerThread:
         return self
 
     def stop(self) -> None:
-        """Drains and stops: new requests are rejected at once, running ones get `drain_timeout_s`. Safe from any
-        thread.
-        """
+        """Drains and stops: new requests are rejected, running ones get `drain_timeout_s`. Safe from any thread."""
         self.stop_soon()
         self._thread.join()
 
@@ -197,9 +195,7 @@ def run_server(
 
 @contextlib.contextmanager
 def _signals(server: ServerThread) -> Iterator[list[int]]:
-    """Handles signals in the block: SIGTERM and SIGINT drain, the second one aborts, SIGHUP reloads the model. Yields
-    the list of received signals.
-    """
+    """SIGTERM and SIGINT drain, the second aborts, SIGHUP reloads. Yields the list of received signals."""
     received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

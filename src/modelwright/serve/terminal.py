@@ -28,9 +28,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, question: str) -> Generator[str, None, None]:
-        """Yields pieces of the answer as they become final. Closing the generator stops the answer and keeps the text
-        so far.
-        """
+        """Yields pieces of the answer. Closing the generator stops the answer and keeps the text so far."""
         self.messages.append({"role": "user", "content": question})
         limit = self._engine.max_seq_len - self._engine.max_seq_len // ANSWER_ROOM
         prompt = self._tokenizer.encode_chat(self.messages)

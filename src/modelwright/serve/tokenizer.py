@@ -63,9 +63,7 @@ class ServedTokenizer:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from None
 
     def encode_answer(self, question: str, answer: str) -> list[int]:
-        """Encodes a question and its answer as a conversation, up to the last token of the answer. Raises like
-        `encode_chat`.
-        """
+        """Encodes a question and its answer, up to the last token of the answer. Raises like `encode_chat`."""
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         try:
             ids, mask = self._tokenizer.encode_chat(turns)
@@ -156,7 +154,6 @@ class IncrementalDetokenizer:
         return self._release(len(self._held), "stop" if cut >= 0 else reason)
 
     def _find_stop(self) -> int:
-        """Returns the place of the first stop string, or -1."""
         places = [place for place in (self._held.find(text) for text in self.stop_texts) if place >= 0]
         return min(places, default=-1)
 

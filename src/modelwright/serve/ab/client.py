@@ -37,9 +37,7 @@ class AbClient:
     key: str = field(default="", repr=False)
 
     def find(self, name: str) -> dict[str, Any] | None:
-        """Returns the report on a test, or None for an unknown name. Raises `ModelwrightError` if A/B tests are off on
-        the server, and `ServerUnreachable`.
-        """
+        """Returns a test's report, None if unknown. Raises `ServerUnreachable`, `ModelwrightError` without tests."""
         answer = self._ask("GET", "/ab.json")
         if not answer["is_on"]:
             raise ModelwrightError(f"{self.url}: keeps no A/B tests; start it with --requests.ab_state FILE")

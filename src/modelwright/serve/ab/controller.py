@@ -128,9 +128,7 @@ class Experiments:
             return report_of(experiment)
 
     async def set_share(self, share: float) -> dict[str, Any]:
-        """Changes the share of units that get B. Raises `ApiError` 404 if no test is running, 409 if a guard has ended
-        it meanwhile.
-        """
+        """Changes B's share. Raises `ApiError` 404 if no test is running, 409 if a guard has ended it meanwhile."""
         running = self._require_test()
         name = running.experiment.name
         if not await self._call(lambda database: tables.set_share(database, name, share)):

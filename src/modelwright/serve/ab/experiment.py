@@ -118,9 +118,7 @@ def take_request(database: Database, answer_id: str, assignment: Assignment, eve
 
 
 def take_score(database: Database, answer_id: str, score: float) -> tuple[bool, str, str]:
-    """Counts feedback. Returns whether the answer is known, the name of its test, and the reason if a guard ended the
-    test on it, else "".
-    """
+    """Counts feedback. Returns whether its answer is known, the test, and why that ended the test, else ""."""
     query = "SELECT experiment, unit, arm FROM experiment_answers WHERE id = :id"
     for name, unit, arm in list(database.rows(query, {"id": answer_id})):
         experiment = find_running(database, name)
@@ -164,7 +162,6 @@ def end(database: Database, name: str, status: Status, reason: str = "") -> bool
 
 
 def _judge(database: Database, experiment: Experiment) -> str:
-    """Writes the state, and ends the test if a guard fires."""
     values = {"state": experiment.state.to_json(), "name": experiment.name}
     database.execute("UPDATE experiments SET state = :state WHERE name = :name", values)
     reason = verdict(experiment.state, GuardLimits(max_error_rate=experiment.request.max_error_rate))

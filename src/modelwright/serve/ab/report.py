@@ -22,9 +22,7 @@ PROMISED_PROBABILITY = 0.99
 
 
 def report_of(experiment: Experiment) -> dict[str, Any]:
-    """Returns the report as plain data for JSON; infinite and unknown values are None. Intervals are valid at every
-    look.
-    """
+    """Returns the report as data for JSON; infinite and unknown values are None. Intervals are valid at every look."""
     state, request = experiment.state, experiment.request
     seen, failed = state.events["seen"], state.events["failed"]
     arrived = _events(state, "seen")

@@ -33,9 +33,7 @@ class _Copy:
 
 
 class Shadows:
-    """The queue of copies and the task that answers them. Belongs to the event loop. counted: called with the outcome
-    of each copy.
-    """
+    """The queue of copies and its task. Belongs to the event loop. counted: called with each copy's outcome."""
 
     def __init__(self, service: Service, candidate: ServedModel, counted: Callable[[str], None]) -> None:
         self._service = service

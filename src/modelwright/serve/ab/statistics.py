@@ -71,9 +71,7 @@ _BISECTIONS = 60
 
 @dataclass(frozen=True)
 class Epoch:
-    """A period with one share of B: the number of units with the event, and how many of them were in B. The counts may
-    be arrays.
-    """
+    """A period with one share of B: the units with the event, and those of them in B. The counts may be arrays."""
 
     share: float
     count: Any
@@ -84,9 +82,7 @@ Epochs = Sequence[Epoch]
 
 
 def log_likelihood(epochs: Iterable[Epoch], ratio: float) -> Any:
-    """Returns the log-likelihood of the arms of units with an event, given the rate ratio of B to A, in the shape of
-    the counts.
-    """
+    """Returns the log-likelihood of the arms of units with an event, given the rate ratio of B to A."""
     odds = [(epoch, ratio * epoch.share / (1 - epoch.share)) for epoch in epochs]
     return sum((epoch.in_treatment * math.log(one) - epoch.count * math.log1p(one) for epoch, one in odds), 0.0)
 

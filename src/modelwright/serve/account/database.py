@@ -88,7 +88,6 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _refusals(place: Path | str, kind: type[Exception]) -> Iterator[None]:
-    """Converts a driver's errors to `StorageError`."""
     try:
         yield
     except kind as error:
@@ -168,9 +167,7 @@ def _storable(values: Values) -> dict[str, Any]:
 
 @dataclass
 class UrlDatabase:
-    """Any database that SQLAlchemy supports, with the methods of `SqliteDatabase`. name: its URL in messages, without
-    the password.
-    """
+    """Any database of SQLAlchemy, with the methods of `SqliteDatabase`. name: its URL without the password."""
 
     _connection: Any
     name: str

@@ -39,9 +39,7 @@ class Subject:
 
 
 def subject_of(asked: GenerationRequest, key_name: str) -> Subject:
-    """Returns the subject of a request. Turns of one conversation share a session, because each repeats the ones
-    before.
-    """
+    """Returns the subject. Turns of one conversation share a session, because each repeats those before."""
     user = f"{key_name}\0{asked.user or ''}"
     session = (asked.metadata or {}).get(SESSION_ENTRY) or f"\0{asked.session_text()}"
     return Subject(user, f"{user}\0{session}")
@@ -101,9 +99,7 @@ class ExchangeObserver(Protocol):
     def ended(self, exchange: "Exchange", finished: FinishedRequest) -> None: ...
 
     async def take_feedback(self, feedback: FeedbackRequest) -> bool:
-        """Commits feedback and returns true, or returns false for an unknown answer. Raises `ApiError` 503 if it cannot
-        be committed.
-        """
+        """Commits feedback. Returns false for an unknown answer. Raises `ApiError` 503 if it cannot be committed."""
         ...
 
 

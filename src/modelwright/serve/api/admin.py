@@ -21,9 +21,7 @@ log = logging.getLogger("modelwright.serve")
 
 
 class ReloadRequest(RequestModel):
-    """POST /admin/reload. `path`: run or model folder on the server's machine; "" for the origin of the model in
-    service.
-    """
+    """POST /admin/reload. `path`: run or model folder on the server's machine; "" for the current model's origin."""
 
     path: Annotated[str, Field(max_length=4096)] = ""
 

@@ -53,9 +53,7 @@ def build_app(
 
 
 class _TracedRoute(Route):
-    """A route that adds itself to the scope of its requests, for metrics, the log and spans. Older versions of
-    Starlette add only the endpoint.
-    """
+    """A route that adds itself to the scope of its requests. Older versions of Starlette add only the endpoint."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, matched = super().matches(scope)

@@ -34,9 +34,7 @@ CHUNK = "chat.completion.chunk"
 
 
 class Message(Strict):
-    """A turn of the conversation. An assistant's turn may omit the content; a tool's turn answers the call
-    `tool_call_id`.
-    """
+    """A turn. Only an assistant's may omit the content; a tool's turn answers the call `tool_call_id`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
@@ -194,7 +192,6 @@ def _bad_image(where: str, reason: str, *, code: str = "invalid_image") -> ApiEr
 
 
 def _full(generation: Generation) -> dict[str, Any]:
-    """Returns the body of an answer without streaming."""
     choices: list[dict[str, Any]] = []
     for index, answer in enumerate(generation.answers):
         message: dict[str, Any] = {"role": "assistant", "content": answer.shown, "refusal": None}
@@ -220,7 +217,6 @@ def _full(generation: Generation) -> dict[str, Any]:
 
 
 def _opening(generation: Generation) -> list[dict[str, Any]]:
-    """Returns the first events of a stream, which contain the role."""
     delta = {"role": "assistant", "content": "" if generation.call is None else None}
     choices = [
         {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -230,7 +226,6 @@ def _opening(generation: Generation) -> list[dict[str, Any]]:
 
 
 def _chunk(generation: Generation, index: int, piece: Delta) -> dict[str, Any]:
-    """Returns an event of a stream."""
     call = generation.answers[index].call
     delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
     if call is not None:

@@ -79,7 +79,6 @@ def _completion_prompts(asked: CompletionRequest, lease: Lease) -> list[Prompt]:
 
 
 def _full(generation: Generation) -> dict[str, Any]:
-    """Returns the body of an answer without streaming."""
     choices: list[dict[str, Any]] = []
     for index, answer in enumerate(generation.answers):
         piece = Delta(answer.shown, tuple(answer.tokens), answer.finish_reason)
@@ -90,7 +89,6 @@ def _full(generation: Generation) -> dict[str, Any]:
 
 
 def _chunk(generation: Generation, index: int, piece: Delta) -> dict[str, Any]:
-    """Returns an event of a stream."""
     answer = generation.answers[index]
     is_first = answer.num_tokens == len(answer.unsent)
     return generation.envelope(OBJECT, [_choice(generation, index, piece, has_prompt=is_first)])

@@ -202,9 +202,7 @@ async def rerank(request: Request) -> Response:
 
 
 async def _scored(request: Request, kind: type[S], param: str) -> tuple[S, list[list[int]], list[float], str]:
-    """Returns the validated request, its pairs in tokens, their scores, and the version of the weights. param: field
-    that errors name.
-    """
+    """Returns the request, its pairs in tokens, their scores, and the weights' version. param: field in errors."""
     service = service_of(request)
     caller = service.caller(request, "infer")
     with service.lease() as lease:

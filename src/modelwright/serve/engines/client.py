@@ -125,9 +125,7 @@ class EngineEvents(Protocol):
 
 
 class EngineClient(Protocol):
-    """Computes answers with one or several engines. All methods belong to the event loop; only `stop` waits for an
-    engine.
-    """
+    """Computes answers with one or several engines. Belongs to the event loop; only `stop` waits for an engine."""
 
     @property
     def info(self) -> EngineInfo: ...

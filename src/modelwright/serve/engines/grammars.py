@@ -1,6 +1,4 @@
-"""Constrained output: grammars of requests, compiled by `llguidance` within bounds, and the tokens that a grammar
-allows at each step.
-"""
+"""Constrained output: grammars, compiled by `llguidance` within bounds, and the tokens that they allow at each step."""
 
 import asyncio
 import graphlib
@@ -47,9 +45,7 @@ class GrammarSource:
 
 
 def json_source(schema: Any, param: str) -> GrammarSource:
-    """Returns the grammar of a JSON schema. Raises `ApiError` 400 for a schema that is too large, too deep or
-    recursive.
-    """
+    """Returns the grammar of a schema. Raises `ApiError` 400 for a schema that is too large, too deep or recursive."""
     if not isinstance(schema, (dict, bool)):
         raise _bad(param, "a JSON schema must be an object")
     # level by level, because a recursion would exhaust the interpreter's stack
@@ -107,9 +103,7 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. definition: text of its `tokenizer.json`; stop_ids: tokens that end an
-    answer.
-    """
+    """Compiles grammars. definition: text of the `tokenizer.json`; stop_ids: tokens that end an answer."""
 
     def __init__(self, definition: str, vocab_size: int, stop_ids: Sequence[int]) -> None:
         self._definition = definition
@@ -120,9 +114,7 @@ class GrammarCompiler:
         self._places = asyncio.Semaphore(MAX_COMPILATIONS)
 
     async def compile(self, source: GrammarSource) -> CompiledGrammar:
-        """Compiles in another thread. Raises `ApiError` 400 for a grammar that is malformed or takes too long, and
-        without llguidance.
-        """
+        """Compiles in another thread. Raises `ApiError` 400 for a malformed or slow grammar, and without llguidance."""
         if importlib.util.find_spec("llguidance") is None:
             text = "constrained output needs llguidance, which the server lacks; its operator can install"
             raise _bad(source.param, f"{text} modelwright[structured]")

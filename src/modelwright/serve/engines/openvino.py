@@ -201,7 +201,6 @@ def _read(request_id: str, handle: "GenerationHandle") -> list[StepOutput]:
 
 
 def _load(folder: Path, weights: GgufFormat, config: EngineConfig) -> tuple[Any, str]:
-    """Returns a pipeline, and the fingerprint of its weights."""
     try:
         import openvino_genai as genai
     except ImportError as error:

@@ -272,7 +272,6 @@ class EnginePool:
         return True
 
     def _place_all(self, answers: Sequence[PooledAnswer]) -> None:
-        """Assigns answers to engines."""
         # neighbors with the same prompt go to the same engine, which computes the prompt once
         for _, group in itertools.groupby(answers, key=lambda one: (cache_salt(one.job), tuple(one.job.prompt_ids))):
             self._place(list(group))
@@ -320,9 +319,7 @@ class EnginePool:
         self._place_all([answer for answer in answers if answer.request_id in self._answers])
 
     def _may_retry(self, answer: PooledAnswer) -> bool:
-        """Returns whether an answer is computed again, which it is only if the client has seen nothing of it. Counts
-        the retry.
-        """
+        """Counts a retry and returns true if an answer, of which the client has seen nothing, may be computed again."""
         if answer.token_ids or answer.num_moves >= MAX_MOVES or not self._budget.take():
             return False
         answer.num_moves += 1
@@ -346,7 +343,6 @@ class EnginePool:
             answer.engine.answers.pop(answer.request_id, None)
 
     async def _watch_orphans(self) -> None:
-        """Gives up answers that have waited too long for an engine."""
         while True:
             await asyncio.sleep(ORPHAN_POLL_S)
             oldest = asyncio.get_running_loop().time() - ORPHAN_TIMEOUT_S
@@ -356,9 +352,7 @@ class EnginePool:
 
 
 def launch_pool(setup: EngineSetup, count: int) -> EnginePool:
-    """Starts `count` processes and waits until all are ready. Raises `ModelError` or `ConfigError` if one cannot be
-    started.
-    """
+    """Starts `count` engine processes. Raises `ModelError` or `ConfigError` if one does not become ready."""
     # the first one measures which kernels are fastest; the others use the same ones, so that all give the same bits
     first = EngineHandle.launch(setup)
     setup = replace(setup, heads=(first.report.head,), int8_backend=first.report.int8_backend)

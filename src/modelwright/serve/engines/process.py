@@ -85,9 +85,7 @@ class BlockingChannel:
         self.connection.sendall(encode(message))
 
     def receive_one(self, timeout_s: float) -> dict[str, Any]:
-        """Receives one message, after which the peer sends no other. Raises `TimeoutError` if it does not arrive in
-        time, and like `receive`.
-        """
+        """Receives one message, which no other may follow. Raises `TimeoutError`, and like `receive`."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             for message in self.receive(left_s):

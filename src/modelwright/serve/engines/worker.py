@@ -75,9 +75,7 @@ class Stream:
 
 
 class EngineWorker:
-    """The answers that the engines behind `client` compute for one version of the model. All methods belong to the
-    event loop.
-    """
+    """The answers that the engines of `client` compute for one version of the model. Belongs to the event loop."""
 
     def __init__(self, client: EngineClient, metrics: Metrics, *, max_queue: int, max_tokens: int) -> None:
         self.client = client
@@ -128,9 +126,7 @@ class EngineWorker:
             raise limit_reached("The queue holds as many tokens as it may.", self.typical_answer_s)
 
     def submit(self, jobs: Sequence[Job], caller: Caller) -> Stream:
-        """Starts the answers of one request, all or none. Raises like `EngineClient.check`, `require_room` and
-        `Caller.reserve`.
-        """
+        """Starts all answers of a request, or raises like `EngineClient.check`, `require_room`, `Caller.reserve`."""
         for job in jobs:
             self.client.check(job)
         num_tokens = sum(job.max_total_tokens for job in jobs)
