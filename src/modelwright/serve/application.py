@@ -50,6 +50,7 @@ class Application:
         """client: engines that have not been started; locate: finds the models of reloads, by default in folders.
         Raises `ConfigError` for settings that cannot be used.
         """
+        # settings are checked before a database is opened
         config.check_names(model_name)
         keys = key_ring(config)
         self.metrics = Metrics(model_name)

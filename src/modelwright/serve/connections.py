@@ -58,6 +58,7 @@ def connection_limits(config: ServeConfig) -> ConnectionLimits:
     total = answers + IDLE_CONNECTIONS
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
+        # this process has model files, engines and databases open already
         total = min(total, soft - len(os.listdir("/dev/fd")) - SPARE_DESCRIPTORS)
     if total < MIN_CONNECTIONS:
         raise ConfigError(
@@ -92,6 +93,7 @@ class ConnectionTable:
         full = same_address if len(same_address) >= self._limits.per_address else []
         full = full or (self._connections if len(self) >= self._limits.total else [])
         if full:
+            # never one that is being answered
             replaceable = [other for other in full if other.awaits_request()]
             if not replaceable:
                 self._metrics.http.closed_connections.labels("refused").inc()
@@ -119,7 +121,7 @@ class ConnectionTable:
 
     def _close(self, connection: "Connection", reason: str) -> None:
         self._metrics.http.closed_connections.labels(reason).inc()
-        self.remove(connection)
+        self.remove(connection)  # at once, because `connection_lost` follows only in a later round of the event loop
         connection.abort()
 
 

@@ -298,6 +298,7 @@ def start(
     salt = f"{caller.salt} {request.cache_salt}" if request.cache_salt else caller.salt
     for prompt in prompts:
         params = _sampling(request, model, len(prompt.ids))
+        # the first answer has the seed itself, so that it does not depend on `n`
         seeds = [seed, *(derive_seed(seed, "choice", index) for index in range(1, num_choices))]
         jobs += [
             GenerationJob(

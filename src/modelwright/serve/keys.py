@@ -102,6 +102,7 @@ class Caller:
     def __init__(self, entry: KeyEntry) -> None:
         self.name = entry.name
         self.scopes = frozenset(entry.scopes)
+        # separates the prefix caches of keys; a part of the hash, because the key itself must not reach the engines
         self.salt = entry.sha256[:16]
         self._max_concurrent = entry.max_concurrent
         self.num_open = 0

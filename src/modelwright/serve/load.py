@@ -51,6 +51,7 @@ def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, ServedT
     else:
         model = load_model(folder)
     tokenizer = ServedTokenizer.load(folder)
+    # fewer tokens are normal, because models pad their vocabulary
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ModelError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {model.config.vocab_size}; "
@@ -85,7 +86,7 @@ def weights_fingerprint(model: Decoder) -> str:
             continue
         plain = tensor.detach().cpu().contiguous()
         hashed.update(f"{name} {plain.dtype} {list(plain.shape)}".encode())
-        hashed.update(plain.view(-1).view(torch.uint8).numpy().data)
+        hashed.update(plain.view(-1).view(torch.uint8).numpy().data)  # as bytes, because NumPy has no BF16
     return f"fp_{hashed.hexdigest()[:FINGERPRINT_LEN]}"
 
 

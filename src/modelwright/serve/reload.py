@@ -126,6 +126,7 @@ class Reloader:
     def switch(self, fresh: ServedModel) -> None:
         """Gives new requests this version, and stops the one before when its last answer is finished."""
         service = self._service
+        # in one step of the event loop, so that every request gets one version or the other
         old, service.model = service.model, fresh
         service.metrics.versions.show(fresh.fingerprint)
         log.info("new requests get %s instead of %s", fresh.fingerprint, old.fingerprint)
@@ -150,6 +151,7 @@ class Reloader:
 
 async def _smoke_test(model: ServedModel) -> str:
     """Lets a version answer. Returns the problem, or "" for a good answer."""
+    # a context of a few tokens leaves room for one new token
     prompt_ids = model.tokenizer.encode(SMOKE_TEXT)[: model.limits.context - 1]
     job: Job = EmbeddingJob(prompt_ids, pooling="score")
     if not model.info.scores:

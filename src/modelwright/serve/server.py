@@ -130,10 +130,11 @@ class ServerThread:
             log_config=None,
             access_log=False,
             server_header=False,
-            lifespan="off",
+            lifespan="off",  # the application is started and closed here
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
             http=self._connections.open,  # type: ignore[arg-type]
             ws="none",
+            # asyncio accepts up to the backlog in one round of the event loop
             backlog=ACCEPTS_PER_ROUND,
             ssl_certfile=config.tls_certificate or None,
             ssl_keyfile=config.tls_key or None,

@@ -75,6 +75,7 @@ class Service:
         if self.arms is None or assignment is None or assignment.arm == CONTROL:
             yield entry, assignment
             return
+        # the lease of `entry` holds only the other version
         model = self.arms.candidate
         with model.worker.held():
             yield Lease(self, model), assignment
@@ -111,14 +112,6 @@ class Service:
         """Number of answers that are running or waiting."""
         return sum(worker.num_open for worker in self.workers)
 
-    def require_name(self, name: str | None, model: ServedModel) -> None:
-        """Raises `ApiError` 404 for a name that a version does not have. None means any model."""
-        names = self.names_of(model)
-        if name is not None and name not in names:
-            known = " or ".join(map(repr, names))
-            text = f"The model {name!r} does not exist; this server has {known}."
-            raise ApiError(404, text, param="model", code="model_not_found")
-
     def caller(self, request: Request, scope: KeyScope) -> Caller:
         """Returns the caller of a request, and counts the request. Raises `ApiError` 401 without a known key, 403 if
         the key lacks the scope, 429 if its requests are used up.
@@ -141,8 +134,12 @@ class Lease:
             raise shutting_down(self.service.state.reason, RETRY_AFTER_S)
 
     def require_model(self, name: str | None) -> None:
-        """Raises `ApiError` 404 for a name that this version does not have, even if the one in service has it now."""
-        self.service.require_name(name, self.model)
+        """Raises `ApiError` 404 for a name that this version does not have. None means any model."""
+        # the version in service may have the name meanwhile, but the request was read for this one
+        names = self.service.names_of(self.model)
+        if name is not None and name not in names:
+            text = f"The model {name!r} does not exist; this server has {' or '.join(map(repr, names))}."
+            raise ApiError(404, text, param="model", code="model_not_found")
 
 
 VERSION_HEADER = "X-Model-Version"

@@ -67,6 +67,7 @@ def chat(
     elsewhere. Raises `ModelError` if the folder cannot be loaded.
     """
     model, tokenizer = load_folder(folder, Int8WeightsConfig())
+    # the cache is allocated in blocks of 16 tokens
     engine = Engine(model, EngineConfig(max_num_seqs=1, kv_cache_tokens=-(-model.config.max_seq_len // 16) * 16))
     conversation = Conversation(engine, tokenizer, params)
     hint = expectation(model.config.num_parameters)

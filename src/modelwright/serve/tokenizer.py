@@ -30,6 +30,7 @@ class ServedTokenizer:
         self.definition = definition
         self._tokenizer = tokenizer
         self._bytes_of = bytes_of
+        # a normalizer may remove any amount of text, such as repeated spaces
         self.max_token_bytes = 0 if normalizes else max(map(len, bytes_of.values()), default=0)
         control = [tokenizer.id_of(token) for token in SPECIAL_TOKENS]
         self.stop_ids = tuple(sorted({*tokenizer.stop_ids, *(token for token in control if token is not None)}))

@@ -12,7 +12,6 @@ from modelwright.serve.ab.statistics import difference_interval, log_e_rate, log
 GUARD_ALPHA = 0.001
 """Probability that a guard ever rolls back a version that is not worse. With four guards and the check, a version as
 good as A stays with a probability of at least 99.5% (union bound)."""
-
 REPORT_ALPHA = 0.05
 """Probability that an interval on the page ever misses the true value."""
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from modelwright.serve.ab.controller import Experiments
-from modelwright.serve.ab.experiment import EndRequest, ExperimentRequest, ShareRequest
+from modelwright.serve.ab.experiment import EndRequest, ExperimentRequest, ShareRequest, Status
 from modelwright.serve.api.fields import RequestModel
 from modelwright.serve.api.parsing import read_request
 from modelwright.serve.errors import ApiError
@@ -24,7 +24,7 @@ class ExperimentReply(BaseModel):
     mode: Literal["split", "shadow"]
     unit: Literal["session", "user"]
     share: float
-    status: Literal["running", "rolled_back", "ended", "promoted", "interrupted"]
+    status: Status
     reason: str
     started_at: float
     ended_at: float | None

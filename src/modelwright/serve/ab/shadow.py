@@ -68,6 +68,7 @@ class Shadows:
     async def _run(self) -> None:
         while True:
             await self._some.wait()
+            # polled, because nothing signals that the last answer to a user has finished
             if not self._is_idle():
                 await asyncio.sleep(IDLE_POLL_S)
                 continue

@@ -279,6 +279,7 @@ class DatabaseWriter:
             else:
                 with contextlib.suppress(queue.Empty):
                     entries.append(self._queue.get(timeout=max(0.0, due - time.monotonic())))
+            # waiting tasks share a transaction, so that a burst of them needs one commit
             while len(entries) < BATCH_TASKS and not self._queue.empty():
                 entries.append(self._queue.get())
             is_open = None not in entries

@@ -1,4 +1,4 @@
-"""One exchange: a request for answers and its outcome, as the observers see it (request log, A/B tests, spans)."""
+"""Exchanges: requests for answers and their outcomes, as the observers see them (request log, A/B tests, spans)."""
 
 import contextvars
 import hashlib
@@ -23,7 +23,6 @@ RouteName = Literal["chat", "completion"]
 
 SESSION_ENTRY = "session_id"
 """Key of the session in a request's `metadata`."""
-
 CLIENT_LEFT = 499
 """Nginx's status for a client that closed the connection."""
 

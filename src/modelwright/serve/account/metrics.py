@@ -139,7 +139,7 @@ class VersionMetrics:
 
     def show(self, version: str) -> None:
         """Sets the version that new requests get from now on."""
-        self.info.clear()
+        self.info.clear()  # the previous version must not keep the value 1
         self.info.labels(version).set(1)
 
 

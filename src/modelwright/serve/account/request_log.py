@@ -91,6 +91,7 @@ class RequestLog:
     def _write(self, database: Database, finished: FinishedRequest) -> str:
         """Writes a request. Returns "", or the reason if it is not logged."""
         user = pseudonym(self._salt, finished.subject.user)
+        # counted in the database, so that a restart does not reset the limit
         most = self._config.max_per_user
         if most and request_store.num_since(database, user, finished.time - DAY_S) >= most:
             return "user_cap"

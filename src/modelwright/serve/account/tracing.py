@@ -31,7 +31,6 @@ TRACES_PATH = "/v1/traces"
 EXPORT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 3.0
 """Time at shutdown after which spans that are still in the queue are lost."""
-
 OPERATIONS = {"chat": "chat", "completion": "text_completion"}
 """The convention's `gen_ai.operation.name` by name of our route."""
 

@@ -1,4 +1,4 @@
-"""Routes that change what is served: reloading the model, and loading and unloading adapters with vLLM's API."""
+"""Routes of administration: reloading the model, and loading and unloading adapters with vLLM's API."""
 
 import logging
 import secrets

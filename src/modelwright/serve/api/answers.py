@@ -25,7 +25,6 @@ G = TypeVar("G", bound=GenerationRequest)
 
 LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, as in vLLM, because JSON cannot represent it."""
-
 ID_PREFIX = "token_id:"
 """Prefix of a token that is named by its id, as in vLLM."""
 
@@ -122,6 +121,7 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, None],
             raise ApiError(499, "The client left before the answer was ready.", code="client_closed_request")
         working.result()
     finally:
+        # this coroutine itself may be canceled, so both tasks are ended here in any case
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)

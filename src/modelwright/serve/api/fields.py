@@ -191,42 +191,25 @@ STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type":
 TEXTS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
 BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 
-CONTENT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "anyOf": [
-                    {
-                        "type": "object",
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        "required": ["type", "text"],
-                        "additionalProperties": False,
-                    },
-                    {
-                        "type": "object",
-                        "properties": {
-                            "type": {"const": "image_url"},
-                            "image_url": {
-                                "type": "object",
-                                "properties": {
-                                    "url": {"type": "string", "pattern": "^data:[^,]*;base64,"},
-                                    "detail": {"enum": ["auto", "low", "high"]},
-                                },
-                                "required": ["url"],
-                                "additionalProperties": False,
-                            },
-                        },
-                        "required": ["type", "image_url"],
-                        "additionalProperties": False,
-                    },
-                ]
-            },
-        },
-        {"type": "null"},
-    ]
+_IMAGE_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "url": {"type": "string", "pattern": "^data:[^,]*;base64,"},
+        "detail": {"enum": ["auto", "low", "high"]},
+    },
+    "required": ["url"],
+    "additionalProperties": False,
 }
+_PART_SCHEMAS = [
+    {
+        "type": "object",
+        "properties": {"type": {"const": name}, name: schema},
+        "required": ["type", name],
+        "additionalProperties": False,
+    }
+    for name, schema in (("text", {"type": "string"}), ("image_url", _IMAGE_SCHEMA))
+]
+CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": _PART_SCHEMAS}}, {"type": "null"}]}
 
 
 PromptEntries = Annotated[Any, BeforeValidator(prompt_entries), WithJsonSchema(PROMPT_SCHEMA)]

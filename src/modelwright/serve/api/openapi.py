@@ -80,6 +80,7 @@ class Operation:
 def describe(operations: Sequence[Operation]) -> dict[str, Any]:
     """Returns the OpenAPI document."""
     bodies = {operation.body for operation in operations if operation.body}
+    # sorted, because sets of classes have another order in each process
     modes: list[Any] = [(model, "validation") for model in sorted(bodies, key=lambda model: model.__name__)]
     own = {operation.reply for operation in operations if not isinstance(operation.reply, str)}
     replies = [*reply_models().values(), *sorted(own, key=lambda model: model.__name__)]

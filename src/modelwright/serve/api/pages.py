@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from modelwright.serve.errors import ApiError
 from modelwright.serve.load import expectation
-from modelwright.serve.service import Service, service_of
+from modelwright.serve.service import Lease, Service, service_of
 
 # a page may talk to its own server alone, so an injected script could send nothing elsewhere
 PAGE_POLICY = (
@@ -135,7 +135,7 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request) -> Response:
     service = service_of(request)
     service.caller(request, "infer")
-    service.require_name(request.path_params["name"], service.model)
+    Lease(service, service.model).require_model(request.path_params["name"])
     return JSONResponse(_describe(service, request.path_params["name"]))
 
 

@@ -56,6 +56,7 @@ def parse_request(kind: type[R], body: bytes, limits: Limits) -> R:
         raise _not_json(f"it has one half of a surrogate pair alone, {half!r}")
     if not isinstance(data, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+    # before pydantic, which would report wrong values of known fields first
     unknown = next((name for name, value in data.items() if name not in kind.model_fields and value is not None), None)
     if unknown is not None:
         known, shown = ", ".join(sorted(kind.model_fields)), short(unknown)
@@ -140,6 +141,7 @@ async def read_body(request: Request, lease: Lease, *, num_prompts: int) -> byte
     """Reads the body, up to the size limit. Raises `ApiError`."""
     config, most = lease.service.config, lease.model.limits.body_bytes(num_prompts)
     length = request.headers.get("content-length", "0")
+    # a declared length is refused before it is read; the count below is for bodies sent in chunks
     is_too_large = length.isdigit() and int(length) > most
     body = bytearray()
     try:

@@ -66,6 +66,7 @@ def _own_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient
     setup = EngineSetup(
         folder=str(source.folder),
         engine=asdict(config.engine),
+        # engines share the cores: more threads than cores would slow down all of them
         num_threads=max(1, torch.get_num_threads() // config.engines),
         may_spare_thread=config.engines == 1,
         heads=HEAD_KINDS,
@@ -89,9 +90,7 @@ BACKENDS: Mapping[str, Backend] = {
     "openvino": Backend(openvino_engine, weights=get_args(GgufFormat)),
 }
 """All back-ends of this package, by name."""
-
 BACKENDS_GROUP = "modelwright.backends"
 """Group of the entry points of other packages, each a `Backend`."""
-
 PACKAGED = ("vllm",)
 """Back-ends in other packages of this project. Each is installed by the extra of the same name."""

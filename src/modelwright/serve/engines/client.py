@@ -38,7 +38,6 @@ ENGINE_LOSSES: Mapping[EngineEnd, EventKind] = {
     ),
 }
 """Unintended ends, as named in the log and the metric modelwright_engine_failures."""
-
 MoveOutcome = Literal["continued", "retried", "lost"]
 """Outcome for an answer of a lost engine: continued with the same tokens; restarted before the client has seen any of
 it; ended with an error."""

@@ -30,7 +30,6 @@ MAX_COMPILATIONS = 2
 COMPILE_TIMEOUT_S = 5.0
 """Limit on waiting and compiling. Compiling alone takes a fraction of it, because llguidance limits its work ("fuel").
 """
-
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The form of `json.dumps`. With free white space a small model may write blanks up to its limit."""
 

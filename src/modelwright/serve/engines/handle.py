@@ -18,7 +18,6 @@ log = logging.getLogger("modelwright.serve")
 
 START_TIMEOUT_S = 600.0
 """Time for loading the model and measuring the fastest kernels."""
-
 SILENCE_S = 2.5
 """Time without a message, ten heartbeats, after which an engine counts as hung ..."""
 SILENCE_STEPS = 10.0
@@ -47,7 +46,9 @@ class EngineHandle:
         """
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "modelwright.serve.engines.process", str(theirs.fileno())]
-        with theirs:  # in a new session, so that Ctrl-C reaches only the gateway, which drains first
+        # Our copy of the other end is closed at once, so that the end of the process closes the connection. The process
+        # gets a new session, so that Ctrl-C reaches only the gateway, which drains first.
+        with theirs:
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
         on_start(process)
         try:

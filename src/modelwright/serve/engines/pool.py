@@ -40,7 +40,6 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 30.0
 STABLE_S = 60.0
 """The pause before a restart doubles each time, until an engine has run for this time."""
-
 ORPHAN_TIMEOUT_S = 60.0
 """Longest time that answers wait for an engine when all are lost."""
 ORPHAN_POLL_S = 0.5
@@ -179,6 +178,7 @@ class EnginePool:
                 slot.handle.report = self._report
 
     async def stop(self) -> None:
+        # the tasks first: they would restart engines that end
         for task in self._tasks:
             task.cancel()
         for process in self._starting.values():
@@ -280,6 +280,7 @@ class EnginePool:
         running = {slot.number: slot for slot in self._slots if slot.link is not None}
         slots = {number: slot for number, slot in running.items() if slot is not avoided} or running
         if not slots:
+            # the time of the first loss counts, also if an engine that took over is lost as well
             for answer in group:
                 answer.orphaned_at = answer.orphaned_at or asyncio.get_running_loop().time()
                 self._orphans[answer.request_id] = answer

@@ -19,7 +19,6 @@ from modelwright.serve.engines.jobs import Job
 
 FAILURES_TO_OPEN = 5
 """Failed answers in a row that open a breaker (Envoy: consecutive_5xx)."""
-
 EJECTION_S = 30.0
 """Duration of an ejection, times the number of recent ejections of the engine (Envoy: base_ejection_time) ..."""
 LONGEST_EJECTION_S = 300.0

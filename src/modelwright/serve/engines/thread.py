@@ -151,6 +151,7 @@ class EngineThread:
         has_rested = False
         while True:
             is_idle = not self.engine.has_work
+            # with work, only commands that are in the queue already: the next step must not wait
             try:
                 command = self._commands.get(block=is_idle, timeout=None if has_rested else REST_AFTER_S)
             except queue.Empty:

@@ -18,7 +18,6 @@ from modelwright.serve.keys import Caller, Reservation
 
 RETRY_AFTER_S = 2
 """Retry-After of a server that shuts down or is out of connections. It is short, because another one may answer."""
-
 TYPICAL_SHARE = 0.1
 """Weight of the newest answer in the running average of the duration of answers."""
 
@@ -136,6 +135,7 @@ class EngineWorker:
         number = next(self._numbers)
         named = {f"{number}.{index}": job for index, job in enumerate(jobs)}
         stream = Stream(self, named, reservation)
+        # registered before `add`, because an engine may deliver as soon as it has the jobs
         self._idle.clear()
         self._jobs |= named
         self._num_tokens += num_tokens
@@ -148,6 +148,7 @@ class EngineWorker:
         if self._streams.pop(request_id, None) is None:
             return
         self._num_tokens -= self._jobs.pop(request_id).max_total_tokens
+        # an exponential moving average, from which waits for a free place are estimated
         self.typical_answer_s += TYPICAL_SHARE * (answer_s - self.typical_answer_s)
         self.client.abort(request_id)
         if not self._streams:
