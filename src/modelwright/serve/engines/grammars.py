@@ -71,7 +71,7 @@ def json_source(schema: Any, param: str) -> GrammarSource:
     return GrammarSource("json", json.dumps(schema), param)
 
 
-@dataclass
+@dataclass(eq=False)
 class GrammarConstraint:
     """A grammar's state in one sequence; see `TokenConstraint`."""
 
