@@ -44,7 +44,7 @@ def same_place(source: ModelSource | None) -> Locate:
 
 
 class Reloader:
-    """Changes what is served, one change at a time. load: creates a version whose worker has not been started. It may
+    """Changes the model or adapters in service, one change at a time. load: creates a version whose worker has not been started. It may
     take long and is called in another thread.
     """
 
@@ -57,7 +57,7 @@ class Reloader:
 
     @asynccontextmanager
     async def exclusively(self) -> AsyncIterator[None]:
-        """Excludes other changes of what is served in the block. Raises `ApiError` 409 while there is another."""
+        """Excludes other changes during the block. Raises `ApiError` 409 if another one is in progress."""
         if self._lock.locked():
             text = "Another reload, test or change of adapters is under way; wait until it has ended."
             raise ApiError(409, text, code="reload_running")

@@ -169,6 +169,7 @@ class Exchange:
             answer="\n\n".join(answer.new_text for answer in answers),
             prompt_tokens=generation.num_prompt_tokens if generation else 0,
             completion_tokens=generation.num_completion_tokens if generation else 0,
+            # each reason once, in the order of the answers
             finish_reason=",".join(dict.fromkeys(a.finish_reason for a in answers if a.finish_reason)),
             status=status,
             ttft_s=first_token - self._started if first_token else None,

@@ -222,6 +222,7 @@ class VllmNames(Collector):
             for metric in source.collect():
                 renamed = Metric(f"vllm:{name}", metric.documentation, kind)
                 for sample in metric.samples:
+                    # vLLM does not export the times at which metrics were created
                     suffix = sample.name.removeprefix(metric.name)
                     if suffix != "_created":
                         # some of our gauges, such as preemptions, are counters in vLLM, whose samples end in _total

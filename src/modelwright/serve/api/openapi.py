@@ -139,6 +139,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
     if operation.body:
         content = {"application/json": {"schema": _reference(operation.body.__name__)}}
         entry["requestBody"] = {"required": True, "content": content}
+    # a route that can answer 401 asks for a key
     if 401 in operation.errors:
         entry["security"] = [{"key": []}]
     if names := re.findall(r"{(\w+)", operation.path):

@@ -145,6 +145,7 @@ class OpenVinoEngine:
         if self._pipeline.has_non_finished_requests():
             self._pipeline.step()
         outputs = [output for request_id, handle in self._handles.items() for output in _read(request_id, handle)]
+        # only now, because the line above iterates over the handles
         for output in outputs:
             if output.finished:
                 del self._handles[output.request_id]

@@ -263,6 +263,7 @@ class EnginePool:
         if output.finished:
             self._forget(answer)
             self._health.answered(slot.number, is_good=output.finish_reason != "error")
+            # "error" means an output that is not finite, which may come from damaged memory of this process alone
             if output.finish_reason == "error" and self._may_retry(answer):
                 self._answers[answer.request_id] = answer
                 self._place([answer], avoided=slot)

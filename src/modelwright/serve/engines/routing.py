@@ -159,6 +159,7 @@ class EngineHealth:
 
     def _eject(self, number: int, reason: EjectionReason) -> None:
         breaker = self._breakers[number]
+        # counted with this engine; one that is half open is out already, so opening it again takes no other away
         num_out = 1 + sum(self.state(other) != "closed" for other in self._breakers if other != number)
         is_allowed = breaker.state == "half_open" or num_out <= MOST_EJECTED * len(self._breakers)
         if breaker.state != "open" and is_allowed:

@@ -51,7 +51,7 @@ class Stream:
 
     def put_token(self, index: int, output: StepOutput) -> None:
         if index in self._open:
-            if not output.embedding:
+            if not output.embedding:  # a pooled output is not a generated token
                 self._clocks[index].token()
                 self._num_used_tokens += 1
             self._inbox.put_nowait((index, output))
