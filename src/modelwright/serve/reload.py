@@ -44,8 +44,8 @@ def same_place(source: ModelSource | None) -> Locate:
 
 
 class Reloader:
-    """Changes the model or adapters in service, one change at a time. load: creates a version whose worker has not been started. It may
-    take long and is called in another thread.
+    """Changes the model or adapters in service, one change at a time. load: creates a version whose worker has not been
+    started. It may take long and is called in another thread.
     """
 
     def __init__(self, service: Service, locate: Locate, load: Callable[[ModelSource, Metrics], ServedModel]) -> None:
