@@ -38,7 +38,7 @@ class StreamOptions(Strict):
 
 
 class GenerationRequest(RequestModel):
-    """Fields that completions and chat share. The last group is accepted and has no effect."""
+    """Fields that completions and chat share. The last group is accepted and ignored."""
 
     MOST_DEFAULT_TOKENS: ClassVar[int] = sys.maxsize
     """Most new tokens of an answer if the client sets no limit; the room in the context limits it further."""
@@ -108,7 +108,7 @@ class GenerationRequest(RequestModel):
 
     @property
     def has_images(self) -> bool:
-        """Whether the prompt has images, which take long to decode."""
+        """True if the prompt has images, which take long to decode."""
         return False
 
     @property

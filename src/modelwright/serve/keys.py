@@ -141,7 +141,7 @@ class Reservation:
     num_tokens: int
 
     def settle(self, num_used_tokens: int) -> None:
-        """Frees the places, and returns unused tokens to the key. Further calls have no effect."""
+        """Frees the places, and returns unused tokens to the key. Further calls do nothing."""
         self.caller.num_open -= self.num_answers
         self.caller.tokens.give_back(max(0, self.num_tokens - num_used_tokens))
         self.num_answers = self.num_tokens = 0

@@ -89,7 +89,7 @@ class Reloader:
                 self._service.metrics.versions.reloads.labels(outcome).inc()
 
     async def reload_and_log(self) -> None:
-        """Reloads the model on a signal, which has no caller that could handle an error."""
+        """Reloads the model and logs an error, for a signal, which has no caller."""
         try:
             await self.reload()
         except ApiError as error:

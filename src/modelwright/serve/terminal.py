@@ -15,7 +15,7 @@ from modelwright.serve.tokenizer import IncrementalDetokenizer, ServedTokenizer
 HELP = "Type a question and press Enter. /new starts over, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer, or leaves."
 
 ANSWER_ROOM = 4
-"""At least 1 / `ANSWER_ROOM` of the context is kept free for the answer, by dropping the oldest turns."""
+"""The prompt leaves at least 1 / `ANSWER_ROOM` of the context for the answer; the oldest turns are dropped for it."""
 
 
 @dataclass

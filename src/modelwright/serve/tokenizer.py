@@ -92,8 +92,8 @@ class ServedTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class TokenInfo:
-    """A token with its log-probability, likeliest alternatives and offset in the text of the answer. The first token of
-    an echoed prompt has no context, so its log-probability is None.
+    """A token with its log-probability (None for the first token of an echoed prompt, which has nothing before it),
+    likeliest alternatives and offset in the text of the answer.
     """
 
     token_id: int

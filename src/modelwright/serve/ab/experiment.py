@@ -124,8 +124,7 @@ def take_score(database: Database, answer_id: str, score: float) -> tuple[bool, 
         experiment = find_running(database, name)
         if experiment is None:
             return True, name, ""
-        take = partial(experiment.state.take_score, arm, score)
-        _record(database, name, unit, take)
+        _record(database, name, unit, partial(experiment.state.take_score, arm, score))
         return True, name, _judge(database, experiment)
     return False, "", ""
 

@@ -17,7 +17,7 @@ from modelwright.serve.tokenizer import Delta, TokenInfo
 OBJECT = "text_completion"
 
 COMPLETION_DEFAULT_TOKENS = 16
-"""OpenAI's default of `max_tokens` for completions; chat has no such default and may fill the context."""
+"""OpenAI's default of `max_tokens` for completions; chat may fill the context instead."""
 
 
 class CompletionRequest(GenerationRequest):

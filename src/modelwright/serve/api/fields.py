@@ -18,7 +18,7 @@ SHOWN_CHARACTERS = 80
 
 
 def unsupported(*neutral: Any) -> AfterValidator:
-    """Returns a validator that accepts `neutral` and empty values, which have no effect, and rejects all others."""
+    """Returns a validator that accepts `neutral` and empty values, which change nothing, and rejects all others."""
 
     def check(value: Any) -> None:
         if value and value not in neutral:
@@ -72,7 +72,7 @@ Unsupported = Annotated[Any, unsupported(), WithJsonSchema({"type": "null"})]
 
 
 class Strict(BaseModel):
-    """A model that rejects unknown fields. A null field has no effect, so it is treated as absent."""
+    """A model that rejects unknown fields. A null field is treated as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 

@@ -55,7 +55,7 @@ class LiveReply(BaseModel):
 
 
 class ReadyReply(BaseModel):
-    """The server takes requests. `version`: of the weights that answer new ones."""
+    """The server accepts requests. `version`: version of the weights for new requests."""
 
     status: Literal["ready"]
     model: str

@@ -1,4 +1,4 @@
-"""From a body to a validated request and its token ids, with errors in plain words that name the field.
+"""Reads bodies into validated requests and their token ids, with errors in plain words that name the field.
 
 Bodies are read up to a size and within a time. Large ones are parsed in another thread, so that streams continue.
 """

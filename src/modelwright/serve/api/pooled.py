@@ -35,7 +35,7 @@ from modelwright.serve.service import Lease, service_of, version_header
 
 
 class EmbeddingRequest(RequestModel):
-    """POST /v1/embeddings. The last group is accepted and has no effect."""
+    """POST /v1/embeddings. The last group is accepted and ignored."""
 
     PROMPT_FIELDS = ("input",)
 
@@ -125,7 +125,7 @@ class PairScore(BaseModel):
 
 
 class ScoreReply(BaseModel):
-    """One score for each pair, in order."""
+    """The scores of all pairs, in order."""
 
     id: str
     object: Literal["list"]
