@@ -1,12 +1,13 @@
 """Routes that describe the server: pages, probes, metrics, models."""
 
 import importlib.resources
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
 from prometheus_client import generate_latest
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 
 from modelwright.serve.errors import ApiError
 from modelwright.serve.load import expectation
@@ -19,33 +20,28 @@ PAGE_POLICY = (
 )
 
 
-async def chat_page(request: Request) -> Response:
-    return _page("chat.html")
+_NO_SNIFF = {"X-Content-Type-Options": "nosniff"}
+_PAGE = {"Content-Security-Policy": PAGE_POLICY} | _NO_SNIFF
 
 
-async def live_page(request: Request) -> Response:
-    return _page("live.html")
+def _static(
+    operation: str, file: str, media_type: str, headers: Mapping[str, str]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Returns the handler of a file in the folder `static`. operation: its name in /openapi.json."""
+
+    async def handler(request: Request) -> Response:
+        text = (importlib.resources.files("modelwright.serve") / "static" / file).read_text(encoding="utf-8")
+        return Response(text, media_type=media_type, headers=headers)
+
+    handler.__name__ = operation
+    return handler
 
 
-async def ab_page(request: Request) -> Response:
-    return _page("ab.html")
-
-
-async def page_style(request: Request) -> Response:
-    return Response(_static("pages.css"), media_type="text/css", headers={"X-Content-Type-Options": "nosniff"})
-
-
-def _page(name: str) -> Response:
-    headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
-    return HTMLResponse(_static(name), headers=headers)
-
-
-async def grafana_dashboard(request: Request) -> Response:
-    return Response(_static("grafana.json"), media_type="application/json")
-
-
-def _static(name: str) -> str:
-    return (importlib.resources.files("modelwright.serve") / "static" / name).read_text(encoding="utf-8")
+chat_page = _static("chat_page", "chat.html", "text/html", _PAGE)
+live_page = _static("live_page", "live.html", "text/html", _PAGE)
+ab_page = _static("ab_page", "ab.html", "text/html", _PAGE)
+page_style = _static("page_style", "pages.css", "text/css", _NO_SNIFF)
+grafana_dashboard = _static("grafana_dashboard", "grafana.json", "application/json", {})
 
 
 class LiveReply(BaseModel):
