@@ -407,7 +407,7 @@ def test_a_route_and_a_back_end_answer(tmp_path: Path, monkeypatch: pytest.Monke
     ("name", "attribute", "problem"),
     [
         ("mine", "HIDDEN", r"GET /v1/models/mine is answered by GET /v1/models/{name:path}"),
-        ("mine", "DANGLING", r"its reply 'Greeting' is no media type"),
+        ("mine", "DANGLING", r"its reply 'Greeting' is not a media type"),
         ("mine", "NAMED", r"the name of its schema HealthReply is taken"),
         ("mine", "GREET", r"must be a RouteSpec, got Operation"),
         ("health", "ROUTE", r"the name 'health' is taken"),

@@ -329,7 +329,7 @@ def test_settings_that_contradict_each_other_are_refused(folders):
         serve(folders, adapters={"foreign": str(folders["foreign"])})
     with pytest.raises(ConfigError, match="model_aliases: bard=nobody names no adapter; choose from poet"):
         ServeConfig(adapters={"poet": "x"}, model_aliases=("bard=nobody",)).check_names("tiny")
-    with pytest.raises(ConfigError, match="each needs a name of its own, got tiny, poet, poet"):
+    with pytest.raises(ConfigError, match="each needs a unique name, got tiny, poet, poet"):
         ServeConfig(adapters={"poet": "x"}, model_aliases=("poet",)).check_names("tiny")
     with pytest.raises(ConfigError, match="got tiny, tiny"):
         serve(folders, adapters={"tiny": str(folders["poet"])})

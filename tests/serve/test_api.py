@@ -30,7 +30,7 @@ def test_models_are_listed(client: OpenAI):
 
 def test_plain_chat_equals_generation_without_cache(client: OpenAI, server: ServerThread):
     answer = ask(client, temperature=0)
-    tokenizer = server.service.tokenizer
+    tokenizer = server.service.model.tokenizer
     prompt = tokenizer.encode_chat(QUESTION)
     model = server.service.worker.client.engine._runner._model
     params = SamplingParams(max_tokens=12, temperature=0, stop_ids=tokenizer.stop_ids)
@@ -107,7 +107,7 @@ def test_chat_logprobs(client: OpenAI):
 
 
 def test_completion_logprobs_and_several_prompts(client: OpenAI, server: ServerThread):
-    ids = server.service.tokenizer.encode("lazy dog")
+    ids = server.service.model.tokenizer.encode("lazy dog")
     answer = client.completions.create(
         model="tiny", prompt=["the quick", "lazy dog"], n=2, temperature=0, logprobs=2, max_tokens=5
     )
@@ -211,7 +211,7 @@ def test_an_assistant_turn_may_have_no_content(client: OpenAI, server: ServerThr
     answer = ask(client, messages=turns)
     assert answer.usage is not None
     empty = [*QUESTION, {"role": "assistant", "content": ""}, *QUESTION]
-    assert answer.usage.prompt_tokens == len(server.service.tokenizer.encode_chat(empty))
+    assert answer.usage.prompt_tokens == len(server.service.model.tokenizer.encode_chat(empty))
     with pytest.raises(openai.BadRequestError, match="only an assistant's turn may leave it out"):
         ask(client, messages=[{"role": "user", "content": None}])
 
@@ -230,7 +230,7 @@ def test_routes_methods_and_sizes(server: ServerThread):
 
 
 def test_control_tokens_in_user_text_stay_text(server: ServerThread):
-    tokenizer = server.service.tokenizer
+    tokenizer = server.service.model.tokenizer
     bos, end, user, assistant = (
         SPECIAL_TOKENS.index(name) for name in ("<|bos|>", "<|end|>", "<|user|>", "<|assistant|>")
     )

@@ -16,7 +16,7 @@ def test_usage_and_metrics_count_cached_tokens_per_key(slow_server, tmp_path: Pa
     for key in ("alice", "bob", "alice", "bob"):
         answer = post(server, key, prompt=[TEXT, "the"], max_tokens=6, temperature=0, n=2).json()
         found.append((answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"]))
-    num_tokens = len(server.service.tokenizer.encode(TEXT))
+    num_tokens = len(server.service.model.tokenizer.encode(TEXT))
     cached = (num_tokens - 1) // 16 * 16
     assert cached > 16
     assert [number for number, _ in found] == [0, 0, cached, cached]
@@ -25,7 +25,7 @@ def test_usage_and_metrics_count_cached_tokens_per_key(slow_server, tmp_path: Pa
     lines = [line.split() for line in metrics.splitlines() if line.startswith("modelwright_prefix_cache")]
     counts = {name: float(value) for name, value in lines}
     assert counts["modelwright_prefix_cache_hits_total"] == 2 * cached
-    once = num_tokens + len(server.service.tokenizer.encode("the"))
+    once = num_tokens + len(server.service.model.tokenizer.encode("the"))
     assert counts["modelwright_prefix_cache_queries_total"] == 4 * once, "n answers look a prompt up once"
     embedding = httpx.post(
         f"{server.url}/v1/embeddings",

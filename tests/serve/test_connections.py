@@ -267,7 +267,7 @@ def test_too_few_open_files_are_refused_at_the_start(monkeypatch):
 
 def test_body_limits_are_those_that_are_documented(server: ServerThread):
     documented = "24,576 at 512 tokens", "55,296 at 512 tokens and 16 prompts"
-    limits = replace(server.service.limits, max_body_bytes=ServeConfig().max_body_bytes)
+    limits = replace(server.service.model.limits, max_body_bytes=ServeConfig().max_body_bytes)
     assert [f"{limits.body_bytes(1):,}", f"{limits.body_bytes(16):,}"] == [text.split()[0] for text in documented]
     text = " ".join((Path(__file__).parents[2] / "docs/config.md").read_text(encoding="utf-8").split())
     assert all(part in text for part in documented)

@@ -189,7 +189,7 @@ def test_api_key_is_required_and_never_logged(slow_server, monkeypatch, caplog):
 
 def test_missing_key_and_taken_port_say_what_to_do(server: ServerThread):
     taken = int(server.url.rsplit(":", 1)[1])
-    arguments = (server.service.worker.client, server.service.tokenizer)
+    arguments = (server.service.worker.client, server.service.model.tokenizer)
     with pytest.raises(ConfigError, match="choose another port"):
         ServerThread(*arguments, ServeConfig(port=taken), model_name="tiny")
     with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):

@@ -77,7 +77,7 @@ def test_what_the_context_can_hold_is_read():
 
 
 def test_no_text_of_a_full_context_is_longer_than_the_limit(server: ServerThread):
-    tokenizer, limits = server.service.tokenizer, server.service.limits
+    tokenizer, limits = server.service.model.tokenizer, server.service.model.limits
     longest = max(range(tokenizer.vocab_size), key=lambda token: len(tokenizer.token_bytes(token)) * (token > 6))
     assert limits.max_token_bytes == len(tokenizer.token_bytes(longest)) > 1
     text = tokenizer.token_text(longest) * (limits.context - 1)
@@ -88,7 +88,7 @@ def test_no_text_of_a_full_context_is_longer_than_the_limit(server: ServerThread
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_too_large_for_the_context_is_413(slow_server, chunked):
     server = slow_server()
-    most = server.service.limits.body_bytes(1)
+    most = server.service.model.limits.body_bytes(1)
     assert most < 100_000
     body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": " " * most}]}).encode()
     parts = (body[start : start + 10_000] for start in range(0, len(body), 10_000))
@@ -100,7 +100,7 @@ def test_a_body_too_large_for_the_context_is_413(slow_server, chunked):
 
 def test_large_bodies_are_read_in_another_thread(slow_server, monkeypatch):
     server = slow_server()
-    tokenizer, threads = server.service.tokenizer, []
+    tokenizer, threads = server.service.model.tokenizer, []
     encode = tokenizer.encode
     monkeypatch.setattr(
         tokenizer, "encode", lambda text: threads.append(threading.current_thread().name) or encode(text)

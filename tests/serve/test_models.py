@@ -18,7 +18,7 @@ from modelwright.serve.server import ServerThread
 def test_hugging_face_folder(server: ServerThread, tmp_path: Path):
     model = server.service.worker.client.engine._runner._model
     save_model(model, tmp_path, eos_id=1)
-    server.service.tokenizer._tokenizer.save(tmp_path)
+    server.service.model.tokenizer._tokenizer.save(tmp_path)
     loaded, tokenizer = load_folder(tmp_path, Int8WeightsConfig())
     tokens = torch.tensor([tokenizer.encode_chat([{"role": "user", "content": "the quick brown fox"}])])
     positions = torch.arange(tokens.shape[1])[None]

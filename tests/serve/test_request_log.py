@@ -162,7 +162,7 @@ def test_a_record_says_what_happened(slow_server, tmp_path: Path, capsys):
     assert first["user"] == second["user"] == fourth["user"] != third["user"]
     assert (refused["status"], refused["prompt"], refused["answer"], refused["ttft_s"]) == (400, "too long", "", None)
     assert (left["status"], left["latency_s"]) == (499, None)
-    assert left["prompt"] == server.service.tokenizer.decode([70, 71])
+    assert left["prompt"] == server.service.model.tokenizer.decode([70, 71])
     assert exported(path, tmp_path / "none.jsonl", "--until", "2020-01-01") == []
     assert len(exported(path, tmp_path / "some.jsonl", "--since", str(fourth["time"]))) == 3
     assert main(["requests", "prune", str(path), "--older-than-days", "0"]) == 0
@@ -322,8 +322,8 @@ def test_a_commit_that_fails_leaves_no_transaction_open(tmp_path: Path):
 def test_an_answer_that_repeats_its_prompt_is_logged_whole(slow_server, tmp_path: Path):
     path = tmp_path / "requests.sqlite"
     server = slow_server(requests=RequestsConfig(log=str(path)))
-    (token,) = server.service.tokenizer.encode("the", with_begin=False)[:1]
-    prompt = server.service.tokenizer.decode([token])
+    (token,) = server.service.model.tokenizer.encode("the", with_begin=False)[:1]
+    prompt = server.service.model.tokenizer.decode([token])
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "logit_bias": {str(token): 100}, "temperature": 0}
     for echo in (False, True):
         reply = httpx.post(f"{server.url}/v1/completions", json=body | {"echo": echo}, timeout=60)

@@ -51,7 +51,7 @@ FIELDS = [
 
 @pytest.mark.parametrize("fields", FIELDS, ids=[list(fields)[-1] for fields in FIELDS])
 def test_fields_of_sampling_mean_what_the_engine_means(server: ServerThread, fields: dict[str, Any]):
-    tokenizer = server.service.tokenizer
+    tokenizer = server.service.model.tokenizer
     params = SamplingParams(max_tokens=10, stop_ids=tokenizer.stop_ids, **fields)
     (wanted,) = generate(make_model(), [tokenizer.encode(PROMPT)], [params])
     assert ids_of(server, **fields) == wanted.token_ids
@@ -101,7 +101,7 @@ def test_several_answers_are_distinct_and_can_be_repeated(server: ServerThread):
 def test_log_probabilities_of_prompt_and_answer(server: ServerThread):
     reply = complete(server, logprobs=20, prompt_logprobs=3)
     (choice,) = reply["choices"]
-    ids = server.service.tokenizer.encode(PROMPT)
+    ids = server.service.model.tokenizer.encode(PROMPT)
     assert choice["prompt_token_ids"] == ids
     whole = ids + choice["token_ids"]
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_tokens_there_and_back(server: ServerThread):
     assert post("/detokenize", model="tiny", tokens=there["tokens"]) == {"prompt": PROMPT}
     turns = [{"role": "user", "content": PROMPT}]
     chat = post("/tokenize", model="tiny", messages=turns)
-    assert chat["tokens"] == server.service.tokenizer.encode_chat(turns)
+    assert chat["tokens"] == server.service.model.tokenizer.encode_chat(turns)
     for body in ({"prompt": "a", "x": 1}, {"model": "nobody", "prompt": "a"}, {"model": "tiny"}):
         assert "error" in post("/tokenize", **body)
 

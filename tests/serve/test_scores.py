@@ -68,7 +68,7 @@ def test_scores_are_those_of_the_reward_model(judge: ServerThread, folder: Path)
     assert [entry["score"] for entry in reply["data"]] == pytest.approx(wanted, abs=1e-4)
     assert [entry["index"] for entry in reply["data"]] == [0, 1, 2, 3]
     assert (reply["object"], reply["model"], reply["id"][:6]) == ("list", "judge", "score-")
-    num_tokens = sum(len(judge.service.tokenizer.encode_answer(QUERY, text)) for text in DOCUMENTS)
+    num_tokens = sum(len(judge.service.model.tokenizer.encode_answer(QUERY, text)) for text in DOCUMENTS)
     assert reply["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     paired = post(judge, "/v1/score", model="judge", text_1=[QUERY] * 4, text_2=DOCUMENTS).json()
     sigmoids = torch.tensor(wanted).sigmoid().tolist()
@@ -130,7 +130,7 @@ def pooled(model: Decoder, ids: list[int], pooling: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_embeddings(client: OpenAI, server: ServerThread, pooling: str):
-    tokenizer, model = server.service.tokenizer, make_model()
+    tokenizer, model = server.service.model.tokenizer, make_model()
     inputs = [tokenizer.encode(text) for text in DOCUMENTS]
     extra = {"pooling": pooling}
     reply = client.embeddings.create(model="tiny", input=DOCUMENTS, extra_body=extra)
@@ -175,5 +175,5 @@ def test_embeddings_that_cannot_be_made_are_refused(client: OpenAI):
 def test_a_reward_model_embeds_with_the_hidden_states_it_scores(judge: ServerThread, folder: Path):
     model = load_sequence_classifier(folder, head="score")
     reply = post(judge, "/v1/embeddings", model="judge", input="the lazy dog").json()
-    wanted = pooled(model, judge.service.tokenizer.encode("the lazy dog"), "last")
+    wanted = pooled(model, judge.service.model.tokenizer.encode("the lazy dog"), "last")
     assert reply["data"][0]["embedding"] == pytest.approx((wanted / wanted.norm()).tolist(), abs=1e-5)

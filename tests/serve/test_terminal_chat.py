@@ -55,7 +55,7 @@ def test_missing_folder_is_named(tmp_path: Path):
 
 def test_old_turns_are_forgotten_when_the_context_is_full(server: ServerThread):
     engine = small_engine(server)
-    conversation = Conversation(engine, server.service.tokenizer, SamplingParams(temperature=0))
+    conversation = Conversation(engine, server.service.model.tokenizer, SamplingParams(temperature=0))
     for _ in range(4):
         assert "".join(conversation.ask("the quick brown fox jumps over the lazy dog " * 5))
     assert conversation.messages[0]["role"] == "user"
@@ -65,7 +65,7 @@ def test_old_turns_are_forgotten_when_the_context_is_full(server: ServerThread):
 
 def test_stopping_an_answer_keeps_its_beginning(server: ServerThread):
     engine = small_engine(server)
-    conversation = Conversation(engine, server.service.tokenizer, SamplingParams(temperature=0))
+    conversation = Conversation(engine, server.service.model.tokenizer, SamplingParams(temperature=0))
     pieces = conversation.ask("the quick")
     shown = next(pieces) + next(pieces)
     pieces.close()

@@ -40,7 +40,7 @@ def local_loglikelihood(server: ServerThread, context: list[int], continuation: 
 
 def test_lm_eval_loglikelihoods_equal_local_ones(server: ServerThread):
     """The request and the parsing of lm-eval's `local-completions`, several documents at once."""
-    tokenizer = server.service.tokenizer
+    tokenizer = server.service.model.tokenizer
     pairs = [(tokenizer.encode(context), tokenizer.encode(rest, with_begin=False)) for context, rest in DOCUMENTS]
     likeliest = post(server, "/v1/completions", {"prompt": pairs[0][0], "max_tokens": 3, "temperature": 0,
                                                  "return_token_ids": True})  # fmt: skip
@@ -93,12 +93,12 @@ def test_a_streamed_echo_joins_to_the_same(client: OpenAI):
 
 
 def test_prompt_logprobs_have_ids_ranks_and_texts(server: ServerThread):
-    ids = server.service.tokenizer.encode("the quick brown")
+    ids = server.service.model.tokenizer.encode("the quick brown")
     completion = post(server, "/v1/completions", {"prompt": ids, "max_tokens": 1, "prompt_logprobs": 2})
     chat = post(server, "/v1/chat/completions", {"messages": QUESTION, "max_tokens": 1, "prompt_logprobs": 0})
     for entries, prompt in (
         (completion["choices"][0]["prompt_logprobs"], ids),
-        (chat["prompt_logprobs"], server.service.tokenizer.encode_chat(QUESTION)),
+        (chat["prompt_logprobs"], server.service.model.tokenizer.encode_chat(QUESTION)),
     ):
         assert entries[0] is None
         assert len(entries) == len(prompt)
@@ -138,7 +138,7 @@ def test_stop_tokens_end_an_answer_and_ignore_eos_lets_it_go_on(server: ServerTh
     later = post(server, "/v1/completions", body | {"stop_token_ids": [free[0]], "min_tokens": 3})["choices"][0]
     assert free[0] not in later["token_ids"][:3]
     assert len(later["token_ids"]) >= 3
-    end = server.service.tokenizer.stop_ids[0]
+    end = server.service.model.tokenizer.stop_ids[0]
     forced = body | {"logit_bias": {str(end): 100}}
     assert post(server, "/v1/completions", forced)["choices"][0]["token_ids"] == [end]
     ignored = post(server, "/v1/completions", forced | {"ignore_eos": True})["choices"][0]
@@ -161,9 +161,10 @@ def test_logit_bias_and_penalties_reach_the_sampler(client: OpenAI):
 def test_token_ids_of_chats_whole_and_streamed(server: ServerThread):
     body = {"messages": QUESTION, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
     whole = post(server, "/v1/chat/completions", body)
-    assert whole["prompt_token_ids"] == server.service.tokenizer.encode_chat(QUESTION)
+    assert whole["prompt_token_ids"] == server.service.model.tokenizer.encode_chat(QUESTION)
     assert (
-        server.service.tokenizer.decode(whole["choices"][0]["token_ids"]) == whole["choices"][0]["message"]["content"]
+        server.service.model.tokenizer.decode(whole["choices"][0]["token_ids"])
+        == whole["choices"][0]["message"]["content"]
     )
     response = httpx.post(f"{server.url}/v1/chat/completions", json={"model": "tiny", "stream": True} | body)
     events = [httpx.Response(200, text=line[6:]).json() for line in response.text.split("\n\n")[:-2]]
@@ -178,7 +179,7 @@ def test_embeddings_as_numbers_and_as_the_client_decodes_them(client: OpenAI, se
     assert vectors[0] == vectors[2] != vectors[1]
     assert math.hypot(*vectors[0]) == pytest.approx(1, abs=1e-4)
     assert answer.usage.prompt_tokens == answer.usage.total_tokens > 3
-    numbers = post(server, "/v1/embeddings", {"input": server.service.tokenizer.encode("the quick")})
+    numbers = post(server, "/v1/embeddings", {"input": server.service.model.tokenizer.encode("the quick")})
     assert numbers["data"][0]["embedding"] == pytest.approx(vectors[0], abs=1e-6)
     packed = post(server, "/v1/embeddings", {"input": "the quick", "encoding_format": "base64"})
     raw = base64.b64decode(packed["data"][0]["embedding"])
@@ -190,13 +191,13 @@ def test_embeddings_as_numbers_and_as_the_client_decodes_them(client: OpenAI, se
 
 def test_tokens_and_back(server: ServerThread):
     tokens = post(server, "/tokenize", {"prompt": "the quick", "return_token_strs": True})
-    assert tokens["tokens"] == server.service.tokenizer.encode("the quick")
+    assert tokens["tokens"] == server.service.model.tokenizer.encode("the quick")
     assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 512)
     assert "".join(tokens["token_strs"][1:]) == "the quick"
     bare = post(server, "/tokenize", {"prompt": "the quick", "add_special_tokens": False})
     assert bare["tokens"] == tokens["tokens"][1:]
     chat = post(server, "/tokenize", {"messages": QUESTION})
-    assert chat["tokens"] == server.service.tokenizer.encode_chat(QUESTION)
+    assert chat["tokens"] == server.service.model.tokenizer.encode_chat(QUESTION)
     assert post(server, "/detokenize", {"tokens": bare["tokens"]}) == {"prompt": "the quick"}
     for path, wrong in (("/tokenize", {}), ("/tokenize", {"prompt": "a", "messages": QUESTION}),
                         ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": "a"})):  # fmt: skip

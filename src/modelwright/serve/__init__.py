@@ -1,1 +1,1 @@
-"""Floor 5: the only place that knows HTTP. An OpenAI-compatible server, its chat page, and chat in the terminal."""
+"""The only package that uses HTTP: an OpenAI-compatible server, its chat page, and chat in the terminal."""

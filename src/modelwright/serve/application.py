@@ -1,6 +1,6 @@
-"""A server without its sockets: the model, its observers, start and shutdown.
+"""A server without a socket: the model, its observers, start and shutdown.
 
-`server` gives it a socket of its own; `examples/deploy/ray_serve.py` puts it behind Ray Serve.
+`server` runs it with a socket; `examples/deploy/ray_serve.py` runs it behind Ray Serve.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ log = logging.getLogger("modelwright.serve")
 
 NOTHING_KEPT = RequestsConfig()
 CUT_OFF_TIMEOUT_S = 2
-"""What answers that were cut off get to tell their clients."""
+"""Time for answers that were cut off to send the error to their clients."""
 
 
 class Application:
-    """All methods but the constructor belong to the event loop."""
+    """The server's parts and their lifecycle. All methods but the constructor belong to the event loop."""
 
     def __init__(
         self,
@@ -47,9 +47,10 @@ class Application:
         source: ModelSource | None = None,
         locate: Locate | None = None,
     ) -> None:
-        """client: the engines, not started; locate: finds the models of reloads, by default in folders. Raises
-        `ConfigError` for settings that cannot be used.
+        """client: engines that have not been started; locate: finds the models of reloads, by default in folders.
+        Raises `ConfigError` for settings that cannot be used.
         """
+        # settings are checked before a database is opened
         config.check_names(model_name)
         keys = key_ring(config)
         self.metrics = Metrics(model_name)
@@ -65,43 +66,45 @@ class Application:
             self._experiments = Experiments(self.service, self.reloader, requests.ab_state)
 
     def asgi(self) -> ASGIApp:
-        """The routes; call after `start`."""
+        """Returns the routes. Call it after `start`."""
         return build_app(self.service, self.reloader, self._experiments, self.tracing)
 
     async def start(self) -> None:
-        """Call inside the running event loop, before requests come."""
+        """Starts the engines and observers. Call it inside the running event loop, before requests arrive."""
         self.service.worker.start()
         self.service.metrics.versions.show(self.service.model.fingerprint)
         if self._request_log:
             self._request_log.start()
             self.service.observers.append(self._request_log)
         if self._experiments:
+            # resumes a test, so it needs the running worker above
             await self._experiments.start()
             self.service.observers.append(self._experiments)
         if self.tracing:
             self.service.observers.append(self.tracing)
 
     def begin_drain(self) -> None:
-        """Refuse new requests from now on."""
+        """Refuses new requests from now on."""
         self.service.is_draining = True
         if self.service.arms is not None:
-            self.service.arms.request_arrived()  # a copy of a request is not worth waiting for
+            self.service.arms.request_arrived()  # aborts a copy of a request, which is not worth waiting for
 
     def cut_off(self) -> None:
-        """End all running answers with an error."""
+        """Ends all running answers with an error."""
         self.begin_drain()
         for worker in self.service.workers:
             worker.abort_all(shutting_down("The server is shutting down.", RETRY_AFTER_S))
 
     async def finish_answers(self) -> None:
-        """Wait for running answers as long as they may take, and cut off the rest."""
+        """Waits for running answers up to `drain_timeout_s`, and cuts off the rest."""
         if not await self._wait_idle(self.service.config.drain_timeout_s):
             log.warning("running answers were cut off after %gs", self.service.config.drain_timeout_s)
             self.cut_off()
             await self._wait_idle(CUT_OFF_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Stop the engines and write all queued records."""
+        """Stops the engines and writes all queued records."""
+        # observers last, because the ends of answers are reported to them
         await self.reloader.close()
         await self.service.worker.stop()
         if self._experiments:
@@ -115,7 +118,7 @@ class Application:
         return all(await asyncio.gather(*(worker.wait_idle(timeout_s) for worker in self.service.workers)))
 
     def _load(self, source: ModelSource, metrics: Metrics) -> ServedModel:
-        """A version with the adapters of the present one."""
+        """Loads a version with the adapters of the current one."""
         adapters = {name: str(adapter.folder) for name, adapter in self.service.model.adapters.items()}
         config = replace(self.service.config, adapters=adapters)
         client, tokenizer = load_engines(source, config)

@@ -1,4 +1,4 @@
-"""Settings of the server, and of what it keeps of its requests: a log, the state of A/B tests, and spans."""
+"""Settings of the server, and of its records of requests: a log, the state of A/B tests, and spans."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,25 +14,19 @@ LogFormat = Literal["text", "json"]
 
 @dataclass(frozen=True, kw_only=True)
 class PromptImagesConfig:
-    """Images in chat requests, for a model that reads any."""
+    """Limits on images in chat requests, for a model that reads images."""
 
     max_count: int = 4
-    """Most images of one request."""
+    """Most images per request."""
     max_bytes: int = 2_000_000
-    """Most bytes of one image file. Bodies may be larger by what `max_count` such images take, up to
-    `max_body_bytes`."""
+    """Largest image file in bytes. The limit on bodies grows by `max_count` such images, up to `max_body_bytes`."""
     max_pixels: int = 16_000_000
-    """Most pixels of an image; the number is read before anything is decompressed."""
+    """Most pixels per image, which are counted before anything is decompressed."""
 
     def __post_init__(self) -> None:
         for name in ("max_count", "max_bytes", "max_pixels"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
-
-    @property
-    def body_bytes(self) -> int:
-        """What images take of a body, in base64."""
-        return self.max_count * (self.max_bytes // 3 + 1) * 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,29 +36,29 @@ class ServeConfig:
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
-    """0 takes a free port."""
+    """Port to listen on; 0 takes a free one."""
     engines: int = 1
-    """Engines with the model, each with the cache of `engine.kv_cache_tokens`, in processes of their own, which share
-    the cores, are started again when they end, and take over from each other. A single engine leaves one core to the
-    server if the model has fewer than 50M parameters; for such a model, one engine per core serves the most
+    """Number of engines with the model, each in a separate process with its own cache of `engine.kv_cache_tokens`.
+    Engines share the cores, are restarted when they end, and take over each other's answers. A single engine leaves one
+    core to the server if the model has fewer than 50M parameters; for such a model, one engine per core serves the most
     requests."""
     max_queued: int = 128
     """Requests that may wait beyond the `engine.max_num_seqs` that are running in each engine; more are refused with
     429."""
     max_queued_tokens: int = 1_048_576
-    """Tokens of prompts and of the longest possible answers that all running and waiting requests may have together;
-    more are refused with 429."""
+    """Most tokens of prompts and of the longest possible answers that all running and waiting requests may have
+    together; more are refused with 429."""
     max_completions: int = 16
     """Most completions of one request (`n` times the number of prompts)."""
     max_body_bytes: int = 4_000_000
-    """Larger request bodies are refused with 413. The model's context lowers the limit: a chat request may have 16,384
-    bytes and 16 per token of the context (24,576 at 512 tokens); a completion request has 4 more per token for each
-    further prompt that `max_completions` allows (55,296 at 512 tokens and 16 prompts)."""
+    """Largest request body in bytes; larger ones are refused with 413. The model's context lowers the limit: a chat
+    request may have 16,384 bytes and 16 per token of the context (24,576 at 512 tokens); a completion request has 4
+    more per token for each further prompt that `max_completions` allows (55,296 at 512 tokens and 16 prompts)."""
     drain_timeout_s: float = 30.0
     """Seconds that running answers get to finish on SIGTERM."""
     api_key_env: str = ""
-    """Name of an environment variable with the key that clients must send; the key itself is in no config file; ""
-    asks for none."""
+    """Name of the environment variable with the key that clients must send, because keys belong in no config file; ""
+    requires no key."""
     keys_file: str = ""
     """YAML file with hashes of API keys, their scopes and limits (docs/serving.md); "" for none."""
     tls_certificate: str = ""
@@ -80,10 +74,11 @@ class ServeConfig:
     model_aliases: tuple[str, ...] = field(default=(), metadata=word_for_none())
     """Further names by which clients may call the model, or, as `name=adapter`, an adapter."""
     adapters: dict[str, str] = field(default_factory=dict, metadata={"constant": True})
-    """Folders of LoRA adapters of the model, by the names by which clients ask for them. No setting: they belong to the
-    model that is served and not to the run."""
+    """Folders of LoRA adapters of the model, by their names in requests. Not a setting, because adapters belong to the
+    served model instead of the run."""
     backend: str = constant(OWN_BACKEND)
-    """What computes the answers: see `BACKENDS` in `engines/backends.py`. No setting: any can serve a run's model."""
+    """Back-end that computes the answers: see `BACKENDS` in `engines/backends.py`. Not a setting, because each can
+    serve a run's model."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     images: PromptImagesConfig = field(default_factory=PromptImagesConfig, metadata={"constant": True})
     """Limits on images in chat requests."""
@@ -92,12 +87,12 @@ class ServeConfig:
     header_timeout_s: float = constant(10.0)
     """Seconds in which a request's headers must arrive, from the opening of the connection or the last answer on."""
     send_timeout_s: float = constant(30.0)
-    """Seconds that a client may leave unread what was sent to it."""
+    """Seconds for which a client may leave sent data unread."""
     int8: Int8WeightsConfig = field(default_factory=Int8WeightsConfig)
 
     @property
     def aliases(self) -> dict[str, str]:
-        """What the aliases of adapters stand for."""
+        """Names of adapters by alias."""
         return dict(alias.split("=", 1) for alias in self.model_aliases if "=" in alias)
 
     @property
@@ -105,14 +100,14 @@ class ServeConfig:
         return [alias.partition("=")[0] for alias in self.model_aliases]
 
     def check_names(self, model_name: str) -> None:
-        """Raise `ConfigError` if the names for model and adapters contradict each other."""
+        """Raises `ConfigError` if the names of model and adapters conflict."""
         for alias, name in self.aliases.items():
             if name not in self.adapters:
                 known = ", ".join(self.adapters) or "there are none"
                 raise ConfigError(f"model_aliases: {alias}={name} names no adapter; choose from {known}")
         names = [model_name, *self.alias_names, *self.adapters]
         if len(set(names)) < len(names) or "" in names:
-            raise ConfigError(f"model_aliases, adapters: each needs a name of its own, got {', '.join(names)}")
+            raise ConfigError(f"model_aliases, adapters: each needs a unique name, got {', '.join(names)}")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
@@ -131,22 +126,22 @@ class ServeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestsConfig:
-    """What the server keeps of its requests and reports of them; nothing unless a place for it is named."""
+    """Records of requests: a log, the state of A/B tests, and spans. Each is off by default."""
 
     log: str = ""
     """SQLite file for prompts, answers and feedback, with personal data replaced by markers; a SQLAlchemy URL for other
     databases, or `env:NAME` for an environment variable with either; "" keeps no log."""
     retention_days: float = field(default=30.0, metadata=only_for("log"))
-    """Records are deleted after so many days."""
+    """Days after which records are deleted."""
     max_per_user: int = field(default=0, metadata=only_for("log"))
-    """Requests of one user that are logged within 24 hours; 0 means no limit. Without keys and without the field `user`
-    all requests have one user."""
+    """Most requests of one user that are logged within 24 hours; 0 means no limit. Without keys and the field `user`,
+    all requests count as one user's."""
     ab_state: str = ""
-    """SQLite file with the state of A/B tests, which go on after a restart, or another database as for `log`; "" allows
-    no tests (docs/ab-tests.md). Servers must not share it."""
+    """SQLite file with the state of A/B tests, which continue after a restart, or another database as for `log`; ""
+    turns tests off (docs/ab-tests.md). Servers must not share it."""
     traces: str = ""
-    """Address of an OpenTelemetry collector that takes OTLP over HTTP (`http://localhost:4318`), for a span of each
-    request; texts are in it only with `serve.log_prompts`. "" sends none."""
+    """Address of an OpenTelemetry collector for OTLP over HTTP (`http://localhost:4318`), which receives a span per
+    request, with texts only if `serve.log_prompts` is set; "" sends no spans."""
 
     def __post_init__(self) -> None:
         if not self.retention_days > 0:

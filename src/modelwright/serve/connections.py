@@ -1,8 +1,8 @@
-"""Limits on connections: how many there are, how long a request may take to arrive, how long an answer may wait to be
-read. uvicorn itself limits only the pause between two requests.
+"""Limits on connections: their number, the time for a request to arrive, and the time for an answer to be read. uvicorn
+itself limits only the pause between two requests.
 
-Each connection's protocol is wrapped. When there is no room, a new connection takes the place of the one that has
-waited longest for a whole request, as nginx reuses idle connections; so idle clients cannot lock out those that ask.
+Each connection's protocol is wrapped. When there is no room, a new connection replaces the one that has waited longest
+for a complete request, as nginx reuses idle connections, so that idle clients cannot lock out active ones.
 """
 
 import asyncio
@@ -27,43 +27,38 @@ log = logging.getLogger("modelwright.serve")
 
 ACCEPTS_PER_ROUND = 8
 """Connections that the event loop accepts in one round. They take their descriptors before any of our code runs, and up
-to four rounds pass until a replaced connection has given its descriptor back.
-"""
-
+to four rounds pass until a replaced connection has released its descriptor."""
 SPARE_DESCRIPTORS = 4 * ACCEPTS_PER_ROUND + 16
-"""File descriptors that connections do not get: those of accepted connections not counted yet, and those of files."""
-
+"""File descriptors that are not for connections: those of accepted ones that are not counted yet, and those of files.
+"""
 IDLE_CONNECTIONS = 1024
-"""Connections beyond the answers that may run and wait at once."""
-
+"""Connections in addition to those of answers that may run and wait at once."""
 MIN_CONNECTIONS = 8
-"""A server with fewer is refused."""
-
+"""Fewest connections with which a server starts."""
 LEAVING_POLL_S = 0.2
-"""Seconds between two looks at a client that has closed its sending side."""
-
+"""Seconds between two checks of a client that has closed its sending side."""
 PROBE_AFTER_S = 2.0
-"""Seconds that a client which has closed its sending side waits for its answer before it is probed. Programs that end
-their side after a request and then read to the end (`nc -N`) see nothing but the answer if it comes earlier."""
-
+"""Seconds before a client that has closed its sending side is probed. Programs that close their side after a request
+and then read to the end (`nc -N`) would show the probe, so answers that take less time come without one."""
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""Clients skip this interim response (RFC 9110, section 15.2); a closed socket answers it with a reset."""
+"""Interim response that clients skip (RFC 9110, section 15.2). A closed socket answers it with a reset."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """`total`: connections at once; `per_address`: those of one client address."""
+    """Limits on simultaneous connections. `total`: all of them; `per_address`: those of one client address."""
 
     total: int
     per_address: int
 
 
 def connection_limits(config: ServeConfig) -> ConnectionLimits:
-    """Limits that leave this process enough file descriptors. Raises `ConfigError` if it may open too few."""
+    """Returns limits that leave this process enough file descriptors. Raises `ConfigError` if it may open too few."""
     answers = config.engines * config.engine.max_num_seqs + config.max_queued
     total = answers + IDLE_CONNECTIONS
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
+        # this process has model files, engines and databases open already
         total = min(total, soft - len(os.listdir("/dev/fd")) - SPARE_DESCRIPTORS)
     if total < MIN_CONNECTIONS:
         raise ConfigError(
@@ -72,6 +67,7 @@ def connection_limits(config: ServeConfig) -> ConnectionLimits:
     if total < answers:
         text = "%d connections fit into the %d files that may be open (ulimit -n), but up to %d answers may need one"
         log.warning(text, total, soft, answers)
+    # one address cannot take all connections, but a proxy in front of the server needs most of them
     return ConnectionLimits(total=total, per_address=total - total // 4)
 
 
@@ -88,15 +84,16 @@ class ConnectionTable:
         return len(self._connections)
 
     def open(self, *, config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> asyncio.Protocol:
-        """Called by uvicorn for each accepted connection."""
+        """Creates the protocol of an accepted connection. Called by uvicorn."""
         return Connection(self, H11Protocol(config, server_state, app_state, _loop))
 
     def admit(self, connection: "Connection") -> bool:
-        """Add a connection, if need be in place of another one. False if all others are being answered."""
+        """Adds a connection, if necessary in place of another one. Returns false if all others are being answered."""
         same_address = [other for other in self._connections if other.address == connection.address]
         full = same_address if len(same_address) >= self._limits.per_address else []
         full = full or (self._connections if len(self) >= self._limits.total else [])
         if full:
+            # never one that is being answered
             replaceable = [other for other in full if other.awaits_request()]
             if not replaceable:
                 self._metrics.http.closed_connections.labels("refused").inc()
@@ -111,7 +108,7 @@ class ConnectionTable:
         self._metrics.http.connections.set(len(self))
 
     async def watch(self) -> None:
-        """Close connections that exceed a time limit. Runs until canceled."""
+        """Closes connections that exceed a time limit. Runs until canceled."""
         while True:
             await asyncio.sleep(min(1.0, self._header_timeout_s / 4, self._send_timeout_s / 4))
             now = asyncio.get_running_loop().time()
@@ -124,13 +121,13 @@ class ConnectionTable:
 
     def _close(self, connection: "Connection", reason: str) -> None:
         self._metrics.http.closed_connections.labels(reason).inc()
-        self.remove(connection)
+        self.remove(connection)  # at once, because `connection_lost` follows only in a later round of the event loop
         connection.abort()
 
 
 class _OpenTransport:
-    """A transport that writes nothing once the connection is lost. A protocol learns of that in the event loop's next
-    round only, and asyncio logs a warning for every write of an answer until then.
+    """A transport that drops writes once the connection is lost. A protocol learns of the loss only in the event loop's
+    next round, and asyncio logs a warning for every write until then.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -145,7 +142,7 @@ class _OpenTransport:
 
 
 class Connection(asyncio.Protocol):
-    """One connection: passes events on to uvicorn's protocol and knows what the client is waiting for.
+    """A connection: forwards events to uvicorn's protocol, and tracks the state of the client.
 
     The state of the current request is uvicorn's: `cycle` is None before the first request's headers have arrived.
     """
@@ -164,25 +161,31 @@ class Connection(asyncio.Protocol):
         """Time of the event loop since which the client has not read what was sent; 0 if it reads."""
 
     def is_between_requests(self) -> bool:
-        """Whether no request's headers have arrived that are not answered yet."""
+        """Returns true unless the headers of an unanswered request have arrived."""
         return self._http.cycle is None or self._http.cycle.response_complete
 
     def awaits_request(self) -> bool:
-        """Whether no whole request is here to be answered."""
+        """Returns true unless a complete unanswered request has arrived."""
         return self.is_between_requests() or self._http.cycle.more_body
 
     def note_progress(self, now: float) -> None:
-        """Waiting begins anew with every request. (Not with every byte: headers may come one byte at a time.)"""
+        """Restarts the clock of the wait for a request with every request."""
+        # not with every byte, because a client can send headers one byte at a time
         if not self.is_between_requests() or self._http.cycle is not self._seen_cycle:
             self._seen_cycle, self.waiting_since = self._http.cycle, now
 
     def abort(self) -> None:
-        """Close without waiting for the client to read."""
+        """Closes without waiting for the client to read."""
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
-        self.address = _network(transport)
+        peer = transport.get_extra_info("peername")
+        if peer:
+            # one client usually has a whole /64 of IPv6
+            address = ipaddress.ip_address(peer[0])
+            network = ipaddress.ip_network((address, 64), strict=False) if address.version == 6 else address
+            self.address = str(network)
         self.waiting_since = asyncio.get_running_loop().time()
         self._is_admitted = self._table.admit(self)
         if self._is_admitted:
@@ -195,7 +198,7 @@ class Connection(asyncio.Protocol):
         self._http.data_received(data)
 
     def eof_received(self) -> bool:
-        """The client sends no more. If its request is whole, keep the connection for the answer."""
+        """Keeps the connection for the answer if the client has closed its sending side after a complete request."""
         if self.awaits_request() or self._transport.get_extra_info("sslcontext"):
             return False  # TLS has no half-closed connections
         self._leaving = self._leaving or asyncio.get_running_loop().create_task(self._answer_and_close())
@@ -217,11 +220,9 @@ class Connection(asyncio.Protocol):
         self._http.resume_writing()
 
     async def _answer_and_close(self) -> None:
-        """Wait until the answer is written, then close; close at once if the client has left altogether.
-
-        A client that only ended its sending side and one that has closed its socket look the same until something is
-        sent to them: the closed socket resets the connection, which the socket's error then shows.
-        """
+        """Waits until the answer is written, then closes; closes at once if the client has left."""
+        # A client that has only closed its sending side and one that has closed its socket look the same until
+        # something is sent to them: a closed socket resets the connection, which the socket's error then shows.
         cycle, is_probed = self._http.cycle, False
         loop = asyncio.get_running_loop()
         left_at = loop.time()
@@ -235,22 +236,14 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
     async def _probe(self) -> bool:
-        """Send something that has no meaning; false if it must wait. Only event streams stay open after their start."""
+        """Sends data without meaning, and returns true."""
         cycle = self._http.cycle
         if cycle.scope["http_version"] != "1.1":  # older versions have no interim responses
             return True
         if cycle.response_started:
+            # only event streams stay open after their start, in which this is a comment
             with contextlib.suppress(RuntimeError):
                 await cycle.send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
         else:
             self._transport.write(PROBE)
         return True
-
-
-def _network(transport: asyncio.Transport) -> str:
-    """The client's address; for IPv6 its /64, which one client has whole."""
-    peer = transport.get_extra_info("peername")
-    if not peer:
-        return ""
-    address = ipaddress.ip_address(peer[0])
-    return str(ipaddress.ip_network((address, 64), strict=False)) if address.version == 6 else str(address)

@@ -1,4 +1,4 @@
-"""Errors in the form that OpenAI clients understand."""
+"""Errors in OpenAI's form, which its clients understand."""
 
 import json
 import math
@@ -29,27 +29,26 @@ class ApiError(Exception):
 
 
 def error_body(status: int, message: str, *, param: str = "", code: str = "") -> dict[str, Any]:
-    """`{"error": {"message", "type", "param", "code"}}`."""
+    """Returns `{"error": {"message", "type", "param", "code"}}`."""
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "server_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param or None, "code": code or None}}
 
 
 def jittered(wait_s: float) -> int:
-    """Whole seconds for Retry-After: at least the wait, and up to a quarter more, so that clients that were refused
-    together do not come back together.
-    """
+    """Returns whole seconds for Retry-After: the wait and up to a quarter more."""
+    # clients that were refused at the same time must not all come back at the same time
     return max(1, math.ceil(wait_s * (1 + 0.25 * secrets.randbelow(1000) / 1000)))
 
 
 def limit_reached(message: str, wait_s: float) -> ApiError:
-    """429 with Retry-After, as OpenAI clients expect when a limit is reached. wait_s: until it may not be any more."""
+    """Returns a 429 with Retry-After, on which OpenAI clients retry. wait_s: estimated time until there is room."""
     text = f"{message} Try again later."
     return ApiError(429, text, code="rate_limit_exceeded", headers={"Retry-After": str(jittered(wait_s))})
 
 
 def shutting_down(message: str, retry_after_s: int) -> ApiError:
-    """503 with Retry-After."""
+    """Returns a 503 with Retry-After."""
     return ApiError(503, message, code="overloaded", headers={"Retry-After": str(retry_after_s)})
 
 
@@ -57,12 +56,12 @@ ENGINE_LOST = "The engine that computed this answer was lost, and it cannot be c
 
 
 def engine_lost(text: str = ENGINE_LOST) -> ApiError:
-    """503 for an answer whose engine is gone."""
+    """Returns a 503 for an answer whose engine is gone."""
     return ApiError(503, text, code="engine_lost", headers={"Retry-After": "1"})
 
 
 def busy_response(retry_after_s: int) -> bytes:
-    """503 with Retry-After as a whole HTTP response, for a connection that is closed before its request is read."""
+    """Returns a complete HTTP response, a 503 with Retry-After, for a connection that is closed without reading."""
     body = json.dumps(
         error_body(503, "The server has no free connection; try again later.", code="overloaded")
     ).encode()

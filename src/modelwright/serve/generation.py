@@ -1,16 +1,17 @@
-"""From a request for generated text to the pieces of its answers, for completions and chat.
+"""Generation of text for completions and chat: from the request to the pieces of its answers.
 
-Requests are as OpenAI clients send them, validated strictly: wrong types, values out of range, unknown fields and
-features that this server lacks are rejected with the field's name instead of being ignored. Fields that OpenAI does not
-have are named as vLLM names them.
+Requests have OpenAI's form and are validated strictly: wrong types, values out of range, unknown fields and unsupported
+features are rejected with the field's name instead of being ignored. Fields that OpenAI does not have are named as in
+vLLM.
 """
 
 import secrets
+import sys
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -19,7 +20,7 @@ from modelwright.core.seeds import derive_seed
 from modelwright.infer.engine import StepOutput
 from modelwright.infer.sequence import MAX_TEMPERATURE, Pixels, SamplingParams, ScoredToken
 from modelwright.serve.api.fields import LogitBias, NumLogprobs, Penalty, RequestModel, StopTexts, Strict, TokenIds
-from modelwright.serve.api.structured import CallText, ForcedCall, ResponseFormat, StructuredOutputs, only_source
+from modelwright.serve.api.structured import CallText, ForcedCall, ResponseFormat, StructuredOutputs
 from modelwright.serve.engines.grammars import CompiledGrammar, GrammarSource
 from modelwright.serve.engines.jobs import GenerationJob
 from modelwright.serve.engines.worker import Stream
@@ -27,7 +28,7 @@ from modelwright.serve.errors import ApiError
 from modelwright.serve.keys import Caller
 from modelwright.serve.limits import too_many_answers
 from modelwright.serve.served_model import ServedModel
-from modelwright.serve.tokenizer import Delta, IncrementalDetokenizer, ServedTokenizer, TokenInfo
+from modelwright.serve.tokenizer import Delta, IncrementalDetokenizer, TokenInfo
 
 
 class StreamOptions(Strict):
@@ -37,7 +38,10 @@ class StreamOptions(Strict):
 
 
 class GenerationRequest(RequestModel):
-    """Fields that both kinds of request share. The last group is accepted and has no effect."""
+    """Fields that completions and chat share. The last group is accepted and ignored."""
+
+    MOST_DEFAULT_TOKENS: ClassVar[int] = sys.maxsize
+    """Most new tokens of an answer if the client sets no limit; the room in the context limits it further."""
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
@@ -73,66 +77,58 @@ class GenerationRequest(RequestModel):
     @property
     @abstractmethod
     def asked_tokens(self) -> int | None:
-        """The most new tokens of each answer, if the client says so."""
-
-    @abstractmethod
-    def default_tokens(self, room: int) -> int:
-        """The most new tokens of each answer, if the client does not; room: what the context has left."""
+        """The client's limit on new tokens of each answer; None without one."""
 
     @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
-        """Alternatives to report with each new token; None if log-probabilities are not asked for."""
+        """Number of alternatives to report with each new token; None if the client asks for no log-probabilities."""
 
     @abstractmethod
     def texts(self) -> list[str]:
-        """Texts of the client, by prompt or turn; [] for prompts of token ids."""
+        """Returns the client's texts by prompt or turn, [] for prompts of token ids."""
 
-    @abstractmethod
     def session_text(self) -> str:
-        """The part that all requests of one conversation share; "" if there is none."""
+        """Returns the part that all requests of one conversation share, or ""."""
+        return ""
 
     def grammar(self) -> GrammarSource | None:
-        """The grammar of the answers, None for any text. Raises `ApiError` 400 for a bad one and for several."""
-        return self.form_of_text()
-
-    def form_of_text(self) -> GrammarSource | None:
-        """The grammar that the fields for the form of a text ask for. Raises like `grammar`."""
-        formats = [self.response_format, self.structured_outputs]
-        return only_source([one.source() for one in formats if one is not None])
+        """Returns the grammar of the answers, None for any text. Raises `ApiError` 400 for a bad one or several."""
+        call = self.forced_call()  # errors of `tool_choice` come before those of grammars
+        forms = (self.response_format, self.structured_outputs, call)
+        sources = [source for form in forms if form is not None and (source := form.source())]
+        if len(sources) > 1:
+            text = f"{sources[0].param} and {sources[1].param} cannot be combined; give one of them."
+            raise ApiError(400, text, param=sources[1].param, code="invalid_value")
+        return sources[0] if sources else None
 
     def forced_call(self) -> ForcedCall | None:
-        """The functions one of which the answer must call; None for text."""
+        """Returns the functions of which the answer must call one, or None for text."""
         return None
 
     @property
     def has_images(self) -> bool:
-        """Whether there are images to decode."""
+        """True if the prompt has images, which take long to decode."""
         return False
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Alternatives to report with each token of the prompt; None if nothing needs their log-probabilities."""
+        """Number of alternatives to report with each token of the prompt; None if nothing needs them."""
         return self.prompt_logprobs
 
     @property
     def echoes(self) -> bool:
-        """Whether an answer begins with its prompt."""
+        """True if answers begin with their prompt."""
         return False
 
     @property
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    @property
-    def wants_usage_always(self) -> bool:
-        """Whether every event of a stream has the usage so far."""
-        return self.wants_usage_chunk and bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as token ids, and the text that an echo shows. images: pixels for its image tokens, in order."""
+    """A prompt as token ids, and the text of its echo. images: pixels for its image tokens, in order."""
 
     ids: Sequence[int]
     text: str
@@ -141,9 +137,9 @@ class Prompt:
 
 @dataclass
 class Answer:
-    """One answer, so far. num_echoed: characters of the prompt with which `shown` begins; num_tokens: new ones, those
-    without text and a stop token included; unsent: those of them that no event has carried yet, if the client asks for
-    ids; tokens: those that belong to `shown`, if `keeps_tokens`. A stream of any length keeps no tokens.
+    """An answer so far. num_echoed: number of characters of the prompt at the start of `shown`; tokens: tokens of
+    `shown`, if `keeps_tokens` (a stream keeps none, so its memory is bounded); num_tokens: number of new tokens, with
+    stop tokens and those without text; unsent: new tokens that no event has contained yet, if the client asks for ids.
     """
 
     prompt: Prompt
@@ -158,30 +154,22 @@ class Answer:
     num_cached_tokens: int = 0
     finish_reason: str = ""
     call: CallText | None = None
-    """Reads the text as a call of a function; None for an answer that is text."""
-
-    def take(self, piece: Delta) -> Delta:
-        """Add a piece."""
-        self.shown += piece.text
-        if self.keeps_tokens:
-            self.tokens += piece.tokens
-        self.finish_reason = piece.finish_reason
-        return piece
+    """Parser of a function call; None for an answer that is text."""
 
     @property
     def new_text(self) -> str:
-        """The text so far without the prompt that an echo shows."""
+        """The text so far without the echoed prompt."""
         return self.shown[self.num_echoed :]
 
     def take_unsent_ids(self) -> list[int]:
-        """The ids of `unsent`, which count as sent from now on."""
+        """Returns the ids of `unsent` and empties it."""
         unsent, self.unsent = self.unsent, []
         return [info.token_id for info in unsent]
 
 
 @dataclass
 class Generation:
-    """All answers to one request: prompt by prompt, `n` each. version: of the weights that compute them."""
+    """All answers to one request: prompt by prompt, `n` each. version: version of the weights that compute them."""
 
     request: GenerationRequest
     model: ServedModel
@@ -193,32 +181,33 @@ class Generation:
     call: ForcedCall | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     first_token: float = 0.0
-    """When the first token arrived, by `time.perf_counter`; 0 before that."""
-
-    @property
-    def tokenizer(self) -> ServedTokenizer:
-        return self.model.tokenizer
+    """Time of the first token, by `time.perf_counter`; 0 before it arrives."""
 
     async def pieces(self) -> AsyncIterator[tuple[int, Delta]]:
-        """`(answer number, piece)` as pieces become final; always closes the engine's stream."""
+        """Yields `(answer number, piece)` as pieces become final. Always closes the engine's stream."""
         try:
             async for index, output in self.stream:
                 self.first_token = self.first_token or time.perf_counter()
-                for piece in self._pieces(self.answers[index], output):
-                    yield index, self.answers[index].take(piece)
+                answer = self.answers[index]
+                for piece in self._pieces(answer, output):
+                    answer.shown += piece.text
+                    answer.tokens += piece.tokens if answer.keeps_tokens else ()
+                    answer.finish_reason = piece.finish_reason
+                    yield index, piece
                     if piece.finish_reason:
+                        # a stop string ends an answer that the engine would continue
                         self.stream.finish(index, piece.finish_reason)
                         break
         finally:
             self.stream.close()
 
     async def complete(self) -> None:
-        """Wait for all answers."""
+        """Waits for all answers."""
         async for _ in self.pieces():
             pass
 
     def envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The body of a reply or of an event; kind: its `object`."""
+        """Returns the body of a reply or of an event. kind: its field `object`."""
         return {
             "id": self.answer_id,
             "object": kind,
@@ -230,12 +219,13 @@ class Generation:
 
     @property
     def num_completion_tokens(self) -> int:
-        """New tokens of all answers so far."""
+        """Number of new tokens of all answers so far."""
         return sum(answer.num_tokens for answer in self.answers)
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far. Those of a prompt count once, however many answers it has."""
+        """Returns the numbers of tokens so far."""
         completion = self.num_completion_tokens
+        # the tokens of a prompt count once, however many answers it has
         num_cached = sum(answer.num_cached_tokens for answer in self.answers[:: self.request.n or 1])
         return {
             "prompt_tokens": self.num_prompt_tokens,
@@ -245,13 +235,19 @@ class Generation:
         }
 
     def _pieces(self, answer: Answer, output: StepOutput) -> list[Delta]:
-        """The pieces that one token of the engine produces; a stop token itself is not shown."""
-        _require_good(output)
-        pieces = []
+        """Returns the pieces that one token of the engine produces. The text of a stop token is omitted."""
+        if output.finish_reason == "constraint":
+            text = "The grammar became too complex, or allowed no token of the vocabulary; simplify it."
+            raise ApiError(400, text, code="invalid_grammar")
+        if output.finish_reason == "error":
+            raise ApiError(500, "The model's output is not finite; its weights are broken.", code="model_failed")
+        pieces: list[Delta] = []
         answer.num_cached_tokens = max(answer.num_cached_tokens, output.num_cached_tokens)
         if answer.num_tokens == 0:
             answer.prompt_scores = output.prompt_scores
-            pieces = [self._echo(answer)] if self.request.echoes else []
+            if self.request.echoes:
+                pieces.append(self._echo(answer))
+        # the engine computes one token at least, so that the prompt has log-probabilities
         if self.request.asked_tokens == 0:
             return [*pieces, answer.text.finish("length")]
         answer.num_tokens += 1
@@ -263,11 +259,14 @@ class Generation:
         return [*pieces, answer.text.finish("length")] if output.finish_reason else pieces
 
     def _echo(self, answer: Answer) -> Delta:
-        """The prompt as the first piece of its answer."""
         if self.request.num_logprobs is None:
             return Delta(answer.prompt.text)
         ids, scores = answer.prompt.ids, answer.prompt_scores
-        offsets = _offsets(ids, self.tokenizer)
+        # a character may consist of several tokens, so the offset of each follows from decoding the whole prompt
+        text = IncrementalDetokenizer(self.model.tokenizer.stream())
+        parts = [text.push(token, 0.0, ()) for token in ids] + [text.finish("length")]
+        offsets = [info.offset for part in parts for info in part.tokens]
+        offsets += [text.num_shown] * (len(ids) - len(offsets))
         tokens = [TokenInfo(ids[0], None, (), 0)]
         tokens += [
             TokenInfo(score.token_id, score.logprob, score.alternatives[: self.request.num_logprobs], offset)
@@ -286,8 +285,8 @@ def start(
     max_choices: int,
     grammar: CompiledGrammar | None = None,
 ) -> Generation:
-    """Check the lengths and submit the engine's jobs. kind: with which the answer's id begins; grammar: None lets
-    answers have any text. Raises `ApiError` if that is not possible.
+    """Checks the lengths and submits the engine's jobs. kind: prefix of the answer's id; grammar: None allows any text.
+    Raises `ApiError` if the request cannot be computed.
     """
     num_choices = request.n or 1
     if num_choices * len(prompts) > max_choices:
@@ -295,9 +294,11 @@ def start(
     seed = secrets.randbits(62) if request.seed is None else request.seed
     jobs, answers, call = [], [], request.forced_call()
     weights = model.weights_of(request.model)
+    # the key is part of the salt, so that no client can find out by timing which prompts others have cached
     salt = f"{caller.salt} {request.cache_salt}" if request.cache_salt else caller.salt
     for prompt in prompts:
         params = _sampling(request, model, len(prompt.ids))
+        # the first answer has the seed itself, so that it does not depend on `n`
         seeds = [seed, *(derive_seed(seed, "choice", index) for index in range(1, num_choices))]
         jobs += [
             GenerationJob(
@@ -318,7 +319,7 @@ def start(
                 IncrementalDetokenizer(model.tokenizer.stream(), request.stop, num_echoed, request.min_tokens or 0),
                 num_echoed=num_echoed,
                 keeps_tokens=request.num_logprobs is not None and not request.stream,
-                call=call.text() if call else None,
+                call=CallText(call) if call else None,
             )
             for _ in seeds
         ]
@@ -329,24 +330,15 @@ def start(
     return Generation(request, model, weights.version, answer_id, num_prompt_tokens, answers, stream, call)
 
 
-def _require_good(output: StepOutput) -> None:
-    if output.finish_reason == "constraint":
-        text = "The grammar became too complex, or allowed no token of the vocabulary; simplify it."
-        raise ApiError(400, text, code="invalid_grammar")
-    if output.finish_reason == "error":
-        raise ApiError(500, "The model's output is not finite; its weights are broken.", code="model_failed")
-
-
-def _offsets(ids: Sequence[int], tokenizer: ServedTokenizer) -> list[int]:
-    """The place in the text at which each token begins."""
-    text = IncrementalDetokenizer(tokenizer.stream())
-    pieces = [text.push(token, 0.0, ()) for token in ids] + [text.finish("length")]
-    offsets = [info.offset for piece in pieces for info in piece.tokens]
-    return offsets + [text.num_shown] * (len(ids) - len(offsets))
-
-
-def _answer_limit(request: GenerationRequest, num_prompt: int, context: int) -> int:
-    room, asked = context - num_prompt, request.asked_tokens
+def _sampling(request: GenerationRequest, model: ServedModel, num_prompt: int) -> SamplingParams:
+    size = model.info.vocab_size
+    named = {"logit_bias": [token for token, _ in request.logit_bias], "stop_token_ids": request.stop_token_ids or []}
+    for param, ids in named.items():
+        if any(not 0 <= token < size for token in ids):
+            raise ApiError(400, f"Token ids must be between 0 and {size - 1}.", param=param, code="invalid_value")
+    end_ids = () if request.ignore_eos else model.tokenizer.stop_ids
+    context, asked = model.limits.context, request.asked_tokens
+    room = context - num_prompt
     if room < 1 or (asked or 0) > room:
         and_answer = f" and {asked} for the answer" if asked else ""
         raise ApiError(
@@ -356,19 +348,9 @@ def _answer_limit(request: GenerationRequest, num_prompt: int, context: int) -> 
             param="prompt" if room < 1 else "max_tokens",
             code="context_length_exceeded",
         )
-    return request.default_tokens(room) if asked is None else max(asked, 1)
-
-
-def _sampling(request: GenerationRequest, model: ServedModel, num_prompt: int) -> SamplingParams:
-    size = model.info.vocab_size
-    named = {"logit_bias": [token for token, _ in request.logit_bias], "stop_token_ids": request.stop_token_ids or []}
-    for param, ids in named.items():
-        if any(not 0 <= token < size for token in ids):
-            raise ApiError(400, f"Token ids must be between 0 and {size - 1}.", param=param, code="invalid_value")
-    end_ids = () if request.ignore_eos else model.tokenizer.stop_ids
     try:
         return SamplingParams(
-            max_tokens=_answer_limit(request, num_prompt, model.limits.context),
+            max_tokens=min(request.MOST_DEFAULT_TOKENS, room) if asked is None else max(asked, 1),
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=max(request.top_k or 0, 0),

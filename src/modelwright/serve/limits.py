@@ -1,14 +1,14 @@
 """Limits of one request, checked before anything is built per item.
 
-`json`, `pydantic` and most tokenizers hold the interpreter's lock (GIL) while they work, and the event loop takes that
-lock for every token that it passes on. A large body therefore stalls every running answer, whichever thread works on
-it; the defense is to reject what cannot fit the model's context before it is parsed: by its bytes, then by its
-shape, then by what its fields hold. NumPy releases the lock during every pass over the bytes, so that counting a shape
-stops no stream. Many numbers can be legitimate, token ids of several prompts: they are parsed with pauses
+`json`, `pydantic` and most tokenizers hold the interpreter's lock (GIL) while they work, and the event loop needs that
+lock for every token that it passes on. A large body therefore stalls every running answer, in whichever thread it is
+processed. The defense is to reject a body that cannot fit the model's context before it is parsed: by its bytes, then
+by its shape, then by the sizes of its fields. NumPy releases the lock during every pass over the bytes, so counting a
+shape stops no stream. Many numbers can be legitimate (token ids of several prompts), so they are parsed with pauses
 (`api/parsing.py`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,49 +19,39 @@ from modelwright.serve.errors import ApiError
 
 BODY_BYTES = 16_384
 """Room in every body for everything but the prompts."""
-
 BYTES_PER_TOKEN = 16
 """Room in a body for each token of a prompt: text has about 4 bytes per token, escaped JSON three times as many."""
-
 BATCH_BYTES_PER_TOKEN = 4
-"""The same for each further prompt of a completion request."""
-
+"""Room for each token of each further prompt of a completion request."""
 MAX_INPUTS = 2048
-"""Texts of one request for embeddings or scores, as OpenAI allows."""
-
+"""Most texts of one request for embeddings or scores, as in OpenAI's API."""
 MAX_ENTRIES = 1024
-"""Entries of any list or object that is not the prompt."""
-
+"""Most entries of any list or object that is not the prompt."""
 MAX_FIELDS = 16
-"""Fields of a message or of a part of one."""
-
+"""Most fields of a message or of a part of one."""
 SPARE_ENTRIES = 16_384
-"""Entries, lists, objects or keys of a body beyond those that the prompts need; as many are parsed in 1 to 4 ms."""
-
+"""Entries, lists, objects or keys of a body beyond those that the prompts need. They are parsed in 1 to 4 ms."""
 KEYS_PER_TOKEN = 3
-"""A part of a message has two keys and a message with one part four, at three tokens at least: role, part, end."""
-
+"""Most keys per token. A part of a message has two keys, and a message with one part has four, but it takes at least
+three tokens: role, part, end."""
 
 Bytes = npt.NDArray[np.uint8]
-Mask = npt.NDArray[np.bool_]
 
 BACKSLASH, QUOTE, COMMA, COLON, LOWER_U, LOWER_D, LOWER_F = (ord(character) for character in '\\",:udf')
 LOWER = 0x20
-"""The bit that makes an ASCII letter small, and one of `[]` one of `{}`."""
+"""Bit that maps upper-case ASCII letters to lower case, and `[]` to `{}`."""
 OPEN, CLOSE = ord("{"), ord("}")
-
 ESCAPE_LEN = 6
 """Length of an escape such as `\\ud83d`."""
-
 DEEPEST = 65_535
-"""Levels that are told apart: sorting 16-bit numbers takes linear time."""
+"""Deepest level that is distinguished: NumPy sorts 16-bit numbers in linear time."""
 
 
 @dataclass(frozen=True)
 class BodyShape:
-    """`entries`: of all lists and objects together, an empty one counted as 1; `longest`: of one list or object;
-    `containers`: lists and objects; `keys`: of all objects together; `depth`: lists and objects inside each other;
-    `is_closed`: whether the last string ends and there are as many closing brackets as opening ones, as in all JSON.
+    """Counts of a body. `entries`: entries of all lists and objects, an empty one counted as 1; `longest`: entries of
+    the longest list or object; `containers`: lists and objects; `keys`: keys of all objects; `depth`: nesting of lists
+    and objects; `is_closed`: true if all strings and brackets are closed, as in all JSON.
     """
 
     entries: int
@@ -74,9 +64,9 @@ class BodyShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """`context`: tokens of prompt and answer; `max_choices`: answers per request, hence prompts; `max_token_bytes`: of
-    the longest token, 0 if a token may represent any number of bytes; `max_body_bytes`: as configured; `image_bytes`:
-    room in a body for images.
+    """Limits of a model's requests. `context`: tokens of prompt and answer; `max_choices`: answers per request, hence
+    prompts; `max_token_bytes`: length of the longest token, 0 if unbounded; `max_body_bytes`: the configured limit;
+    `image_bytes`: room in a body for images.
     """
 
     context: int
@@ -86,23 +76,23 @@ class Limits:
     image_bytes: int = 0
 
     def body_bytes(self, num_prompts: int) -> int:
-        """The largest body of a request with up to `num_prompts` prompts."""
+        """Returns the largest body of a request with up to `num_prompts` prompts."""
         per_token = BYTES_PER_TOKEN + BATCH_BYTES_PER_TOKEN * (num_prompts - 1)
         return min(self.max_body_bytes, BODY_BYTES + self.context * per_token + self.image_bytes)
 
     def body_too_large(self, num_prompts: int) -> ApiError:
-        """413 that names the limit."""
+        """Returns a 413 that names the limit."""
         text = f"The body is larger than {self.body_bytes(num_prompts)} bytes, the most that this server reads"
         no_images = "" if self.image_bytes else "; this model reads no images"
         return ApiError(413, f"{text} for a context of {self.context} tokens{no_images}.", code="body_too_large")
 
     @property
     def of_inputs(self) -> "Limits":
-        """Limits of a request for embeddings or scores, whose inputs do not count as answers."""
+        """The limits of a request for embeddings or scores, whose inputs do not count as answers."""
         return replace(self, max_choices=MAX_INPUTS)
 
     def check_shape(self, shape: BodyShape) -> None:
-        """Raise `ApiError` 400 for a body that no prompts within the context need."""
+        """Raises `ApiError` 400 for a body with more items than any prompts within the context need."""
         self._check_count("list or object", "entries", shape.longest, self.context)
         self._check_count("body", "entries", shape.entries, self.context * self.max_choices)
         self._check_count("body", "lists and objects", shape.containers, self.context)
@@ -115,7 +105,7 @@ class Limits:
             raise ApiError(400, f"{text} at most {most} are read. Shorten it.", code="context_length_exceeded")
 
     def check_chat(self, data: dict[str, Any]) -> None:
-        """Raise `ApiError` 400 for more messages, fields or characters than the context can hold."""
+        """Raises `ApiError` 400 for more messages, fields or characters than the context can hold."""
         messages = data.get("messages")
         self._check_entries(data, "messages")
         if not isinstance(messages, list):
@@ -126,6 +116,7 @@ class Limits:
             content = message.get("content") if isinstance(message, dict) else None
             parts = content if isinstance(content, list) else []
             num_parts += len(parts)
+            # at most as many parts as the context has tokens: further ones are an error anyway
             for entry in (message, *parts[: self.context]):
                 _check_fields(entry)
             texts = [content, *(part.get("text") for part in parts[: self.context] if isinstance(part, dict))]
@@ -134,12 +125,15 @@ class Limits:
         self._check_characters(num_characters, "messages")
 
     def check_prompts(self, data: dict[str, Any], param: str) -> None:
-        """Raise `ApiError` 400 for more prompts, tokens or characters in the field `param` than the server can use."""
+        """Raises `ApiError` 400 for more prompts, tokens or characters in the field `param` than the server can use."""
         prompt = data.get(param)
         self._check_entries(data, param)
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            if len(prompt) > self.max_choices and param == "prompt":
+                raise too_many_answers(self.max_choices)
             if len(prompt) > self.max_choices:
-                raise too_many_answers(self.max_choices) if param == "prompt" else self.too_many_inputs(param, prompt)
+                text = f"{param!r} has {len(prompt)} entries; a request may have at most {self.max_choices}."
+                raise ApiError(400, f"{text} Send several.", param=param, code="invalid_value")
             prompts: Iterable[Any] = prompt
         else:
             prompts = [prompt]
@@ -148,11 +142,6 @@ class Limits:
                 self._check_characters(len(one), param)
             elif isinstance(one, list):
                 self._check_tokens(len(one), param, "token ids")
-
-    def too_many_inputs(self, param: str, inputs: Sequence[Any]) -> ApiError:
-        """400 for more texts than one request may have embedded or scored."""
-        text = f"{param!r} has {len(inputs)} entries; a request may have at most {self.max_choices}. Send several."
-        return ApiError(400, text, param=param, code="invalid_value")
 
     def _check_entries(self, data: dict[str, Any], prompt: str) -> None:
         for name, value in data.items():
@@ -173,12 +162,12 @@ class Limits:
 
 
 def too_many_answers(most: int) -> ApiError:
-    """400: `n` times the number of prompts is too large."""
+    """Returns a 400 for an `n` times the number of prompts that is too large."""
     return ApiError(400, f"Too many answers: n times prompts may be at most {most}.", param="n")
 
 
 def _check_fields(entry: Any) -> None:
-    """Raise `ApiError` 400 for a message, or a part of one, with too many fields or with long lists in them."""
+    """Raises `ApiError` 400 for a message, or a part of one, with too many fields or with long lists in them."""
     if not isinstance(entry, dict):
         return
     if len(entry) > MAX_FIELDS:
@@ -191,11 +180,12 @@ def _check_fields(entry: Any) -> None:
 
 
 def body_shape(body: bytes) -> BodyShape:
-    """The shape of a body of JSON in UTF-8, in which no byte of a longer character looks like one of ASCII; of a body
-    that is not JSON, the counts of its brackets, commas and colons.
-    """
+    """Returns the shape of a body: of JSON, or the counts of brackets, commas and colons if it is not JSON."""
+    # bytes are characters here: in UTF-8, no byte of a longer character is in the range of ASCII
     data = np.frombuffer(body, np.uint8)
-    outside = _outside_strings(data)
+    # a byte is outside strings if an even number of quotes precedes it
+    toggles = (data == QUOTE) & ~_escaped(data)
+    outside = np.logical_not(np.bitwise_xor.accumulate(toggles.view(np.uint8)).view(np.bool_))
     folded = data | LOWER
     is_symbol = (((folded == OPEN) | (folded == CLOSE)) | (data == COMMA)) & outside
     symbols = data[np.flatnonzero(is_symbol)]  # half the time of a mask as index
@@ -203,9 +193,14 @@ def body_shape(body: bytes) -> BodyShape:
     is_open = (symbols | LOWER) == OPEN
     depths = np.cumsum(2 * is_open.view(np.int8) + is_comma - 1, dtype=np.int32)  # each other symbol closes one
     containers = int(np.count_nonzero(is_open))
+    # A stable sort by depth puts each opening bracket directly before the commas of its own list. The distances between
+    # brackets are then the lengths of the lists: the bracket of the second list of a level ends the first.
+    entries = np.flatnonzero(is_open | is_comma)
+    levels = np.clip(depths[entries], 0, DEEPEST).astype(np.uint16)
+    starts = np.flatnonzero(is_open[entries[np.argsort(levels, kind="stable")]])
     return BodyShape(
         entries=containers + int(np.count_nonzero(is_comma)),
-        longest=_longest(is_open, is_open | is_comma, depths),
+        longest=int(np.diff(starts, append=len(levels)).max(initial=0)),
         containers=containers,
         keys=int(np.count_nonzero((data == COLON) & outside)),
         depth=max(0, int(depths.max(initial=0))),
@@ -213,29 +208,14 @@ def body_shape(body: bytes) -> BodyShape:
     )
 
 
-def _outside_strings(data: Bytes) -> Mask:
-    """True for each byte outside strings. shape: (bytes,)"""
-    toggles = (data == QUOTE) & ~_escaped(data)
-    return np.logical_not(np.bitwise_xor.accumulate(toggles.view(np.uint8)).view(np.bool_))
-
-
-def _longest(is_open: Mask, begins_entry: Mask, depths: npt.NDArray[np.int32]) -> int:
-    """The most entries of one list or object. A stable sort by depth puts each opening bracket directly before the
-    commas of its own list: the bracket of the second list separates the entries of two lists of a level.
-    """
-    entries = np.flatnonzero(begins_entry)
-    levels = np.clip(depths[entries], 0, DEEPEST).astype(np.uint16)
-    starts = np.flatnonzero(is_open[entries[np.argsort(levels, kind="stable")]])
-    return int(np.diff(starts, append=len(levels)).max(initial=0))
-
-
-def _escaped(data: Bytes) -> Mask:
-    """True for each byte behind a backslash that begins an escape: every second one of a run. shape: (bytes,)"""
+def _escaped(data: Bytes) -> npt.NDArray[np.bool_]:
+    """Returns true for each byte after a backslash that begins an escape. shape: (bytes,)"""
     is_backslash = data == BACKSLASH
     escaped = np.zeros(len(data), np.bool_)
     escaped[1:] = is_backslash[:-1]
     if not np.any(escaped & is_backslash):
         return escaped
+    # in a run of backslashes every second one is escaped itself, so it escapes nothing
     backslashes = np.flatnonzero(is_backslash)
     numbers = np.arange(len(backslashes))
     begins_run = np.diff(backslashes, prepend=-2) != 1
@@ -246,9 +226,8 @@ def _escaped(data: Bytes) -> Mask:
 
 
 def lone_surrogate(body: bytes) -> str:
-    """The first escaped half of a surrogate pair without its other half in a body of valid JSON; "" if there is none.
-    Such a half is no character that a tokenizer could read. UTF-8 has no halves other than escaped ones.
-    """
+    """Returns the first escaped half of a surrogate pair without its other half in a body of valid JSON, or ""."""
+    # Python reads such a half as a character, which tokenizers reject; UTF-8 itself cannot contain one
     data = np.frombuffer(body, np.uint8)
     escapes = np.flatnonzero(_escaped(data) & (data == LOWER_U)) - 1
     escapes = escapes[data[escapes + 2] | LOWER == LOWER_D]

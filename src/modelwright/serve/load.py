@@ -1,6 +1,6 @@
-"""Loads a model for serving: a folder in the Hugging Face layout, also that of a model that reads images, and that of a
-sequence classification with one label, which scores texts instead of generating any; or an INT8 folder with a
-tokenizer. Says which weights it has and what to expect of it.
+"""Loads a model for serving: a folder in the Hugging Face layout, also of a model that reads images or of a sequence
+classifier with one label, which scores texts; or an INT8 folder with a tokenizer. Also fingerprints of weights, and a
+note on what to expect of a model.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ SHORT_DIGEST = 12
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Where a model comes from, for display: its folder, the stage that made it and the SHA-256 over its files. `stage`
+    """The origin of a model, for display: its folder, the stage that wrote it and the SHA-256 over its files. `stage`
     and `digest` are "" for a folder that no stage wrote (downloaded, exported).
     """
 
@@ -32,15 +32,16 @@ class ModelSource:
     digest: str = ""
 
     def describe(self) -> str:
-        """`sft of tiny (runs/tiny/sft/artifact, sha256 0123456789ab)`."""
+        """Returns a text such as `sft of tiny (runs/tiny/sft/artifact, sha256 0123456789ab)`."""
         if not self.digest:
             return f"{self.name} ({self.folder}, without a manifest, so its files are not verified)"
         return f"{self.stage} of {self.name} ({self.folder}, sha256 {self.digest[:SHORT_DIGEST]})"
 
 
 def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, ServedTokenizer]:
-    """The model and its tokenizer. Raises `ModelError` if files are missing or do not match."""
+    """Loads a model and its tokenizer. Raises `ModelError` if files are missing or do not match."""
     require_folder(folder)
+    # the more special layouts first: each of them is in the Hugging Face layout as well
     if is_int8_folder(folder):
         model = load_int8(folder, int8)
     elif is_llava_folder(folder):
@@ -50,6 +51,7 @@ def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, ServedT
     else:
         model = load_model(folder)
     tokenizer = ServedTokenizer.load(folder)
+    # fewer tokens are normal, because models pad their vocabulary
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ModelError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {model.config.vocab_size}; "
@@ -59,7 +61,7 @@ def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, ServedT
 
 
 def require_folder(folder: Path) -> None:
-    """Raise `ModelError` unless `folder` is an existing folder."""
+    """Raises `ModelError` unless `folder` is an existing folder."""
     try:
         is_folder = folder.is_dir()
     except OSError as error:  # the name is too long, or has parts that may not be read
@@ -72,19 +74,19 @@ FINGERPRINT_LEN = 12
 
 
 def adapted_fingerprint(base: str, digest: str) -> str:
-    """The fingerprint of a model with an adapter. base: fingerprint of the model; digest: of the adapter's values."""
+    """Returns the fingerprint of a model with an adapter. base: that of the model; digest: the adapter's."""
     return f"fp_{hashlib.sha256(f'{base} {digest}'.encode()).hexdigest()[:FINGERPRINT_LEN]}"
 
 
 def weights_fingerprint(model: Decoder) -> str:
-    """A hash over names, formats and values of the tensors that a model computes with: "fp_" and 12 hex digits."""
+    """Returns a hash over names, dtypes, shapes and values of a model's tensors: "fp_" and 12 hex digits."""
     hashed = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor):  # quantized modules have other entries
             continue
         plain = tensor.detach().cpu().contiguous()
         hashed.update(f"{name} {plain.dtype} {list(plain.shape)}".encode())
-        hashed.update(plain.view(-1).view(torch.uint8).numpy().data)
+        hashed.update(plain.view(-1).view(torch.uint8).numpy().data)  # as bytes, because NumPy has no BF16
     return f"fp_{hashed.hexdigest()[:FINGERPRINT_LEN]}"
 
 
@@ -93,7 +95,7 @@ SMALLEST_CHAT_MODEL = 135_000_000
 
 
 def expectation(num_parameters: int) -> str:
-    """One sentence for a model that is too small to answer questions; "" for a larger one."""
+    """Returns a sentence for a model that is too small to answer questions, or "" for a larger one."""
     if num_parameters >= SMALLEST_CHAT_MODEL:
         return ""
     millions = num_parameters / 1e6

@@ -1,5 +1,5 @@
-"""Replaces the model in service by another version without a failed request: the new one is loaded beside the old one
-and tried, then new requests get it, while open answers finish on the old one.
+"""Replaces the model in service without a failed request: the new version is loaded while the old one serves, tried,
+and then gets all new requests, while open answers finish on the old one.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ SMOKE_TIMEOUT_S = 60.0
 RETIRE_POLL_S = 0.02
 
 Locate = Callable[[str], ModelSource]
-"""The model at a path that an administrator gave; "" is the place where the present one came from, looked up again."""
+"""Returns the model at an administrator's path, or for "" the model at the origin of the current one."""
 
 
 def same_place(source: ModelSource | None) -> Locate:
-    """Finds model folders, and for "" the folder of `source`."""
+    """Returns a `Locate` of model folders, which for "" returns `source`."""
 
     def locate(path: str) -> ModelSource:
         if path:
@@ -44,8 +44,8 @@ def same_place(source: ModelSource | None) -> Locate:
 
 
 class Reloader:
-    """Changes what is served, one change at a time. load: makes a version whose worker is not started; it may take long
-    and is called in another thread.
+    """Changes the model or adapters in service, one change at a time. load: creates a version whose worker has not been
+    started. It may take long and is called in another thread.
     """
 
     def __init__(self, service: Service, locate: Locate, load: Callable[[ModelSource, Metrics], ServedModel]) -> None:
@@ -57,7 +57,7 @@ class Reloader:
 
     @asynccontextmanager
     async def exclusively(self) -> AsyncIterator[None]:
-        """Nothing else changes what is served in the block. Raises `ApiError` 409 while something does."""
+        """Excludes other changes during the block. Raises `ApiError` 409 if another one is in progress."""
         if self._lock.locked():
             text = "Another reload, test or change of adapters is under way; wait until it has ended."
             raise ApiError(409, text, code="reload_running")
@@ -66,7 +66,7 @@ class Reloader:
 
     @asynccontextmanager
     async def without_test(self) -> AsyncIterator[None]:
-        """The same where no A/B test runs. Raises `ApiError` 409."""
+        """Works like `exclusively`, and raises `ApiError` 409 also while an A/B test runs."""
         async with self.exclusively():
             if self._service.arms is not None:
                 text = "An A/B test compares the version in service with another one; end it first."
@@ -74,9 +74,9 @@ class Reloader:
             yield
 
     async def reload(self, path: str = "") -> ServedModel:
-        """Put the model at `path` in service and return it. Raises `ApiError` 409 while another reload is under way or
-        an A/B test runs, and 400 with the reason, the old version going on, if the new one cannot be loaded or does not
-        pass its test.
+        """Puts the model at `path` in service and returns it. Raises `ApiError` 409 while another change is in progress
+        or an A/B test runs, and 400 with the reason if the new version cannot be loaded or fails its test; the old one
+        then stays in service.
         """
         async with self.without_test():
             outcome = "failed"
@@ -89,20 +89,18 @@ class Reloader:
                 self._service.metrics.versions.reloads.labels(outcome).inc()
 
     async def reload_and_log(self) -> None:
-        """`reload` for a signal, which has nobody to answer to."""
+        """Reloads the model and logs an error, for a signal, which has no caller."""
         try:
             await self.reload()
         except ApiError as error:
             log.error("%s", error.message)
 
     async def close(self) -> None:
-        """Wait for versions that are being stopped."""
+        """Waits for versions that are being stopped."""
         await asyncio.gather(*self._retirements)
 
     async def prepare(self, path: str, metrics: Metrics) -> ServedModel:
-        """A version that has passed its test, started and not in service. metrics: where its answers count. Raises
-        `ApiError`.
-        """
+        """Returns a started version that has passed its test. metrics: those of its answers. Raises `ApiError`."""
         try:
             fresh = await asyncio.to_thread(lambda: self._load(self._locate(path), metrics))
         except ModelwrightError as error:
@@ -111,6 +109,7 @@ class Reloader:
             log.exception("a new model could not be loaded")
             raise self._refusal(f"{type(error).__name__}: {error}") from error
         fresh.worker.start()
+        # before any user gets it, because damaged weights can load without an error
         problem = await _smoke_test(fresh)
         if not problem and self._service.is_draining:
             problem = "the server is shutting down"
@@ -125,16 +124,18 @@ class Reloader:
         return ApiError(400, text, param="path", code="reload_failed")
 
     def switch(self, fresh: ServedModel) -> None:
-        """Give new requests this version, and stop the one before when its last answer is finished."""
+        """Gives new requests this version, and stops the one before when its last answer is finished."""
         service = self._service
+        # in one step of the event loop, so that every request gets one version or the other
         old, service.model = service.model, fresh
         service.metrics.versions.show(fresh.fingerprint)
         log.info("new requests get %s instead of %s", fresh.fingerprint, old.fingerprint)
         self.retire(old)
 
     def retire(self, old: ServedModel, *, before: Coroutine[Any, Any, None] | None = None) -> None:
-        """Stop a version that gets no more requests when its last answer is finished. before: is waited for first."""
+        """Stops a version that gets no more requests when its last answer is finished. before: awaited first."""
         self._service.retiring.append(old)
+        # the set keeps the task alive: the event loop has only weak references to tasks
         task = asyncio.get_running_loop().create_task(self._retire(old, before))
         self._retirements.add(task)
         task.add_done_callback(self._retirements.discard)
@@ -149,7 +150,8 @@ class Reloader:
 
 
 async def _smoke_test(model: ServedModel) -> str:
-    """Let a version answer; returns the problem, "" for a good answer."""
+    """Lets a version answer. Returns the problem, or "" for a good answer."""
+    # a context of a few tokens leaves room for one new token
     prompt_ids = model.tokenizer.encode(SMOKE_TEXT)[: model.limits.context - 1]
     job: Job = EmbeddingJob(prompt_ids, pooling="score")
     if not model.info.scores:

@@ -1,4 +1,4 @@
-"""One version of the model in service: its engines, tokenizer and limits."""
+"""A version of the model in service: its engines, tokenizer and limits."""
 
 import time
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ from modelwright.serve.tokenizer import ServedTokenizer
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """An adapter in service. `key`: what engines call it, which no other adapter has ever been called; `fingerprint`:
-    of the weights of model and adapter together.
+    """An adapter in service. `key`: its name in the engines, which no other adapter has ever had; `fingerprint`:
+    version of the weights of model and adapter together.
     """
 
     folder: Path
@@ -30,8 +30,8 @@ class ServedAdapter:
 
 @dataclass(frozen=True)
 class NamedWeights:
-    """What computes the answers to a name: the adapter, as engines call it ("" for the model itself), and the version
-    of the weights. A request looks it up once, so that adapters that come and go meanwhile change nothing for it.
+    """The weights that a name stands for: the engines' name of the adapter ("" for the model itself), and the version
+    of the weights. A request looks them up once, so that loading and unloading adapters meanwhile does not affect it.
     """
 
     adapter: str
@@ -40,8 +40,8 @@ class NamedWeights:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model with a running worker. `source`: where it comes from, None for one that exists in memory only;
-    `adapters`: by the names by which clients ask for them; `aliases`: what further names stand for.
+    """A model with a running worker. `source`: its origin, None for a model that exists in memory only; `adapters`:
+    adapters by their names in requests; `aliases`: names by alias.
     """
 
     worker: EngineWorker
@@ -52,7 +52,7 @@ class ServedModel:
     adapters: dict[str, ServedAdapter] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     unloaded: set[str] = field(default_factory=set)
-    """Names of adapters that are no longer loaded: a request that was read before must not get the model itself."""
+    """Names of unloaded adapters. A request that was read before must get an error instead of the model itself."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -61,27 +61,24 @@ class ServedModel:
 
     @property
     def image_text(self) -> str:
-        """The text of an image's tokens in a prompt; "" if the model reads no images."""
-        return (
-            self.tokenizer.token_text(self.info.image_token) * self.info.image_patches if self.info.reads_images else ""
-        )
+        """Text of an image's tokens in a prompt; "" for a text-only model."""
+        info = self.info
+        return self.tokenizer.token_text(info.image_token) * info.image_patches if info.reads_images else ""
 
     @property
     def fingerprint(self) -> str:
-        """The version: of the weights, "fp_" and 12 hex digits."""
+        """Version of the weights: "fp_" and 12 hex digits."""
         return self.info.fingerprint
 
     def adapter_of(self, name: str | None) -> ServedAdapter | None:
-        """The adapter that a name or an alias stands for; None for the model itself. Raises `ApiError` 404 for one that
-        is no longer loaded.
-        """
+        """Returns the adapter of a name or alias, None for the model itself. Raises `ApiError` 404 if unloaded."""
         name = self.aliases.get(name or "", name or "")
         if name in self.unloaded:
             raise ApiError(404, f"The adapter {name!r} is no longer loaded.", param="model", code="model_not_found")
         return self.adapters.get(name)
 
     def weights_of(self, name: str) -> NamedWeights:
-        """What computes the answers to a name from now on. Raises like `adapter_of`."""
+        """Returns the current weights of a name. Raises like `adapter_of`."""
         adapter = self.adapter_of(name)
         return NamedWeights(adapter.key, adapter.fingerprint) if adapter else NamedWeights("", self.fingerprint)
 
@@ -89,14 +86,15 @@ class ServedModel:
 def serve_model(
     client: EngineClient, tokenizer: ServedTokenizer, config: ServeConfig, metrics: Metrics, source: ModelSource | None
 ) -> ServedModel:
-    """A version whose worker is not started yet."""
-    info = client.info
+    """Returns a version whose worker has not been started."""
+    info, images = client.info, config.images
     limits = Limits(
         context=info.max_seq_len,
         max_choices=config.max_completions,
         max_token_bytes=tokenizer.max_token_bytes,
         max_body_bytes=config.max_body_bytes,
-        image_bytes=config.images.body_bytes if info.reads_images else 0,
+        # base64 has four characters for each three bytes
+        image_bytes=images.max_count * (images.max_bytes // 3 + 1) * 4 if info.reads_images else 0,
     )
     worker = EngineWorker(client, metrics, max_queue=config.max_queued, max_tokens=config.max_queued_tokens)
     grammars = GrammarCompiler(tokenizer.definition, info.vocab_size, tokenizer.stop_ids)

@@ -1,4 +1,4 @@
-"""Run the server: in a thread (`ServerThread`), or as the whole process until SIGTERM (`run_server`)."""
+"""Runs the server in a thread (`ServerThread`), or as the whole process until SIGTERM (`run_server`)."""
 
 import asyncio
 import contextlib
@@ -31,8 +31,8 @@ _LISTEN_BACKLOG = 256
 class ServerThread:
     """A server with its event loop in a thread.
 
-    Use as a context manager: exit drains and stops. `url` is known at once, because the port is bound in the
-    constructor; connections wait until the server is up.
+    Use it as a context manager, whose exit drains and stops. `url` is known at once, because the constructor binds the
+    port; connections wait until the server has started.
     """
 
     def __init__(
@@ -46,9 +46,16 @@ class ServerThread:
         source: ModelSource | None = None,
         locate: Locate | None = None,
     ) -> None:
-        """client: the engines, not started; locate: finds the models of reloads, by default in folders."""
+        """client: engines that have not been started; locate: finds the models of reloads, by default in folders."""
         with discarded_on_error(client):
-            _check_tls(config)
+            # checked here, because uvicorn would fail only in the thread
+            if config.tls_certificate:
+                try:
+                    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+                    context.load_cert_chain(config.tls_certificate, config.tls_key)
+                except (OSError, ssl.SSLError) as error:
+                    text = f"{config.tls_certificate}, {config.tls_key} cannot be used ({error.strerror or error})"
+                    raise ConfigError(f"tls_certificate, tls_key: {text}") from None
             self.application = Application(
                 client, tokenizer, config, model_name=model_name, requests=requests, source=source, locate=locate
             )
@@ -68,34 +75,37 @@ class ServerThread:
         return self.application.service
 
     def start(self) -> "ServerThread":
-        """Start and wait until requests are answered."""
+        """Starts the server and waits until it answers requests."""
         self._thread.start()
         self._ready.wait()
         return self
 
     def stop(self) -> None:
-        """Drain and stop: new requests are rejected at once, running ones get `drain_timeout_s`. Safe from any
-        thread.
-        """
+        """Drains and stops: new requests are rejected, running ones get `drain_timeout_s`. Safe from any thread."""
         self.stop_soon()
         self._thread.join()
 
     def reload_soon(self) -> None:
-        """Start a reload of the place where the model came from; its outcome is logged. Safe from any thread."""
+        """Starts a reload from the origin of the model, and logs its outcome. Safe from any thread."""
 
-        def begin() -> None:
+        def begin() -> None:  # keeps the task alive: the event loop has only weak references to tasks
             self._reloading = self._loop.create_task(self.application.reloader.reload_and_log())
 
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(begin)
 
     def stop_soon(self, *, at_once: bool = False) -> None:
-        """Start draining without waiting; `at_once` aborts running answers."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._cut_off if at_once else self._begin_drain)
+        """Starts draining without waiting; `at_once` aborts running answers."""
+
+        def begin() -> None:
+            (self.application.cut_off if at_once else self.application.begin_drain)()
+            self._drain.set()
+
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(begin)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the server to end; true if it has."""
+        """Waits for the server to end. Returns true if it has."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -110,7 +120,7 @@ class ServerThread:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
         finally:
-            self._ready.set()
+            self._ready.set()  # `start` must not wait forever for a server that failed
 
     async def _serve(self) -> None:
         config = self.service.config
@@ -120,10 +130,11 @@ class ServerThread:
             log_config=None,
             access_log=False,
             server_header=False,
-            lifespan="off",
+            lifespan="off",  # the application is started and closed here
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
             http=self._connections.open,  # type: ignore[arg-type]
             ws="none",
+            # asyncio accepts up to the backlog in one round of the event loop
             backlog=ACCEPTS_PER_ROUND,
             ssl_certfile=config.tls_certificate or None,
             ssl_keyfile=config.tls_key or None,
@@ -132,25 +143,19 @@ class ServerThread:
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
-        self._socket.listen(_LISTEN_BACKLOG)  # asyncio has set it to the number that it accepts in one round
+        # again, because asyncio has set the backlog to the number of connections that it accepts in one round
+        self._socket.listen(_LISTEN_BACKLOG)
         self._ready.set()
         watching = asyncio.create_task(self._connections.watch())
         draining = asyncio.create_task(self._drain.wait())
         await asyncio.wait({serving, draining}, return_when=asyncio.FIRST_COMPLETED)
+        # uvicorn runs until the answers are finished, because it closes connections when it ends
         await self.application.finish_answers()
         server.should_exit = True
         await serving
         draining.cancel()
         watching.cancel()
         await self.application.close()
-
-    def _begin_drain(self) -> None:
-        self.application.begin_drain()
-        self._drain.set()
-
-    def _cut_off(self) -> None:
-        self.application.cut_off()
-        self._drain.set()
 
 
 def run_server(
@@ -162,12 +167,12 @@ def run_server(
     announce: Callable[[str], None] = print,
     locate: Locate | None = None,
 ) -> int:
-    """Serve the model in `source.folder` until SIGTERM or Ctrl-C; then drain and return the signal's number (0 when the
-    server ended by itself). A second signal aborts running answers. SIGHUP reloads the model. locate: finds the models
-    of reloads, by default in folders.
+    """Serves the model in `source.folder` until SIGTERM or Ctrl-C, then drains and returns the signal's number (0 if
+    the server ended without a signal). A second signal aborts running answers. SIGHUP reloads the model. locate: finds
+    the models of reloads, by default in folders.
 
-    Call from the main thread. `announce` receives one line with the address once the server is ready, and one that
-    names the model's origin. Raises `ConfigError` if the port is taken, `ModelError` if the folder cannot be loaded.
+    Call it from the main thread. `announce` receives a line with the address once the server is ready, and a line with
+    the model's origin. Raises `ConfigError` if the port is taken, `ModelError` if the folder cannot be loaded.
     """
     with log_to_stderr(config.log_format):
         server = ServerThread(
@@ -179,7 +184,7 @@ def run_server(
             locate=locate,
         )
         gc.collect()
-        gc.freeze()  # collections while requests are parsed hold up all answers, and most of this stays anyway
+        gc.freeze()  # collections while requests are parsed block all answers, and most objects of this point stay
         with _signals(server) as received:
             server.start()
             announce(f"Serving {model_name} at {server.url} (chat page: {server.url}/, API: {server.url}/v1)")
@@ -191,17 +196,14 @@ def run_server(
 
 @contextlib.contextmanager
 def _signals(server: ServerThread) -> Iterator[list[int]]:
-    """SIGTERM and SIGINT drain; the second one aborts. Yields those received. SIGHUP reloads the model."""
+    """SIGTERM and SIGINT drain, the second aborts, SIGHUP reloads. Yields the list of received signals."""
     received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
         server.stop_soon(at_once=len(received) > 1)
 
-    def reload(number: int, frame: FrameType | None) -> None:
-        server.reload_soon()
-
-    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reload}
+    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: lambda *_: server.reload_soon()}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield received
@@ -210,20 +212,9 @@ def _signals(server: ServerThread) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _check_tls(config: ServeConfig) -> None:
-    """Raises `ConfigError` if the files for HTTPS cannot be used."""
-    if not config.tls_certificate:
-        return
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.tls_certificate, config.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        files = f"{config.tls_certificate}, {config.tls_key}"
-        raise ConfigError(f"tls_certificate, tls_key: {files} cannot be used ({error.strerror or error})") from None
-
-
 def _bind(config: ServeConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # Without the protocol asyncio leaves Nagle's algorithm on, and each answer after a connection's first waits 40 ms.
+    # without the protocol asyncio leaves Nagle's algorithm on, and each answer after a connection's first waits 40 ms
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -3,7 +3,7 @@
 import secrets
 import sys
 from collections.abc import Callable, Generator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from modelwright.compress.int8 import Int8WeightsConfig
@@ -15,24 +15,28 @@ from modelwright.serve.tokenizer import IncrementalDetokenizer, ServedTokenizer
 HELP = "Type a question and press Enter. /new starts over, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer, or leaves."
 
 ANSWER_ROOM = 4
-"""At least one part in this many of the context is kept free for the answer; older turns are forgotten for it."""
+"""The prompt leaves at least 1 / `ANSWER_ROOM` of the context for the answer; the oldest turns are dropped for it."""
 
 
+@dataclass
 class Conversation:
-    """A conversation with one model: keeps the turns, and drops the oldest when the context is full."""
+    """A conversation with a model: keeps the turns, and drops the oldest when the context is full."""
 
-    def __init__(self, engine: Engine, tokenizer: ServedTokenizer, params: SamplingParams) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._params = params
-        self.messages: list[dict[str, str]] = []
+    _engine: Engine
+    _tokenizer: ServedTokenizer
+    _params: SamplingParams
+    messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, question: str) -> Generator[str, None, None]:
-        """Pieces of the answer as they become final. Closing the iterator stops the answer and keeps the text so
-        far.
-        """
+        """Yields pieces of the answer. Closing the generator stops the answer and keeps the text so far."""
         self.messages.append({"role": "user", "content": question})
-        prompt = self._fitting_prompt()
+        limit = self._engine.max_seq_len - self._engine.max_seq_len // ANSWER_ROOM
+        prompt = self._tokenizer.encode_chat(self.messages)
+        while len(prompt) > limit and len(self.messages) > 1:
+            # a question goes with its answer, because templates expect the roles to alternate
+            del self.messages[: 2 if len(self.messages) > 2 else 1]
+            prompt = self._tokenizer.encode_chat(self.messages)
+        prompt = prompt[-limit:]
         text = IncrementalDetokenizer(self._tokenizer.stream())
         params = replace(self._params, stop_ids=self._tokenizer.stop_ids, max_tokens=self._engine.max_seq_len)
         params = replace(params, seed=secrets.randbits(62))
@@ -50,16 +54,6 @@ class Conversation:
             self._engine.abort("terminal")
             self.messages.append({"role": "assistant", "content": "".join(answer)})
 
-    def _fitting_prompt(self) -> list[int]:
-        limit = self._engine.max_seq_len - self._engine.max_seq_len // ANSWER_ROOM
-        while True:
-            prompt = self._tokenizer.encode_chat(self.messages)
-            if len(prompt) <= limit:
-                return prompt
-            if len(self.messages) == 1:
-                return prompt[-limit:]
-            del self.messages[: 2 if len(self.messages) > 2 else 1]
-
 
 def _write(text: str) -> None:
     sys.stdout.write(text)
@@ -67,16 +61,13 @@ def _write(text: str) -> None:
 
 
 def chat(
-    folder: Path,
-    params: SamplingParams,
-    *,
-    read: Callable[[str], str] = input,
-    write: Callable[[str], object] = _write,
+    folder: Path, params: SamplingParams, *, read: Callable[[str], str] = input, write: Callable[[str], object] = _write
 ) -> None:
-    """Read questions and write answers until the end of input. Ctrl-C ends an answer, and raises `KeyboardInterrupt`
+    """Reads questions and writes answers until the end of input. Ctrl-C ends an answer, and raises `KeyboardInterrupt`
     elsewhere. Raises `ModelError` if the folder cannot be loaded.
     """
     model, tokenizer = load_folder(folder, Int8WeightsConfig())
+    # the cache is allocated in blocks of 16 tokens
     engine = Engine(model, EngineConfig(max_num_seqs=1, kv_cache_tokens=-(-model.config.max_seq_len // 16) * 16))
     conversation = Conversation(engine, tokenizer, params)
     hint = expectation(model.config.num_parameters)
@@ -95,17 +86,13 @@ def chat(
         if question == "/new":
             conversation = Conversation(engine, tokenizer, params)
         elif question:
-            _answer(conversation, question, write)
-
-
-def _answer(conversation: Conversation, question: str, write: Callable[[str], object]) -> None:
-    pieces = conversation.ask(question)
-    try:
-        for piece in pieces:
-            write(piece)
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        write(" [stopped]")
-    finally:
-        pieces.close()
-    write("\n")
+            pieces = conversation.ask(question)
+            try:
+                for piece in pieces:
+                    write(piece)
+                    sys.stdout.flush()
+            except KeyboardInterrupt:
+                write(" [stopped]")
+            finally:
+                pieces.close()  # aborts the engine's work; the garbage collector might do so only later
+            write("\n")

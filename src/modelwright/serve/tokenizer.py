@@ -1,9 +1,10 @@
-"""The server's tokenizer, with errors in the server's form, and tokens to text as they arrive.
+"""The server's tokenizer, with errors in the API's form, and incremental detokenization.
 
-What a person writes never becomes a control token: `<|end|>` in a message is encoded as ordinary characters. Only the
-chat template's own text is read with control tokens.
+A user's text never becomes a control token: `<|end|>` in a message is encoded as ordinary characters. Only the text of
+the chat template itself is encoded with control tokens.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,10 @@ from modelwright.serve.errors import ApiError
 
 
 class ServedTokenizer:
-    """A tokenizer for serving. `bytes_of`: the bytes of each token of a byte-level vocabulary, else empty.
-    `definition`: the text of its `tokenizer.json`.
-
-    `stop_ids`: tokens that end an answer and are never shown. `max_token_bytes`: the most text one token represents, 0
-    if unbounded (the tokenizer changes the text first, or has a token for any unknown word). Safe to use from several
-    threads.
+    """A tokenizer for serving, safe to use from several threads. `bytes_of`: bytes of each token of a byte-level
+    vocabulary, else empty; `definition`: text of its `tokenizer.json`; `stop_ids`: tokens that end an answer and are
+    never shown; `max_token_bytes`: longest text of one token, 0 if unbounded (the tokenizer normalizes the text, or has
+    a token for any unknown word).
     """
 
     def __init__(
@@ -31,13 +30,14 @@ class ServedTokenizer:
         self.definition = definition
         self._tokenizer = tokenizer
         self._bytes_of = bytes_of
+        # a normalizer may remove any amount of text, such as repeated spaces
         self.max_token_bytes = 0 if normalizes else max(map(len, bytes_of.values()), default=0)
         control = [tokenizer.id_of(token) for token in SPECIAL_TOKENS]
         self.stop_ids = tuple(sorted({*tokenizer.stop_ids, *(token for token in control if token is not None)}))
 
     @classmethod
     def load(cls, folder: Path) -> "ServedTokenizer":
-        """Read a tokenizer folder. Raises `ArtifactError` if it cannot be read."""
+        """Reads a tokenizer folder. Raises `ArtifactError` if it cannot be read."""
         tokenizer = Tokenizer.load(folder)
         text = (folder / "tokenizer.json").read_text(encoding="utf-8")
         definition = json.loads(text)
@@ -49,13 +49,14 @@ class ServedTokenizer:
         return self._tokenizer.vocab_size
 
     def encode(self, text: str, *, with_begin: bool = True) -> list[int]:
-        """A prompt for plain completion, starting like documents in training, with the begin token if there is one."""
+        """Encodes a prompt for plain completion."""
+        # with the begin token, if there is one, because documents begin with it in training
         begin = [self._tokenizer.bos_id] if with_begin and self._tokenizer.bos_id is not None else []
         return begin + self._tokenizer.encode(text)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], *, image_text: str = "") -> list[int]:
-        """A conversation up to where the assistant's turn begins. image_text: what stands for an image. Raises
-        `ApiError` 400 if the template rejects it.
+        """Encodes a conversation up to the start of the assistant's turn. image_text: text that represents an image.
+        Raises `ApiError` 400 if the template rejects it.
         """
         try:
             return self._tokenizer.encode_prompt(messages, image_text=image_text)
@@ -63,9 +64,7 @@ class ServedTokenizer:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from None
 
     def encode_answer(self, question: str, answer: str) -> list[int]:
-        """A conversation of one question and its answer, up to the token with which the answer ends. Raises like
-        `encode_chat`.
-        """
+        """Encodes a question and its answer, up to the last token of the answer. Raises like `encode_chat`."""
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         try:
             ids, mask = self._tokenizer.encode_chat(turns)
@@ -75,26 +74,26 @@ class ServedTokenizer:
         return ids[: int(spoken[-1]) + 1 if len(spoken) else len(ids)].tolist()
 
     def stream(self) -> TextStream:
-        """A decoder that takes one token at a time, returns whole characters only and omits control tokens."""
+        """Returns a decoder that takes one token at a time, returns complete characters and omits control tokens."""
         return self._tokenizer.stream()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without control tokens."""
+        """Decodes tokens, without control tokens."""
         return self._tokenizer.decode(ids)
 
     def token_text(self, token_id: int) -> str:
-        """One token as text, control tokens by name; "" for one beyond the vocabulary (the model may have more)."""
+        """Returns the text of a token, the name of a control token, or "" for a token that only the model has."""
         return self._tokenizer.token_text(token_id) if token_id < self.vocab_size else ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token as bytes: exact for byte-level vocabularies, else its text in UTF-8."""
+        """Returns the bytes of a token: exact for byte-level vocabularies, else its text in UTF-8."""
         return self._bytes_of.get(token_id) or self.token_text(token_id).encode("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenInfo:
-    """A token with its log-probability, likeliest alternatives and offset in the text of the answer. The first token of
-    an echoed prompt follows nothing, so its log-probability is None.
+    """A token with its log-probability (None for the first token of an echoed prompt, which has nothing before it),
+    likeliest alternatives and offset in the text of the answer.
     """
 
     token_id: int
@@ -105,7 +104,7 @@ class TokenInfo:
 
 @dataclass(frozen=True)
 class Delta:
-    """Final text, the tokens that belong to it, and the finish reason ("" while the answer continues)."""
+    """Final text with its tokens, and the finish reason ("" while the answer continues)."""
 
     text: str
     tokens: tuple[TokenInfo, ...] = ()
@@ -114,9 +113,8 @@ class Delta:
 
 @dataclass
 class IncrementalDetokenizer:
-    """Assembles one answer. `stop_texts` end it; neither they nor the text after them is shown. The text of the first
-    `min_tokens` tokens is not searched for them, as in vLLM. num_shown: characters shown so far, those of an echoed
-    prompt included.
+    """Assembles the text of an answer. `stop_texts` end it and are not part of it; as in vLLM, they are not searched in
+    the first `min_tokens` tokens. num_shown: number of characters so far, with an echoed prompt.
     """
 
     stream: TextStream
@@ -128,13 +126,14 @@ class IncrementalDetokenizer:
     _pending: list[TokenInfo] = field(default_factory=list)
 
     def info(self, token_id: int, logprob: float, alternatives: tuple[tuple[int, float], ...]) -> TokenInfo:
-        """The next token, at its place in the text."""
+        """Returns the next token, with its offset in the text."""
         return TokenInfo(token_id, logprob, alternatives, self.num_shown + len(self._held))
 
     def push(self, token_id: int, logprob: float, alternatives: tuple[tuple[int, float], ...]) -> Delta:
-        """Add a token; the piece has `finish_reason` "stop" if it completes a stop string."""
+        """Adds a token. The piece has the finish reason "stop" if it completes a stop string."""
         self._pending.append(self.info(token_id, logprob, alternatives))
-        self._held += self._step(token_id)
+        with contextlib.suppress(ValueError):  # a model may have more tokens than its tokenizer, which have no text
+            self._held += self.stream.step(token_id)
         self._num_tokens += 1
         if self._num_tokens <= self.min_tokens:
             return self._release(len(self._held), "")
@@ -142,33 +141,22 @@ class IncrementalDetokenizer:
         if cut >= 0:
             self._held = self._held[:cut]
             return self._release(len(self._held), "stop")
-        return self._release(len(self._held) - self._num_doubtful(), "")
+        # the longest suffix that may be the beginning of a stop string is held back
+        length = min(max((len(text) - 1 for text in self.stop_texts), default=0), len(self._held))
+        while length and not any(text.startswith(self._held[-length:]) for text in self.stop_texts):
+            length -= 1
+        return self._release(len(self._held) - length, "")
 
     def finish(self, reason: str) -> Delta:
-        """The rest of the text when the engine has ended the answer."""
+        """Returns the rest of the text when the engine has ended the answer."""
         self._held += self.stream.finish()
         cut = self._find_stop()
         self._held = self._held[:cut] if cut >= 0 else self._held
         return self._release(len(self._held), "stop" if cut >= 0 else reason)
 
-    def _step(self, token_id: int) -> str:
-        """Text of a token; a model may have more tokens than its tokenizer, which have no text."""
-        try:
-            return self.stream.step(token_id)
-        except ValueError:
-            return ""
-
     def _find_stop(self) -> int:
         places = [place for place in (self._held.find(text) for text in self.stop_texts) if place >= 0]
         return min(places, default=-1)
-
-    def _num_doubtful(self) -> int:
-        """Length of the longest suffix that may be the beginning of a stop string."""
-        longest = max((len(text) - 1 for text in self.stop_texts), default=0)
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(text.startswith(self._held[-length:]) for text in self.stop_texts):
-                return length
-        return 0
 
     def _release(self, length: int, reason: str) -> Delta:
         text, self._held = self._held[:length], self._held[length:]

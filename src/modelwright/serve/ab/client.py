@@ -13,7 +13,7 @@ from modelwright.core.errors import ModelwrightError
 TIMEOUT_S = 300.0
 """Loading a version may take long."""
 AWAY = (502, 503, 504)
-"""Statuses with which a proxy answers for a server that is away."""
+"""Statuses that a proxy returns while the server behind it is down."""
 
 
 class ServerUnreachable(ModelwrightError):
@@ -21,8 +21,8 @@ class ServerUnreachable(ModelwrightError):
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Takes redirects for failures: a redirected POST becomes a GET without the message, whose success would say
-    nothing, and the headers, with a key among them, would go to another host.
+    """Treats redirects as failures: urllib would turn a redirected POST into a GET without the body, whose success says
+    nothing, and would send the headers, the key among them, to another host.
     """
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
@@ -37,20 +37,18 @@ class AbClient:
     key: str = field(default="", repr=False)
 
     def find(self, name: str) -> dict[str, Any] | None:
-        """The report of a test, None if there is none of this name. Raises `ModelwrightError` if the server keeps no
-        tests, and `ServerUnreachable`.
-        """
+        """Returns a test's report, None if unknown. Raises `ServerUnreachable`, `ModelwrightError` without tests."""
         answer = self._ask("GET", "/ab.json")
         if not answer["is_on"]:
             raise ModelwrightError(f"{self.url}: keeps no A/B tests; start it with --requests.ab_state FILE")
         return next((test for test in answer["tests"] if test["name"] == name), None)
 
     def begin(self, name: str, path: str, **fields: Any) -> dict[str, Any]:
-        """Begin a test of the model at `path`; the report. Raises as `find` does."""
+        """Begins a test of the model at `path` and returns the report. Raises as `find` does."""
         return self._ask("POST", "/admin/ab", {"name": name, "path": path, **fields})
 
     def end(self, *, promote: bool) -> dict[str, Any]:
-        """End the running test; the report. Raises as `find` does."""
+        """Ends the running test and returns the report. Raises as `find` does."""
         return self._ask("POST", "/admin/ab/end", {"promote": promote})
 
     def _ask(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -63,20 +61,17 @@ class AbClient:
                 return json.loads(reply.read())
         except urllib.error.HTTPError as error:
             with error:
-                kind = ServerUnreachable if error.code in AWAY else ModelwrightError
-                raise kind(f"{where}: {error.code}, {_message(error.read())}") from None
+                kind, content = ServerUnreachable if error.code in AWAY else ModelwrightError, error.read()
+            try:
+                message = str(json.loads(content)["error"]["message"])
+            except (ValueError, KeyError, TypeError):
+                # a proxy answers in its own form
+                message = content[:200].decode("utf-8", "replace") or "no explanation"
+            raise kind(f"{where}: {error.code}, {message}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ServerUnreachable(f"{where}: {getattr(error, 'reason', error)}; is the server running?") from None
 
 
-def _message(body: bytes) -> str:
-    """The message of an error reply, or its first bytes if it is not one of ours."""
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode("utf-8", "replace") or "no explanation"
-
-
 def shown_host(url: str) -> str:
-    """The host of an address, which may be logged because it has neither a password nor a token."""
+    """Host of a URL. It is safe to log, unlike the URL, which may contain a password or a token."""
     return urllib.parse.urlsplit(url).hostname or ""

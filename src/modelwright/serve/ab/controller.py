@@ -1,9 +1,10 @@
-"""A/B tests in a running server: begins and ends them, gives requests their arm, takes B away when a guard says so."""
+"""A/B tests in a running server: begins and ends them, assigns requests to arms, rolls B back when a guard fires."""
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from modelwright.core.errors import StorageError
@@ -26,22 +27,21 @@ log = logging.getLogger("modelwright.serve")
 T = TypeVar("T")
 
 
+@dataclass
 class RunningTest:
-    """The `Arms` of a service while a test runs. `share`: of units that get B now."""
+    """Implements `Arms` for a service while a test runs. `share`: current share of units that get B."""
 
-    def __init__(self, experiment: Experiment, candidate: ServedModel, shadows: Shadows | None) -> None:
-        self.name = experiment.name
-        self.share = experiment.share
-        self.candidate = candidate
-        self.shadows = shadows
-        self._salt = experiment.salt
-        self._unit = experiment.request.unit
+    experiment: Experiment
+    share: float
+    candidate: ServedModel
+    shadows: Shadows | None
 
     def assign(self, subject: Subject) -> Assignment | None:
-        if self.shadows is not None:
+        if self.shadows is not None:  # a shadow test answers no user with B
             return None
-        unit = pseudonym(self._salt, getattr(subject, self._unit))
-        return Assignment(self.name, unit, arm_of(self._salt, unit, self.share), self.share)
+        test = self.experiment
+        unit = pseudonym(test.salt, getattr(subject, test.request.unit))
+        return Assignment(test.name, unit, arm_of(test.salt, unit, self.share), self.share)
 
     def request_arrived(self) -> None:
         if self.shadows is not None:
@@ -49,7 +49,7 @@ class RunningTest:
 
 
 class Experiments:
-    """An `ExchangeObserver` that also owns the tests. Belongs to the event loop, but for the constructor."""
+    """An `ExchangeObserver` that also owns the tests. Except for the constructor, it belongs to the event loop."""
 
     keeps_answers = True
 
@@ -63,17 +63,17 @@ class Experiments:
         self._writer = DatabaseWriter(
             "A/B tests",
             database,
-            dropped=lambda reason, count: self._metrics.ab.uncounted.labels(reason).inc(count),
+            dropped=lambda reason, count: self._service.metrics.ab.uncounted.labels(reason).inc(count),
             housekeeping=lambda _: None,
         )
 
     async def start(self) -> None:
-        """Go on with the test that was running when the server ended, however it ended; call before requests come."""
+        """Resumes the test that was running when the server stopped or crashed. Call it before requests arrive."""
         self._writer.start()
         experiment = await self._call(tables.find_running)
         if experiment is None:
             return
-        problem = ""
+        # counts of other weights must not be added to those of this test, so both versions have to be the same
         if experiment.control_version != self._service.model.fingerprint:
             problem = "the server was started with another version in service"
         else:
@@ -91,7 +91,7 @@ class Experiments:
         await self._call(lambda database: tables.end(database, experiment.name, "interrupted", problem))
 
     async def close(self) -> None:
-        """Write what is left, and stop B; the test itself goes on when the server is started again."""
+        """Stops B and writes all queued counts. The test itself stays open: the next `start` resumes it."""
         running, self._running = self._running, None
         if running is not None:
             await self._take_out(running)
@@ -99,14 +99,15 @@ class Experiments:
         await asyncio.to_thread(self._writer.close)
 
     async def begin(self, request: ExperimentRequest) -> dict[str, Any]:
-        """Load B and start a test. Raises `ApiError` 409 while another one or a reload is under way or if the name is
-        taken, 400 with the reason if B cannot be put in service.
+        """Loads B and starts a test. Raises `ApiError` 409 while another test or a reload is in progress or if the name
+        is taken, 400 with the reason if B cannot be put in service.
         """
         async with self._reloader.exclusively():
             if self._running is not None:
-                text = f"The test {self._running.name!r} is running; end it first with POST /admin/ab/end."
+                running = self._running.experiment.name
+                text = f"The test {running!r} is running; end it first with POST /admin/ab/end."
                 raise ApiError(409, text, code="test_running")
-            if any(one.name == request.name for one in await self._call(_all)):
+            if any(test.name == request.name for test in await self._call(lambda db: list(tables.experiments(db)))):
                 text = f"There has been a test {request.name!r}; choose another name."
                 raise ApiError(409, text, param="name", code="name_taken")
             candidate = await self._load(request)
@@ -118,6 +119,7 @@ class Experiments:
                 treatment_version=candidate.fingerprint,
             )
             try:
+                # stored before any request can be assigned to it: counts refer to the row
                 await self._call(lambda database: tables.insert(database, experiment))
             except BaseException:
                 await candidate.worker.stop()
@@ -126,27 +128,36 @@ class Experiments:
             return report_of(experiment)
 
     async def set_share(self, share: float) -> dict[str, Any]:
-        """Raises `ApiError` 404 without a test that is running, 409 if a guard ends it meanwhile."""
+        """Changes B's share. Raises `ApiError` 404 if no test is running, 409 if a guard has ended it meanwhile."""
         running = self._require_test()
-        if not await self._call(lambda database: tables.set_share(database, running.name, share)):
+        name = running.experiment.name
+        if not await self._call(lambda database: tables.set_share(database, name, share)):
             raise _just_ended()
         running.share = share
-        return await self._report(running.name)
+        return await self._report(name)
 
     async def end(self, *, promote: bool) -> dict[str, Any]:
-        """End the test with A in service, or with B. Raises `ApiError` 404 without a test that is running."""
+        """Ends the test with A in service, or B to promote it. Raises `ApiError` 404 if no test is running."""
         async with self._reloader.exclusively():
             running = self._require_test()
-            status = "promoted" if promote else "ended"
-            if not await self._call(lambda database: tables.end(database, running.name, status)):
+            name, status = running.experiment.name, "promoted" if promote else "ended"
+            if not await self._call(lambda database: tables.end(database, name, status)):
                 raise _just_ended()
-            await self._withdraw(running, promote=promote)
-            return await self._report(running.name)
+            self._service.arms = self._running = None
+            if promote:
+                # copies in progress use metrics of their own; they end before B's worker counts answers to users
+                await self._take_out(running)
+                running.candidate.worker.metrics = self._service.metrics
+                self._reloader.switch(running.candidate)
+            else:
+                self._reloader.retire(running.candidate, before=self._take_out(running))
+            return await self._report(name)
 
     async def reports(self) -> list[dict[str, Any]]:
-        """Reports on all tests, the newest first."""
-        found = await self._call(_all)
-        return await asyncio.to_thread(lambda: [report_of(experiment) for experiment in found])
+        """Returns the reports on all tests, newest first."""
+        experiments = await self._call(lambda database: list(tables.experiments(database)))
+        # intervals are found by bisection, which would block the event loop
+        return await asyncio.to_thread(lambda: [report_of(experiment) for experiment in experiments])
 
     def ended(self, exchange: Exchange, finished: FinishedRequest) -> None:
         running, assignment = self._running, finished.assignment
@@ -157,10 +168,11 @@ class Experiments:
         event = RequestEvent(
             arm=assignment.arm,
             share=assignment.share,
+            # a server that shuts down answers 503 in both arms, which says nothing about B
             is_error=finished.status >= 500 and not self._service.is_draining,
             latency_s=finished.latency_s,
         )
-        self._metrics.ab.requests.labels(assignment.arm).inc()
+        self._service.metrics.ab.requests.labels(assignment.arm).inc()
         self._offer(
             assignment.experiment, lambda database: tables.take_request(database, finished.id, assignment, event)
         )
@@ -174,34 +186,38 @@ class Experiments:
             self._roll_back(name, reason)
         return is_known
 
-    @property
-    def _metrics(self) -> Metrics:
-        return self._service.metrics
-
     async def _load(self, request: ExperimentRequest) -> ServedModel:
-        """B, tried and started. Raises `ApiError`."""
-        metrics = self._metrics if request.mode == "split" else Metrics(self._service.model_name)  # of users only
+        """Loads, tries and starts B. Raises `ApiError` if it would refuse requests that A answers."""
+        # metrics count what users get, so copies of requests are counted apart and shown nowhere
+        metrics = self._service.metrics if request.mode == "split" else Metrics(self._service.model_name)
         candidate = await self._reloader.prepare(request.path, metrics)
-        problem = _mismatch(self._service.model, candidate)
-        if problem is not None:
-            await candidate.worker.stop()
-            raise problem
-        return candidate
+        control = self._service.model
+        context, needed = candidate.limits.context, control.limits.context
+        if control.info.scores or candidate.info.scores:
+            text = "A/B tests compare models that generate text, and A or B scores texts instead; name another model."
+            problem = ApiError(400, text, param="path", code="unsupported_task")
+        elif context < needed:
+            text = f"B reads {context} tokens and A {needed}, so B would refuse requests; test one with A's context."
+            problem = ApiError(400, text, param="path", code="context_too_small")
+        else:
+            return candidate
+        await candidate.worker.stop()
+        raise problem
 
     def _put_in_service(self, experiment: Experiment, candidate: ServedModel) -> None:
         name = experiment.name
         shadows = None
         if experiment.request.mode == "shadow":
-            shadows = Shadows(self._service, candidate, lambda what: self._count_shadow(name, what))
-        self._running = self._service.arms = RunningTest(experiment, candidate, shadows)
+            shadows = Shadows(self._service, candidate, lambda outcome: self._count_shadow(name, outcome))
+        self._running = self._service.arms = RunningTest(experiment, experiment.share, candidate, shadows)
         log.info("the A/B test %s runs: A %s, B %s", name, experiment.control_version, candidate.fingerprint)
 
-    def _count_shadow(self, name: str, what: str) -> None:
-        self._metrics.ab.shadows.labels(what).inc()
-        self._offer(name, lambda database: tables.take_shadow(database, name, what))
+    def _count_shadow(self, name: str, outcome: str) -> None:
+        self._service.metrics.ab.shadows.labels(outcome).inc()
+        self._offer(name, lambda database: tables.take_shadow(database, name, outcome))
 
     def _offer(self, name: str, task: Callable[[Database], str]) -> None:
-        """Run a task that may say why the test of this name is over."""
+        """Queues a task of the database's thread that returns why the test of this name has to end, or ""."""
         loop = asyncio.get_running_loop()
 
         def then(reason: str) -> None:
@@ -213,22 +229,12 @@ class Experiments:
 
     def _roll_back(self, name: str, reason: str) -> None:
         running = self._running
-        if running is None or running.name != name:
+        if running is None or running.experiment.name != name:  # several queued requests may report the same rollback
             return
         log.warning("the A/B test %s is over, and A gets all requests: %s", name, reason)
-        self._metrics.ab.rollbacks.labels(reason).inc()
+        self._service.metrics.ab.rollbacks.labels(reason).inc()
         self._service.arms = self._running = None
         self._reloader.retire(running.candidate, before=self._take_out(running))
-
-    async def _withdraw(self, running: RunningTest, *, promote: bool) -> None:
-        """Out of service with one of both versions."""
-        self._service.arms = self._running = None
-        if not promote:
-            self._reloader.retire(running.candidate, before=self._take_out(running))
-            return
-        await self._take_out(running)
-        running.candidate.worker.metrics = self._metrics
-        self._reloader.switch(running.candidate)
 
     async def _take_out(self, running: RunningTest) -> None:
         if running.shadows is not None:
@@ -247,22 +253,6 @@ class Experiments:
             return await self._writer.call(task)
         except (WriterBusy, StorageError):
             raise shutting_down("The state of the A/B tests is busy; try again later.", RETRY_AFTER_S) from None
-
-
-def _all(database: Database) -> list[Experiment]:
-    return list(tables.experiments(database))
-
-
-def _mismatch(control: ServedModel, candidate: ServedModel) -> ApiError | None:
-    """Why B would refuse requests that A answers; None if it would not."""
-    if control.info.scores or candidate.info.scores:
-        text = "A/B tests compare models that generate text, and A or B scores texts instead; name another model."
-        return ApiError(400, text, param="path", code="unsupported_task")
-    context, needed = candidate.limits.context, control.limits.context
-    if context < needed:
-        text = f"B reads {context} tokens and A {needed}, so B would refuse requests; test one with A's context."
-        return ApiError(400, text, param="path", code="context_too_small")
-    return None
 
 
 def _just_ended() -> ApiError:

@@ -3,8 +3,9 @@
 import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -13,15 +14,14 @@ from modelwright.serve.ab.guards import GuardLimits, verdict
 from modelwright.serve.ab.state import Assignment, ExperimentState, RequestEvent
 from modelwright.serve.account.database import Database
 from modelwright.serve.api.fields import RequestModel
-from modelwright.serve.limits import Limits
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class ExperimentRequest(RequestModel):
-    """POST /admin/ab. `path`: the run or model folder of B; `share`: of units that get B; `unit`: what keeps its arm;
-    `mode`: "split", or "shadow" for copies of requests to B whose answers nobody gets; `max_error_rate`: of requests to
-    B, above which it goes whatever A does.
+    """POST /admin/ab. `path`: run or model folder of B; `share`: share of units that get B; `unit`: unit of
+    randomization, which keeps its arm; `mode`: "split", or "shadow" to send B copies of requests and discard its
+    answers; `max_error_rate`: error rate of requests to B above which it is rolled back, whatever A's is.
     """
 
     name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9-]{0,39}$")]
@@ -31,29 +31,17 @@ class ExperimentRequest(RequestModel):
     mode: Literal["split", "shadow"] = "split"
     max_error_rate: Annotated[float, Field(gt=0, le=0.5)] = 0.01
 
-    @classmethod
-    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
-        """The fields' own limits are enough."""
-
 
 class ShareRequest(RequestModel):
     """POST /admin/ab/share."""
 
     share: Share
 
-    @classmethod
-    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
-        """One short field needs no further check."""
-
 
 class EndRequest(RequestModel):
-    """POST /admin/ab/end. `promote`: B becomes the version in service, else A stays."""
+    """POST /admin/ab/end. `promote`: true puts B in service, false keeps A."""
 
     promote: bool
-
-    @classmethod
-    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
-        """One short field needs no further check."""
 
 
 Status = Literal["running", "rolled_back", "ended", "promoted", "interrupted"]
@@ -73,7 +61,7 @@ _TABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """`reason`: why it ended, if nobody asked for that."""
+    """A test with its state. `reason`: why the server ended it, "" if it runs or a user ended it."""
 
     name: str
     request: ExperimentRequest
@@ -87,10 +75,6 @@ class Experiment:
     reason: str = ""
     state: ExperimentState = field(default_factory=ExperimentState)
 
-    @property
-    def limits(self) -> GuardLimits:
-        return GuardLimits(max_error_rate=self.request.max_error_rate)
-
 
 COLUMNS = tuple(field.name for field in fields(Experiment))
 
@@ -101,7 +85,7 @@ def create_tables(database: Database) -> None:
 
 
 def insert(database: Database, experiment: Experiment) -> None:
-    """Add a test, which has another name than all before it."""
+    """Inserts a test. Its name must be unused."""
     plain = {name: getattr(experiment, name) for name in COLUMNS}
     plain |= {"request": experiment.request.model_dump_json(), "state": experiment.state.to_json()}
     names = ", ".join(f":{name}" for name in COLUMNS)
@@ -109,7 +93,7 @@ def insert(database: Database, experiment: Experiment) -> None:
 
 
 def experiments(database: Database, status: str = "%") -> Iterator[Experiment]:
-    """All, or those of one status; the newest first."""
+    """Yields the tests whose status matches an SQL pattern, newest first."""
     query = f"SELECT {', '.join(COLUMNS)} FROM experiments WHERE status LIKE :status ORDER BY started_at DESC"
     for row in database.rows(query, {"status": status}):
         plain = dict(zip(COLUMNS, row, strict=True))
@@ -118,52 +102,51 @@ def experiments(database: Database, status: str = "%") -> Iterator[Experiment]:
 
 
 def find_running(database: Database, name: str = "") -> Experiment | None:
-    """The test that is running, None if there is none or it has another name."""
-    return next((one for one in experiments(database, "running") if name in ("", one.name)), None)
+    """Returns the running test, or None if no test is running or its name is not `name`."""
+    return next((test for test in experiments(database, "running") if name in ("", test.name)), None)
 
 
 def take_request(database: Database, answer_id: str, assignment: Assignment, event: RequestEvent) -> str:
-    """Count a request; returns why that ended the test, "" if it did not."""
+    """Counts a request. Returns the reason if a guard ended the test on it, else ""."""
     experiment = find_running(database, assignment.experiment)
-    if experiment is None:
+    if experiment is None:  # requests that were assigned before the end may finish after it
         return ""
-    had = _had(database, experiment.name, assignment.unit)
-    _set_had(database, experiment.name, assignment.unit, experiment.state.take_request(event, had))
+    _record(database, experiment.name, assignment.unit, lambda had: experiment.state.take_request(event, had))
     values = {"id": answer_id, "experiment": experiment.name, "unit": assignment.unit, "arm": assignment.arm}
     database.execute("INSERT INTO experiment_answers VALUES (:id, :experiment, :unit, :arm)", values)
     return _judge(database, experiment)
 
 
 def take_score(database: Database, answer_id: str, score: float) -> tuple[bool, str, str]:
-    """Count feedback. Returns whether there is such an answer, its test, and why that ended the test or ""."""
+    """Counts feedback. Returns whether its answer is known, the test, and why that ended the test, else ""."""
     query = "SELECT experiment, unit, arm FROM experiment_answers WHERE id = :id"
     for name, unit, arm in list(database.rows(query, {"id": answer_id})):
         experiment = find_running(database, name)
         if experiment is None:
             return True, name, ""
-        _set_had(database, name, unit, experiment.state.take_score(arm, score, _had(database, name, unit)))
+        _record(database, name, unit, partial(experiment.state.take_score, arm, score))
         return True, name, _judge(database, experiment)
     return False, "", ""
 
 
-def take_shadow(database: Database, name: str, what: str) -> str:
-    """Count what became of a copy; returns why that ended the test, "" if it did not."""
+def take_shadow(database: Database, name: str, outcome: str) -> str:
+    """Counts the outcome of a copied request. Returns the reason if a guard ended the test on it, else ""."""
     experiment = find_running(database, name)
     if experiment is None:
         return ""
-    experiment.state.take_shadow(what)
+    experiment.state.take_shadow(outcome)
     return _judge(database, experiment)
 
 
 def set_share(database: Database, name: str, share: float) -> bool:
-    """Change B's share of a test; false if the test has ended."""
+    """Changes B's share of a test. Returns false if the test has ended."""
     statement = "UPDATE experiments SET share = :share WHERE name = :name AND status = 'running'"
     return database.execute(statement, {"share": share, "name": name}) > 0
 
 
 def end(database: Database, name: str, status: Status, reason: str = "") -> bool:
-    """End a test; false if it has ended already. What belongs to single units and answers is deleted: the counts are
-    all that is needed.
+    """Ends a test. Returns false if it has ended already. Rows of single units and answers are deleted, because the
+    report needs only the counts.
     """
     values = {"name": name, "status": status, "reason": reason, "now": time.time()}
     statement = (
@@ -178,23 +161,21 @@ def end(database: Database, name: str, status: Status, reason: str = "") -> bool
 
 
 def _judge(database: Database, experiment: Experiment) -> str:
-    """Write the state, and end the test if a guard says so."""
     values = {"state": experiment.state.to_json(), "name": experiment.name}
     database.execute("UPDATE experiments SET state = :state WHERE name = :name", values)
-    reason = verdict(experiment.state, experiment.limits)
+    reason = verdict(experiment.state, GuardLimits(max_error_rate=experiment.request.max_error_rate))
     if reason:
         end(database, experiment.name, "rolled_back", reason)
     return reason
 
 
-def _had(database: Database, experiment: str, unit: str) -> int:
+def _record(database: Database, experiment: str, unit: str, take: Callable[[int], int]) -> None:
+    """Updates the bits of a unit's events with a method of `ExperimentState`."""
+    values: dict[str, Any] = {"experiment": experiment, "unit": unit}
     query = "SELECT had FROM experiment_units WHERE experiment = :experiment AND unit = :unit"
-    return next((had for (had,) in database.rows(query, {"experiment": experiment, "unit": unit})), 0)
-
-
-def _set_had(database: Database, experiment: str, unit: str, had: int) -> None:
+    had = take(next((had for (had,) in database.rows(query, values)), 0))
     statement = (
         "INSERT INTO experiment_units VALUES (:experiment, :unit, :had) "
         "ON CONFLICT (experiment, unit) DO UPDATE SET had = excluded.had"
     )
-    database.execute(statement, {"experiment": experiment, "unit": unit, "had": had})
+    database.execute(statement, {**values, "had": had})

@@ -1,4 +1,4 @@
-"""When B goes: guards that hold at every moment, and a check of the experiment itself before any of them."""
+"""Guards that roll B back. They are valid at every moment, and a check of the experiment itself precedes them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,31 +10,30 @@ from modelwright.serve.ab.state import CONTROL, TREATMENT, ExperimentState
 from modelwright.serve.ab.statistics import difference_interval, log_e_rate, log_e_value
 
 GUARD_ALPHA = 0.001
-"""The probability that a guard ever takes a version away that is not worse. There are four guards and the check, so a
-version as good as A stays with a probability of at least 99.5%."""
-
+"""Probability that a guard ever rolls back a version that is not worse. With four guards and the check, a version as
+good as A stays with a probability of at least 99.5% (union bound)."""
 REPORT_ALPHA = 0.05
-"""The probability that an interval on the page ever misses the truth."""
+"""Probability that an interval on the page ever misses the true value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardLimits:
-    """`max_error_rate`: of requests to B, whatever A's is."""
+    """Limits that a test sets. `max_error_rate`: highest allowed error rate of requests to B, whatever A's is."""
 
     max_error_rate: float
 
 
 @dataclass(frozen=True)
 class Guard:
-    """One reason for which B goes."""
+    """A condition that rolls B back."""
 
     fires: Callable[[ExperimentState, GuardLimits], bool]
     kind: EventKind
 
 
 def mismatch(state: ExperimentState) -> bool:
-    """Whether the numbers of units in the arms contradict the shares: then requests of an arm get lost, and nothing
-    else that the test says can be trusted.
+    """Returns whether the numbers of units in the arms contradict the shares (sample ratio mismatch). Requests of one
+    arm get lost then, and no other figure of the test can be trusted.
     """
     return _exceeds(log_e_value(state.events["seen"].as_epochs()))
 
@@ -76,7 +75,7 @@ GUARDS: dict[str, Guard] = {
         ),
     ),
 }
-"""Each by the name that the status gives as the reason for a rollback."""
+"""Guards by name. The name is the reason for a rollback in the test's status."""
 REASONS: Mapping[str, EventKind] = {
     SAMPLE_RATIO: EventKind(
         "the arms have other shares of units than the test gives them",
@@ -85,16 +84,19 @@ REASONS: Mapping[str, EventKind] = {
     ),
     **{name: guard.kind for name, guard in GUARDS.items()},
 }
-"""All reasons for which a test ends by itself."""
+"""Reasons for which the server ends a test on its own."""
 
 
 def verdict(state: ExperimentState, limits: GuardLimits) -> str:
-    """Why B has to go, one of `REASONS`; "" if it may stay."""
+    """Returns the reason to roll B back, one of `REASONS`, or "" if B may stay."""
+    # first, because with lost requests the figures that the guards compare are biased
     if mismatch(state):
         return SAMPLE_RATIO
     return next((name for name, guard in GUARDS.items() if guard.fires(state, limits)), "")
 
 
 def _exceeds(log_e: SupportsFloat) -> bool:
-    """Whether an e-value refutes its hypothesis: by Ville's inequality, at a level of `GUARD_ALPHA` at every moment."""
+    """Returns whether an e-value rejects its hypothesis. By Ville's inequality the level is `GUARD_ALPHA` at every
+    moment.
+    """
     return float(log_e) >= math.log(1 / GUARD_ALPHA)

@@ -7,8 +7,6 @@ from modelwright.serve.ab.experiment import Experiment
 from modelwright.serve.ab.guards import GUARD_ALPHA, REPORT_ALPHA, mismatch
 from modelwright.serve.ab.state import CONTROL, TREATMENT, ExperimentState
 from modelwright.serve.ab.statistics import (
-    Epoch,
-    FixedHorizonResult,
     difference_interval,
     log_e_value,
     promised_requests,
@@ -18,17 +16,25 @@ from modelwright.serve.ab.statistics import (
 )
 
 PROMISED_FACTOR = 5.0
-"""The promise is for a version whose error rate is so many times the limit."""
-
+"""Error rate, in multiples of the limit, for which the report promises a detection time."""
 
 PROMISED_PROBABILITY = 0.99
 
 
 def report_of(experiment: Experiment) -> dict[str, Any]:
-    """Plain data for JSON; what is infinite or unknown is None. Intervals hold at every look; p-values for a fixed
-    number of observations are there after the end only, because while a test runs they mislead.
-    """
+    """Returns the report as data for JSON; infinite and unknown values are None. Intervals are valid at every look."""
     state, request = experiment.state, experiment.request
+    seen, failed = state.events["seen"], state.events["failed"]
+    arrived = _events(state, "seen")
+    promised_rate = min(PROMISED_FACTOR * request.max_error_rate, 0.99)
+    control, treatment = state.scores[CONTROL], state.scores[TREATMENT]
+    score_low, score_high = difference_interval(control, treatment, REPORT_ALPHA)
+    # p-values for a fixed number of observations mislead whoever looks while the test runs, so they come after its end
+    fixed_horizon: dict[str, Any] = {}
+    if experiment.status != "running":
+        rates = [(failed.of_arm(arm), seen.of_arm(arm)) for arm in (CONTROL, TREATMENT)]
+        comparisons = {"failed": two_proportions(*rates), "score": welch(control, treatment)}
+        fixed_horizon = {name: vars(result) if result else None for name, result in comparisons.items()}
     return {
         "name": experiment.name,
         "mode": request.mode,
@@ -42,86 +48,53 @@ def report_of(experiment: Experiment) -> dict[str, Any]:
         "requests": state.requests,
         "errors": state.errors,
         "shadows": state.shadows,
-        "sample_ratio": _sample_ratio(state),
-        "measures": [_events(state, "failed"), _events(state, "slow"), _scores(state)],
+        # the interval of B's rate of arrival relative to A's, by which a ratio of 1 is right
+        "sample_ratio": {
+            "units": {arm: arrived[arm] for arm in (CONTROL, TREATMENT)},
+            "expected_in_b": sum(epoch.share * epoch.count for epoch in seen.as_epochs()),
+            **{name: arrived[name] for name in ("low", "high", "p_value")},
+            "is_right": not mismatch(state),
+        },
+        "measures": [
+            _events(state, "failed"),
+            _events(state, "slow"),
+            {
+                "name": "score",
+                "kind": "difference",
+                CONTROL: _finite(control.mean),
+                TREATMENT: _finite(treatment.mean),
+                "counts": {CONTROL: control.count, TREATMENT: treatment.count},
+                "low": _finite(score_low),
+                "high": _finite(score_high),
+            },
+        ],
         "slow_s": state.slow_s,
-        "guard": {"alpha": GUARD_ALPHA, **_promise(request.max_error_rate)},
-        "fixed_horizon": {} if experiment.status == "running" else _fixed_horizon(state),
-    }
-
-
-def _promise(limit: float) -> dict[str, Any]:
-    """Within how many requests to it a bad version is taken away."""
-    rate = min(PROMISED_FACTOR * limit, 0.99)
-    return {
-        "max_error_rate": limit,
-        "promised_error_rate": rate,
-        "promised_requests": promised_requests(rate, limit, GUARD_ALPHA, PROMISED_PROBABILITY),
-        "probability": PROMISED_PROBABILITY,
-    }
-
-
-def _sample_ratio(state: ExperimentState) -> dict[str, Any]:
-    """Units by arm, and the interval of how many of those that B should have came, relative to A; right is 1."""
-    seen = state.events["seen"]
-    units = {arm: seen.of_arm(arm) for arm in (CONTROL, TREATMENT)}
-    expected = sum(epoch.share * epoch.count for epoch in seen.as_epochs())
-    low, high = ratio_interval(seen.as_epochs(), REPORT_ALPHA)
-    return {
-        "units": units,
-        "expected_in_b": expected,
-        "low": _finite(low),
-        "high": _finite(high),
-        "p_value": _p_value(seen.as_epochs()),
-        "is_right": not mismatch(state),
+        "guard": {
+            "alpha": GUARD_ALPHA,
+            "max_error_rate": request.max_error_rate,
+            "promised_error_rate": promised_rate,
+            "promised_requests": promised_requests(
+                promised_rate, request.max_error_rate, GUARD_ALPHA, PROMISED_PROBABILITY
+            ),
+            "probability": PROMISED_PROBABILITY,
+        },
+        "fixed_horizon": fixed_horizon,
     }
 
 
 def _events(state: ExperimentState, kind: str) -> dict[str, Any]:
-    """Units with an event, and the interval of how many times as frequent it is in B."""
+    """Returns the units with an event, the interval of its rate ratio of B to A, and the p-value of equal rates."""
     epochs = state.events[kind].as_epochs()
-    units = {arm: state.events[kind].of_arm(arm) for arm in (CONTROL, TREATMENT)}
     low, high = ratio_interval(epochs, REPORT_ALPHA)
     return {
         "name": kind,
         "kind": "ratio",
-        **units,
+        **{arm: state.events[kind].of_arm(arm) for arm in (CONTROL, TREATMENT)},
         "low": _finite(low),
         "high": _finite(high),
-        "p_value": _p_value(epochs),
+        # 1/e is a p-value by Markov's inequality, and valid at every look because e is an e-process
+        "p_value": min(1.0, math.exp(-float(log_e_value(epochs)))),
     }
-
-
-def _scores(state: ExperimentState) -> dict[str, Any]:
-    control, treatment = state.scores[CONTROL], state.scores[TREATMENT]
-    low, high = difference_interval(control, treatment, REPORT_ALPHA)
-    return {
-        "name": "score",
-        "kind": "difference",
-        CONTROL: _finite(control.mean),
-        TREATMENT: _finite(treatment.mean),
-        "counts": {CONTROL: control.count, TREATMENT: treatment.count},
-        "low": _finite(low),
-        "high": _finite(high),
-    }
-
-
-def _fixed_horizon(state: ExperimentState) -> dict[str, Any]:
-    seen, failed = state.events["seen"], state.events["failed"]
-    rates = {arm: (failed.of_arm(arm), seen.of_arm(arm)) for arm in (CONTROL, TREATMENT)}
-    return {
-        "failed": _comparison(two_proportions(rates[CONTROL], rates[TREATMENT])),
-        "score": _comparison(welch(state.scores[CONTROL], state.scores[TREATMENT])),
-    }
-
-
-def _comparison(found: FixedHorizonResult | None) -> dict[str, float] | None:
-    return vars(found) if found else None
-
-
-def _p_value(epochs: list[Epoch]) -> float:
-    """The p-value of equal rates, valid at every look."""
-    return min(1.0, math.exp(-float(log_e_value(epochs))))
 
 
 def _finite(value: float) -> float | None:

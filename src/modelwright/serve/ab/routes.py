@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from modelwright.serve.ab.controller import Experiments
-from modelwright.serve.ab.experiment import EndRequest, ExperimentRequest, ShareRequest
+from modelwright.serve.ab.experiment import EndRequest, ExperimentRequest, ShareRequest, Status
 from modelwright.serve.api.fields import RequestModel
 from modelwright.serve.api.parsing import read_request
 from modelwright.serve.errors import ApiError
@@ -18,13 +18,13 @@ R = TypeVar("R", bound=RequestModel)
 
 
 class ExperimentReply(BaseModel):
-    """An A/B test (docs/ab-tests.md). Bounds of intervals are null where they are infinite."""
+    """An A/B test (docs/ab-tests.md). Infinite bounds of intervals are null."""
 
     name: str
     mode: Literal["split", "shadow"]
     unit: Literal["session", "user"]
     share: float
-    status: Literal["running", "rolled_back", "ended", "promoted", "interrupted"]
+    status: Status
     reason: str
     started_at: float
     ended_at: float | None
@@ -40,26 +40,14 @@ class ExperimentReply(BaseModel):
 
 
 class ExperimentListReply(BaseModel):
-    """All tests, the newest first. `is_on`: whether the server keeps the state of tests."""
+    """All tests, newest first. `is_on`: whether A/B tests are enabled on the server."""
 
     is_on: bool
     tests: list[ExperimentReply]
 
 
-async def begin_test(request: Request) -> Response:
-    return await _change(request, ExperimentRequest, lambda tests, asked: tests.begin(asked))
-
-
-async def set_test_share(request: Request) -> Response:
-    return await _change(request, ShareRequest, lambda tests, asked: tests.set_share(asked.share))
-
-
-async def end_test(request: Request) -> Response:
-    return await _change(request, EndRequest, lambda tests, asked: tests.end(promote=asked.promote))
-
-
 async def list_tests(request: Request) -> Response:
-    """For the page `/ab`; like `/metrics`, it asks for a key where there is a key file."""
+    """Returns the data of the page `/ab`. Like `/metrics`, it asks for a key if the server has a key file."""
     service = service_of(request)
     if service.keys.has_scopes:
         service.caller(request, "metrics")
@@ -67,13 +55,24 @@ async def list_tests(request: Request) -> Response:
     return JSONResponse({"is_on": tests is not None, "tests": await tests.reports() if tests else []})
 
 
-async def _change(
-    request: Request, kind: type[R], change: Callable[[Experiments, R], Awaitable[dict[str, Any]]]
-) -> Response:
-    service_of(request).caller(request, "admin")
-    asked = await read_request(request, kind)
-    tests = request.app.state.experiments
-    if tests is None:
-        text = "This server keeps no state of A/B tests; start it with --requests.ab_state FILE."
-        raise ApiError(404, text, code="tests_off")
-    return JSONResponse(await change(tests, asked))
+def _changing(
+    operation: str, kind: type[R], change: Callable[[Experiments, R], Awaitable[dict[str, Any]]]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Returns the handler of a change, which replies with the report. operation: its name in /openapi.json."""
+
+    async def handler(request: Request) -> Response:
+        service_of(request).caller(request, "admin")
+        asked = await read_request(request, kind)
+        tests = request.app.state.experiments
+        if tests is None:
+            text = "This server keeps no state of A/B tests; start it with --requests.ab_state FILE."
+            raise ApiError(404, text, code="tests_off")
+        return JSONResponse(await change(tests, asked))
+
+    handler.__name__ = operation
+    return handler
+
+
+begin_test = _changing("begin_test", ExperimentRequest, lambda tests, asked: tests.begin(asked))
+set_test_share = _changing("set_test_share", ShareRequest, lambda tests, asked: tests.set_share(asked.share))
+end_test = _changing("end_test", EndRequest, lambda tests, asked: tests.end(promote=asked.promote))

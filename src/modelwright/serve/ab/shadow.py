@@ -1,5 +1,5 @@
-"""Copies of requests for B, computed while no user waits for anything: an answer to a user's request comes first, and a
-copy that is being computed when one arrives is taken out of the engine at once and begun again later.
+"""Shadow traffic: copies of requests that B answers while the server is idle. Requests of users come first: a copy that
+is being computed when one arrives is aborted at once and started again later.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from modelwright.serve.service import Service
 log = logging.getLogger("modelwright.serve")
 
 MOST_WAITING = 64
-"""Copies; further ones are dropped, and counted."""
-
+"""Most copies in the queue. Further ones are dropped, and counted."""
 MOST_ATTEMPTS = 5
 IDLE_POLL_S = 0.02
 PREEMPTED = 499
+"""Status that tells a preempted copy from one that failed."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class _Copy:
 
 
 class Shadows:
-    """Belongs to the event loop. counted: is told what became of each copy."""
+    """The queue of copies and its task. Belongs to the event loop. counted: called with each copy's outcome."""
 
     def __init__(self, service: Service, candidate: ServedModel, counted: Callable[[str], None]) -> None:
         self._service = service
@@ -46,7 +46,7 @@ class Shadows:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def add(self, exchange: Exchange, finished: FinishedRequest) -> None:
-        """Copy a request that A has answered."""
+        """Queues a copy of a request that A has answered."""
         if len(self._waiting) >= MOST_WAITING:
             self._counted("dropped")
             return
@@ -54,8 +54,9 @@ class Shadows:
         self._some.set()
 
     def give_way(self) -> None:
-        """A user's request has arrived."""
+        """Aborts the copy that is being computed, because a user's request has arrived."""
         if self._current is not None:
+            # the error first: a stream that is only closed looks like an answer that has ended
             self._current.stream.put_error(ApiError(PREEMPTED, "A user's request has arrived."))
             self._current.stream.close()
 
@@ -67,15 +68,16 @@ class Shadows:
     async def _run(self) -> None:
         while True:
             await self._some.wait()
+            # polled, because nothing signals that the last answer to a user has finished
             if not self._is_idle():
                 await asyncio.sleep(IDLE_POLL_S)
                 continue
             copy = self._waiting.popleft()
-            what = await self._answer(copy)
-            if what == "preempted" and copy.num_attempts < MOST_ATTEMPTS:
+            outcome = await self._answer(copy)
+            if outcome == "preempted" and copy.num_attempts < MOST_ATTEMPTS:
                 self._waiting.appendleft(copy)
             else:
-                self._counted(what)
+                self._counted(outcome)
             if not self._waiting:
                 self._some.clear()
 
@@ -88,6 +90,7 @@ class Shadows:
         try:
             generation = await copy.exchange.open_on(self._candidate, self._caller)
             self._current = generation
+            # opening yields to the event loop, so a user's request may have come before there was anything to abort
             if not self._is_idle():
                 self.give_way()
             await generation.complete()
@@ -105,7 +108,7 @@ class Shadows:
         answers = generation.answers
         if not all(answer.finish_reason for answer in answers):
             return "preempted"
-        if copy.exchange.asked.temperature == 0:
+        if copy.exchange.asked.temperature == 0:  # sampled answers differ even from the same weights
             is_same = "\n\n".join(answer.new_text for answer in answers) == copy.answer
             self._counted("same" if is_same else "different")
         return "answered"

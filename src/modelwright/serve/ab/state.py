@@ -1,7 +1,7 @@
-"""The arms of an A/B test: who gets which, and what has been counted in each.
+"""The arms of an A/B test: assignment of units to them, and the counts of each.
 
-A salted hash decides the arm, so that nobody is asked twice and nothing has to be remembered. All counts survive a
-round trip through JSON.
+A salted hash decides the arm, so a unit keeps its arm without any table of assignments. All counts survive a round trip
+through JSON.
 """
 
 import hashlib
@@ -15,12 +15,12 @@ from modelwright.serve.ab.statistics import Epoch, Moments
 CONTROL, TREATMENT = "A", "B"
 
 _BITS = 53
-"""Bits of the hash that are used: as many as a float holds exactly."""
+"""Bits of the hash that are used: the width of a float's mantissa, so that every position is exact."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The arm of one request. unit: the pseudonym of its user or session; share: of units that get B at that moment."""
+    """The arm of one request. unit: pseudonym of its user or session; share: share of units that got B at that time."""
 
     experiment: str
     unit: str
@@ -29,18 +29,18 @@ class Assignment:
 
 
 def position(salt: str, unit: str) -> float:
-    """A number in [0, 1) that belongs to a unit: uniform over units, and another one under another salt."""
+    """Returns the number in [0, 1) of a unit: uniform over units, and independent under different salts."""
     digest = hashlib.sha256(f"{salt}\0{unit}".encode("utf-8", "surrogatepass")).digest()
     return (int.from_bytes(digest[:8], "big") >> (64 - _BITS)) / 2**_BITS
 
 
 def arm_of(salt: str, unit: str, share: float) -> str:
-    """The arm of a unit when B has this share of them. As the share grows, units change from A to B and none back."""
+    """Returns the arm of a unit at B's current share. As the share grows, units move from A to B and never back."""
     return TREATMENT if position(salt, unit) < share else CONTROL
 
 
 LATENCY_SAMPLE = 100
-"""Answers of A from which the threshold for slow ones is taken; it does not change afterwards."""
+"""Number of A's first answers whose latencies set the threshold for slow ones, which stays fixed afterwards."""
 
 SLOW_QUANTILE = 0.95
 
@@ -52,7 +52,7 @@ EventKind = Literal["seen", "failed", "slow"]
 
 @dataclass(frozen=True, kw_only=True)
 class RequestEvent:
-    """A finished request. latency_s: None without a whole answer; is_error: the server could not answer."""
+    """A finished request. latency_s: None for an incomplete answer; is_error: the server failed to answer."""
 
     arm: str
     share: float
@@ -67,6 +67,7 @@ class EventCounts:
     epochs: list[list[float]] = field(default_factory=list)
 
     def add(self, share: float, arm: str) -> None:
+        # the probability of B under no effect is the share, so counts under different shares cannot be pooled
         if not self.epochs or self.epochs[-1][0] != share:
             self.epochs.append([share, 0, 0])
         self.epochs[-1][1] += 1
@@ -82,8 +83,8 @@ class EventCounts:
 
 @dataclass(kw_only=True)
 class ExperimentState:
-    """`requests` and `errors` count requests by arm, `events` units by kind; `scores`: of feedback, one for each unit;
-    `latencies`: of A, until there are enough of them for `slow_s`.
+    """All counts of a test. `requests` and `errors` count requests by arm, `events` units by kind; `scores`: feedback
+    scores, one per unit; `latencies`: A's latencies, kept until there are enough of them for `slow_s`.
     """
 
     requests: dict[str, int] = field(default_factory=lambda: {CONTROL: 0, TREATMENT: 0})
@@ -95,42 +96,40 @@ class ExperimentState:
     latencies: list[float] = field(default_factory=list)
     slow_s: float | None = None
     shadows: dict[str, int] = field(default_factory=dict)
-    """Copies of requests to B by what became of them."""
+    """Number of copied requests by outcome."""
 
     def take_request(self, event: RequestEvent, had: int) -> int:
-        """Count a request. had: what its unit has had before; returns what it has had now."""
+        """Counts a request. had: bits of the earlier events of its unit; returns them with those of this request."""
         self.requests[event.arm] += 1
         self.errors[event.arm] += event.is_error
         has = had | SEEN | (FAILED if event.is_error else 0)
         if event.latency_s is not None:
-            has |= self._take_latency(event.arm, event.latency_s)
+            if self.slow_s is not None:
+                has |= SLOW if event.latency_s > self.slow_s else 0
+            else:
+                # the threshold comes from A alone, and no answer is judged slow before it is known
+                if event.arm == CONTROL:
+                    self.latencies.append(event.latency_s)
+                if len(self.latencies) == LATENCY_SAMPLE:
+                    self.slow_s = sorted(self.latencies)[math.ceil(SLOW_QUANTILE * LATENCY_SAMPLE) - 1]
+                    self.latencies = []
+        # a unit counts once per kind of event, because its requests are not independent
         for bit, kind in ((SEEN, "seen"), (FAILED, "failed"), (SLOW, "slow")):
             if has & bit and not had & bit:
                 self.events[kind].add(event.share, event.arm)
         return has
 
     def take_score(self, arm: str, score: float, had: int) -> int:
-        """Count feedback; the first of a unit alone, because later ones are no independent observations."""
+        """Counts the first feedback of a unit. Later ones are ignored, because they are not independent of it."""
         if not had & RATED:
             self.scores[arm].add(score)
         return had | RATED
 
-    def take_shadow(self, what: str) -> None:
-        self.shadows[what] = self.shadows.get(what, 0) + 1
-        if what in ("answered", "failed"):
+    def take_shadow(self, outcome: str) -> None:
+        self.shadows[outcome] = self.shadows.get(outcome, 0) + 1
+        if outcome in ("answered", "failed"):
             self.requests[TREATMENT] += 1
-            self.errors[TREATMENT] += what == "failed"
-
-    def _take_latency(self, arm: str, latency_s: float) -> int:
-        """`SLOW` for a slow answer once it is known what that is."""
-        if self.slow_s is not None:
-            return SLOW if latency_s > self.slow_s else 0
-        if arm == CONTROL:
-            self.latencies.append(latency_s)
-        if len(self.latencies) == LATENCY_SAMPLE:
-            self.slow_s = sorted(self.latencies)[math.ceil(SLOW_QUANTILE * LATENCY_SAMPLE) - 1]
-            self.latencies = []
-        return 0
+            self.errors[TREATMENT] += outcome == "failed"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -1,7 +1,7 @@
-"""Databases behind the server: SQLite files in WAL mode by the standard library, anything else by SQLAlchemy.
+"""Databases of the server: SQLite files in WAL mode through the standard library, all others through SQLAlchemy.
 
-Statements have named parameters (`:name`), which both understand. `DatabaseWriter` writes from a thread of its own,
-behind a bounded queue: the event loop never waits for a disk.
+Statements have named parameters (`:name`), which both accept. `DatabaseWriter` writes from a separate thread with a
+bounded queue, so the event loop never waits for a disk.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from modelwright.core.errors import ConfigError, StorageError, writing
 
@@ -25,16 +25,13 @@ log = logging.getLogger("modelwright.serve")
 
 T = TypeVar("T")
 
-
 FROM_ENVIRONMENT = "env:"
-"""Begins a location that an environment variable holds, because URLs with passwords belong in no config file."""
+"""Prefix of a location that names an environment variable, because URLs with passwords belong in no config file."""
 
 QUEUE_TASKS = 4096
 BATCH_TASKS = 128
-"""Tasks that share a transaction."""
-
+"""Most tasks per transaction."""
 HOUSEKEEPING_PERIOD_S = 3600.0
-
 
 _BUSY_TIMEOUT_S = 30.0
 _FETCH_ROWS = 256
@@ -43,33 +40,12 @@ _OWNER_ONLY = 0o600
 Values = Mapping[str, Any]
 
 
-class Database(Protocol):
-    """An open database. One thread at a time. All methods raise `StorageError` for what the database refuses."""
+def open_database(location: str, *, setting: str, must_exist: bool = False) -> "Database":
+    """Opens a file, a SQLAlchemy URL, or the location in an environment variable (`env:NAME`). setting: name of the
+    setting in messages.
 
-    def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
-        """Run a statement, once for each entry of a list of values; returns the number of rows that it changed."""
-        ...
-
-    def rows(self, statement: str, values: Values = {}) -> Iterator[tuple[Any, ...]]:  # noqa: B006
-        """The rows of a query, read as they are asked for."""
-        ...
-
-    def transaction(self) -> AbstractContextManager[None]:
-        """Statements inside are committed together, or rolled back on an exception."""
-        ...
-
-    def vacate(self) -> None:
-        """Leave nothing of deleted rows behind, as far as that is up to us."""
-        ...
-
-    def close(self) -> None: ...
-
-
-def open_database(location: str, *, setting: str, must_exist: bool = False) -> Database:
-    """Open a file, a SQLAlchemy URL, or what an environment variable names (`env:NAME`). setting: for messages.
-
-    Raises `ConfigError` if there is no such variable, package or file, or a URL shows a password; `StorageError` if
-    the database cannot be used.
+    Raises `ConfigError` if the variable, package or file does not exist, or if a URL shows a password; `StorageError`
+    if the database cannot be used.
     """
     url = location
     if location.startswith(FROM_ENVIRONMENT):
@@ -82,10 +58,6 @@ def open_database(location: str, *, setting: str, must_exist: bool = False) -> D
         if must_exist and not path.is_file():
             raise ConfigError(f"{setting}: {path}: no such database; give the file that a server has written")
         return SqliteDatabase(path)
-    return _open_url(url, setting=setting, is_written_down=url == location)
-
-
-def _open_url(url: str, *, setting: str, is_written_down: bool) -> Database:
     try:
         import sqlalchemy
         from sqlalchemy import exc
@@ -96,7 +68,7 @@ def _open_url(url: str, *, setting: str, is_written_down: bool) -> Database:
         ) from None
     try:
         parsed = sqlalchemy.make_url(url)
-        if parsed.password is not None and is_written_down:
+        if parsed.password is not None and url == location:  # a URL from the environment may have one
             text = "the URL has a password, which configs would keep"
             raise ConfigError(f"{setting}: {text}; put the URL into an environment variable and write env:NAME")
         engine = sqlalchemy.create_engine(parsed, hide_parameters=True)
@@ -110,32 +82,36 @@ def _open_url(url: str, *, setting: str, is_written_down: bool) -> Database:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of a driver's message, without the statement."""
+    """Returns the first line of a driver's message. Further lines repeat the statement and its values."""
     return str(getattr(error, "orig", None) or error).partition("\n")[0]
 
 
 @contextmanager
 def _refusals(place: Path | str, kind: type[Exception]) -> Iterator[None]:
-    """Turn a driver's errors into `StorageError`."""
     try:
         yield
     except kind as error:
         text = f"{place}: the database refuses this ({_reason(error)})"
-        raise StorageError(f"{text}; check that it is the right one and that no other program holds it") from error
+        raise StorageError(f"{text}; check the path or URL, and that no other program locks the database") from error
 
 
 class SqliteDatabase:
-    """A file that its owner alone can read. What is committed outlives `kill -9`; deleted rows are overwritten."""
+    """A file that only its owner can read. Committed rows survive `kill -9`; deleted rows are overwritten.
+
+    It is for one thread at a time. All methods raise `StorageError` if SQLite reports an error.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
+                # created before SQLite opens it, which would use the umask's mode
                 os.close(os.open(path, os.O_CREAT | os.O_RDWR, _OWNER_ONLY))
             self._connection = sqlite3.connect(
                 path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
+            # NORMAL in WAL mode may lose the last commits in a power failure, but not in a crash of the process
             for setting in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
                 self._connection.execute(f"PRAGMA {setting}")
         except (sqlite3.Error, OSError) as error:
@@ -146,14 +122,17 @@ class SqliteDatabase:
             ) from None
 
     def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
+        """Runs a statement, once for each entry of a list of values. Returns the number of changed rows."""
         with _refusals(self.path, sqlite3.Error):
             if isinstance(values, Mapping) or not values:
                 return self._connection.execute(statement, values or {}).rowcount
             return self._connection.executemany(statement, values).rowcount
 
     def rows(self, statement: str, values: Values = {}) -> Iterator[tuple[Any, ...]]:  # noqa: B006
+        """Yields the rows of a query, which are fetched lazily."""
         with _refusals(self.path, sqlite3.Error):
             cursor = self._connection.execute(statement, values)
+        # the context manager must not be open at a yield: it would convert errors of the caller
         while True:
             with _refusals(self.path, sqlite3.Error):
                 rows = cursor.fetchmany(_FETCH_ROWS)
@@ -163,6 +142,7 @@ class SqliteDatabase:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
+        """Commits the statements of the block together, or rolls them back on an exception."""
         self.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -173,7 +153,7 @@ class SqliteDatabase:
             raise
 
     def vacate(self) -> None:
-        """Move the journal into the file, so that no deleted text stays in it."""
+        """Erases deleted rows from disk: moves the journal, which may contain them, into the file."""
         self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
@@ -181,16 +161,16 @@ class SqliteDatabase:
 
 
 def _storable(values: Values) -> dict[str, Any]:
-    """Without the character NUL, which PostgreSQL refuses in texts."""
+    """Replaces the character NUL, which PostgreSQL rejects in text."""
     return {name: one.replace("\0", "\ufffd") if isinstance(one, str) else one for name, one in values.items()}
 
 
+@dataclass
 class UrlDatabase:
-    """Any database that SQLAlchemy reaches. connection: of SQLAlchemy; name: for messages."""
+    """Any database of SQLAlchemy, with the methods of `SqliteDatabase`. name: its URL without the password."""
 
-    def __init__(self, connection: Any, name: str) -> None:
-        self.name = name
-        self._connection = connection
+    _connection: Any
+    name: str
 
     def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
         from sqlalchemy import exc, text
@@ -203,7 +183,7 @@ class UrlDatabase:
         from sqlalchemy import exc, text
 
         with _refusals(self.name, exc.SQLAlchemyError), self.transaction():
-            # Options of the statement alone: those of a connection stay, and a cursor of the server takes no INSERT.
+            # options of this statement alone: those of a connection persist, and a server-side cursor rejects INSERT
             options = {"yield_per": _FETCH_ROWS}
             with closing(self._connection.execute(text(statement), values, execution_options=options)) as result:
                 yield from map(tuple, result)
@@ -212,22 +192,24 @@ class UrlDatabase:
     def transaction(self) -> Iterator[None]:
         from sqlalchemy import exc
 
-        if self._connection.in_transaction():
+        if self._connection.in_transaction():  # `execute` inside a transaction joins it
             yield
             return
         with _refusals(self.name, exc.SQLAlchemyError), self._connection.begin():
             yield
 
     def vacate(self) -> None:
-        """The database's own affair."""
+        """Does nothing, because a database server removes deleted rows on its own schedule."""
 
     def close(self) -> None:
         self._connection.close()
         self._connection.engine.dispose()
 
 
+Database = SqliteDatabase | UrlDatabase
+
 Task = Callable[[Database], T]
-"""Reads and writes inside a transaction. It may be called a second time, after a transaction that was rolled back."""
+"""Reads and writes inside a transaction. It may be called again after the transaction was rolled back."""
 
 
 class WriterBusy(Exception):
@@ -242,10 +224,10 @@ class _Queued:
 
 
 class DatabaseWriter:
-    """Runs tasks in the order in which they came. The database belongs to its thread from `start` on.
+    """Runs tasks in the order of their arrival. The database belongs to its thread from `start` on.
 
-    dropped: is told from any thread why how many tasks were lost ("queue_full", "failed"). housekeeping: run at the
-    start and every hour.
+    dropped: called from any thread with the reason ("queue_full", "failed") and number of lost tasks. housekeeping: run
+    at the start and every hour.
     """
 
     def __init__(
@@ -262,8 +244,8 @@ class DatabaseWriter:
         self._thread.start()
 
     def offer(self, task: Task[T], then: Callable[[T], None] = lambda result: None) -> bool:
-        """Run a task some time; false, and counted as dropped, if the queue is full. Never waits. then: gets the result
-        once it is committed, in the writer's thread.
+        """Queues a task without waiting. Returns false, and counts it as dropped, if the queue is full. then: called
+        with the committed result in the writer's thread.
         """
         try:
             self._queue.put_nowait(_Queued(task, then))
@@ -273,7 +255,7 @@ class DatabaseWriter:
         return True
 
     async def call(self, task: Task[T]) -> T:
-        """The result of a task, once it is committed. Raises `WriterBusy`, and what the task raises."""
+        """Returns the committed result of a task. Raises `WriterBusy`, and any exception of the task."""
         entry = _Queued(task)
         try:
             self._queue.put_nowait(entry)
@@ -283,7 +265,7 @@ class DatabaseWriter:
         return await asyncio.shield(asyncio.wrap_future(entry.result))
 
     def close(self) -> None:
-        """Run all queued tasks and close the database. Waits."""
+        """Runs all queued tasks and closes the database. Blocks."""
         self._queue.put(None)
         self._thread.join()
 
@@ -297,6 +279,7 @@ class DatabaseWriter:
             else:
                 with contextlib.suppress(queue.Empty):
                     entries.append(self._queue.get(timeout=max(0.0, due - time.monotonic())))
+            # waiting tasks share a transaction, so that a burst of them needs one commit
             while len(entries) < BATCH_TASKS and not self._queue.empty():
                 entries.append(self._queue.get())
             is_open = None not in entries
@@ -304,7 +287,7 @@ class DatabaseWriter:
         self._database.close()
 
     def _run_tasks(self, entries: Sequence[_Queued]) -> None:
-        """All in one transaction; if one fails, each in its own, so that it takes no other along."""
+        """Runs tasks in one transaction. If one fails, each is run again in a separate one, so only it is lost."""
         try:
             with self._database.transaction():
                 results = [entry.task(self._database) for entry in entries]
@@ -313,14 +296,12 @@ class DatabaseWriter:
                 for entry in entries:
                     self._run_tasks([entry])
             elif entries:
-                self._failed(entries[0], error)
+                self._dropped("failed", 1)
+                # only the error's type is logged, because its text may repeat the user's text that was to be written
+                log.error("%s: could not be written (%s)", self._name, type(error.__cause__ or error).__name__)
+                entries[0].result.set_exception(error)
             return
+        # after the commit, so that nobody hears of a result that a crash can still undo
         for entry, result in zip(entries, results, strict=True):
             entry.result.set_result(result)
             entry.then(result)
-
-    def _failed(self, entry: _Queued, error: Exception) -> None:
-        """The error's text is not logged: it may repeat what was to be written."""
-        self._dropped("failed", 1)
-        log.error("%s: could not be written (%s)", self._name, type(error.__cause__ or error).__name__)
-        entry.result.set_exception(error)

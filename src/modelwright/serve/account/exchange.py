@@ -1,6 +1,4 @@
-"""One request for answers and what became of it, as those see it who keep account: the request log, A/B tests and
-spans.
-"""
+"""Exchanges: requests for answers and their outcomes, as the observers see them (request log, A/B tests, spans)."""
 
 import contextvars
 import hashlib
@@ -10,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field, model_validator
 
@@ -19,21 +17,20 @@ from modelwright.serve.api.fields import RequestModel
 from modelwright.serve.errors import ApiError
 from modelwright.serve.generation import Generation, GenerationRequest
 from modelwright.serve.keys import Caller
-from modelwright.serve.limits import Limits
 from modelwright.serve.served_model import ServedModel
 
 RouteName = Literal["chat", "completion"]
 
 SESSION_ENTRY = "session_id"
-"""The entry of a request's `metadata` that names its session."""
-
+"""Key of the session in a request's `metadata`."""
 CLIENT_LEFT = 499
+"""Nginx's status for a client that closed the connection."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Who asks, in clear text: it is hashed before it is written anywhere. user: the name of the key, and the `user` of
-    the request; session: what the request calls its session, else the beginning of its conversation.
+    """The author of a request in clear text, which is hashed before it is stored. user: name of the key and `user` of
+    the request; session: name of the session in the request, else the beginning of its conversation.
     """
 
     user: str = field(repr=False)
@@ -41,22 +38,22 @@ class Subject:
 
 
 def subject_of(asked: GenerationRequest, key_name: str) -> Subject:
-    """Turns of one conversation have the same session, because each repeats the turns before."""
+    """Returns the subject. Turns of one conversation share a session, because each repeats those before."""
     user = f"{key_name}\0{asked.user or ''}"
     session = (asked.metadata or {}).get(SESSION_ENTRY) or f"\0{asked.session_text()}"
     return Subject(user, f"{user}\0{session}")
 
 
 def pseudonym(salt: str, text: str) -> str:
-    """A name from which nobody without the salt can tell the text: 16 hex digits of HMAC-SHA-256."""
+    """Returns 16 hex digits of HMAC-SHA-256, which do not reveal the text without the salt."""
     return hmac.new(salt.encode(), text.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRequest:
-    """A finished request. id: of the answer, which the server drew; times in seconds; texts of several prompts or
-    answers are joined by blank lines. version: of the weights, those of the adapter included, but of the model alone if
-    no answer was begun. `ttft_s` is None if there was no token, `latency_s` if there was no whole answer.
+    """A finished request. id: random id of the answer; times in seconds; texts of several prompts or answers are joined
+    by blank lines. version: version of the weights with the adapter, or of the model alone if no answer was begun.
+    `ttft_s` is None without a token, `latency_s` without a complete answer.
     """
 
     id: str
@@ -77,7 +74,7 @@ class FinishedRequest:
 
 
 class FeedbackRequest(RequestModel):
-    """POST /v1/feedback. `id`: of the answer, as its body has it; `score`: from -1 (bad) to 1 (good)."""
+    """POST /v1/feedback. `id`: id of the answer, from its body; `score`: from -1 (bad) to 1 (good)."""
 
     id: Annotated[str, Field(pattern="^[A-Za-z0-9-]{1,64}$")]
     score: Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)] | None = None
@@ -90,34 +87,29 @@ class FeedbackRequest(RequestModel):
             raise ValueError("give a score, a label or a text")
         return self
 
-    @classmethod
-    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
-        """The fields' own limits are enough."""
-
 
 class ExchangeObserver(Protocol):
-    """Keeps account of requests. All methods belong to the event loop, and none may wait for a disk. `keeps_answers`:
-    whether it takes feedback on them.
+    """Records finished requests. All methods belong to the event loop, and none may wait for a disk. `keeps_answers`:
+    whether it accepts feedback on answers.
     """
 
-    @property
-    def keeps_answers(self) -> bool: ...
+    keeps_answers: bool
 
     def ended(self, exchange: "Exchange", finished: FinishedRequest) -> None: ...
 
     async def take_feedback(self, feedback: FeedbackRequest) -> bool:
-        """Whether there is such an answer; if so, the feedback is committed. Raises `ApiError` 503 if it cannot be."""
+        """Commits feedback. Returns false for an unknown answer. Raises `ApiError` 503 if it cannot be committed."""
         ...
 
 
 OpenOn = Callable[[ServedModel, Caller], Awaitable[Generation]]
-"""Begins the answers to a request on a version, on behalf of a caller. Raises `ApiError`."""
+"""Starts the answers to a request on a version, on behalf of a caller. Raises `ApiError`."""
 
 
 @dataclass(kw_only=True)
 class Exchange:
-    """A request that has been read, while it is answered. What became of it is reported once. `context`: of the task
-    that has read it; a stream may end in another one.
+    """A validated request while it is answered. Its outcome is reported to the observers once. `context`: context of
+    the task that has read it; a stream may end in another task.
     """
 
     asked: GenerationRequest
@@ -135,7 +127,7 @@ class Exchange:
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
-        """Until the answers are open: only an error ends the exchange here."""
+        """Covers the time until the answers are open, in which only an error ends the exchange."""
         try:
             yield
         except BaseException as error:
@@ -144,7 +136,7 @@ class Exchange:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """While the answers arrive."""
+        """Covers the time in which the answers arrive, and ends the exchange."""
         status = 200
         try:
             yield
@@ -158,18 +150,14 @@ class Exchange:
         if not self._is_open:  # an error may end the exchange before `answering` does
             return
         self._is_open = False
-        if self.observers:
-            finished = self._finished(status)
-            for observer in self.observers:
-                observer.ended(self, finished)
-
-    def _finished(self, status: int) -> FinishedRequest:
+        if not self.observers:
+            return
         generation = self.generation
         answers = generation.answers if generation else []
         first_token = generation.first_token if generation else 0.0
         elapsed_s = time.perf_counter() - self._started
         tokenizer = self.model.tokenizer
-        return FinishedRequest(
+        finished = FinishedRequest(
             id=generation.answer_id if generation else f"refused-{secrets.token_hex(12)}",
             time=self.started_at,
             subject=self.subject,
@@ -177,22 +165,22 @@ class Exchange:
             model=self.asked.model,
             version=generation.version if generation else self.model.fingerprint,
             assignment=self.assignment,
-            prompt=_joined(self.asked.texts() or [tokenizer.decode(answer.prompt.ids) for answer in answers]),
-            answer=_joined([answer.new_text for answer in answers]),
+            prompt="\n\n".join(self.asked.texts() or [tokenizer.decode(answer.prompt.ids) for answer in answers]),
+            answer="\n\n".join(answer.new_text for answer in answers),
             prompt_tokens=generation.num_prompt_tokens if generation else 0,
             completion_tokens=generation.num_completion_tokens if generation else 0,
+            # each reason once, in the order of the answers
             finish_reason=",".join(dict.fromkeys(a.finish_reason for a in answers if a.finish_reason)),
             status=status,
             ttft_s=first_token - self._started if first_token else None,
             latency_s=elapsed_s if status == 200 else None,
         )
-
-
-def _joined(texts: Sequence[str]) -> str:
-    return "\n\n".join(texts)
+        for observer in self.observers:
+            observer.ended(self, finished)
 
 
 def _status_of(error: BaseException) -> int:
     if isinstance(error, ApiError):
         return error.status
-    return 500 if isinstance(error, Exception) else CLIENT_LEFT  # a task or a generator that is no longer wanted
+    # others are CancelledError and GeneratorExit, by which the server drops the work for a client that left
+    return 500 if isinstance(error, Exception) else CLIENT_LEFT

@@ -1,8 +1,9 @@
-"""Writes records of the log to a file, as JSON Lines or Parquet; the file appears whole or not at all."""
+"""Exports records of the request log to a file, as JSON Lines or Parquet. The file appears complete or not at all."""
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
@@ -37,10 +38,10 @@ Groups = Iterable[list[RequestRecord]]
 
 
 def export_records(database: Database, target: Path, *, since: float, until: float, progress: Progress) -> int:
-    """Write the records from `since` on and before `until` (unix seconds); returns how many. Raises `ConfigError` for
-    another ending than .jsonl and .parquet, `StorageError` if the file cannot be written.
+    """Writes the records from `since` on and before `until` (Unix seconds) and returns their number. Raises
+    `ConfigError` for a suffix other than .jsonl and .parquet, `StorageError` if the file cannot be written.
     """
-    if target.suffix not in _WRITERS:
+    if target.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{target}: does not end in .jsonl or .parquet; give a file name that does")
     if target.is_dir():
         raise ConfigError(f"{target}: is a folder; give the name of a file")
@@ -60,11 +61,12 @@ def export_records(database: Database, target: Path, *, since: float, until: flo
         make_folder(target.absolute().parent)
         with writing(target):
             partial.unlink(missing_ok=True)
-            # as the log itself: what people asked is for the owner alone, whatever the umask and an earlier file say
+            # like the log, only the owner can read it, whatever the umask and the mode of an earlier file
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                _WRITERS[target.suffix](file, groups())
+                _write(file, groups(), target.suffix)
                 file.flush()
                 os.fsync(file.fileno())
+            # after the fsync of the content: otherwise a crash could leave an empty file under the final name
             os.replace(partial, target)
             fsync_folder(target.absolute().parent)
     finally:
@@ -73,15 +75,12 @@ def export_records(database: Database, target: Path, *, since: float, until: flo
     return count
 
 
-def _write_jsonl(file: BinaryIO, groups: Groups) -> None:
-    for record in chain.from_iterable(groups):
-        file.write(json.dumps(record.plain(), ensure_ascii=False).encode("utf-8", "replace") + b"\n")
-
-
-def _write_parquet(file: BinaryIO, groups: Groups) -> None:
+def _write(file: BinaryIO, groups: Groups, suffix: str) -> None:
+    if suffix == ".jsonl":
+        for record in chain.from_iterable(groups):
+            # lone surrogates of a model's text have no UTF-8 form
+            file.write(json.dumps(asdict(record), ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        return
     with pq.ParquetWriter(file, SCHEMA) as writer:
         for group in groups:
-            writer.write_table(pa.Table.from_pylist([record.plain() for record in group], schema=SCHEMA))
-
-
-_WRITERS: dict[str, Callable[[BinaryIO, Groups], None]] = {".jsonl": _write_jsonl, ".parquet": _write_parquet}
+            writer.write_table(pa.Table.from_pylist([asdict(record) for record in group], schema=SCHEMA))

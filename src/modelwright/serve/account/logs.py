@@ -15,25 +15,25 @@ from modelwright.serve.config import LogFormat
 ROOT = "modelwright.serve"
 ID_HEADER = "X-Request-Id"
 ID_SCOPE = "modelwright.request_id"
-"""Where a request's ASGI scope has its id."""
+"""Key of the request's id in its ASGI scope."""
 
 _ID_OF_CLIENT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FIELDS = "modelwright_fields"
 
 
 def request_id(headers: Mapping[str, str]) -> str:
-    """The id that the client gave its request, else a new one. What could forge a line of the log is not taken over."""
-    given = headers.get(ID_HEADER, "")
-    return given if _ID_OF_CLIENT.fullmatch(given) else secrets.token_hex(8)
+    """Returns the id in the client's header, or a new one if the header is missing or could forge a line of the log."""
+    client_id = headers.get(ID_HEADER, "")
+    return client_id if _ID_OF_CLIENT.fullmatch(client_id) else secrets.token_hex(8)
 
 
 def with_fields(**fields: Any) -> dict[str, Any]:
-    """The `extra` of a log call whose line has these fields when it is JSON."""
+    """Returns the `extra` of a log call that adds these fields to its JSON line."""
     return {_FIELDS: fields}
 
 
 class JsonLines(logging.Formatter):
-    """A log line as a JSON object: time, level, logger, message, the call's fields, a traceback."""
+    """Formats a log line as a JSON object: time, level, logger, message, the call's fields, a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -50,7 +50,7 @@ class JsonLines(logging.Formatter):
 
 @contextmanager
 def log_to_stderr(form: LogFormat) -> Iterator[None]:
-    """The server's log on standard error, unless the program has set up logging itself."""
+    """Sends the server's log to standard error, unless the program has configured logging itself."""
     log = logging.getLogger(ROOT)
     if logging.root.handlers or log.handlers:
         yield

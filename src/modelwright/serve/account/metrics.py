@@ -1,12 +1,13 @@
-"""Prometheus metrics of one server, in a registry of their own. Those that vLLM has, too, appear a second time under
+"""Prometheus metrics of one server, in a separate registry. Metrics that vLLM has as well appear a second time under
 vLLM's names, so that dashboards and autoscalers made for it work here.
 """
 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -30,93 +31,77 @@ NO_LOAD = EngineStats(
 
 
 class HttpMetrics:
-    """Requests and connections, whatever they are for."""
+    """Counts requests and connections of all routes."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
-            "modelwright_http_requests", "Finished HTTP requests", ["route", "method", "status"], registry=registry
-        )
-        self.connections = Gauge("modelwright_connections", "Open connections", registry=registry)
-        self.closed_connections = Counter(
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        self.requests = counter("modelwright_http_requests", "Finished HTTP requests", ["route", "method", "status"])
+        self.connections = gauge("modelwright_connections", "Open connections")
+        self.closed_connections = counter(
             "modelwright_closed_connections",
             "Connections closed by the server (header_timeout, send_timeout, replaced, refused)",
             ["reason"],
-            registry=registry,
         )
 
 
 class AnswerMetrics:
-    """What users got, and how fast. Times are in seconds."""
+    """Counts answers to users, and measures their latency in seconds."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.finished = Counter(
-            "modelwright_generations",
-            "Finished answers by reason (stop, length, aborted, error)",
-            ["reason"],
-            registry=registry,
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self.finished = counter(
+            "modelwright_generations", "Finished answers by reason (stop, length, aborted, error)", ["reason"]
         )
-        self.prompt_tokens = Counter("modelwright_prompt_tokens", "Tokens of prompts taken in", registry=registry)
-        self.output_tokens = Counter("modelwright_output_tokens", "Tokens generated", registry=registry)
-        self.first_token = Histogram(
-            "modelwright_time_to_first_token_seconds", "Arrival to first token", buckets=_SECONDS, registry=registry
+        self.prompt_tokens = counter("modelwright_prompt_tokens", "Tokens of prompts taken in")
+        self.output_tokens = counter("modelwright_output_tokens", "Tokens generated")
+        self.first_token = histogram(
+            "modelwright_time_to_first_token_seconds", "Arrival to first token", buckets=_SECONDS
         )
-        self.next_token = Histogram(
-            "modelwright_inter_token_seconds", "Between tokens of one answer", buckets=_FINE_SECONDS, registry=registry
+        self.next_token = histogram(
+            "modelwright_inter_token_seconds", "Between tokens of one answer", buckets=_FINE_SECONDS
         )
-        self.duration = Histogram(
-            "modelwright_answer_seconds", "Arrival to last token", buckets=_SECONDS, registry=registry
-        )
+        self.duration = histogram("modelwright_answer_seconds", "Arrival to last token", buckets=_SECONDS)
 
 
 class EngineMetrics:
-    """The load of all engines together, and what became of engines and their answers."""
+    """Measures the load of all engines together, and counts lost engines and moved answers."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.running = Gauge("modelwright_running_answers", "Answers being computed", registry=registry)
-        self.waiting = Gauge("modelwright_waiting_answers", "Answers in the queue", registry=registry)
-        self.preemptions = Gauge(
-            "modelwright_preemptions",
-            "Answers put back to the queue for lack of cache since the start",
-            registry=registry,
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        self.running = gauge("modelwright_running_answers", "Answers being computed")
+        self.waiting = gauge("modelwright_waiting_answers", "Answers in the queue")
+        self.preemptions = gauge(
+            "modelwright_preemptions", "Answers put back to the queue for lack of cache since the start"
         )
-        self.kv_blocks = Gauge("modelwright_kv_blocks", "Blocks of the key/value cache", ["state"], registry=registry)
-        self.kv_usage = Gauge(
-            "modelwright_kv_cache_usage_ratio", "Used share of the key/value cache, 0 to 1", registry=registry
+        self.kv_blocks = gauge("modelwright_kv_blocks", "Blocks of the key/value cache", ["state"])
+        self.kv_usage = gauge("modelwright_kv_cache_usage_ratio", "Used share of the key/value cache, 0 to 1")
+        self.prefix_queries = counter("modelwright_prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self.prefix_hits = counter("modelwright_prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self.drafts = counter("modelwright_drafts", "Drafts of guessed tokens that were verified")
+        self.draft_tokens = counter("modelwright_draft_tokens", "Guessed tokens that were verified")
+        self.accepted_tokens = counter("modelwright_accepted_tokens", "Guessed tokens that were right")
+        self.up = gauge("modelwright_engines", "Engines that run")
+        self.failures = counter(
+            "modelwright_engine_failures", "Lost engines by reason (died, wedged, outdated)", ["reason"]
         )
-        self.prefix_queries = Counter(
-            "modelwright_prefix_cache_queries", "Prompt tokens looked up in the prefix cache", registry=registry
-        )
-        self.prefix_hits = Counter(
-            "modelwright_prefix_cache_hits", "Prompt tokens found in the prefix cache", registry=registry
-        )
-        self.drafts = Counter("modelwright_drafts", "Drafts of guessed tokens that were verified", registry=registry)
-        self.draft_tokens = Counter("modelwright_draft_tokens", "Guessed tokens that were verified", registry=registry)
-        self.accepted_tokens = Counter(
-            "modelwright_accepted_tokens", "Guessed tokens that were right", registry=registry
-        )
-        self.up = Gauge("modelwright_engines", "Engines that run", registry=registry)
-        self.failures = Counter(
-            "modelwright_engine_failures",
-            "Lost engines by reason (died, wedged, outdated)",
-            ["reason"],
-            registry=registry,
-        )
-        self.ejections = Counter(
+        self.ejections = counter(
             "modelwright_engine_ejections",
             "Times that an engine got no new answers for a while by reason (failures, slow)",
             ["reason"],
-            registry=registry,
         )
-        self.moved_answers = Counter(
+        self.moved_answers = counter(
             "modelwright_moved_answers",
             "Answers of lost or failing engines by outcome (continued, retried, lost)",
             ["outcome"],
-            registry=registry,
         )
         self._stats: dict[str, EngineStats] = {}
 
     def observe(self, engine_name: str, stats: EngineStats) -> None:
-        """Update from one engine's figures; those of all engines are added up."""
+        """Updates the metrics from one engine's figures; the metrics are sums over all engines."""
+        # engines report totals since their start, and counters can only be increased
         before = self._stats.get(engine_name, NO_LOAD)
         self._stats[engine_name] = stats
         self.preemptions.inc(stats.num_preemptions - before.num_preemptions)
@@ -128,7 +113,7 @@ class EngineMetrics:
         self._set_load()
 
     def forget(self, engine_name: str) -> None:
-        """Leave out an engine that has ended."""
+        """Removes an engine that has ended."""
         self._stats.pop(engine_name, None)
         self._set_load()
 
@@ -144,62 +129,53 @@ class EngineMetrics:
 
 
 class VersionMetrics:
-    """Which version of the model is in service."""
+    """Names the version of the model in service, and counts reloads."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.info = Gauge(
-            "modelwright_model_info",
-            "The version that new requests get, with the value 1",
-            ["version"],
-            registry=registry,
-        )
-        self.reloads = Counter(
-            "modelwright_reloads", "Reloads of the model by outcome (done, failed)", ["outcome"], registry=registry
-        )
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        self.info = gauge("modelwright_model_info", "The version that new requests get, with the value 1", ["version"])
+        self.reloads = counter("modelwright_reloads", "Reloads of the model by outcome (done, failed)", ["outcome"])
 
     def show(self, version: str) -> None:
-        """Name the version that new requests get from now on."""
-        self.info.clear()
+        """Sets the version that new requests get from now on."""
+        self.info.clear()  # the previous version must not keep the value 1
         self.info.labels(version).set(1)
 
 
 class RequestLogMetrics:
-    """Requests that the request log has written and lost."""
+    """Counts the requests that the request log has written and lost."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.logged = Counter("modelwright_logged_requests", "Requests written to the request log", registry=registry)
-        self.unlogged = Counter(
+        counter = partial(Counter, registry=registry)
+        self.logged = counter("modelwright_logged_requests", "Requests written to the request log")
+        self.unlogged = counter(
             "modelwright_unlogged_requests",
             "Requests or feedback that the request log lost by reason (queue_full, failed, user_cap, redaction_failed)",
             ["reason"],
-            registry=registry,
         )
 
 
 class AbMetrics:
-    """Requests counted by A/B tests, and rollbacks."""
+    """Counts requests of A/B tests, and rollbacks."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
-            "modelwright_ab_requests", "Requests of A/B tests by arm (A, B)", ["arm"], registry=registry
-        )
-        self.uncounted = Counter(
+        counter = partial(Counter, registry=registry)
+        self.requests = counter("modelwright_ab_requests", "Requests of A/B tests by arm (A, B)", ["arm"])
+        self.uncounted = counter(
             "modelwright_ab_uncounted",
             "Requests that the state of an A/B test lost by reason (queue_full, failed)",
             ["reason"],
-            registry=registry,
         )
-        self.rollbacks = Counter(
+        self.rollbacks = counter(
             "modelwright_ab_rollbacks",
             "A/B tests ended by a guard (sample_ratio, error_limit, errors, latency, quality)",
             ["reason"],
-            registry=registry,
         )
-        self.shadows = Counter(
+        self.shadows = counter(
             "modelwright_ab_shadows",
             "Copies of requests to B by outcome (answered, failed, refused, preempted, dropped, same, different)",
             ["outcome"],
-            registry=registry,
         )
 
 
@@ -216,13 +192,9 @@ class Metrics:
         self.ab = AbMetrics(self.registry)
         self.registry.register(VllmNames(model_name, self.answers, self.engines))
 
-    def text(self) -> bytes:
-        """Prometheus text format."""
-        return generate_latest(self.registry)
-
 
 class VllmNames(Collector):
-    """Metrics of vLLM (vllm.v1.metrics.loggers), with the values of ours and the label that vLLM gives them."""
+    """Reports our values under vLLM's metric names and label (vllm.v1.metrics.loggers)."""
 
     def __init__(self, model_name: str, answers: AnswerMetrics, engines: EngineMetrics) -> None:
         self._label = {"model_name": model_name}
@@ -250,8 +222,10 @@ class VllmNames(Collector):
             for metric in source.collect():
                 renamed = Metric(f"vllm:{name}", metric.documentation, kind)
                 for sample in metric.samples:
+                    # vLLM does not export the times at which metrics were created
                     suffix = sample.name.removeprefix(metric.name)
                     if suffix != "_created":
+                        # some of our gauges, such as preemptions, are counters in vLLM, whose samples end in _total
                         suffix = "_total" if kind == "counter" else suffix
                         renamed.add_sample(renamed.name + suffix, self._label | sample.labels, sample.value)
                 yield renamed
@@ -259,7 +233,7 @@ class VllmNames(Collector):
 
 @dataclass
 class RequestTimer:
-    """Times one answer."""
+    """Measures the latencies of one answer."""
 
     metrics: AnswerMetrics
     started: float = field(default_factory=time.perf_counter)
@@ -275,7 +249,7 @@ class RequestTimer:
         self.last_token = now
 
     def end(self, reason: str) -> float:
-        """Seconds since the answer was asked for."""
+        """Records the end of the answer and returns the seconds since it was requested."""
         elapsed_s = time.perf_counter() - self.started
         self.metrics.finished.labels(reason).inc()
         self.metrics.duration.observe(elapsed_s)

@@ -1,5 +1,5 @@
-"""The request and feedback log: what was asked and answered, for monitoring and training. Finished requests come from
-the event loop; a thread of its own replaces personal data by markers (the step `privacy` of cleaning) and writes.
+"""The log of requests, answers and feedback, for monitoring and training. Finished requests come from the event loop; a
+separate thread replaces personal data with markers (the cleaning step `privacy`) and writes them.
 """
 
 import logging
@@ -24,17 +24,18 @@ DAY_S = 86_400.0
 
 
 class RedactionFailed(Exception):
-    """A check of the privacy step raised an exception, so the text may still hold personal data."""
+    """A check of the privacy step raised an exception, so the text may still contain personal data."""
 
 
 @dataclass(frozen=True)
 class TextRedaction:
-    """Equal values of one record get the same marker."""
+    """Replaces personal data with markers. Equal values of one record get the same marker."""
 
     _step: Privacy = field(default_factory=lambda: Privacy(PrivacyConfig()))
 
     def pair(self, prompt: str, answer: str) -> tuple[str, str]:
-        """Both texts with markers. Raises `RedactionFailed`; cleaning continues here, because its texts are public."""
+        """Redacts both texts. Raises `RedactionFailed` where cleaning continues, because its texts are public."""
+        # one document for both texts, so that a name in the prompt and in the answer gets the same marker
         meta = {"question": prompt, "answer": answer}
         document = Document(id="", text=f"{prompt}\n\n{answer}", kind="qa", split="open", source="", meta=meta)
         redacted = self._step.redact(document)
@@ -44,12 +45,12 @@ class TextRedaction:
         return redacted.meta["question"], redacted.meta["answer"]
 
     def text(self, text: str) -> str:
-        """The same for a text alone."""
+        """Redacts a single text. Raises `RedactionFailed`."""
         return self.pair(text, "")[0]
 
 
 class RequestLog:
-    """An `ExchangeObserver`. Texts are redacted in the writer's thread, before they reach the database."""
+    """An `ExchangeObserver` that logs requests. The writer's thread redacts texts before they reach the database."""
 
     keeps_answers = True
 
@@ -66,21 +67,31 @@ class RequestLog:
         self._writer.start()
 
     def close(self) -> None:
-        """Write all queued records. Waits."""
+        """Writes all queued records. Blocks."""
         self._writer.close()
 
     def ended(self, exchange: Exchange, finished: FinishedRequest) -> None:
         self._writer.offer(lambda database: self._write(database, finished), self._count)
 
     async def take_feedback(self, feedback: FeedbackRequest) -> bool:
+        redact = self._redaction.text
         try:
-            return await self._writer.call(lambda database: self._set_feedback(database, feedback))
+            return await self._writer.call(
+                lambda database: request_store.set_feedback(
+                    database,
+                    feedback.id,
+                    score=feedback.score,
+                    label=feedback.label and redact(feedback.label),
+                    text=feedback.text and redact(feedback.text),
+                )
+            )
         except (WriterBusy, RedactionFailed, StorageError):
             raise shutting_down("The feedback could not be written; try again later.", RETRY_AFTER_S) from None
 
     def _write(self, database: Database, finished: FinishedRequest) -> str:
-        """Write a request; returns why it is not logged, "" if it is."""
+        """Writes a request. Returns "", or the reason if it is not logged."""
         user = pseudonym(self._salt, finished.subject.user)
+        # counted in the database, so that a restart does not reset the limit
         most = self._config.max_per_user
         if most and request_store.num_since(database, user, finished.time - DAY_S) >= most:
             return "user_cap"
@@ -115,10 +126,6 @@ class RequestLog:
             self._dropped(lost, 1)
         else:
             self._metrics.request_log.logged.inc()
-
-    def _set_feedback(self, database: Database, feedback: FeedbackRequest) -> bool:
-        label, text = (value and self._redaction.text(value) for value in (feedback.label, feedback.text))
-        return request_store.set_feedback(database, feedback.id, score=feedback.score, label=label, text=text)
 
     def _prune(self, database: Database) -> None:
         num_deleted = request_store.delete_before(database, time.time() - self._config.retention_days * DAY_S)

@@ -1,11 +1,10 @@
-"""One record of the request log, as it is exported, and the tables that hold records. All functions belong to one
-thread with its database. docs/serving.md describes the fields for other programs.
+"""The tables of the request log, and their records in the form of the export. All functions must be called from the
+thread of the database. docs/serving.md describes the fields for other programs.
 """
 
 import secrets
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 from modelwright.data.sources.records import OWN_AUTHOR
 from modelwright.serve.account.database import Database
@@ -16,19 +15,19 @@ class RequestRecord:
     """A request with its answer and the feedback on it."""
 
     id: str
-    """The answer's id, as the client got it."""
+    """Id of the answer in the client's reply."""
     time: float
     """Unix seconds."""
     session: str
-    """A pseudonym, as is `user`: HMAC-SHA-256 with the salt of the log."""
+    """Pseudonym, like `user`: HMAC-SHA-256 with the salt of the log."""
     user: str
     route: str
     """"chat" or "completion"."""
     model: str
     version: str
-    """The version of the weights, those of the adapter included."""
+    """Version of the weights, with those of the adapter."""
     arm: str
-    """The arm of an A/B test; "" without one."""
+    """Arm of the A/B test; "" without a test."""
     prompt: str
     answer: str
     prompt_tokens: int
@@ -43,12 +42,8 @@ class RequestRecord:
     answer_by: str = OWN_AUTHOR
     """Marks our own answers, which `data/sources.py` refuses as training text."""
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 FIELDS = tuple(field.name for field in fields(RequestRecord))
-
 
 _TABLES = (
     """CREATE TABLE IF NOT EXISTS request_log (
@@ -65,16 +60,17 @@ _TABLES = (
 )
 
 _RESERVED = {"time": "logged_at", "session": "session_hash", "user": "user_hash"}
-"""Columns whose fields have names that mean something to a database."""
+"""Columns of fields whose names are reserved words of some database."""
 
 COLUMNS = tuple(_RESERVED.get(name, name) for name in FIELDS)
 
 
 def create_tables(database: Database) -> str:
-    """Create missing tables; returns the salt of the log's pseudonyms."""
+    """Creates missing tables and returns the salt of the log's pseudonyms."""
     with database.transaction():
         for statement in _TABLES:
             database.execute(statement)
+    # the salt lives with the records: another one would give known users and sessions new pseudonyms
     query = "SELECT value FROM request_log_secret WHERE name = 'salt'"
     with database.transaction():
         known = [value for (value,) in database.rows(query)]
@@ -86,13 +82,13 @@ def create_tables(database: Database) -> str:
 
 
 def insert(database: Database, record: RequestRecord) -> None:
-    values = dict(zip(COLUMNS, record.plain().values(), strict=True))
+    values = dict(zip(COLUMNS, asdict(record).values(), strict=True))
     names = ", ".join(f":{column}" for column in COLUMNS)
     database.execute(f"INSERT INTO request_log ({', '.join(COLUMNS)}) VALUES ({names})", values)
 
 
 def num_since(database: Database, user: str, since: float) -> int:
-    """Records of a user from a time on."""
+    """Returns the number of a user's records since a time."""
     query = "SELECT COUNT(*) FROM request_log WHERE user_hash = :user AND logged_at >= :since"
     return next(iter(database.rows(query, {"user": user, "since": since})))[0]
 
@@ -100,7 +96,7 @@ def num_since(database: Database, user: str, since: float) -> int:
 def set_feedback(
     database: Database, request_id: str, *, score: float | None, label: str | None, text: str | None
 ) -> bool:
-    """Replace the feedback of a record; false if there is no such record."""
+    """Replaces the feedback of a record. Returns false for an unknown id."""
     statement = (
         "UPDATE request_log SET feedback_score = :score, feedback_label = :label, feedback_text = :text WHERE id = :id"
     )
@@ -108,12 +104,12 @@ def set_feedback(
 
 
 def delete_before(database: Database, before: float) -> int:
-    """Delete records that are older; returns how many."""
+    """Deletes older records and returns their number."""
     return database.execute("DELETE FROM request_log WHERE logged_at < :before", {"before": before})
 
 
 def records(database: Database, *, since: float, until: float) -> Iterator[RequestRecord]:
-    """Those from `since` on and before `until`, in the order of time."""
+    """Yields the records from `since` on and before `until`, oldest first."""
     query = (
         f"SELECT {', '.join(COLUMNS)} FROM request_log WHERE logged_at >= :since AND logged_at < :until "
         "ORDER BY logged_at, id"

@@ -1,15 +1,14 @@
 """OpenTelemetry spans of requests, by the semantic conventions for HTTP servers and for generative AI.
 
-A request that is posted has a span of the server, a child of the span that its header traceparent names. Answers of
-completions and chat have a span inside it with model, parameters, tokens and finish reasons. Spans have texts only
-where `log_prompts` allows them. Needs the extra `otel` where a server is to send spans.
+A POST request has a server span, whose parent is the span in its traceparent header. Answers of completions and chat
+have a child span with model, parameters, tokens and finish reasons. Spans contain texts only if `log_prompts` allows
+it. A server that sends spans needs the extra `otel`.
 """
 
 import asyncio
 import json
 import logging
 import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -24,7 +23,6 @@ from modelwright.serve.generation import Generation, GenerationRequest
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import Span
 
 log = logging.getLogger("modelwright.serve")
 
@@ -32,30 +30,18 @@ PROVIDER = "modelwright"
 TRACES_PATH = "/v1/traces"
 EXPORT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 3.0
-"""What has not been exported so long after the last request is given up."""
-
+"""Time at shutdown after which spans that are still in the queue are lost."""
 OPERATIONS = {"chat": "chat", "completion": "text_completion"}
-"""The convention's `gen_ai.operation.name` by our names of routes."""
+"""The convention's `gen_ai.operation.name` by name of our route."""
 
 
 def tracing_to(endpoint: str, *, log_prompts: bool) -> "Tracing":
-    """Spans go to a collector that takes OTLP over HTTP. Raises `ConfigError` for a bad address and without the extra.
+    """Returns a `Tracing` that sends spans to a collector of OTLP over HTTP. Raises `ConfigError` for a bad address and
+    without the extra.
 
-    endpoint: its base address, as the variable OTEL_EXPORTER_OTLP_ENDPOINT has it; secrets belong into
+    endpoint: base address of the collector, as in the variable OTEL_EXPORTER_OTLP_ENDPOINT; secrets belong in
     `OTEL_EXPORTER_OTLP_HEADERS`.
     """
-    check_collector(endpoint)
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    except ImportError as error:
-        text = f"spans need a package that is not installed ({error.name})"
-        raise ConfigError(f"requests.traces: {text}; pip install 'modelwright[otel]'") from None
-    address = endpoint.rstrip("/") + TRACES_PATH
-    return Tracing(OTLPSpanExporter(endpoint=address, timeout=EXPORT_TIMEOUT_S), log_prompts=log_prompts)
-
-
-def check_collector(endpoint: str) -> None:
-    """Raise `ConfigError` unless `endpoint` is the base address of a collector, without a secret."""
     try:
         parts = urlsplit(endpoint)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -66,11 +52,18 @@ def check_collector(endpoint: str) -> None:
     if parts.username is not None or parts.password is not None:
         text = "the address has a password, which configs would keep"
         raise ConfigError(f"requests.traces: {text}; put a header into OTEL_EXPORTER_OTLP_HEADERS")
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        text = f"spans need a package that is not installed ({error.name})"
+        raise ConfigError(f"requests.traces: {text}; pip install 'modelwright[otel]'") from None
+    address = endpoint.rstrip("/") + TRACES_PATH
+    return Tracing(OTLPSpanExporter(endpoint=address, timeout=EXPORT_TIMEOUT_S), log_prompts=log_prompts)
 
 
 class Tracing:
-    """An `ExchangeObserver` that makes spans. They wait in a bounded queue for a thread of the SDK, which drops what it
-    cannot take, so an exporter that hangs or fails holds up no request.
+    """An `ExchangeObserver` that creates spans. A thread of the SDK exports them from a bounded queue and drops spans
+    that do not fit, so an exporter that hangs or fails delays no request.
     """
 
     keeps_answers = False
@@ -82,7 +75,8 @@ class Tracing:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        named = Resource({SERVICE_NAME: PROVIDER}).merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME wins
+        # the later resource of a merge wins, so OTEL_SERVICE_NAME overrides our name
+        named = Resource({SERVICE_NAME: PROVIDER}).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=Resource.create().merge(named), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("modelwright.serve", __version__)
@@ -91,13 +85,25 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """An application whose posted requests have spans. Probes and pages are not worth one."""
+        """Wraps an application so that its POST requests have spans. Probes and pages have none."""
 
         async def traced(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or scope["method"] != "POST":
                 await app(scope, receive, send)
                 return
-            span = self._server_span(scope)
+            headers = Headers(scope=scope)
+            address, port = scope.get("server") or ("", None)
+            attributes = {
+                "http.request.method": scope["method"],
+                "url.path": scope["path"],
+                "url.scheme": scope["scheme"],
+                "server.address": address,
+                **({"server.port": port} if port else {}),
+            }
+            carrier = {name: headers[name] for name in self._propagator.fields if name in headers}
+            parent = self._propagator.extract(carrier)
+            kind = self._trace.SpanKind.SERVER
+            span = self._tracer.start_span(scope["method"], context=parent, kind=kind, attributes=attributes)
             token, status = self._context.attach(self._trace.set_span_in_context(span)), CLIENT_LEFT
 
             async def sending(message: Message) -> None:
@@ -109,19 +115,55 @@ class Tracing:
                 await app(scope, receive, sending)
             finally:
                 self._context.detach(token)
-                self._end(span, scope, status)
+                # the route is known only now, because the router inside sets it in the scope
+                route = getattr(scope.get("route"), "path", "")
+                if route:
+                    span.update_name(f"{scope['method']} {route}")
+                    span.set_attribute("http.route", route)
+                span.set_attribute("http.response.status_code", status)
+                if status >= 500:
+                    span.set_attribute("error.type", str(status))
+                    span.set_status(self._trace.StatusCode.ERROR)
+                span.end()
 
         return traced
 
     def ended(self, exchange: Exchange, finished: FinishedRequest) -> None:
         asked, generation = exchange.asked, exchange.generation
-        attributes = request_attributes(asked, OPERATIONS[finished.route])
+        optional = {
+            "gen_ai.request.max_tokens": asked.asked_tokens,
+            "gen_ai.request.temperature": asked.temperature,
+            "gen_ai.request.top_p": asked.top_p,
+            "gen_ai.request.top_k": asked.top_k,
+            "gen_ai.request.frequency_penalty": asked.frequency_penalty,
+            "gen_ai.request.presence_penalty": asked.presence_penalty,
+            "gen_ai.request.seed": asked.seed,
+            "gen_ai.request.stream": asked.stream or None,
+            "gen_ai.request.choice.count": asked.n if asked.n != 1 else None,
+            "gen_ai.output.type": "json" if asked.response_format is not None else None,
+        }
+        attributes: dict[str, Any] = {
+            "gen_ai.operation.name": OPERATIONS[finished.route],
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": asked.model,
+            **{name: value for name, value in optional.items() if value is not None},
+        }
         if generation is not None:
-            attributes |= response_attributes(asked, generation, finished)
+            attributes |= {
+                "gen_ai.response.id": finished.id,
+                "gen_ai.response.model": finished.version,
+                "gen_ai.response.finish_reasons": [a.finish_reason for a in generation.answers if a.finish_reason],
+                "gen_ai.usage.input_tokens": finished.prompt_tokens,
+                "gen_ai.usage.output_tokens": finished.completion_tokens,
+                "gen_ai.usage.cache_read.input_tokens": generation.usage()["prompt_tokens_details"]["cached_tokens"],
+            }
+            if asked.stream and finished.ttft_s is not None:
+                attributes["gen_ai.response.time_to_first_chunk"] = finished.ttft_s
         if finished.status >= 400:
             attributes["error.type"] = str(finished.status)
         if self._log_prompts:
             attributes |= texts_of(asked, finished, generation)
+        # a stream ends outside the task of its request, where the server span is not the current one
         span = self._tracer.start_span(
             f"{attributes['gen_ai.operation.name']} {asked.model}",
             context=exchange.context.run(self._context.get_current),
@@ -137,90 +179,27 @@ class Tracing:
         return False
 
     async def close(self) -> None:
-        """Export the spans in the queue, for a bounded time."""
+        """Exports the spans in the queue, within `CLOSE_TIMEOUT_S`."""
         closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, CLOSE_TIMEOUT_S)
         if closing.is_alive():
             log.warning("some spans could not be exported")
 
-    def _server_span(self, scope: Scope) -> "Span":
-        headers = Headers(scope=scope)
-        address, port = scope.get("server") or ("", None)
-        attributes = {
-            "http.request.method": scope["method"],
-            "url.path": scope["path"],
-            "url.scheme": scope["scheme"],
-            "server.address": address,
-            **({"server.port": port} if port else {}),
-        }
-        carrier = {name: headers[name] for name in self._propagator.fields if name in headers}
-        parent = self._propagator.extract(carrier)
-        kind = self._trace.SpanKind.SERVER
-        return self._tracer.start_span(scope["method"], context=parent, kind=kind, attributes=attributes)
-
-    def _end(self, span: "Span", scope: Scope, status: int) -> None:
-        route = getattr(scope.get("route"), "path", "")
-        if route:
-            span.update_name(f"{scope['method']} {route}")
-            span.set_attribute("http.route", route)
-        span.set_attribute("http.response.status_code", status)
-        if status >= 500:
-            span.set_attribute("error.type", str(status))
-            span.set_status(self._trace.StatusCode.ERROR)
-        span.end()
-
-
-def request_attributes(asked: GenerationRequest, operation: str) -> dict[str, Any]:
-    """What a client has asked for; what it has left out is left out."""
-    optional = {
-        "gen_ai.request.max_tokens": asked.asked_tokens,
-        "gen_ai.request.temperature": asked.temperature,
-        "gen_ai.request.top_p": asked.top_p,
-        "gen_ai.request.top_k": asked.top_k,
-        "gen_ai.request.frequency_penalty": asked.frequency_penalty,
-        "gen_ai.request.presence_penalty": asked.presence_penalty,
-        "gen_ai.request.seed": asked.seed,
-        "gen_ai.request.stream": asked.stream or None,
-        "gen_ai.request.choice.count": asked.n if asked.n != 1 else None,
-        "gen_ai.output.type": "json" if asked.response_format is not None else None,
-    }
-    return {
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": asked.model,
-        **{name: value for name, value in optional.items() if value is not None},
-    }
-
-
-def response_attributes(asked: GenerationRequest, generation: Generation, finished: FinishedRequest) -> dict[str, Any]:
-    """What became of a request whose answers were begun. The model's name is the version of its weights."""
-    details = generation.usage()["prompt_tokens_details"]
-    times = {} if finished.ttft_s is None else {"gen_ai.response.time_to_first_chunk": finished.ttft_s}
-    return {
-        "gen_ai.response.id": finished.id,
-        "gen_ai.response.model": finished.version,
-        "gen_ai.response.finish_reasons": [one.finish_reason for one in generation.answers if one.finish_reason],
-        "gen_ai.usage.input_tokens": finished.prompt_tokens,
-        "gen_ai.usage.output_tokens": finished.completion_tokens,
-        "gen_ai.usage.cache_read.input_tokens": details["cached_tokens"],
-        **(times if asked.stream else {}),
-    }
-
 
 def texts_of(asked: GenerationRequest, finished: FinishedRequest, generation: Generation | None) -> dict[str, str]:
-    """Prompts and answers as the convention's messages, in JSON."""
+    """Returns prompts and answers as the convention's messages, in JSON."""
     if isinstance(asked, ChatRequest):
         turns = [(one["role"], one["content"]) for one in asked.plain_messages()]
     else:
         turns = [("user", text) for text in asked.texts() or [finished.prompt]]
-    asked_turns = [{"role": role, "parts": list(_parts(text))} for role, text in turns]
+    asked_turns = [{"role": role, "parts": [{"type": "text", "content": text}]} for role, text in turns]
     answers = [
-        {"role": "assistant", "parts": list(_parts(one.new_text)), "finish_reason": one.finish_reason}
-        for one in (generation.answers if generation else [])
+        {
+            "role": "assistant",
+            "parts": [{"type": "text", "content": answer.new_text}],
+            "finish_reason": answer.finish_reason,
+        }
+        for answer in (generation.answers if generation else [])
     ]
     return {"gen_ai.input.messages": json.dumps(asked_turns), "gen_ai.output.messages": json.dumps(answers)}
-
-
-def _parts(text: str) -> Iterator[dict[str, str]]:
-    yield {"type": "text", "content": text}

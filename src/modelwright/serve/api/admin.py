@@ -1,9 +1,9 @@
-"""The routes that change what is served: reloading the model, and loading and unloading adapters as vLLM has it."""
+"""Routes of administration: reloading the model, and loading and unloading adapters with vLLM's API."""
 
 import logging
 import secrets
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 from starlette.requests import Request
@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from modelwright.serve.api.fields import RequestModel
 from modelwright.serve.api.parsing import read_request
 from modelwright.serve.errors import ApiError
-from modelwright.serve.limits import Limits
 from modelwright.serve.load import adapted_fingerprint
 from modelwright.serve.reload import Reloader
 from modelwright.serve.served_model import ServedAdapter
@@ -22,19 +21,13 @@ log = logging.getLogger("modelwright.serve")
 
 
 class ReloadRequest(RequestModel):
-    """POST /admin/reload. `path`: a run or model folder on the server's machine; "" is where the model in service came
-    from.
-    """
+    """POST /admin/reload. `path`: run or model folder on the server's machine; "" for the current model's origin."""
 
     path: Annotated[str, Field(max_length=4096)] = ""
 
-    @classmethod
-    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
-        """One short field needs no further check."""
-
 
 class ReloadReply(BaseModel):
-    """Which version new requests get from now on, and which one they got before."""
+    """The version that new requests get from now on, and the one that they got before."""
 
     status: Literal["reloaded"]
     version: str
@@ -42,7 +35,7 @@ class ReloadReply(BaseModel):
 
 
 async def reload_model(request: Request) -> Response:
-    """Answers when the new version is in service, or why it is not."""
+    """Replies when the new version is in service, or with the reason why it is not."""
     service = service_of(request)
     service.caller(request, "admin")
     asked = await read_request(request, ReloadRequest, default=b"{}")
@@ -58,23 +51,15 @@ class LoadAdapterRequest(RequestModel):
     lora_name: Annotated[str, Field(min_length=1, max_length=200)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
 
-    @classmethod
-    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
-        """Short fields need no further check."""
-
 
 class UnloadAdapterRequest(RequestModel):
     """POST /v1/unload_lora_adapter, in vLLM's form."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=200)]
 
-    @classmethod
-    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
-        """One short field needs no further check."""
-
 
 async def load_lora_adapter(request: Request) -> Response:
-    """Answers when requests can ask for the adapter, or why they cannot."""
+    """Replies when requests can ask for the adapter, or with the reason why they cannot."""
     service = service_of(request)
     service.caller(request, "admin")
     asked = await read_request(request, LoadAdapterRequest)
@@ -84,6 +69,7 @@ async def load_lora_adapter(request: Request) -> Response:
         if name in (*service.names_of(model), *service.config.alias_names):
             text = f"The name {name!r} is in use; unload the adapter that has it, or choose another."
             raise ApiError(400, text, param="lora_name", code="invalid_value")
+        # a key that was never used before: open answers may still use an unloaded adapter of the same name
         key = f"{name}#{secrets.token_hex(8)}"
         digest = await model.worker.client.load_adapter(key, folder)
         model.unloaded.discard(name)
@@ -95,7 +81,7 @@ async def load_lora_adapter(request: Request) -> Response:
 
 
 async def unload_lora_adapter(request: Request) -> Response:
-    """Open answers finish with the adapter; new requests cannot ask for it any more."""
+    """Unloads an adapter. Open answers finish with it; new requests can no longer ask for it."""
     service = service_of(request)
     service.caller(request, "admin")
     asked = await read_request(request, UnloadAdapterRequest)
@@ -108,6 +94,7 @@ async def unload_lora_adapter(request: Request) -> Response:
             text = f"The adapter {name!r} is not loaded; this server has {known}."
             raise ApiError(404, text, param="lora_name", code="model_not_found")
         model.unloaded.add(name)
+        # only after the name is gone, so that no request can start with an adapter that engines no longer have
         await model.worker.client.unload_adapter(adapter.key)
     log.info("requests can no longer ask for the adapter %s", name)
     return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")

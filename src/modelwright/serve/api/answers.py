@@ -1,20 +1,18 @@
-"""Answers in general: from the request to the reply in one piece or as server-sent events, for completions and chat; an
-answer is aborted when its client leaves. Log-probabilities as JSON has them.
+"""Answers of completions and chat: from the request to a JSON reply or server-sent events. An answer is aborted when
+its client disconnects. Also log-probabilities in the form of JSON.
 """
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Message
 
 from modelwright.serve.account.exchange import Exchange, RouteName, subject_of
-from modelwright.serve.api.parsing import admit, parse_request, parsed, require_generator
-from modelwright.serve.engines.grammars import CompiledGrammar
+from modelwright.serve.api.parsing import admit, parse_request, parsed
 from modelwright.serve.engines.worker import Stream
 from modelwright.serve.errors import ApiError
 from modelwright.serve.generation import Answer, Generation, GenerationRequest, Prompt, start
@@ -27,18 +25,17 @@ G = TypeVar("G", bound=GenerationRequest)
 
 LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, as in vLLM, because JSON cannot represent it."""
-
 ID_PREFIX = "token_id:"
-"""Before the id of a token that is called by it, as in vLLM."""
+"""Prefix of a token that is named by its id, as in vLLM."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerKind(Generic[G]):
-    """Completions or chat: how a request is read, and the forms of its answers.
+    """An API, completions or chat: how it reads requests and formats answers.
 
-    read: validates a body; prompts: of a validated request, in tokens; many: whether a request may have several
-    prompts; full: the answer in one piece; opening: the first events of a stream; chunk: one further event;
-    event_object: the field `object` of events.
+    read: validates a body; prompts: returns the tokenized prompts of a validated request; many: whether a request may
+    have several prompts; full: returns the body of a complete answer; opening: returns the first events of a stream;
+    chunk: returns one further event; event_object: field `object` of events.
     """
 
     route: RouteName
@@ -53,10 +50,12 @@ class AnswerKind(Generic[G]):
 
 
 def read_generation(kind: type[G], body: bytes, lease: Lease) -> G:
-    """The validated request of a body. Raises `ApiError`."""
+    """Validates a body and returns the request. Raises `ApiError`."""
     asked = parse_request(kind, body, lease.model.limits)
     lease.require_model(asked.model)
-    require_generator(lease, asked.model)
+    if lease.model.info.scores:
+        text = f"The model {asked.model!r} scores texts and generates none; ask /v1/score or /v1/rerank."
+        raise ApiError(400, text, param="model", code="unsupported_task")
     if asked.stream and asked.prompt_logprobs is not None:
         text = "prompt_logprobs come with whole answers only; leave out stream or prompt_logprobs."
         raise ApiError(400, text, param="prompt_logprobs", code="invalid_value")
@@ -64,7 +63,7 @@ def read_generation(kind: type[G], body: bytes, lease: Lease) -> G:
 
 
 async def respond(request: Request, kind: AnswerKind[G]) -> Response:
-    """Handle a request for answers: read it, choose the version, start the answers and send them."""
+    """Handles a request for answers: reads it, chooses the version, starts the answers and sends them."""
     service = service_of(request)
     caller = service.caller(request, "infer")
     most = service.config.max_completions
@@ -73,11 +72,16 @@ async def respond(request: Request, kind: AnswerKind[G]) -> Response:
         asked = await parsed(lambda: kind.read(body, entry), len(body), entry)
         subject = subject_of(asked, caller.name)
         with service.arm(entry, subject) as (lease, assignment):
-
+            # a function, because a shadow test starts the same answers on its candidate later
             async def open_on(model: ServedModel, caller: Caller) -> Generation:
                 chosen = Lease(service, model)
                 prompts = await parsed(lambda: kind.prompts(asked, chosen), len(body), chosen, is_slow=asked.has_images)
-                grammar = await _compiled(asked, chosen)
+                source, grammar = asked.grammar(), None
+                if source is not None:
+                    if asked.ignore_eos or asked.min_tokens:
+                        text = f"{source.param} says where the answer ends, so it cannot be combined with ignore_eos or"
+                        raise ApiError(400, f"{text} min_tokens.", param=source.param, code="invalid_value")
+                    grammar = await model.grammars.compile(source)
                 return start(asked, prompts, model, caller, kind=kind.id_prefix, max_choices=most, grammar=grammar)
 
             exchange = Exchange(
@@ -91,25 +95,11 @@ async def respond(request: Request, kind: AnswerKind[G]) -> Response:
             )
             with exchange.beginning():
                 exchange.generation = generation = await open_on(lease.model, caller)
-    return await _reply(request, generation, kind, exchange)
-
-
-async def _compiled(asked: GenerationRequest, lease: Lease) -> CompiledGrammar | None:
-    """The grammar of the answers, None if they may have any text. Raises `ApiError`."""
-    source = asked.grammar()
-    if source is None:
-        return None
-    if asked.ignore_eos or asked.min_tokens:
-        text = f"{source.param} says where the answer ends, so it cannot be combined with ignore_eos or min_tokens."
-        raise ApiError(400, text, param=source.param, code="invalid_value")
-    return await lease.model.grammars.compile(source)
-
-
-async def _reply(request: Request, generation: Generation, kind: AnswerKind[Any], exchange: Exchange) -> Response:
-    """The answer in one piece, or as a stream of events if the client asked for one."""
+    # outside the leases: open answers keep their version in service by themselves
     version = version_header(generation.version)
     if generation.request.stream:
         events = _events(generation, kind, exchange)
+        # X-Accel-Buffering keeps nginx from holding events back until its buffer is full
         headers = version | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
     with exchange.answering():
@@ -118,28 +108,28 @@ async def _reply(request: Request, generation: Generation, kind: AnswerKind[Any]
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, None], stream: Stream) -> None:
-    """Wait for the work on a stream of the engine; abort the stream if the client disconnects."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnect(request.receive))
+    """Waits for the work on a stream of the engine, and aborts the stream if the client disconnects."""
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ApiError(499, "The client left before the answer was ready.", code="client_closed_request")
         working.result()
     finally:
+        # this coroutine itself may be canceled, so both tasks are ended here in any case
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
         stream.close()
 
 
-async def _disconnect(receive: Callable[[], Awaitable[Message]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _events(generation: Generation, kind: AnswerKind[Any], exchange: Exchange) -> AsyncIterator[bytes]:
-    """Server-sent events; an error after the start is an event too, because the status has already been sent."""
+    """Yields server-sent events. An error is an event as well, because the status has already been sent."""
     try:
         with exchange.answering():
             for body in kind.opening(generation):
@@ -157,12 +147,13 @@ async def _events(generation: Generation, kind: AnswerKind[Any], exchange: Excha
 
 
 def _usage_so_far(generation: Generation) -> dict[str, Any]:
-    """The field `usage` of an event before the last one: figures if the client asked for them in every event, null if
-    it asked for those of the end, absent otherwise.
+    """Returns the field `usage` of all events but the last: figures if the client asked for them in every event, null
+    if it asked for the final ones only, absent otherwise.
     """
-    if generation.request.wants_usage_always:
-        return {"usage": generation.usage()}
-    return {"usage": None} if generation.request.wants_usage_chunk else {}
+    if not generation.request.wants_usage_chunk:
+        return {}
+    options = generation.request.stream_options
+    return {"usage": generation.usage() if options and options.continuous_usage_stats else None}
 
 
 def _event(body: dict[str, Any]) -> bytes:
@@ -170,11 +161,9 @@ def _event(body: dict[str, Any]) -> bytes:
 
 
 def token_name(generation: Generation, token_id: int) -> str:
-    """A token as log-probabilities name it: by its text, or by its id, which no two tokens share, if the client asks
-    for that.
-    """
+    """Returns the name of a token in log-probabilities: its text, or, if the client asks for it, its unique id."""
     by_id = generation.request.return_tokens_as_token_ids
-    return f"{ID_PREFIX}{token_id}" if by_id else generation.tokenizer.token_text(token_id)
+    return f"{ID_PREFIX}{token_id}" if by_id else generation.model.tokenizer.token_text(token_id)
 
 
 def finite(logprob: float) -> float:
@@ -182,8 +171,8 @@ def finite(logprob: float) -> float:
 
 
 def prompt_logprobs(generation: Generation, answer: Answer) -> list[dict[str, Any] | None]:
-    """For each token of a prompt, in vLLM's form: the token itself and the likeliest ones at its place by id; None for
-    the first, which follows nothing.
+    """Returns, in vLLM's form, an entry for each token of a prompt: the token itself and the likeliest ones at its
+    position, by id. None for the first, which has no context.
     """
     entries: list[dict[str, Any] | None] = [None]
     most = generation.request.prompt_logprobs or 0
@@ -195,7 +184,7 @@ def prompt_logprobs(generation: Generation, answer: Answer) -> list[dict[str, An
                 str(token): {
                     "logprob": finite(logprob),
                     "rank": rank,
-                    "decoded_token": generation.tokenizer.token_text(token),
+                    "decoded_token": generation.model.tokenizer.token_text(token),
                 }
                 for rank, token, logprob in ranked
             }

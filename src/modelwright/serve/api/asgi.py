@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -11,13 +10,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Match, Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelwright.serve.ab.controller import Experiments
 from modelwright.serve.account.logs import ID_HEADER, ID_SCOPE, request_id, with_fields
 from modelwright.serve.account.tracing import Tracing
-from modelwright.serve.api.openapi import Operation
 from modelwright.serve.api.operations import all_operations
 from modelwright.serve.errors import ApiError, error_body
 from modelwright.serve.reload import Reloader
@@ -26,13 +24,13 @@ from modelwright.serve.service import VERSION_HEADER, Service
 log = logging.getLogger("modelwright.serve")
 
 EXPOSED_HEADERS = (ID_HEADER, VERSION_HEADER, "Retry-After", "WWW-Authenticate")
-"""Headers of answers that scripts of other origins may read; browsers hide all that are not named."""
+"""Response headers that scripts of other origins may read; browsers hide all others."""
 
 
 def build_app(
     service: Service, reloader: Reloader, experiments: Experiments | None, tracing: Tracing | None
 ) -> ASGIApp:
-    """The application around a started worker. experiments, tracing: None for a server without them."""
+    """Builds the application around a started worker. experiments, tracing: None for a server without them."""
     operations = all_operations()
     routes = [_TracedRoute(one.path, one.handler, methods=[one.method]) for one in operations]
     handlers: dict[Any, Any] = {ApiError: _api_error, HTTPException: _http_error, Exception: _bug}
@@ -41,34 +39,29 @@ def build_app(
     app.state.reloader = reloader
     app.state.experiments = experiments
     app.state.operations = operations
-    inner = _with_cors(app, service.config.cors_origins, operations)
+    inner: ASGIApp = app
+    if service.config.cors_origins:
+        # any header is allowed, because OpenAI's client sends a dozen extra ones (`x-stainless-*`); cookies are not
+        inner = CORSMiddleware(
+            app,
+            allow_origins=service.config.cors_origins,
+            allow_methods=sorted({operation.method for operation in operations}),
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
     return _observed(tracing.around(inner) if tracing else inner, service)
 
 
 class _TracedRoute(Route):
-    """A route that is in the scope of its requests, for metrics, the log and spans. Older versions of Starlette put
-    only the endpoint there.
-    """
+    """A route that adds itself to the scope of its requests. Older versions of Starlette add only the endpoint."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, matched = super().matches(scope)
         return match, matched if match == Match.NONE else {**matched, "route": self}
 
 
-def _with_cors(app: ASGIApp, origins: Sequence[str], operations: Sequence[Operation]) -> ASGIApp:
-    """Pages of these origins may send any header, because OpenAI's client sends a dozen of its own (`x-stainless-*`),
-    and read those that say which weights answered and when to try again. Cookies are not allowed.
-    """
-    if not origins:
-        return app
-    methods = sorted({operation.method for operation in operations})
-    return CORSMiddleware(
-        app, allow_origins=origins, allow_methods=methods, allow_headers=["*"], expose_headers=EXPOSED_HEADERS
-    )
-
-
 def _observed(app: ASGIApp, service: Service) -> ASGIApp:
-    """Counts and logs every HTTP request by route and status; bodies, headers and query strings are not logged."""
+    """Counts and logs every HTTP request by route and status. Bodies, headers and query strings are not logged."""
 
     async def observed(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,6 +80,7 @@ def _observed(app: ASGIApp, service: Service) -> ASGIApp:
         try:
             await app(scope, receive, sending)
         finally:
+            # the route's pattern and a few methods, because each label value is a time series in Prometheus
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD") else "other"
             service.metrics.http.requests.labels(route, method, str(status)).inc()
@@ -97,25 +91,21 @@ def _observed(app: ASGIApp, service: Service) -> ASGIApp:
     return observed
 
 
+# Handlers of errors are coroutines, because Starlette runs plain functions in another thread.
 async def _api_error(request: Request, error: ApiError) -> Response:
     return error.response()
 
 
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    allowed = (error.headers or {}).get("Allow", "")
-    reasons = {
-        404: f"There is nothing at {request.url.path[:80]}. This server has {_addresses(request.app.routes)}.",
-        405: f"Method {request.method} is not allowed here; use {allowed}.",
-    }
-    message = reasons.get(error.status_code, str(error.detail))
-    return JSONResponse(error_body(error.status_code, message), status_code=error.status_code, headers=error.headers)
-
-
-def _addresses(routes: Sequence[BaseRoute]) -> str:
-    """`GET /health, POST /v1/completions, ...`"""
-    known = [(route, methods) for route in routes if isinstance(route, Route) and (methods := route.methods)]
-    return ", ".join(f"{min(methods - {'HEAD'})} {route.path.replace(':path', '')}" for route, methods in known)
-
-
 async def _bug(request: Request, error: Exception) -> Response:
     return JSONResponse(error_body(500, "The server made an error; see its log."), status_code=500)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    message = str(error.detail)
+    if error.status_code == 404:
+        routes = [(route, route.methods) for route in request.app.routes if isinstance(route, Route) and route.methods]
+        known = [f"{min(methods - {'HEAD'})} {route.path.replace(':path', '')}" for route, methods in routes]
+        message = f"There is nothing at {request.url.path[:80]}. This server has {', '.join(known)}."
+    elif error.status_code == 405:
+        message = f"Method {request.method} is not allowed here; use {(error.headers or {}).get('Allow', '')}."
+    return JSONResponse(error_body(error.status_code, message), status_code=error.status_code, headers=error.headers)

@@ -1,8 +1,9 @@
-"""/v1/chat/completions: conversations, their images, and answers that are text or calls of functions. Fields that
-OpenAI lacks are named as vLLM names them.
+"""/v1/chat/completions: conversations, their images, and answers that are text or function calls. Fields that OpenAI
+does not have are named as in vLLM.
 """
 
 import base64
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -16,21 +17,15 @@ from modelwright.infer.sequence import Pixels
 from modelwright.serve.api.answers import AnswerKind, finite, prompt_logprobs, read_generation, respond, token_name
 from modelwright.serve.api.fields import Content, NumLogprobs, Strict, Unsupported
 from modelwright.serve.api.structured import (
-    CallDelta,
-    CallText,
     ForcedCall,
     NamedTool,
     Tool,
     ToolCall,
-    forced_call,
-    only_source,
-    tool_prompt,
 )
 from modelwright.serve.config import PromptImagesConfig
 from modelwright.serve.engines.client import EngineInfo
-from modelwright.serve.engines.grammars import GrammarSource
 from modelwright.serve.errors import ApiError
-from modelwright.serve.generation import Answer, Generation, GenerationRequest, Prompt
+from modelwright.serve.generation import Generation, GenerationRequest, Prompt
 from modelwright.serve.limits import Limits
 from modelwright.serve.service import Lease
 from modelwright.serve.tokenizer import Delta, TokenInfo
@@ -39,7 +34,7 @@ CHUNK = "chat.completion.chunk"
 
 
 class Message(Strict):
-    """One turn. An assistant's turn may have no content; a tool's turn answers the call `tool_call_id`."""
+    """A turn. Only an assistant's may omit the content; a tool's turn answers the call `tool_call_id`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
@@ -60,10 +55,9 @@ class Message(Strict):
         return self
 
     def plain(self) -> dict[str, str]:
-        """Role and content in the form that the chat template takes, with a mark where each image stands. Templates
-        know neither calls nor their results, so calls are text of the assistant, and results are text of the user in
-        the notation of Hermes 2 Pro.
-        """
+        """Returns role and content in the form of chat templates, with a mark in place of each image."""
+        # templates know neither calls nor results: calls are text of the assistant, results text of the user in the
+        # notation of Hermes 2 Pro
         role = {"developer": "system", "tool": "user"}.get(self.role, self.role)
         calls = [call.plain() for call in self.tool_calls or []]
         said = self.content.marked if self.content else ""
@@ -90,12 +84,17 @@ class ChatRequest(GenerationRequest):
         limits.check_chat(data)
 
     def plain_messages(self) -> list[dict[str, str]]:
-        """The conversation as the chat template takes it, with the tools in a system message if one must be called."""
+        """Returns the conversation for the chat template, with the tools in a system message if one must be called."""
         messages = [message.plain() for message in self.messages]
         call = self.forced_call()
         if call is None:
             return messages
-        tools = tool_prompt(call.functions)
+        lines = ["Answer with a call of one of these functions, as JSON:"]
+        for one in call.functions:
+            tool = {"name": one.name, "description": one.description or "", "parameters": one.schema_of_arguments}
+            lines.append(json.dumps(tool, ensure_ascii=False))
+        tools = "\n".join(lines)
+        # many templates allow only one system message, and only at the start
         if messages[0]["role"] == "system":
             return [{"role": "system", "content": f"{messages[0]['content']}\n\n{tools}"}, *messages[1:]]
         return [{"role": "system", "content": tools}, *messages]
@@ -105,18 +104,26 @@ class ChatRequest(GenerationRequest):
         return any(message.content is not None and message.content.images for message in self.messages)
 
     def forced_call(self) -> ForcedCall | None:
-        return forced_call(self.tools, self.tool_choice)
-
-    def grammar(self) -> GrammarSource | None:
-        call = self.forced_call()
-        return only_source([self.form_of_text(), call.source() if call else None])
+        """Returns the call that `tool_choice` forces, or None for plain text. Raises `ApiError` 400 for "auto" and for
+        a function that is not among the tools.
+        """
+        functions, choice = tuple(tool.function for tool in self.tools or []), self.tool_choice
+        if isinstance(choice, NamedTool):
+            named = tuple(function for function in functions if function.name == choice.function.name)
+            if not named:
+                text = f"tool_choice names the function {choice.function.name!r}, which is not among the tools."
+                raise ApiError(400, text, param="tool_choice", code="invalid_value")
+            return ForcedCall(named[:1], is_named=True)
+        if choice == "required" and not functions:
+            raise ApiError(400, "tool_choice is required, but there are no tools.", param="tool_choice")
+        if functions and choice in (None, "auto"):  # OpenAI's default is "auto" if there are tools
+            text = 'tool_choice "auto" is not supported by this server; take "required", "none", or name a function.'
+            raise ApiError(400, text, param="tool_choice", code="invalid_value")
+        return ForcedCall(functions, is_named=False) if choice == "required" else None
 
     @property
     def asked_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
-
-    def default_tokens(self, room: int) -> int:
-        return room
 
     @property
     def num_logprobs(self) -> int | None:
@@ -126,7 +133,7 @@ class ChatRequest(GenerationRequest):
         return [message.content.text for message in self.messages if message.content and message.content.text]
 
     def session_text(self) -> str:
-        """Up to the first turn of the user."""
+        """Returns the turns up to the first one of the user."""
         opening: list[str] = []
         for message in self.messages:
             opening.append(message.content.text if message.content else "")
@@ -141,6 +148,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 def _read_chat(body: bytes, lease: Lease) -> ChatRequest:
     asked = read_generation(ChatRequest, body, lease)
+    # not a validator of the model, because the error has to name the field
     if asked.top_logprobs and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
     return asked
@@ -148,13 +156,13 @@ def _read_chat(body: bytes, lease: Lease) -> ChatRequest:
 
 def _chat_prompts(asked: ChatRequest, lease: Lease) -> list[Prompt]:
     model = lease.model
-    images = read_images(asked.messages, model.info, lease.config.images)
+    images = read_images(asked.messages, model.info, lease.service.config.images)
     return [Prompt(model.tokenizer.encode_chat(asked.plain_messages(), image_text=model.image_text), "", images)]
 
 
 def read_images(messages: Sequence[Message], info: EngineInfo, config: PromptImagesConfig) -> list[Pixels]:
-    """The images of a conversation, in order. Raises `ApiError` 400 that names the part: for a model that reads text
-    only, for too many images, and for files that are too large or cannot be decoded.
+    """Returns the images of a conversation, in order. Raises `ApiError` 400 that names the part: for a text-only model,
+    for too many images, and for files that are too large or cannot be decoded.
     """
     pixels: list[Pixels] = []
     for number, message in enumerate(messages):
@@ -164,22 +172,19 @@ def read_images(messages: Sequence[Message], info: EngineInfo, config: PromptIma
                 raise _bad_image(where, "this model reads no images; remove the part", code="unsupported_image")
             if len(pixels) == config.max_count:
                 raise _bad_image(where, f"one request may have at most {config.max_count} images; remove the others")
-            pixels.append(_pixels(part.data, where, info, config))
+            # four characters are three bytes, of which up to two are padding
+            if len(part.data) * 3 // 4 > config.max_bytes + 2:
+                raise _bad_image(where, f"the image has more than {config.max_bytes:,} bytes; make it smaller")
+            try:
+                file = base64.b64decode(part.data, validate=True)
+            except ValueError:  # binascii.Error, or the plain one for characters beyond ASCII
+                raise _bad_image(where, "the data: URL is not valid base64") from None
+            try:
+                image = decode(file, most_side=max(STORED_SIDE, info.image_size), max_pixels=config.max_pixels)
+            except ImageFault as fault:
+                raise _bad_image(where, f"the image {fault}") from None
+            pixels.append(squared(image, size=info.image_size, fit="crop" if info.crops_images else "stretch"))
     return pixels
-
-
-def _pixels(data: str, where: str, info: EngineInfo, config: PromptImagesConfig) -> Pixels:
-    if len(data) * 3 // 4 > config.max_bytes + 2:
-        raise _bad_image(where, f"the image has more than {config.max_bytes:,} bytes; make it smaller")
-    try:
-        file = base64.b64decode(data, validate=True)
-    except ValueError:  # binascii.Error, or the plain one for characters beyond ASCII
-        raise _bad_image(where, "the data: URL is not valid base64") from None
-    try:
-        pixels = decode(file, most_side=max(STORED_SIDE, info.image_size), max_pixels=config.max_pixels)
-    except ImageFault as fault:
-        raise _bad_image(where, f"the image {fault}") from None
-    return squared(pixels, size=info.image_size, fit="crop" if info.crops_images else "stretch")
 
 
 def _bad_image(where: str, reason: str, *, code: str = "invalid_image") -> ApiError:
@@ -187,17 +192,24 @@ def _bad_image(where: str, reason: str, *, code: str = "invalid_image") -> ApiEr
 
 
 def _full(generation: Generation) -> dict[str, Any]:
-    """The answer in one piece."""
-    choices = [
-        {
-            "index": index,
-            "message": _message(generation, answer),
-            "logprobs": _logprobs(generation, answer.tokens),
-            "finish_reason": _reason(generation, answer.finish_reason),
-            **_token_ids(generation, index),
-        }
-        for index, answer in enumerate(generation.answers)
-    ]
+    choices: list[dict[str, Any]] = []
+    for index, answer in enumerate(generation.answers):
+        message: dict[str, Any] = {"role": "assistant", "content": answer.shown, "refusal": None}
+        if answer.call is not None:
+            part = answer.call.push(answer.shown)
+            function = {"name": part.name, "arguments": part.arguments}
+            # an answer that was cut off may end before the name of the function
+            calls = [{"id": answer.call.call_id, "type": "function", "function": function}] if part.name else []
+            message |= {"content": None, "tool_calls": calls}
+        choices.append(
+            {
+                "index": index,
+                "message": message,
+                "logprobs": _logprobs(generation, answer.tokens),
+                "finish_reason": _reason(generation, answer.finish_reason),
+                **_token_ids(generation, index),
+            }
+        )
     body = generation.envelope("chat.completion", choices) | {"usage": generation.usage()} | _prompt_ids(generation)
     if generation.request.prompt_logprobs is not None:
         body["prompt_logprobs"] = prompt_logprobs(generation, generation.answers[0])
@@ -205,49 +217,35 @@ def _full(generation: Generation) -> dict[str, Any]:
 
 
 def _opening(generation: Generation) -> list[dict[str, Any]]:
-    """The first events of a stream: the role of the speaker."""
     delta = {"role": "assistant", "content": "" if generation.call is None else None}
-    return [
-        generation.envelope(CHUNK, [_choice(index, delta, None, None)]) | _prompt_ids(generation)
+    choices = [
+        {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         for index in range(len(generation.answers))
     ]
+    return [generation.envelope(CHUNK, [choice]) | _prompt_ids(generation) for choice in choices]
 
 
 def _chunk(generation: Generation, index: int, piece: Delta) -> dict[str, Any]:
-    """One event of a stream."""
     call = generation.answers[index].call
     delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
     if call is not None:
         part = call.push(piece.text)
-        delta = {"tool_calls": [_call_delta(call, part)]} if part.name or part.arguments else {}
-    logprobs = _logprobs(generation, piece.tokens)
-    choice = _choice(index, delta, logprobs, _reason(generation, piece.finish_reason) or None)
+        # as OpenAI streams calls: id and name come once, with the first event of the call
+        function = {"name": part.name, "arguments": part.arguments} if part.name else {"arguments": part.arguments}
+        head = {"id": call.call_id, "type": "function"} if part.name else {}
+        delta = {"tool_calls": [{"index": 0, **head, "function": function}]} if part.name or part.arguments else {}
+    choice = {
+        "index": index,
+        "delta": delta,
+        "logprobs": _logprobs(generation, piece.tokens),
+        "finish_reason": _reason(generation, piece.finish_reason) or None,
+    }
     return generation.envelope(CHUNK, [choice | _token_ids(generation, index)])
 
 
-def _message(generation: Generation, answer: Answer) -> dict[str, Any]:
-    if answer.call is None:
-        return {"role": "assistant", "content": answer.shown, "refusal": None}
-    part = answer.call.push(answer.shown)
-    function = {"name": part.name, "arguments": part.arguments}
-    calls = [{"id": answer.call.call_id, "type": "function", "function": function}] if part.name else []
-    return {"role": "assistant", "content": None, "refusal": None, "tool_calls": calls}
-
-
-def _call_delta(call: CallText, part: CallDelta) -> dict[str, Any]:
-    if part.name:
-        function = {"name": part.name, "arguments": part.arguments}
-        return {"index": 0, "id": call.call_id, "type": "function", "function": function}
-    return {"index": 0, "function": {"arguments": part.arguments}}
-
-
 def _reason(generation: Generation, reason: str) -> str:
-    """The finish reason; a complete call is reported as "tool_calls"."""
+    """Returns the finish reason, which is "tool_calls" for a complete call."""
     return "tool_calls" if generation.call is not None and reason == "stop" else reason
-
-
-def _choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _prompt_ids(generation: Generation) -> dict[str, Any]:
@@ -256,6 +254,7 @@ def _prompt_ids(generation: Generation) -> dict[str, Any]:
 
 
 def _token_ids(generation: Generation, index: int) -> dict[str, Any]:
+    """Returns the ids that no event has contained yet, if the client asks for ids. Call it once per body."""
     return {"token_ids": generation.answers[index].take_unsent_ids()} if generation.request.return_token_ids else {}
 
 
@@ -271,7 +270,7 @@ def _logprobs(generation: Generation, tokens: Sequence[TokenInfo]) -> dict[str, 
 
 
 def _entry(generation: Generation, token_id: int, logprob: float) -> dict[str, Any]:
-    name, data = token_name(generation, token_id), generation.tokenizer.token_bytes(token_id)
+    name, data = token_name(generation, token_id), generation.model.tokenizer.token_bytes(token_id)
     return {"token": name, "logprob": finite(logprob), "bytes": list(data)}
 
 

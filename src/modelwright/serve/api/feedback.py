@@ -1,4 +1,4 @@
-"""/v1/feedback: what people think of answers. Its body is with those who keep it (`FeedbackRequest`)."""
+"""/v1/feedback: ratings of answers. The model of its body is `FeedbackRequest`, next to the observers that store it."""
 
 from typing import Literal
 
@@ -20,7 +20,7 @@ class FeedbackReply(BaseModel):
 
 
 async def give_feedback(request: Request) -> Response:
-    """Answers when the feedback is committed. The same feedback again changes nothing; another one replaces it."""
+    """Replies when the feedback is committed. New feedback on the same answer replaces it."""
     service = service_of(request)
     service.caller(request, "feedback")
     feedback = await read_request(request, FeedbackRequest)
@@ -28,6 +28,7 @@ async def give_feedback(request: Request) -> Response:
     if not keepers:
         text = "This server keeps no account of its answers; start it with --requests.log or --requests.ab_state."
         raise ApiError(404, text, code="feedback_off")
+    # a list, not a generator: `any` over one would stop at the first observer that knows the answer
     known = [await observer.take_feedback(feedback) for observer in keepers]
     if not any(known):
         text = f"No logged answer has the id {feedback.id!r}; give the id of the answer's body."

@@ -1,13 +1,12 @@
-"""Fields that requests share, with their validators. Reasons are written for people (see `parsing`).
+"""Fields that requests share, with their validators. The texts of errors are for people (see `parsing`).
 
-Images come in the request itself, as `data:` URLs; an address is never fetched. They are read (`read_images`) when the
-model is known that answers.
+Images come in the request itself, as `data:` URLs; an address is never fetched. They are decoded (`read_images`) once
+the model that answers is known.
 """
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -19,7 +18,7 @@ SHOWN_CHARACTERS = 80
 
 
 def unsupported(*neutral: Any) -> AfterValidator:
-    """Accepts the values that ask for nothing, `neutral` and empty ones, and refuses all others."""
+    """Returns a validator that accepts `neutral` and empty values, which change nothing, and rejects all others."""
 
     def check(value: Any) -> None:
         if value and value not in neutral:
@@ -29,7 +28,7 @@ def unsupported(*neutral: Any) -> AfterValidator:
 
 
 def prompt_entries(prompt: Any) -> Any:
-    """A text, a list of texts, of token ids, or of lists of token ids, as it came."""
+    """Validates a text, a list of texts, of token ids, or of lists of token ids, and returns it unchanged."""
     entries = cast(list[Any], prompt) if isinstance(prompt, list) else [""]
     is_known = isinstance(prompt, (str, list)) and (
         all(isinstance(entry, str) for entry in entries)
@@ -42,11 +41,12 @@ def prompt_entries(prompt: Any) -> Any:
 
 
 def _are_ids(entries: list[Any]) -> bool:
-    return set(map(type, entries)) <= {int}  # without a line of Python per id: there may be half a million
+    # without a bytecode per id, of which there may be half a million; `bool` is another type, so true is rejected
+    return set(map(type, entries)) <= {int}
 
 
 def as_list(prompt: Any) -> list[str] | list[list[int]]:
-    """Prompts as a list, a single one included."""
+    """Returns prompts as a list, also a single one."""
     return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
 
 
@@ -59,7 +59,7 @@ def stop_texts(stop: Any) -> tuple[str, ...]:
 
 
 def text_list(texts: Any) -> list[str]:
-    """One text or several, as a list."""
+    """Validates a text or a list of texts, and returns a list."""
     entries = cast(list[Any], texts) if isinstance(texts, list) else [texts]
     if not entries or not all(isinstance(entry, str) for entry in entries):
         raise ValueError("must be a text or a list of texts")
@@ -68,11 +68,11 @@ def text_list(texts: Any) -> list[str]:
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Unsupported = Annotated[Any, unsupported(), WithJsonSchema({"type": "null"})]
-"""A field of the API for something that this server lacks."""
+"""A field of the API for a feature that this server does not support."""
 
 
 class Strict(BaseModel):
-    """Refuses unknown fields. A field that is null asks for nothing, so it is read as one that is left out."""
+    """A model that rejects unknown fields. A null field is treated as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -83,31 +83,35 @@ class Strict(BaseModel):
 
 
 class RequestModel(Strict):
-    """A kind of request."""
+    """The body of a request."""
+
+    PROMPT_FIELDS: ClassVar[tuple[str, ...]] = ()
+    """Fields that may be as long as the context. All others need limits of their own, in their types."""
 
     @classmethod
-    @abstractmethod
     def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
-        """Raise `ApiError` 400 if `data` has more entries or characters than the server can use."""
+        """Raises `ApiError` 400 if `data` has more entries or characters than the server can use."""
+        for param in cls.PROMPT_FIELDS:
+            limits.check_prompts(data, param)
 
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
-    """`{"token id": bias}` as pairs; ids are texts, because they are keys of a JSON object."""
+    """Converts `{"token id": bias}` to pairs. Ids are strings, because they are keys of a JSON object."""
     entries: Mapping[Any, Any] = cast(Mapping[Any, Any], value) if isinstance(value, dict) else {}
     is_known = value is None or isinstance(value, dict)
     is_known = is_known and all(isinstance(key, str) and key.isascii() and key.isdigit() for key in entries)
-    if not is_known or not all(_is_bias(bias) for bias in entries.values()):
+    is_known = is_known and all(
+        isinstance(bias, (int, float)) and not isinstance(bias, bool) and -100 <= bias <= 100
+        for bias in entries.values()
+    )
+    if not is_known:
         raise ValueError('must be an object of token ids and numbers from -100 to 100, such as {"50256": -100}')
     return tuple((int(key), float(bias)) for key, bias in entries.items())
 
 
-def _is_bias(bias: Any) -> bool:
-    return isinstance(bias, (int, float)) and not isinstance(bias, bool) and -100 <= bias <= 100
-
-
 @dataclass(frozen=True)
 class ImagePart:
-    """An image in a message. number: of the part, from 0; data: base64."""
+    """An image in a message. number: index of the part; data: base64."""
 
     number: int
     data: str
@@ -115,23 +119,24 @@ class ImagePart:
 
 @dataclass(frozen=True)
 class Said:
-    """The content of a message. marked: its text with a mark in the place of each image."""
+    """The content of a message. marked: its text with a mark in place of each image."""
 
     marked: str
     images: tuple[ImagePart, ...] = ()
 
     @property
     def text(self) -> str:
-        """Without images."""
+        """The text without images."""
         return self.marked.replace(IMAGE_MARK, "").strip("\n") if self.images else self.marked
 
 
 def read_content(content: Any) -> Said | None:
-    """The content of a message; parts are joined by line breaks."""
+    """Validates the content of a message. Parts are joined by line breaks."""
     if content is None:
         return None
+    # the mark is a Unicode noncharacter; one in a client's text would stand for an image that does not exist
     if isinstance(content, str):
-        return Said(_unmarked(content))
+        return Said(content.replace(IMAGE_MARK, ""))
     if not isinstance(content, list):
         raise ValueError("must be a text or a list of parts")
     images: list[ImagePart] = []
@@ -141,8 +146,13 @@ def read_content(content: Any) -> Said | None:
         if kind == "image_url":
             images.append(ImagePart(number, _data_of(part, number)))
             texts.append(IMAGE_MARK)
+        elif isinstance(kind, str) and kind != "text":
+            text = f"parts of type {short(kind)!r} are not supported by this server"
+            raise ValueError(f"{text}, which reads text and images")
+        elif kind != "text" or set(part) != {"type", "text"} or not isinstance(part["text"], str):
+            raise ValueError('each part must be {"type": "text", "text": "..."}')
         else:
-            texts.append(_unmarked(_part_text(part)))
+            texts.append(part["text"].replace(IMAGE_MARK, ""))
     return Said("\n".join(texts), tuple(images))
 
 
@@ -150,22 +160,8 @@ def short(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
-def _unmarked(text: str) -> str:
-    """Unicode keeps the mark out of texts."""
-    return text.replace(IMAGE_MARK, "") if IMAGE_MARK in text else text
-
-
-def _part_text(part: Any) -> str:
-    kind = cast(Mapping[str, Any], part).get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind != "text":
-        raise ValueError(f"parts of type {short(kind)!r} are not supported by this server, which reads text and images")
-    if kind != "text" or set(part) != {"type", "text"} or not isinstance(part["text"], str):
-        raise ValueError('each part must be {"type": "text", "text": "..."}')
-    return part["text"]
-
-
 def _data_of(part: Mapping[str, Any], number: int) -> str:
-    """The base64 text of an image part."""
+    """Returns the base64 text of an image part."""
     image = part.get("image_url")
     url = cast(Mapping[str, Any], image).get("url") if isinstance(image, dict) else None
     if set(part) != {"type", "image_url"} or not isinstance(url, str) or not {"url", "detail"} >= set(cast(Any, image)):
@@ -195,42 +191,25 @@ STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type":
 TEXTS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
 BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 
-CONTENT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "anyOf": [
-                    {
-                        "type": "object",
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        "required": ["type", "text"],
-                        "additionalProperties": False,
-                    },
-                    {
-                        "type": "object",
-                        "properties": {
-                            "type": {"const": "image_url"},
-                            "image_url": {
-                                "type": "object",
-                                "properties": {
-                                    "url": {"type": "string", "pattern": "^data:[^,]*;base64,"},
-                                    "detail": {"enum": ["auto", "low", "high"]},
-                                },
-                                "required": ["url"],
-                                "additionalProperties": False,
-                            },
-                        },
-                        "required": ["type", "image_url"],
-                        "additionalProperties": False,
-                    },
-                ]
-            },
-        },
-        {"type": "null"},
-    ]
+_IMAGE_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "url": {"type": "string", "pattern": "^data:[^,]*;base64,"},
+        "detail": {"enum": ["auto", "low", "high"]},
+    },
+    "required": ["url"],
+    "additionalProperties": False,
 }
+_PART_SCHEMAS = [
+    {
+        "type": "object",
+        "properties": {"type": {"const": name}, name: schema},
+        "required": ["type", name],
+        "additionalProperties": False,
+    }
+    for name, schema in (("text", {"type": "string"}), ("image_url", _IMAGE_SCHEMA))
+]
+CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": _PART_SCHEMAS}}, {"type": "null"}]}
 
 
 PromptEntries = Annotated[Any, BeforeValidator(prompt_entries), WithJsonSchema(PROMPT_SCHEMA)]

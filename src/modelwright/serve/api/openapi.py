@@ -1,5 +1,5 @@
-"""The OpenAPI description of the server, made from the list of routes and the models that validate requests. Replies
-that are OpenAI's have the schemas of OpenAI's own client.
+"""The OpenAPI description of the server, from the list of routes and the models that validate requests. Replies in
+OpenAI's form have the schemas of OpenAI's own client.
 """
 
 import functools
@@ -40,7 +40,7 @@ REASONS = {
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong: `param` names the field of the request, `code` is stable and meant for programs."""
+    """An error. `param` names the field of the request; `code` is stable and meant for programs."""
 
     message: str
     type: Literal[
@@ -58,8 +58,8 @@ class ErrorReply(BaseModel):
 
 @dataclass(frozen=True)
 class Operation:
-    """A route. body: None for one without a body; reply: the model of its reply, the name of one of OpenAI's, or, with
-    a slash, its media type; errors: the statuses that a client has to expect besides 200.
+    """A route. body: model of its body, None without a body; reply: model of its reply, name of one of OpenAI's models,
+    or, with a slash, media type; errors: statuses that a client has to expect in addition to 200.
     """
 
     method: str
@@ -70,7 +70,7 @@ class Operation:
     body: type[BaseModel] | None = None
     errors: tuple[int, ...] = ()
     event: str = ""
-    """The name of the schema of a stream's events, if the route can stream."""
+    """Name of the schema of a stream's events; "" for a route that cannot stream."""
 
     @property
     def name(self) -> str:
@@ -78,17 +78,28 @@ class Operation:
 
 
 def describe(operations: Sequence[Operation]) -> dict[str, Any]:
-    """The whole document."""
+    """Returns the OpenAPI document."""
     bodies = {operation.body for operation in operations if operation.body}
+    # sorted, because sets of classes have another order in each process
     modes: list[Any] = [(model, "validation") for model in sorted(bodies, key=lambda model: model.__name__)]
     own = {operation.reply for operation in operations if not isinstance(operation.reply, str)}
     replies = [*reply_models().values(), *sorted(own, key=lambda model: model.__name__)]
     modes += [(model, "serialization") for model in replies]
     _, definitions = models_json_schema(modes, ref_template=REFERENCE)
     schemas = definitions["$defs"]
-    _complete(schemas)
+    # The models of OpenAI's client are stricter than the API: the first token of an echoed prompt has no
+    # log-probability, events before the last have no finish reason, and embeddings may be base64.
+    logprobs = schemas["Logprobs"]["properties"]
+    for name in ("token_logprobs", "top_logprobs"):
+        for choice in logprobs[name]["anyOf"]:
+            if "items" in choice:
+                choice["items"] = {"anyOf": [choice["items"], {"type": "null"}]}
+    for model, name, other in (("CompletionChoice", "finish_reason", "null"), ("Embedding", "embedding", "string")):
+        properties = schemas[model]["properties"]
+        properties[name] = {"anyOf": [properties[name], {"type": other}]}
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
+        # the document has no converters such as {name:path}
         entry = paths.setdefault(re.sub(r":\w+}", "}", operation.path), {})
         entry[operation.method.lower()] = _operation(operation)
     return {
@@ -104,7 +115,8 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
 
 @functools.cache
 def reply_models() -> dict[str, type[BaseModel]]:
-    """Replies that several routes have, by name. OpenAI's are imported here, because its client takes a second."""
+    """Returns the replies that several routes have, by name."""
+    # imported here, because the import of OpenAI's client takes a second
     from openai.types import Completion, CreateEmbeddingResponse
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -112,30 +124,22 @@ def reply_models() -> dict[str, type[BaseModel]]:
     return {model.__name__: model for model in models}
 
 
-def _complete(schemas: dict[str, Any]) -> None:
-    """What the client's own models do not say: the first token of an echoed prompt has no log-probability, and events
-    before the last have no finish reason, and embeddings may be base64.
-    """
-    logprobs = schemas["Logprobs"]["properties"]
-    for name in ("token_logprobs", "top_logprobs"):
-        for choice in logprobs[name]["anyOf"]:
-            if "items" in choice:
-                choice["items"] = {"anyOf": [choice["items"], {"type": "null"}]}
-    choice = schemas["CompletionChoice"]["properties"]
-    embedding = schemas["Embedding"]["properties"]
-    embedding["embedding"] = {"anyOf": [embedding["embedding"], {"type": "string"}]}
-    choice["finish_reason"] = {"anyOf": [choice["finish_reason"], {"type": "null"}]}
-
-
 def _operation(operation: Operation) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "operationId": operation.name,
-        "summary": operation.summary,
-        "responses": {"200": _success(operation)} | {str(status): _error(status) for status in operation.errors},
-    }
+    reply = operation.reply if isinstance(operation.reply, str) else operation.reply.__name__
+    success: dict[str, Any] = {reply: {}} if "/" in reply else {"application/json": {"schema": _reference(reply)}}
+    if operation.event and "/" not in reply:
+        event = {"anyOf": [_reference(operation.event), _reference("ErrorReply"), {"const": "[DONE]"}]}
+        success["text/event-stream"] = {"schema": EVENT_SCHEMA, "x-event-schema": event}
+    responses: dict[str, Any] = {"200": {"description": operation.summary, "content": success}}
+    for status in operation.errors:
+        headers = {"Retry-After": {"schema": {"type": "integer"}}} if status in (429, 503) else {}
+        content = {"application/json": {"schema": _reference("ErrorReply")}}
+        responses[str(status)] = {"description": REASONS[status], "headers": headers, "content": content}
+    entry = {"operationId": operation.name, "summary": operation.summary, "responses": responses}
     if operation.body:
         content = {"application/json": {"schema": _reference(operation.body.__name__)}}
         entry["requestBody"] = {"required": True, "content": content}
+    # a route that can answer 401 asks for a key
     if 401 in operation.errors:
         entry["security"] = [{"key": []}]
     if names := re.findall(r"{(\w+)", operation.path):
@@ -143,23 +147,6 @@ def _operation(operation: Operation) -> dict[str, Any]:
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     return entry
-
-
-def _success(operation: Operation) -> dict[str, Any]:
-    reply = operation.reply if isinstance(operation.reply, str) else operation.reply.__name__
-    if "/" in reply:
-        return {"description": operation.summary, "content": {reply: {}}}
-    content: dict[str, Any] = {"application/json": {"schema": _reference(reply)}}
-    if operation.event:
-        event = {"anyOf": [_reference(operation.event), _reference("ErrorReply"), {"const": "[DONE]"}]}
-        content["text/event-stream"] = {"schema": EVENT_SCHEMA, "x-event-schema": event}
-    return {"description": operation.summary, "content": content}
-
-
-def _error(status: int) -> dict[str, Any]:
-    headers = {"Retry-After": {"schema": {"type": "integer"}}} if status in (429, 503) else {}
-    content = {"application/json": {"schema": _reference("ErrorReply")}}
-    return {"description": REASONS[status], "headers": headers, "content": content}
 
 
 def _reference(name: str) -> dict[str, str]:

@@ -1,8 +1,9 @@
-"""The list of all routes, those of other packages included; the application and /openapi.json are made from it."""
+"""The list of all routes, with those of other packages, from which the application and /openapi.json are made."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,42 +19,39 @@ from modelwright.serve.keys import KeyScope
 from modelwright.serve.service import service_of
 
 GENERATES = (400, 401, 403, 404, 408, 413, 429, 500, 503)
-"""Statuses of errors of routes that need the engine."""
-
+"""Error statuses of routes that need the engine."""
 READS_BODY = (400, 401, 403, 404, 408, 413, 429)
-"""Statuses of errors of routes that read a body and do not need the engine."""
-
-
+"""Error statuses of routes that read a body and do not need the engine."""
 ADMINISTERS = (400, 401, 403, 408, 409, 413, 429)
-"""Statuses of errors of routes that change what is served."""
-
+"""Error statuses of routes that reload the model or change its adapters."""
 NEEDS_KEY = (401, 403, 429)
-"""Statuses of errors of routes that ask for a key and read no body."""
-
-
+"""Error statuses of routes that ask for a key and do not read a body."""
 TESTS = (400, 401, 403, 404, 408, 409, 413, 429, 503)
-"""Statuses of errors of routes that change A/B tests."""
+"""Error statuses of routes that change A/B tests."""
 
 
 async def openapi(request: Request) -> Response:
-    """The description of the routes of this application."""
+    """Returns the OpenAPI description of this application's routes."""
+    # in another thread, because the first call imports OpenAI's client, which takes a second
     return JSONResponse(await asyncio.to_thread(describe, request.app.state.operations))
 
 
+_get, _post = partial(Operation, "GET"), partial(Operation, "POST")
+
+# Starlette takes the first match, so a path with a parameter comes after the paths that it would hide.
 OPERATIONS = (
-    Operation("GET", "/", pages.chat_page, "The chat page", "text/html"),
-    Operation("GET", "/live", pages.live_page, "Load, latencies and cache as they change", "text/html"),
-    Operation("GET", "/pages.css", pages.page_style, "The style that pages share", "text/css"),
-    Operation("GET", "/health", pages.health, "Whether the server takes requests", pages.HealthReply, errors=(503,)),
-    Operation("GET", "/livez", pages.livez, "Whether the server needs no restart", pages.LiveReply, errors=(503,)),
-    Operation("GET", "/readyz", pages.readyz, "Whether new requests are taken", pages.ReadyReply, errors=(503,)),
-    Operation("GET", "/grafana.json", pages.grafana_dashboard, "A dashboard for Grafana", "application/json"),
-    Operation("GET", "/metrics", pages.metrics, "Metrics for Prometheus", "text/plain", errors=NEEDS_KEY),
-    Operation("GET", "/openapi.json", openapi, "This description", "application/json"),
-    Operation("GET", "/v1/models", pages.list_models, "The names of the model", pages.ModelListReply, errors=NEEDS_KEY),
-    Operation("GET", "/v1/models/{name:path}", pages.get_model, "One name", pages.ModelReply, errors=(404, *NEEDS_KEY)),
-    Operation(
-        "POST",
+    _get("/", pages.chat_page, "The chat page", "text/html"),
+    _get("/live", pages.live_page, "Load, latencies and cache as they change", "text/html"),
+    _get("/pages.css", pages.page_style, "The style that pages share", "text/css"),
+    _get("/health", pages.health, "Whether the server takes requests", pages.HealthReply, errors=(503,)),
+    _get("/livez", pages.livez, "Whether the server needs no restart", pages.LiveReply, errors=(503,)),
+    _get("/readyz", pages.readyz, "Whether new requests are taken", pages.ReadyReply, errors=(503,)),
+    _get("/grafana.json", pages.grafana_dashboard, "A dashboard for Grafana", "application/json"),
+    _get("/metrics", pages.metrics, "Metrics for Prometheus", "text/plain", errors=NEEDS_KEY),
+    _get("/openapi.json", openapi, "This description", "application/json"),
+    _get("/v1/models", pages.list_models, "The names of the model", pages.ModelListReply, errors=NEEDS_KEY),
+    _get("/v1/models/{name:path}", pages.get_model, "One name", pages.ModelReply, errors=(404, *NEEDS_KEY)),
+    _post(
         "/v1/completions",
         completions.create_completion,
         "Continue texts",
@@ -62,8 +60,7 @@ OPERATIONS = (
         GENERATES,
         event="Completion",
     ),
-    Operation(
-        "POST",
+    _post(
         "/v1/chat/completions",
         chat.create_chat_completion,
         "Answer in a conversation",
@@ -72,8 +69,7 @@ OPERATIONS = (
         GENERATES,
         event="ChatCompletionChunk",
     ),
-    Operation(
-        "POST",
+    _post(
         "/v1/embeddings",
         pooled.create_embeddings,
         "Embed texts",
@@ -81,26 +77,9 @@ OPERATIONS = (
         pooled.EmbeddingRequest,
         GENERATES,
     ),
-    Operation(
-        "POST",
-        "/v1/score",
-        pooled.create_score,
-        "Score pairs of texts",
-        pooled.ScoreReply,
-        pooled.ScoreRequest,
-        GENERATES,
-    ),
-    Operation(
-        "POST",
-        "/v1/rerank",
-        pooled.rerank,
-        "Order documents by score",
-        pooled.RerankReply,
-        pooled.RerankRequest,
-        GENERATES,
-    ),
-    Operation(
-        "POST",
+    _post("/v1/score", pooled.create_score, "Score pairs of texts", pooled.ScoreReply, pooled.ScoreRequest, GENERATES),
+    _post("/v1/rerank", pooled.rerank, "Order documents by score", pooled.RerankReply, pooled.RerankRequest, GENERATES),
+    _post(
         "/v1/feedback",
         feedback.give_feedback,
         "Say how good an answer was",
@@ -108,8 +87,7 @@ OPERATIONS = (
         FeedbackRequest,
         (400, 401, 403, 404, 408, 413, 429, 503),
     ),
-    Operation(
-        "POST",
+    _post(
         "/admin/reload",
         admin.reload_model,
         "Put another version of the model in service",
@@ -117,8 +95,7 @@ OPERATIONS = (
         admin.ReloadRequest,
         ADMINISTERS,
     ),
-    Operation(
-        "POST",
+    _post(
         "/v1/load_lora_adapter",
         admin.load_lora_adapter,
         "Let requests ask for an adapter",
@@ -126,8 +103,7 @@ OPERATIONS = (
         admin.LoadAdapterRequest,
         (*ADMINISTERS, 503),
     ),
-    Operation(
-        "POST",
+    _post(
         "/v1/unload_lora_adapter",
         admin.unload_lora_adapter,
         "Let no request ask for an adapter any more",
@@ -135,19 +111,12 @@ OPERATIONS = (
         admin.UnloadAdapterRequest,
         (*ADMINISTERS, 404, 503),
     ),
-    Operation("GET", "/ab", pages.ab_page, "A/B tests as they stand", "text/html"),
-    Operation("GET", "/ab.json", routes.list_tests, "All A/B tests", routes.ExperimentListReply, errors=NEEDS_KEY),
-    Operation(
-        "POST",
-        "/admin/ab",
-        routes.begin_test,
-        "Begin an A/B test",
-        routes.ExperimentReply,
-        experiment.ExperimentRequest,
-        TESTS,
+    _get("/ab", pages.ab_page, "A/B tests as they stand", "text/html"),
+    _get("/ab.json", routes.list_tests, "All A/B tests", routes.ExperimentListReply, errors=NEEDS_KEY),
+    _post(
+        "/admin/ab", routes.begin_test, "Begin an A/B test", routes.ExperimentReply, experiment.ExperimentRequest, TESTS
     ),
-    Operation(
-        "POST",
+    _post(
         "/admin/ab/share",
         routes.set_test_share,
         "Change B's share",
@@ -155,31 +124,15 @@ OPERATIONS = (
         experiment.ShareRequest,
         TESTS,
     ),
-    Operation(
-        "POST",
-        "/admin/ab/end",
-        routes.end_test,
-        "End the A/B test",
-        routes.ExperimentReply,
-        experiment.EndRequest,
-        TESTS,
-    ),
-    Operation(
-        "POST", "/tokenize", tokens.tokenize, "Text to tokens", tokens.TokenizeReply, tokens.TokenizeRequest, READS_BODY
-    ),
-    Operation(
-        "POST",
-        "/detokenize",
-        tokens.detokenize,
-        "Tokens to text",
-        tokens.DetokenizeReply,
-        tokens.DetokenizeRequest,
-        READS_BODY,
+    _post("/admin/ab/end", routes.end_test, "End the A/B test", routes.ExperimentReply, experiment.EndRequest, TESTS),
+    _post("/tokenize", tokens.tokenize, "Text to tokens", tokens.TokenizeReply, tokens.TokenizeRequest, READS_BODY),
+    _post(
+        "/detokenize", tokens.detokenize, "Tokens to text", tokens.DetokenizeReply, tokens.DetokenizeRequest, READS_BODY
     ),
 )
 
 ROUTES_GROUP = "modelwright.routes"
-"""Entry points of other packages: each a `RouteSpec`."""
+"""Group of the entry points of other packages, each a `RouteSpec`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,14 +140,14 @@ class RouteSpec:
     """A route of another package."""
 
     operation: Operation
-    """Its name in /openapi.json is that of the entry point."""
+    """The route. /openapi.json names it after the entry point."""
     scope: KeyScope | None = "admin"
-    """What a key must be allowed to do, which the server checks before it calls the handler; None lets anyone ask."""
+    """Scope that a key needs, which the server checks before it calls the handler; None for a public route."""
 
 
 def all_operations() -> tuple[Operation, ...]:
-    """The routes of this package, then those of installed ones. Raises `ConfigError` as `installed` does, and for a
-    route that an earlier one hides or whose schemas have names that are taken.
+    """Returns the routes of this package, then those of installed ones. Raises `ConfigError` as `installed` does, and
+    for a route that an earlier one hides or whose schemas have names that are taken.
     """
     result, names = list(OPERATIONS), tuple(one.name for one in OPERATIONS)
     for name, route in installed(ROUTES_GROUP, RouteSpec, taken=names).items():
@@ -208,7 +161,8 @@ def all_operations() -> tuple[Operation, ...]:
             if isinstance(model, type) and by_name.get(model.__name__, model) is not model:
                 raise ConfigError(f"{where}: the name of its schema {model.__name__} is taken; choose another one")
         if isinstance(added.reply, str) and "/" not in added.reply and added.reply not in reply_models():
-            raise ConfigError(f"{where}: its reply {added.reply!r} is no media type; give a model or, say, text/plain")
+            text = f"{where}: its reply {added.reply!r} is not a media type"
+            raise ConfigError(f"{text}; give a model or, say, text/plain")
         errors = tuple(sorted({*added.errors, *(NEEDS_KEY if route.scope else ())}))
         result.append(replace(added, handler=_checked(name, added.handler, route.scope), errors=errors))
     return tuple(result)
@@ -217,7 +171,7 @@ def all_operations() -> tuple[Operation, ...]:
 def _checked(
     name: str, handler: Callable[[Request], Awaitable[Response]], scope: KeyScope | None
 ) -> Callable[[Request], Awaitable[Response]]:
-    """The handler of another package behind the server's own check of the key."""
+    """Returns a handler that checks the key before it calls the one of another package."""
 
     async def checked(request: Request) -> Response:
         if scope:

@@ -1,49 +1,47 @@
-"""The routes that describe the server: pages, probes, metrics, models."""
+"""Routes that describe the server: pages, probes, metrics, models."""
 
 import importlib.resources
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
+from prometheus_client import generate_latest
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 
 from modelwright.serve.errors import ApiError
 from modelwright.serve.load import expectation
-from modelwright.serve.service import Service, service_of
+from modelwright.serve.service import Lease, Service, service_of
 
+# a page may talk to its own server alone, so an injected script could send nothing elsewhere
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
     "img-src data:"
 )
 
 
-async def chat_page(request: Request) -> Response:
-    return _page("chat.html")
+_NO_SNIFF = {"X-Content-Type-Options": "nosniff"}
+_PAGE = {"Content-Security-Policy": PAGE_POLICY} | _NO_SNIFF
 
 
-async def live_page(request: Request) -> Response:
-    return _page("live.html")
+def _static(
+    operation: str, file: str, media_type: str, headers: Mapping[str, str]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Returns the handler of a file in the folder `static`. operation: its name in /openapi.json."""
+
+    async def handler(request: Request) -> Response:
+        text = (importlib.resources.files("modelwright.serve") / "static" / file).read_text(encoding="utf-8")
+        return Response(text, media_type=media_type, headers=headers)
+
+    handler.__name__ = operation
+    return handler
 
 
-async def ab_page(request: Request) -> Response:
-    return _page("ab.html")
-
-
-async def page_style(request: Request) -> Response:
-    return Response(_static("pages.css"), media_type="text/css", headers={"X-Content-Type-Options": "nosniff"})
-
-
-def _page(name: str) -> Response:
-    headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
-    return HTMLResponse(_static(name), headers=headers)
-
-
-async def grafana_dashboard(request: Request) -> Response:
-    return Response(_static("grafana.json"), media_type="application/json")
-
-
-def _static(name: str) -> str:
-    return (importlib.resources.files("modelwright.serve") / "static" / name).read_text(encoding="utf-8")
+chat_page = _static("chat_page", "chat.html", "text/html", _PAGE)
+live_page = _static("live_page", "live.html", "text/html", _PAGE)
+ab_page = _static("ab_page", "ab.html", "text/html", _PAGE)
+page_style = _static("page_style", "pages.css", "text/css", _NO_SNIFF)
+grafana_dashboard = _static("grafana_dashboard", "grafana.json", "application/json", {})
 
 
 class LiveReply(BaseModel):
@@ -53,7 +51,7 @@ class LiveReply(BaseModel):
 
 
 class ReadyReply(BaseModel):
-    """The server takes requests. `version`: of the weights that answer new ones."""
+    """The server accepts requests. `version`: version of the weights for new requests."""
 
     status: Literal["ready"]
     model: str
@@ -69,7 +67,7 @@ class HealthReply(BaseModel):
 
 
 async def livez(request: Request) -> Response:
-    """Fails when only a restart helps, as Kubernetes takes it."""
+    """Fails when only a restart helps: the liveness probe of Kubernetes."""
     state = service_of(request).state
     if state.name == "broken":
         raise ApiError(503, state.reason, code=state.name)
@@ -77,7 +75,7 @@ async def livez(request: Request) -> Response:
 
 
 async def readyz(request: Request) -> Response:
-    """Fails while new requests would be refused."""
+    """Fails while new requests would be refused: the readiness probe of Kubernetes."""
     service = service_of(request)
     if service.state.name != "ready":
         raise ApiError(503, service.state.reason, code=service.state.name)
@@ -95,12 +93,13 @@ async def metrics(request: Request) -> Response:
     service = service_of(request)
     if service.keys.has_scopes:
         service.caller(request, "metrics")
-    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    text = generate_latest(service.metrics.registry)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 class ModelReply(BaseModel):
     """A name of the model or of an adapter, whose `parent` is the model. `root`, `stage` and `digest` are absent for a
-    model that came from no folder, `stage` and `digest` for an adapter.
+    model that exists in memory only, `stage` and `digest` for an adapter.
     """
 
     id: str
@@ -132,13 +131,13 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request) -> Response:
     service = service_of(request)
     service.caller(request, "infer")
-    service.require_name(request.path_params["name"], service.model)
+    Lease(service, service.model).require_model(request.path_params["name"])
     return JSONResponse(_describe(service, request.path_params["name"]))
 
 
 def _describe(service: Service, name: str) -> dict[str, Any]:
-    """An entry of /v1/models; `root` (as vLLM has it), `stage` and `digest` say which model it is, `parent` (as
-    vLLM has it) of which model it is an adapter, `description` what to expect of it.
+    """Returns an entry of /v1/models. `root` (as in vLLM), `stage` and `digest` identify the model, `parent` (as in
+    vLLM) names the model of an adapter, `description` says what to expect of its answers.
     """
     source, adapter = service.model.source, service.model.adapter_of(name)
     origin = {"root": str(source.folder), "stage": source.stage, "digest": source.digest} if source else {}

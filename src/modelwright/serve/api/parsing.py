@@ -1,4 +1,4 @@
-"""From a body to a validated request and its token ids, with refusals in plain words that name the field.
+"""Reads bodies into validated requests and their token ids, with errors in plain words that name the field.
 
 Bodies are read up to a size and within a time. Large ones are parsed in another thread, so that streams continue.
 """
@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -22,49 +23,24 @@ from modelwright.serve.service import Lease, service_of
 log = logging.getLogger("modelwright.serve")
 
 T = TypeVar("T")
-
-
 R = TypeVar("R", bound=RequestModel)
 
 INLINE_BODY_BYTES = 16_384
-"""Smaller bodies are read in less time than it takes to hand them to another thread and back."""
-
+"""Largest body that is parsed in the event loop: it takes less time than a switch to another thread and back."""
 DISCARD_PAUSE_S = 0.01
-"""Between two reads (of up to 256 KiB each) of a body that is too large."""
-
-
+"""Pause between two reads (of up to 256 KiB each) of a body that is too large."""
 UNCOUNTED_BYTES = 2 * SPARE_ENTRIES
-"""Bodies up to this size cannot have too many entries: each takes a byte and a comma."""
-
+"""Largest body that cannot have too many entries: each takes a byte and a comma."""
 MAX_DEPTH = 1000
-"""Lists and objects inside each other in a large body: Python's recursion limit, unless someone has changed it."""
-
+"""Deepest nesting of lists and objects in a large body: Python's default recursion limit."""
 PAUSE_NUMBERS = 4096
 """Numbers of a large body that are parsed without a pause, in less than 1 ms."""
-
 PAUSE_S = 0.001
 """Long enough for a waiting thread to take the interpreter's lock."""
 
 
 def parse_request(kind: type[R], body: bytes, limits: Limits) -> R:
-    """Parse a request from a body. Raises `ApiError` 400 that names the field and the remedy."""
-    data = _load(body, limits)
-    if not isinstance(data, dict):
-        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
-    unknown = next((name for name, value in data.items() if name not in kind.model_fields and value is not None), None)
-    if unknown is not None:
-        known, shown = ", ".join(sorted(kind.model_fields)), short(unknown)
-        text = f"Unknown field {shown!r}. Known fields: {known}."
-        raise ApiError(400, text, param=shown, code="unknown_parameter")
-    kind.check_size(data, limits)
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        raise _refusal(first) from None
-
-
-def _load(body: bytes, limits: Limits) -> Any:
+    """Parses a request from a body. Raises `ApiError` 400 that names the field and the remedy."""
     try:
         text = body.decode("utf-8")
         data = json.loads(text) if len(body) <= UNCOUNTED_BYTES else _load_large(text, body, limits)
@@ -78,11 +54,24 @@ def _load(body: bytes, limits: Limits) -> Any:
         raise _not_json("it has an integer with too many digits") from None
     if "\\u" in text and (half := lone_surrogate(body)):
         raise _not_json(f"it has one half of a surrogate pair alone, {half!r}")
-    return data
+    if not isinstance(data, dict):
+        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+    # before pydantic, which would report wrong values of known fields first
+    unknown = next((name for name, value in data.items() if name not in kind.model_fields and value is not None), None)
+    if unknown is not None:
+        known, shown = ", ".join(sorted(kind.model_fields)), short(unknown)
+        text = f"Unknown field {shown!r}. Known fields: {known}."
+        raise ApiError(400, text, param=shown, code="unknown_parameter")
+    # before the validation, which holds the interpreter's lock and builds an object per item
+    kind.check_size(data, limits)
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_context=False)[0]) from None
 
 
 def _load_large(text: str, body: bytes, limits: Limits) -> Any:
-    """`json.loads` of what `limits` allow, with pauses in which other threads get the interpreter's lock."""
+    """Parses a body within `limits`, with pauses in which other threads get the interpreter's lock."""
     shape = body_shape(body)
     if shape.depth > MAX_DEPTH:
         raise RecursionError
@@ -91,29 +80,18 @@ def _load_large(text: str, body: bytes, limits: Limits) -> Any:
     except ApiError:
         if shape.is_closed:
             raise
+        # an unclosed string makes all that follows look like entries, so the counts mean nothing
         raise _not_json("a string, list or object in it has no end") from None
-    pauses = _Pauses()
-    return json.loads(text, parse_int=pauses.parse_int, parse_float=pauses.parse_float)
+    num_parsed = 0
 
-
-class _Pauses:
-    """Converts numbers as `json` does and pauses now and then."""
-
-    def __init__(self) -> None:
-        self._num_parsed = 0
-
-    def parse_int(self, text: str) -> int:
-        self._count()
-        return int(text)
-
-    def parse_float(self, text: str) -> float:
-        self._count()
-        return float(text)
-
-    def _count(self) -> None:
-        self._num_parsed += 1
-        if self._num_parsed % PAUSE_NUMBERS == 0:
+    def pausing(convert: Callable[[str], T], number: str) -> T:
+        nonlocal num_parsed
+        num_parsed += 1
+        if num_parsed % PAUSE_NUMBERS == 0:
             time.sleep(PAUSE_S)
+        return convert(number)
+
+    return json.loads(text, parse_int=partial(pausing, int), parse_float=partial(pausing, float))
 
 
 def _not_json(reason: str) -> ApiError:
@@ -134,7 +112,7 @@ def _refusal(problem: Any) -> ApiError:
 
 
 def _reason(problem: Any) -> str:
-    """The expectation that a value violates, and the value if it is short."""
+    """Returns the expectation that a value violates, and the value if it is short."""
     value = problem["input"]
     if problem["type"] == "value_error":
         return problem["msg"].removeprefix("Value error, ")
@@ -151,20 +129,19 @@ def _reason(problem: Any) -> str:
 
 
 async def parsed(read: Callable[[], T], num_bytes: int, lease: Lease, *, is_slow: bool = False) -> T:
-    """`read`, in another thread if the body that it works on is large, so that streams continue meanwhile. is_slow: the
-    same for a small one.
-    """
+    """Calls `read`, in another thread if its body is large or `is_slow`, so that streams continue meanwhile."""
     if num_bytes <= INLINE_BODY_BYTES and not is_slow:
         return read()
     result = await asyncio.to_thread(read)
-    lease.require_open()
+    lease.require_open()  # the server may have begun to drain meanwhile
     return result
 
 
 async def read_body(request: Request, lease: Lease, *, num_prompts: int) -> bytes:
-    """The body, up to the size limit. Raises `ApiError`."""
-    config, most = lease.config, lease.model.limits.body_bytes(num_prompts)
+    """Reads the body, up to the size limit. Raises `ApiError`."""
+    config, most = lease.service.config, lease.model.limits.body_bytes(num_prompts)
     length = request.headers.get("content-length", "0")
+    # a declared length is refused before it is read; the count below is for bodies sent in chunks
     is_too_large = length.isdigit() and int(length) > most
     body = bytearray()
     try:
@@ -174,8 +151,8 @@ async def read_body(request: Request, lease: Lease, *, num_prompts: int) -> byte
                 body += part
                 is_too_large = len(body) > most
             if is_too_large:
-                # The rest is read, so that the client receives the answer and not a broken connection; slowly, because
-                # every read takes time from the streams.
+                # the rest is read, so that the client receives the reply instead of a broken connection; slowly,
+                # because every read takes time from the streams
                 async for _ in parts:
                     await asyncio.sleep(DISCARD_PAUSE_S)
                 raise lease.model.limits.body_too_large(num_prompts)
@@ -192,49 +169,35 @@ async def read_body(request: Request, lease: Lease, *, num_prompts: int) -> byte
 
 
 async def read_request(request: Request, kind: type[R], *, default: bytes = b"") -> R:
-    """The validated request of a body that needs no engine. default: stands for an empty body. Raises `ApiError`."""
+    """Reads and validates a request that needs no engine. default: replaces an empty body. Raises `ApiError`."""
     with service_of(request).lease() as lease:
         body = await read_body(request, lease, num_prompts=1)
         return await parsed(lambda: parse_request(kind, body or default, lease.model.limits), len(body), lease)
 
 
 async def admit(request: Request, lease: Lease, *, num_prompts: int) -> bytes:
-    """Check capacity and read the body of a request to the engines, before it is parsed. Raises `ApiError`."""
+    """Reads the body of a request to the engines. Raises `ApiError`."""
+    # capacity is checked first, so that an overloaded server spends no time on bodies
     lease.require_open()
     lease.model.worker.require_room(1)
     return await read_body(request, lease, num_prompts=num_prompts)
 
 
-def require_generator(lease: Lease, name: str) -> None:
-    """Raises `ApiError` 400 for a model that scores texts and generates none."""
-    if lease.model.info.scores:
-        text = f"The model {name!r} scores texts and generates none; ask /v1/score or /v1/rerank."
-        raise ApiError(400, text, param="model", code="unsupported_task")
-
-
-def require_scorer(lease: Lease, name: str) -> None:
-    """Raises `ApiError` 400 for a model that cannot score texts."""
-    if not lease.model.info.scores:
-        text = f"The model {name!r} generates text and has no head that scores it; serve a reward model for that."
-        raise ApiError(400, text, param="model", code="unsupported_task")
-
-
-def not_empty(prompts: list[str] | list[list[int]], param: str) -> list[str] | list[list[int]]:
-    if not prompts:
-        raise _empty(param)
-    return prompts
-
-
-def token_ids(prompt: str | list[int], param: str, lease: Lease) -> list[int]:
-    """Raises `ApiError` 400 for an empty prompt and for ids that the model does not have."""
-    ids = lease.model.tokenizer.encode(prompt) if isinstance(prompt, str) else known_ids(prompt, param, lease)
-    if not ids:
-        raise _empty(param)
-    return ids
+def token_ids(prompts: list[str] | list[list[int]], param: str, lease: Lease) -> list[list[int]]:
+    """Returns the ids of prompts. Raises `ApiError` 400 without prompts, for an empty one and for unknown ids."""
+    inputs: list[list[int]] = []
+    for prompt in prompts:
+        is_text = isinstance(prompt, str)
+        inputs.append(lease.model.tokenizer.encode(prompt) if is_text else known_ids(prompt, param, lease))
+        if not inputs[-1]:
+            break
+    if not inputs or not inputs[-1]:
+        raise ApiError(400, f"The {param} is empty; give at least one token.", param=param, code="invalid_value")
+    return inputs
 
 
 def known_ids(ids: list[int], param: str, lease: Lease) -> list[int]:
-    """Raises `ApiError` 400 for ids that the model does not have."""
+    """Returns ids unchanged. Raises `ApiError` 400 for ids outside the model's vocabulary."""
     size = lease.model.info.vocab_size
     if ids and not 0 <= min(ids) <= max(ids) < size:
         raise ApiError(400, f"Token ids must be between 0 and {size - 1}.", param=param, code="invalid_value")
@@ -242,13 +205,9 @@ def known_ids(ids: list[int], param: str, lease: Lease) -> list[int]:
 
 
 def require_fitting(inputs: list[list[int]], param: str, lease: Lease) -> list[list[int]]:
-    """Raises `ApiError` 400 for an input that is longer than the context."""
+    """Returns inputs unchanged. Raises `ApiError` 400 for an input that is longer than the context."""
     longest, context = max(map(len, inputs)), lease.model.limits.context
     if longest >= context:
         text = f"This model's context is {context} tokens; an input has {longest}. Shorten it."
         raise ApiError(400, text, param=param, code="context_length_exceeded")
     return inputs
-
-
-def _empty(param: str) -> ApiError:
-    return ApiError(400, f"The {param} is empty; give at least one token.", param=param, code="invalid_value")

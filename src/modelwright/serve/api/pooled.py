@@ -1,8 +1,8 @@
-"""One output for a whole text: /v1/embeddings (see `Engine.embed`), and /v1/score and /v1/rerank in vLLM's and Cohere's
-form, which say how good texts are as answers to a query, by a reward model.
+"""Pooled outputs, one per text: /v1/embeddings (see `Engine.embed`), and /v1/score and /v1/rerank in vLLM's and
+Cohere's form, which score texts as answers to a query with a reward model.
 
-A pair is scored as the stage `reward` trains it: as a conversation in which the user says the first text and the
-assistant the second one, at the last token of the answer.
+A pair is scored in the way the stage `reward` trains it: as a conversation in which the user says the first text and
+the assistant the second, at the last token of the answer.
 """
 
 import base64
@@ -21,23 +21,23 @@ from modelwright.serve.api.answers import unless_disconnected
 from modelwright.serve.api.fields import PromptEntries, RequestModel, Texts, as_list
 from modelwright.serve.api.parsing import (
     admit,
-    not_empty,
     parse_request,
     parsed,
     require_fitting,
-    require_scorer,
     token_ids,
 )
 from modelwright.serve.engines.jobs import EmbeddingJob
 from modelwright.serve.engines.worker import Stream
 from modelwright.serve.errors import ApiError
 from modelwright.serve.keys import Caller
-from modelwright.serve.limits import MAX_INPUTS, Limits
+from modelwright.serve.limits import MAX_INPUTS
 from modelwright.serve.service import Lease, service_of, version_header
 
 
 class EmbeddingRequest(RequestModel):
-    """POST /v1/embeddings. The last group is accepted and has no effect."""
+    """POST /v1/embeddings. The last group is accepted and ignored."""
+
+    PROMPT_FIELDS = ("input",)
 
     model: str
     input: PromptEntries
@@ -47,66 +47,47 @@ class EmbeddingRequest(RequestModel):
 
     user: str | None = None
 
-    @property
-    def inputs(self) -> list[str] | list[list[int]]:
-        """One or several texts, or their token ids."""
-        return as_list(self.input)
-
-    @classmethod
-    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
-        limits.check_prompts(data, "input")
-
 
 async def create_embeddings(request: Request) -> Response:
     service = service_of(request)
     caller = service.caller(request, "infer")
     with service.lease() as lease:
         body = await admit(request, lease, num_prompts=MAX_INPUTS)
-        asked, inputs = await parsed(lambda: _read_embedding(body, lease), len(body), lease)
+
+        def read() -> tuple[EmbeddingRequest, list[list[int]]]:
+            asked = parse_request(EmbeddingRequest, body, lease.model.limits.of_inputs)
+            lease.require_model(asked.model)
+            most = lease.model.info.model_dim
+            if asked.dimensions and asked.dimensions > most:
+                text = f"An embedding of this model has {most} dimensions, fewer than {asked.dimensions}."
+                raise ApiError(400, text, param="dimensions", code="invalid_value")
+            return asked, require_fitting(token_ids(as_list(asked.input), "input", lease), "input", lease)
+
+        asked, inputs = await parsed(read, len(body), lease)
         weights = lease.model.weights_of(asked.model)
         jobs = [EmbeddingJob(ids, caller.salt, weights.adapter, asked.pooling) for ids in inputs]
         vectors = await pooled_outputs(request, lease, jobs, caller)
-    num_tokens = sum(map(len, inputs))
-    data = [
-        {"object": "embedding", "index": index, "embedding": _encoded(shortened(vector, asked.dimensions), asked)}
-        for index, vector in enumerate(vectors)
-    ]
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    reply = {"object": "list", "data": data, "model": asked.model, "usage": usage}
+    data: list[dict[str, Any]] = []
+    for index, vector in enumerate(vectors):
+        if asked.dimensions is not None:
+            # as OpenAI shortens embeddings: the first dimensions, scaled to unit length
+            vector = vector[: asked.dimensions]
+            length = math.hypot(*vector) or 1.0
+            vector = [value / length for value in vector]
+        embedding: list[float] | str = list(vector)
+        if asked.encoding_format == "base64":  # of little-endian FP32, as OpenAI's client expects
+            embedding = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
+        data.append({"object": "embedding", "index": index, "embedding": embedding})
+    reply = {"object": "list", "data": data, "model": asked.model, "usage": _usage(inputs)}
     return JSONResponse(reply, headers=version_header(weights.version))
 
 
-def _read_embedding(body: bytes, lease: Lease) -> tuple[EmbeddingRequest, list[list[int]]]:
-    asked = parse_request(EmbeddingRequest, body, lease.model.limits.of_inputs)
-    lease.require_model(asked.model)
-    most = lease.model.info.model_dim
-    if asked.dimensions and asked.dimensions > most:
-        text = f"An embedding of this model has {most} dimensions, fewer than {asked.dimensions}."
-        raise ApiError(400, text, param="dimensions", code="invalid_value")
-    inputs = [token_ids(one, "input", lease) for one in not_empty(asked.inputs, "input")]
-    return asked, require_fitting(inputs, "input", lease)
-
-
-def shortened(vector: Sequence[float], num_dimensions: int | None) -> Sequence[float]:
-    """The first dimensions of a vector, scaled to unit length, as OpenAI shortens embeddings; None keeps all."""
-    if num_dimensions is None:
-        return vector
-    first = vector[:num_dimensions]
-    length = math.hypot(*first) or 1.0
-    return [value / length for value in first]
-
-
-def _encoded(vector: Sequence[float], asked: EmbeddingRequest) -> str | list[float]:
-    """Numbers, or the base64 of little-endian FP32, which OpenAI's client asks for."""
-    if asked.encoding_format == "float":
-        return list(vector)
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
-
-
 class ScoreRequest(RequestModel):
-    """POST /v1/score, in vLLM's form: one text or as many as there are in `text_2` in `text_1`. `use_activation`: false
-    for the model's own score, which is a sigmoid's input otherwise.
+    """POST /v1/score, in vLLM's form. `text_1`: one text, or as many as `text_2` has; `use_activation`: false returns
+    the model's output without a sigmoid.
     """
+
+    PROMPT_FIELDS = ("text_1", "text_2")
 
     model: str
     text_1: Texts
@@ -127,14 +108,9 @@ class ScoreRequest(RequestModel):
             raise ValueError(f"text_1 has {num_first} texts and text_2 has {num_second}; give one, or as many")
         return self
 
-    @classmethod
-    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
-        for param in ("text_1", "text_2"):
-            limits.check_prompts(data, param)
-
 
 class InputUsage(BaseModel):
-    """Tokens of the inputs."""
+    """Number of tokens of the inputs."""
 
     prompt_tokens: int
     total_tokens: int
@@ -149,7 +125,7 @@ class PairScore(BaseModel):
 
 
 class ScoreReply(BaseModel):
-    """One score for each pair, in order."""
+    """The scores of all pairs, in order."""
 
     id: str
     object: Literal["list"]
@@ -160,9 +136,11 @@ class ScoreReply(BaseModel):
 
 
 class RerankRequest(RequestModel):
-    """POST /v1/rerank, in the form that vLLM has from Jina and Cohere. `top_n`: 0 for all documents; `use_activation`:
-    as in a `ScoreRequest`.
+    """POST /v1/rerank, in vLLM's form, which is that of Jina and Cohere. `top_n`: 0 for all documents;
+    `use_activation`: as in a `ScoreRequest`.
     """
+
+    PROMPT_FIELDS = ("query", "documents")
 
     model: str
     query: str
@@ -177,20 +155,15 @@ class RerankRequest(RequestModel):
     def pairs(self) -> list[tuple[str, str]]:
         return [(self.query, document) for document in self.documents]
 
-    @classmethod
-    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
-        for param in ("query", "documents"):
-            limits.check_prompts(data, param)
-
 
 class RankedText(BaseModel):
-    """A document that was given."""
+    """The text of a document of the request."""
 
     text: str
 
 
 class RankedDocument(BaseModel):
-    """A document and how good it is, with its place in the request."""
+    """A document's index in the request and its score."""
 
     index: int
     relevance_score: float
@@ -198,7 +171,7 @@ class RankedDocument(BaseModel):
 
 
 class RerankReply(BaseModel):
-    """The documents, the best one first."""
+    """The documents, best first."""
 
     id: str
     model: str
@@ -212,23 +185,24 @@ S = TypeVar("S", ScoreRequest, RerankRequest)
 async def create_score(request: Request) -> Response:
     asked, inputs, scores, version = await _scored(request, ScoreRequest, "text_2")
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-    reply = _envelope("score", asked, inputs) | {"object": "list", "created": int(time.time()), "data": data}
+    head = {"id": f"score-{secrets.token_hex(12)}", "model": asked.model, "usage": _usage(inputs)}
+    reply = head | {"object": "list", "created": int(time.time()), "data": data}
     return JSONResponse(reply, headers=version_header(version))
 
 
 async def rerank(request: Request) -> Response:
     asked, inputs, scores, version = await _scored(request, RerankRequest, "documents")
+    # documents of equal score stay in the order of the request
     best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: asked.top_n or None]
     results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
     if asked.return_documents is not False:
         results = [result | {"document": {"text": asked.documents[result["index"]]}} for result in results]
-    return JSONResponse(_envelope("rerank", asked, inputs) | {"results": results}, headers=version_header(version))
+    head = {"id": f"rerank-{secrets.token_hex(12)}", "model": asked.model, "usage": _usage(inputs)}
+    return JSONResponse(head | {"results": results}, headers=version_header(version))
 
 
 async def _scored(request: Request, kind: type[S], param: str) -> tuple[S, list[list[int]], list[float], str]:
-    """The validated request, its pairs in tokens, their scores, and the version of the weights. param: the field that
-    errors name.
-    """
+    """Returns the request, its pairs in tokens, their scores, and the weights' version. param: field in errors."""
     service = service_of(request)
     caller = service.caller(request, "infer")
     with service.lease() as lease:
@@ -237,7 +211,9 @@ async def _scored(request: Request, kind: type[S], param: str) -> tuple[S, list[
         def read() -> tuple[S, list[list[int]]]:
             asked = parse_request(kind, body, lease.model.limits.of_inputs)
             lease.require_model(asked.model)
-            require_scorer(lease, asked.model)
+            if not lease.model.info.scores:
+                text = f"The model {asked.model!r} generates text and has no head that scores it"
+                raise ApiError(400, f"{text}; serve a reward model for that.", param="model", code="unsupported_task")
             inputs = [lease.model.tokenizer.encode_answer(question, text) for question, text in asked.pairs]
             return asked, require_fitting(inputs, param, lease)
 
@@ -250,22 +226,19 @@ async def _scored(request: Request, kind: type[S], param: str) -> tuple[S, list[
     return asked, inputs, scores, weights.version
 
 
-def _envelope(kind: str, asked: ScoreRequest | RerankRequest, inputs: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _usage(inputs: Sequence[Sequence[int]]) -> dict[str, int]:
     num_tokens = sum(map(len, inputs))
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return {"id": f"{kind}-{secrets.token_hex(12)}", "model": asked.model, "usage": usage}
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
 async def pooled_outputs(
     request: Request, lease: Lease, jobs: Sequence[EmbeddingJob], caller: Caller
 ) -> list[Sequence[float]]:
-    """One vector for each job, in order. Raises `ApiError`. Call it while the lease is held.
-
-    A request has no more jobs in the queue at a time than a request for answers may have, so that thousands of texts
-    neither fill the queue nor keep other requests waiting.
-    """
+    """Returns one vector per job, in order. Raises `ApiError`. Call it while the lease is held."""
     vectors: dict[int, Sequence[float]] = {}
-    size = lease.config.max_completions
+    # no more jobs at a time than a request for answers may have, so that thousands of texts neither fill the queue nor
+    # keep other requests waiting
+    size = lease.service.config.max_completions
     for first in range(0, len(jobs), size):
         stream = lease.model.worker.submit(jobs[first : first + size], caller)
 

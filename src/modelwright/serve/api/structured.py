@@ -1,8 +1,8 @@
 """Fields that constrain the form of an answer: OpenAI's `response_format`, vLLM's `structured_outputs`, and functions
-that a model may call, with the grammar of a forced call and calls in answers.
+that a model may call, with the grammar of a forced call and its parser.
 
-Only forced calls are supported (`tool_choice` "required" or a function): their form follows from the grammar, whatever
-the model. Whether to call at all is for a model to decide that was trained with one particular notation.
+Only forced calls are supported (`tool_choice` "required" or a function), because the grammar determines their form for
+any model. A model that decides whether to call would have to be trained with one particular notation.
 """
 
 import json
@@ -13,14 +13,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from modelwright.serve.api.fields import Strict
-from modelwright.serve.engines.grammars import MAX_GRAMMAR_CHARACTERS, GrammarSource, choice_source, json_source
-from modelwright.serve.errors import ApiError
+from modelwright.serve.engines.grammars import MAX_GRAMMAR_CHARACTERS, GrammarSource, json_source
 
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class FunctionDefinition(Strict):
-    """A function: `parameters` is the JSON schema of its arguments."""
+    """A function. `parameters`: JSON schema of its arguments."""
 
     name: FunctionName
     description: str | None = None
@@ -61,28 +60,28 @@ class ToolCall(Strict):
     function: FunctionCall
 
     def plain(self) -> str:
-        """The call as the model writes it."""
+        """Returns the call in the form in which the model writes it."""
         return f'{{"name": {json.dumps(self.function.name)}, "arguments": {self.function.arguments}}}'
 
 
 @dataclass(frozen=True)
 class ForcedCall:
-    """The functions one of which an answer has to call. With a single named one the answer is its arguments alone."""
+    """The functions of which an answer has to call one. With a single named one the answer is its arguments alone."""
 
     functions: tuple[FunctionDefinition, ...]
     is_named: bool
 
     def source(self) -> GrammarSource:
-        """The grammar of the answer. Raises `ApiError`."""
+        """Returns the grammar of the answer. Raises `ApiError`."""
         if self.is_named:
             return json_source(self.functions[0].schema_of_arguments, "tools")
         definitions: dict[str, Any] = {}
         calls = []
         for number, function in enumerate(self.functions):
-            own = _moved(function.schema_of_arguments, f"#/$defs/{number}")
-            definitions[str(number)] = own
-            arguments = {"$ref": f"#/$defs/{number}"}
-            properties = {"name": {"const": function.name}, "arguments": arguments}
+            # each schema refers to itself by "#", which is the combined schema now
+            root = f"#/$defs/{number}"
+            definitions[str(number)] = _moved(function.schema_of_arguments, root)
+            properties = {"name": {"const": function.name}, "arguments": {"$ref": root}}
             calls.append(
                 {
                     "type": "object",
@@ -92,9 +91,6 @@ class ForcedCall:
                 }
             )
         return json_source({"anyOf": calls, "$defs": definitions}, "tools")
-
-    def text(self) -> "CallText":
-        return CallText(self)
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ class CallDelta:
 
 @dataclass
 class CallText:
-    """Takes the text of a forced call piece by piece. call_id: the id by which the client refers to the call."""
+    """Parses the text of a forced call piece by piece. call_id: id by which the client refers to the call."""
 
     call: ForcedCall
     call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
@@ -115,61 +111,29 @@ class CallText:
     _held: str = ""
 
     def push(self, text: str) -> CallDelta:
-        """What `text` adds to the call."""
+        """Returns the part of the call that `text` adds."""
         self._held += text
-        name = "" if self.name else self._found_name()
+        name = ""
+        if not self.name and self.call.is_named:
+            name = self.call.functions[0].name
+        elif not self.name:
+            for function in self.call.functions:
+                head = f'{{"name": {json.dumps(function.name)}, "arguments": '
+                if self._held.startswith(head):
+                    name, self._held = function.name, self._held.removeprefix(head)
+                    break
         self.name = self.name or name
         if not self.name:
             return CallDelta()
-        keep = 0 if self.call.is_named else 1  # the brace that closes the call may have come already
+        # the last character is held back, because it may be the brace that closes the call and not the arguments
+        keep = 0 if self.call.is_named else 1
         end = max(0, len(self._held) - keep)
         arguments, self._held = self._held[:end], self._held[end:]
         return CallDelta(name, arguments)
 
-    def _found_name(self) -> str:
-        if self.call.is_named:
-            return self.call.functions[0].name
-        for function in self.call.functions:
-            head = f'{{"name": {json.dumps(function.name)}, "arguments": '
-            if self._held.startswith(head):
-                self._held = self._held.removeprefix(head)
-                return function.name
-        return ""
-
-
-def forced_call(tools: list[Tool] | None, choice: str | NamedTool | None) -> ForcedCall | None:
-    """What `tool_choice` forces; None for plain text. Raises `ApiError` 400 for "auto" and for a function that is not
-    among the tools.
-    """
-    functions = tuple(tool.function for tool in tools or [])
-    if isinstance(choice, NamedTool):
-        named = tuple(function for function in functions if function.name == choice.function.name)
-        if not named:
-            text = f"tool_choice names the function {choice.function.name!r}, which is not among the tools."
-            raise ApiError(400, text, param="tool_choice", code="invalid_value")
-        return ForcedCall(named[:1], is_named=True)
-    if choice == "required" and not functions:
-        raise ApiError(400, "tool_choice is required, but there are no tools.", param="tool_choice")
-    if functions and choice in (None, "auto"):
-        text = 'tool_choice "auto" is not supported by this server; take "required", "none", or name a function.'
-        raise ApiError(400, text, param="tool_choice", code="invalid_value")
-    return ForcedCall(functions, is_named=False) if choice == "required" else None
-
-
-def tool_prompt(functions: tuple[FunctionDefinition, ...]) -> str:
-    """The text that describes the callable functions to the model."""
-    lines = [
-        json.dumps(
-            {"name": one.name, "description": one.description or "", "parameters": one.schema_of_arguments},
-            ensure_ascii=False,
-        )
-        for one in functions
-    ]
-    return "\n".join(["Answer with a call of one of these functions, as JSON:", *lines])
-
 
 def _moved(node: Any, root: str) -> Any:
-    """A schema whose local references begin at another place."""
+    """Returns a copy of a schema with its local references moved below `root`."""
     if isinstance(node, list):
         return [_moved(entry, root) for entry in node]
     if not isinstance(node, dict):
@@ -185,7 +149,7 @@ GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTE
 
 
 class JsonSchemaFormat(Strict):
-    """A JSON schema with a name. Answers keep to it whether `strict` or not."""
+    """A JSON schema with a name. Answers conform to it with and without `strict`."""
 
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
@@ -206,7 +170,7 @@ class ResponseFormat(Strict):
         return self
 
     def source(self) -> GrammarSource | None:
-        """The grammar; None for plain text. Raises `ApiError`."""
+        """Returns the grammar, or None for plain text. Raises `ApiError`."""
         if self.type == "text":
             return None
         schema = self.json_schema.json_schema if self.json_schema else None
@@ -228,21 +192,13 @@ class StructuredOutputs(Strict):
         return self
 
     def source(self) -> GrammarSource:
-        """Raises `ApiError`."""
+        """Returns the grammar. Raises `ApiError`."""
         param = "structured_outputs"
         if self.json_schema is not None:
             return json_source(self.json_schema, param)
         if self.choice is not None:
-            return choice_source(self.choice, param)
+            texts = [json.dumps(text, ensure_ascii=False) for text in self.choice]
+            return GrammarSource("lark", f"start: {' | '.join(texts)}", param)
         if self.regex is not None:
             return GrammarSource("regex", self.regex, param)
         return GrammarSource("lark", self.grammar or "", param)
-
-
-def only_source(sources: list[GrammarSource | None]) -> GrammarSource | None:
-    """The one grammar of a request, None if there is none. Raises `ApiError` 400 for several."""
-    given = [source for source in sources if source is not None]
-    if len(given) > 1:
-        text = f"{given[0].param} and {given[1].param} cannot be combined; give one of them."
-        raise ApiError(400, text, param=given[1].param, code="invalid_value")
-    return given[0] if given else None

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, in vLLM's form: they know the tokenizer and no engine."""
+"""/tokenize and /detokenize, in vLLM's form. They use the tokenizer without an engine."""
 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ from modelwright.serve.service import Lease, service_of, version_header
 
 
 class TokenizeRequest(RequestModel):
-    """POST /tokenize, in vLLM's form: a text, or a conversation up to where the assistant speaks."""
+    """POST /tokenize, in vLLM's form: a text, or a conversation up to the start of the assistant's turn."""
 
     model: str | None = None
     prompt: str | None = None
@@ -50,12 +50,10 @@ class TokenizeReply(BaseModel):
 class DetokenizeRequest(RequestModel):
     """POST /detokenize, in vLLM's form."""
 
+    PROMPT_FIELDS = ("tokens",)
+
     model: str | None = None
     tokens: list[int]
-
-    @classmethod
-    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
-        limits.check_prompts(data, "tokens")
 
 
 class DetokenizeReply(BaseModel):
@@ -65,11 +63,28 @@ class DetokenizeReply(BaseModel):
 
 
 async def tokenize(request: Request) -> Response:
-    return await _without_engine(request, _tokenized)
+    def read(body: bytes, lease: Lease) -> dict[str, Any]:
+        asked = parse_request(TokenizeRequest, body, lease.model.limits)
+        lease.require_model(asked.model)
+        tokenizer = lease.model.tokenizer
+        if asked.messages is not None:
+            plain = [message.plain() for message in asked.messages]
+            ids = tokenizer.encode_chat(plain, image_text=lease.model.image_text)
+        else:
+            ids = tokenizer.encode(asked.prompt or "", with_begin=asked.add_special_tokens)
+        texts = {"token_strs": [tokenizer.token_text(token) for token in ids]} if asked.return_token_strs else {}
+        return {"count": len(ids), "max_model_len": lease.model.limits.context, "tokens": ids, **texts}
+
+    return await _without_engine(request, read)
 
 
 async def detokenize(request: Request) -> Response:
-    return await _without_engine(request, _detokenized)
+    def read(body: bytes, lease: Lease) -> dict[str, Any]:
+        asked = parse_request(DetokenizeRequest, body, lease.model.limits)
+        lease.require_model(asked.model)
+        return {"prompt": lease.model.tokenizer.decode(known_ids(asked.tokens, "tokens", lease))}
+
+    return await _without_engine(request, read)
 
 
 async def _without_engine(request: Request, read: Callable[[bytes, Lease], dict[str, Any]]) -> Response:
@@ -77,25 +92,5 @@ async def _without_engine(request: Request, read: Callable[[bytes, Lease], dict[
     service.caller(request, "infer")
     with service.lease() as lease:
         body = await read_body(request, lease, num_prompts=1)
-        return JSONResponse(
-            await parsed(lambda: read(body, lease), len(body), lease), headers=version_header(lease.model.fingerprint)
-        )
-
-
-def _tokenized(body: bytes, lease: Lease) -> dict[str, Any]:
-    asked = parse_request(TokenizeRequest, body, lease.model.limits)
-    lease.require_model(asked.model)
-    tokenizer = lease.model.tokenizer
-    if asked.messages is not None:
-        plain = [message.plain() for message in asked.messages]
-        ids = tokenizer.encode_chat(plain, image_text=lease.model.image_text)
-    else:
-        ids = tokenizer.encode(asked.prompt or "", with_begin=asked.add_special_tokens)
-    texts = {"token_strs": [tokenizer.token_text(token) for token in ids]} if asked.return_token_strs else {}
-    return {"count": len(ids), "max_model_len": lease.model.limits.context, "tokens": ids, **texts}
-
-
-def _detokenized(body: bytes, lease: Lease) -> dict[str, Any]:
-    asked = parse_request(DetokenizeRequest, body, lease.model.limits)
-    lease.require_model(asked.model)
-    return {"prompt": lease.model.tokenizer.decode(known_ids(asked.tokens, "tokens", lease))}
+        reply = await parsed(lambda: read(body, lease), len(body), lease)
+        return JSONResponse(reply, headers=version_header(lease.model.fingerprint))

@@ -1,4 +1,4 @@
-"""Starts the engines of a model: ours in processes of their own, or another program's."""
+"""Starts the engines of a model: ours in separate processes, or those of another program."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -28,21 +28,21 @@ Loader = Callable[[ModelSource, ServeConfig], tuple[EngineClient, ServedTokenize
 
 @dataclass(frozen=True)
 class Backend:
-    """load: starts the engines of a model; weights: formats that may follow the name, after a colon."""
+    """A back-end. load: starts the engines of a model; weights: formats that may follow the name, after a colon."""
 
     load: Loader
     weights: tuple[str, ...] = ()
 
 
 def load_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, ServedTokenizer]:
-    """The engines of a model and its tokenizer. Raises `ModelError` if the folder cannot be loaded, `ConfigError` if
-    the cache is too small for the model, or the back-end cannot do what the settings ask for.
+    """Loads the engines of a model and its tokenizer. Raises `ModelError` if the folder cannot be loaded, `ConfigError`
+    if the cache is too small for the model or the back-end does not support a setting.
     """
     return backend_of(config).load(source, config)
 
 
 def backend_of(config: ServeConfig) -> Backend:
-    """What computes the answers. Raises `ConfigError` for a name or a format of weights that does not exist, and for a
+    """Returns the configured back-end. Raises `ConfigError` for an unknown name or format of weights, and for a
     back-end whose package is not installed or broken.
     """
     name, colon, weights = config.backend.partition(":")
@@ -51,7 +51,7 @@ def backend_of(config: ServeConfig) -> Backend:
     else:
         added = offered(BACKENDS_GROUP, Backend, taken=tuple(BACKENDS))
         if name in PACKAGED and name not in added:
-            raise ConfigError(f"--backend: {name} is a package of its own; pip install 'modelwright[{name}]'")
+            raise ConfigError(f"--backend: {name} is a separate package; pip install 'modelwright[{name}]'")
         if name not in added:
             raise ConfigError(f"--backend: {name!r} is unknown; choose from {', '.join([*BACKENDS, *added])}")
         backend = added[name]()
@@ -66,6 +66,7 @@ def _own_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient
     setup = EngineSetup(
         folder=str(source.folder),
         engine=asdict(config.engine),
+        # engines share the cores: more threads than cores would slow down all of them
         num_threads=max(1, torch.get_num_threads() // config.engines),
         may_spare_thread=config.engines == 1,
         heads=HEAD_KINDS,
@@ -76,8 +77,8 @@ def _own_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient
 
 
 def engine_in_thread(model: Decoder, config: ServeConfig) -> EngineThread:
-    """The model's engine in a thread of this process. Raises `ConfigError` if the cache is too small for it, and
-    `ModelError` for an adapter of another model.
+    """Creates the model's engine in a thread of this process. Raises `ConfigError` if the cache is too small for it,
+    and `ModelError` for an adapter of another model.
     """
     adapters = load_adapters(model, {name: Path(folder) for name, folder in config.adapters.items()})
     engine = Engine(model, config.engine, adapters=adapters)
@@ -88,10 +89,8 @@ BACKENDS: Mapping[str, Backend] = {
     OWN_BACKEND: Backend(_own_engines),
     "openvino": Backend(openvino_engine, weights=get_args(GgufFormat)),
 }
-"""The only list of the package's own back-ends."""
-
+"""All back-ends of this package, by name."""
 BACKENDS_GROUP = "modelwright.backends"
-"""Entry points of other packages: each a `Backend`."""
-
+"""Group of the entry points of other packages, each a `Backend`."""
 PACKAGED = ("vllm",)
-"""Back-ends of this project's other packages; the extra that installs one has its name."""
+"""Back-ends in other packages of this project. Each is installed by the extra of the same name."""

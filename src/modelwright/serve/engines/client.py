@@ -1,5 +1,5 @@
-"""The interface between the event loop and engines, wherever they run: in a thread of this process (`EngineThread`) or
-in processes of their own (`EnginePool`).
+"""The interface between the event loop and engines, which run in a thread of this process (`EngineThread`) or in
+separate processes (`EnginePool`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +16,8 @@ from modelwright.serve.engines.routing import EjectionReason
 from modelwright.serve.errors import ApiError
 
 EngineEnd = Literal["stopped", "died", "wedged", "outdated"]
-"""On purpose; the process has ended; it gave no sign of life for too long; adapters were loaded or unloaded while it
-started."""
+"""Reason for the end of an engine: stopped by the server; the process has ended; it gave no sign of life for too long;
+adapters were loaded or unloaded while it started."""
 
 ENGINE_LOSSES: Mapping[EngineEnd, EventKind] = {
     "died": EventKind(
@@ -37,19 +37,19 @@ ENGINE_LOSSES: Mapping[EngineEnd, EventKind] = {
         is_ordinary=True,
     ),
 }
-"""Those that are not on purpose; the log and the metric modelwright_engine_failures name them."""
-
+"""Unintended ends, as named in the log and the metric modelwright_engine_failures."""
 MoveOutcome = Literal["continued", "retried", "lost"]
-"""With the same tokens; from its beginning, of which the client has seen nothing; not at all."""
+"""Outcome for an answer of a lost engine: continued with the same tokens; restarted before the client has seen any of
+it; ended with an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What the server has to know of its engines. `fingerprint`: of the weights; `max_num_seqs`: answers that are
-    computed at once, by all of them together; `scores`: the model scores texts instead of generating any; `adapters`:
-    digests of those that were loaded at the start, by what engines call them; `image_size`: pixels of a side of the
-    images that the model reads, 0 if it reads none; `image_token` stands `image_patches` times for an image;
-    `crops_images`: it sees the center of an image that is no square, else all of it stretched.
+    """Facts about a server's engines. `fingerprint`: version of the weights; `max_num_seqs`: number of answers that all
+    engines together compute at once; `scores`: true for a model that scores texts instead of generating text;
+    `adapters`: digests of the adapters at the start, by the engines' names; `image_size`: side of the model's images in
+    pixels, 0 for a text-only model; `image_token`: token that represents an image, repeated `image_patches` times;
+    `crops_images`: true if the model sees the center of an image that is not square, false if it sees it stretched.
     """
 
     fingerprint: str
@@ -71,7 +71,7 @@ class EngineInfo:
 
 
 def engine_info(engine: Engine, fingerprint: str) -> EngineInfo:
-    """fingerprint: of the weights of its model."""
+    """Returns the facts about one engine. fingerprint: version of its weights."""
     prefix = image_prefix(engine.model)
     images: dict[str, Any] = {}
     if prefix is not None:
@@ -96,85 +96,85 @@ def engine_info(engine: Engine, fingerprint: str) -> EngineInfo:
 
 
 class EngineEvents(Protocol):
-    """Where an engine reports, inside the event loop."""
+    """Receives the reports of engines, inside the event loop."""
 
     def deliver(self, engine_name: str, outputs: Sequence[StepOutput], stats: EngineStats) -> None:
-        """New tokens, and the load of one engine; an engine that is started again has another name."""
+        """Receives new tokens, and the load of one engine. A restarted engine has another name."""
         ...
 
     def engine_lost(self, engine_name: str, reason: EngineEnd) -> None:
-        """An engine is gone; its load counts no more."""
+        """Called when an engine is gone. Its load no longer counts."""
         ...
 
     def engine_ejected(self, reason: EjectionReason) -> None:
-        """An engine gets no new answers for a time."""
+        """Called when an engine gets no new answers for a time."""
         ...
 
     def answer_moved(self, outcome: MoveOutcome) -> None:
-        """An answer of an engine that was lost or failed is continued by another one, or not."""
+        """Called for each answer of an engine that was lost or failed."""
         ...
 
     def refuse(self, request_id: str, error: ApiError) -> None:
-        """One answer cannot be computed."""
+        """Called for an answer that cannot be computed."""
         ...
 
     def fail(self) -> None:
-        """No answer can be computed any more."""
+        """Called when answers can no longer be computed."""
         ...
 
 
 class EngineClient(Protocol):
-    """Takes answers to compute. All methods belong to the event loop; none waits for an engine but `stop`."""
+    """Computes answers with one or several engines. Belongs to the event loop; only `stop` waits for an engine."""
 
     @property
     def info(self) -> EngineInfo: ...
 
     @property
     def unavailable(self) -> str:
-        """Why new requests cannot be computed now, "" if they can."""
+        """Reason why new requests cannot be computed now, "" if they can."""
         ...
 
     @property
     def is_back_soon(self) -> bool:
-        """Whether requests that come while it is unavailable wait for an engine instead of being refused."""
+        """True if requests that come while it is unavailable wait for an engine instead of being refused."""
         ...
 
     def start(self, events: EngineEvents) -> None:
-        """Call inside the running event loop."""
+        """Starts the engines. Call it inside the running event loop."""
         ...
 
     def check(self, job: Job, /) -> None:
-        """Raise `ApiError` 400 for what these engines cannot do."""
+        """Raises `ApiError` 400 for a job that these engines do not support."""
         ...
 
     def add(self, jobs: Mapping[str, Job]) -> None:
-        """Start the answers of one request by their ids; the ids are new."""
+        """Starts the answers of one request by their ids, which are new."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """Stop an answer, if it has not finished."""
+        """Stops an answer, if it has not finished."""
         ...
 
     async def load_adapter(self, name: str, folder: Path) -> str:
-        """Let answers be computed with the adapter in a folder; returns the digest of its values. Running answers go on
-        meanwhile. name: what jobs call it; no other adapter has had it. Raises `ApiError` 400 if it cannot be used.
+        """Loads the adapter in a folder while answers continue, and returns the digest of its values. name: its name in
+        jobs, which no other adapter has had. Raises `ApiError` 400 if it cannot be used.
         """
         ...
 
     async def unload_adapter(self, name: str) -> None:
-        """No later job may name the adapter; those before finish with it."""
+        """Unloads an adapter. Later jobs may not name it; earlier ones finish with it."""
         ...
 
     async def stop(self) -> None: ...
 
     def discard(self) -> None:
-        """End engines that were loaded and never started."""
+        """Ends engines that were loaded and never started."""
         ...
 
 
 @contextmanager
 def discarded_on_error(client: EngineClient) -> Iterator[None]:
-    """Nothing outlives a server that could not be built."""
+    """Discards the engines if an exception leaves the block: no process may outlive a server that was never built."""
     try:
         yield
     except BaseException:

@@ -1,9 +1,6 @@
-"""Constrained output: what a request asks for as a grammar of `llguidance`, compiled within bounds, and the tokens that
-the grammar allows at each step.
-"""
+"""Constrained output: grammars, compiled by `llguidance` within bounds, and the tokens that they allow at each step."""
 
 import asyncio
-import functools
 import graphlib
 import importlib.util
 import json
@@ -23,26 +20,23 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_DEPTH = 64
-"""Nesting of a JSON schema."""
-
+"""Deepest nesting of a JSON schema."""
 MAX_NODES = 5_000
-"""Objects, lists and values of a JSON schema."""
-
+"""Most objects, lists and values of a JSON schema."""
 MAX_GRAMMAR_CHARACTERS = 65_536
 
 MAX_COMPILATIONS = 2
-"""Grammars compiled at once; each has a thread for about as long as its fuel lasts."""
-
+"""Most grammars that are compiled at once. Each occupies a thread until it is compiled or out of fuel."""
 COMPILE_TIMEOUT_S = 5.0
-"""For waiting and compiling. Compiling alone ends within a fraction of it: llguidance counts its work ("fuel")."""
-
+"""Limit on waiting and compiling. Compiling alone takes a fraction of it, because llguidance limits its work ("fuel").
+"""
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as `json.dumps` writes it. Free white space lets a small model write blanks until its limit."""
+"""The form of `json.dumps`. With free white space a small model may write blanks up to its limit."""
 
 
 @dataclass(frozen=True)
 class GrammarSource:
-    """What the answer must be: a JSON schema or a regular expression, a Lark grammar. param: the field that asks."""
+    """The form of an answer: a JSON schema, a regular expression or a Lark grammar. param: field of the request."""
 
     kind: Literal["json", "regex", "lark"]
     text: str
@@ -50,27 +44,39 @@ class GrammarSource:
 
 
 def json_source(schema: Any, param: str) -> GrammarSource:
-    """Raises `ApiError` 400 for a schema that is too large, too deep or recursive."""
+    """Returns the grammar of a schema. Raises `ApiError` 400 for a schema that is too large, too deep or recursive."""
     if not isinstance(schema, (dict, bool)):
         raise _bad(param, "a JSON schema must be an object")
-    _check_size(schema, param)
-    _check_references(schema, param)
+    # level by level, because a recursion would exhaust the interpreter's stack
+    level, num_nodes, depth = [schema], 0, 0
+    while level:
+        num_nodes, depth = num_nodes + len(level), depth + 1
+        if depth > MAX_DEPTH:
+            raise _bad(param, f"the schema is nested deeper than {MAX_DEPTH} levels; flatten it")
+        if num_nodes > MAX_NODES:
+            raise _bad(param, f"the schema has more than {MAX_NODES} values; split it")
+        level = [child for node in level for child in _children(node)]
+    # a reference that leads back to itself would leave the depth of the answer unbounded
+    graph: dict[str, set[str]] = {}
+    waiting = {"#"}
+    while waiting:
+        pointer = waiting.pop()
+        graph[pointer] = _references(_at(schema, pointer, param))
+        waiting |= graph[pointer] - graph.keys()
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pointer = error.args[1][0]
+        raise _bad(param, f"the schema is recursive through {pointer[:80]!r}; write it out to a fixed depth") from None
     return GrammarSource("json", json.dumps(schema), param)
 
 
-def choice_source(choices: Sequence[str], param: str) -> GrammarSource:
-    """One of several texts."""
-    return GrammarSource(
-        "lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choices), param
-    )
-
-
+@dataclass(eq=False)
 class GrammarConstraint:
     """A grammar's state in one sequence; see `TokenConstraint`."""
 
-    def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
+    _matcher: "LLMatcher"
+    _vocab_size: int
 
     def allowed(self) -> Tensor:
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
@@ -80,12 +86,12 @@ class GrammarConstraint:
         return torch.from_numpy(bits.astype(np.bool_))
 
     def advance(self, token_id: int) -> None:
-        self._matcher.consume_token(token_id)  # what it does not accept shows in the next call of `allowed`
+        self._matcher.consume_token(token_id)  # the next call of `allowed` shows if it was rejected
 
 
 @dataclass(frozen=True)
 class CompiledGrammar:
-    """A grammar from which each sequence gets a state of its own."""
+    """A compiled grammar, which creates a separate state for each sequence."""
 
     source: GrammarSource
     matcher: "LLMatcher"
@@ -96,17 +102,18 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer. definition: the text of its `tokenizer.json`; stop_ids: tokens that end an answer."""
+    """Compiles grammars. definition: text of the `tokenizer.json`; stop_ids: tokens that end an answer."""
 
     def __init__(self, definition: str, vocab_size: int, stop_ids: Sequence[int]) -> None:
         self._definition = definition
         self._vocab_size = vocab_size
         self._stop_ids = list(stop_ids)
         self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
         self._places = asyncio.Semaphore(MAX_COMPILATIONS)
 
     async def compile(self, source: GrammarSource) -> CompiledGrammar:
-        """Raises `ApiError` 400 for a grammar that is malformed or takes too long, and if llguidance is absent."""
+        """Compiles in another thread. Raises `ApiError` 400 for a malformed or slow grammar, and without llguidance."""
         if importlib.util.find_spec("llguidance") is None:
             text = "constrained output needs llguidance, which the server lacks; its operator can install"
             raise _bad(source.param, f"{text} modelwright[structured]")
@@ -117,37 +124,27 @@ class GrammarCompiler:
             raise _bad(source.param, f"compiling takes more than {COMPILE_TIMEOUT_S:g} s; simplify it") from None
 
     def compile_now(self, source: GrammarSource) -> CompiledGrammar:
-        """Compile in this thread, for as long as it takes. Raises like `compile`."""
-        from llguidance import LLMatcher, LLParserLimits
+        """Compiles in this thread, without a time limit. Raises like `compile`."""
+        from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
         try:
-            grammar = _grammar(source)
+            if source.kind == "json":
+                grammar = LLMatcher.grammar_from_json_schema(source.text, overrides=cast(Any, JSON_FORM))
+            elif source.kind == "regex":
+                grammar = LLMatcher.grammar_from_regex(source.text)
+            else:
+                grammar = LLMatcher.grammar_from_lark(source.text)
         except ValueError as error:
             raise _bad(source.param, str(error)[:300]) from None
         limits = LLParserLimits(verbose_errors=False)
-        with self._lock:  # two threads must not both make the tokenizer
-            tokenizer = self._tokenizer
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        with self._lock:
+            # made with the first grammar, because it takes a second for a large vocabulary
+            if self._tokenizer is None:
+                self._tokenizer = LLTokenizer(self._definition, n_vocab=self._vocab_size, eos_token=self._stop_ids)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise _bad(source.param, matcher.get_error().strip().splitlines()[0][:300])
         return CompiledGrammar(source, matcher, self._vocab_size)
-
-    @functools.cached_property
-    def _tokenizer(self) -> "LLTokenizer":
-        """Made with the first grammar: it takes a second for a large vocabulary."""
-        from llguidance import LLTokenizer
-
-        return LLTokenizer(self._definition, n_vocab=self._vocab_size, eos_token=self._stop_ids)
-
-
-def _grammar(source: GrammarSource) -> str:
-    from llguidance import LLMatcher
-
-    if source.kind == "json":
-        return LLMatcher.grammar_from_json_schema(source.text, overrides=cast(Any, JSON_FORM))
-    if source.kind == "regex":
-        return LLMatcher.grammar_from_regex(source.text)
-    return LLMatcher.grammar_from_lark(source.text)
 
 
 def _bad(param: str, reason: str) -> ApiError:
@@ -162,53 +159,22 @@ def _children(node: Any) -> Iterable[Any]:
     return cast(list[Any], node) if isinstance(node, list) else ()
 
 
-def _check_size(schema: Any, param: str) -> None:
-    """Level by level, because a recursion would end with the interpreter's stack."""
-    level, num_nodes = [schema], 0
-    for _ in range(MAX_DEPTH):
-        num_nodes += len(level)
-        if num_nodes > MAX_NODES:
-            raise _bad(param, f"the schema has more than {MAX_NODES} values; split it")
-        level = [child for node in level for child in _children(node)]
-        if not level:
-            return
-    raise _bad(param, f"the schema is nested deeper than {MAX_DEPTH} levels; flatten it")
-
-
-def _check_references(schema: Any, param: str) -> None:
-    """Refuse references that lead back to where they stand: no bound on the answer's depth would follow from them."""
-    graph: dict[str, set[str]] = {}
-    waiting = {"#"}
-    while waiting:
-        pointer = waiting.pop()
-        graph[pointer] = _references(_at(schema, pointer, param))
-        waiting |= graph[pointer] - graph.keys()
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        pointer = error.args[1][0]
-        raise _bad(param, f"the schema is recursive through {pointer[:80]!r}; write it out to a fixed depth") from None
-
-
 def _references(node: Any) -> set[str]:
-    """All local references below a node."""
-    found, waiting = set[str](), [node]
+    """Returns all local references below a node."""
+    references, waiting = set[str](), [node]
     while waiting:
-        one = waiting.pop()
-        reference = one.get("$ref") if isinstance(one, dict) else None
+        part = waiting.pop()
+        reference = part.get("$ref") if isinstance(part, dict) else None
         if isinstance(reference, str):
-            found.add(reference)
-        waiting += [child for child in _children(one) if not _holds_definitions(one, child)]
-    return found
-
-
-def _holds_definitions(node: Any, child: Any) -> bool:
-    """Definitions count where they are referred to, not where they stand."""
-    return isinstance(node, dict) and any(child is node.get(name) for name in ("$defs", "definitions"))
+            references.add(reference)
+        # definitions count at the references to them, not at their own place
+        definitions = [part.get(name) for name in ("$defs", "definitions")] if isinstance(part, dict) else []
+        waiting += [child for child in _children(part) if not any(child is one for one in definitions)]
+    return references
 
 
 def _at(schema: Any, pointer: str, param: str) -> Any:
-    """The part of a schema at a pointer such as `#/$defs/tree`."""
+    """Returns the part of a schema at a pointer such as `#/$defs/tree`."""
     if not pointer.startswith("#"):
         raise _bad(param, f"the reference {pointer[:80]!r} leads out of the schema; only local ones are followed")
     node = schema

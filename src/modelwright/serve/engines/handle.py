@@ -1,4 +1,4 @@
-"""The gateway's side of one engine process: how it is started, and its connection in the event loop."""
+"""The gateway's side of one engine process: its start, and its connection in the event loop."""
 
 import asyncio
 import contextlib
@@ -17,13 +17,11 @@ from modelwright.serve.engines.process import BlockingChannel, EngineReport, Eng
 log = logging.getLogger("modelwright.serve")
 
 START_TIMEOUT_S = 600.0
-"""For loading a model and measuring what is fastest."""
-
+"""Time for loading the model and measuring the fastest kernels."""
 SILENCE_S = 2.5
-"""An engine that says nothing for so long, ten heartbeats, has hung ..."""
-
+"""Time without a message, ten heartbeats, after which an engine counts as hung ..."""
 SILENCE_STEPS = 10.0
-"""... unless its steps are long: so many of the longest step, if that is more."""
+"""... or this many of its longest steps, if that takes longer."""
 
 WATCH_PERIOD_S = 0.1
 EXIT_TIMEOUT_S = 5.0
@@ -31,28 +29,26 @@ EXIT_TIMEOUT_S = 5.0
 
 @dataclass
 class EngineHandle:
-    """A process whose engine is ready. `full_step_s`: seconds of a step with as many prompt tokens as one may have."""
+    """A process whose engine is ready. `full_step_s`: seconds of a step with the most prompt tokens."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
     report: EngineReport
     full_step_s: float
 
-    @property
-    def silence_s(self) -> float:
-        """For how long it may say nothing."""
-        return max(SILENCE_S, SILENCE_STEPS * self.full_step_s)
-
     @classmethod
     def launch(
         cls, setup: EngineSetup, on_start: Callable[[subprocess.Popen[bytes]], None] = lambda process: None
     ) -> Self:
-        """Start a process and wait until its engine is ready. on_start: gets the process before that, to be able to
-        end it. Raises `ModelError` if the engine does not become ready, `ConfigError` if that is for a setting.
+        """Starts a process and waits until its engine is ready. on_start: called with the process before the wait, so
+        that another thread can end it. Raises `ModelError` if the engine does not become ready, `ConfigError` if a
+        setting is the reason.
         """
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "modelwright.serve.engines.process", str(theirs.fileno())]
-        with theirs:  # a session of its own: Ctrl-C reaches the gateway only, which drains first
+        # Our copy of the other end is closed at once, so that the end of the process closes the connection. The process
+        # gets a new session, so that Ctrl-C reaches only the gateway, which drains first.
+        with theirs:
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
         on_start(process)
         try:
@@ -61,34 +57,33 @@ class EngineHandle:
             message = channel.receive_one(START_TIMEOUT_S)
             if "failed" in message:
                 raise (ConfigError if message["is_setting"] else ModelError)(message["failed"])
-        except (EOFError, OSError) as error:  # TimeoutError is an OSError
+        except BaseException as error:
             _end(process, ours)
+            if not isinstance(error, (EOFError, OSError)):  # TimeoutError is an OSError
+                raise
             what = f"within {START_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else "at all; see its messages"
             raise ModelError(f"{setup.folder}: an engine process did not start {what}") from None
-        except BaseException:
-            _end(process, ours)
-            raise
         fields = message["report"]
         report = EngineReport(**{**fields, "info": EngineInfo(**fields["info"])})
         return cls(process, ours, report, message["full_step_s"])
 
     def end(self) -> None:
-        """End the process: by itself if it can, else by force."""
+        """Waits for the process to end after its socket is closed, and kills it if it does not."""
         _end(self.process, self.connection)
 
 
 def relaunch(
     setup: EngineSetup, expected: Callable[[], EngineReport], on_start: Callable[[subprocess.Popen[bytes]], None]
 ) -> EngineHandle | None:
-    """Start a process in the place of one that was lost; None, with the reason in the log, if that is not possible or
-    it has not what it should have. expected: the report of the others, which may change meanwhile.
+    """Starts a process that replaces a lost one. Returns None, with the reason in the log, if it cannot be started or
+    if its report differs. expected: report of the other engines, which may change meanwhile.
     """
     try:
         handle = EngineHandle.launch(setup, on_start)
     except ModelwrightError as error:
         log.error("an engine could not be started again: %s", error)
         return None
-    except Exception:  # whoever gives up would never have an engine again
+    except Exception:  # an exception would end the task that restarts this engine
         log.exception("an engine could not be started again")
         return None
     if handle.report != expected():
@@ -120,7 +115,7 @@ class EngineLink(asyncio.Protocol):
         self._ended = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's are no subclass
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's transports are not a subclass
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self._loop.time()
@@ -131,7 +126,7 @@ class EngineLink(asyncio.Protocol):
         self._ended.set()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Nothing is sent to an engine that is gone: `watch` ends next, and its answers move to another one."""
+        """Sends a message, or drops it if the engine is gone: `watch` ends next, and its answers move."""
         if not self._transport.is_closing():
             self._transport.write(encode(message))
 
@@ -139,13 +134,14 @@ class EngineLink(asyncio.Protocol):
         self._transport.abort()
 
     async def watch(self, silence_s: float) -> EngineEnd:
-        """Wait until the engine has died or has been silent for too long; returns which."""
+        """Waits until the engine has died or has been silent for `silence_s`, and returns which."""
         while not self._ended.is_set():
             before = self._loop.time()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), WATCH_PERIOD_S)
             now = self._loop.time()
-            self._heard_at += max(0.0, now - before - WATCH_PERIOD_S)  # while this loop was held up, it heard nobody
+            # time in which this loop was blocked does not count, because it could not receive anything
+            self._heard_at += max(0.0, now - before - WATCH_PERIOD_S)
             if now - self._heard_at > silence_s:
                 return "wedged"
         return "died"

@@ -21,11 +21,11 @@ ABILITIES = {
     "embeddings": "embeddings and scores",
     "images": "images in prompts",
 }
-"""What not every engine can do, in words."""
+"""Features that some engines lack, and their names in errors."""
 
 
 class StepEngine(Protocol):
-    """Computes the answers of many requests, one step after the other. `Engine` documents the arguments."""
+    """Computes the answers of many requests step by step. `Engine` documents the arguments."""
 
     @property
     def has_work(self) -> bool: ...
@@ -41,7 +41,7 @@ class StepEngine(Protocol):
         adapter: str = "",
         images: Sequence[Pixels] = (),
     ) -> None:
-        """Queue a request. Raises `ConfigError` for one that cannot be computed."""
+        """Queues a request. Raises `ConfigError` for one that cannot be computed."""
         ...
 
     def embed(
@@ -53,11 +53,11 @@ class StepEngine(Protocol):
         cache_salt: str = "",
         adapter: str = "",
     ) -> None:
-        """Queue a request for a vector. Raises `ConfigError` for one that cannot be computed."""
+        """Queues a request for a vector. Raises `ConfigError` for one that cannot be computed."""
         ...
 
     def abort(self, request_id: str) -> bool:
-        """Whether there was such a request."""
+        """Aborts a request. Returns false for an unknown one."""
         ...
 
     def step(self) -> list[StepOutput]: ...
@@ -65,44 +65,11 @@ class StepEngine(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-class Job(Protocol):
-    """One answer to compute."""
-
-    @property
-    def prompt_ids(self) -> Sequence[int]: ...
-
-    @property
-    def cache_salt(self) -> str:
-        """See `Engine.add`."""
-        ...
-
-    @property
-    def adapter(self) -> str:
-        """What engines call the adapter that it is computed with, "" for the model itself."""
-        ...
-
-    @property
-    def max_total_tokens(self) -> int:
-        """Tokens of prompt and answer at most."""
-        ...
-
-    def asks(self) -> Mapping[str, str]:
-        """What it asks for that an engine may lack: some of `ABILITIES`, with the fields of the request."""
-        ...
-
-    def submit(self, engine: StepEngine, request_id: str) -> None:
-        """Queue it in the engine. Raises `ConfigError` for what the engine rejects."""
-        ...
-
-    def to_message(self) -> dict[str, Any]:
-        """Plain data from which `job_of` makes the job again."""
-        ...
-
-
 @dataclass(frozen=True)
 class GenerationJob:
-    """New tokens after a prompt. grammar: None lets them be any; images: those of the prompt, in order; wants_logprobs:
-    whether the log-probabilities of the new tokens are read by anyone; an engine may leave them out else.
+    """An answer to generate. grammar: None allows any text; cache_salt: see `Engine.add`; adapter: the engines' name of
+    the adapter, "" for the model itself; images: images of the prompt, in order; wants_logprobs: false allows an engine
+    to omit the log-probabilities of new tokens.
     """
 
     prompt_ids: Sequence[int]
@@ -115,9 +82,11 @@ class GenerationJob:
 
     @property
     def max_total_tokens(self) -> int:
+        """Most tokens of prompt and answer together."""
         return len(self.prompt_ids) + self.params.max_tokens
 
     def asks(self) -> Mapping[str, str]:
+        """Returns the `ABILITIES` that the job needs, with the fields of the request that ask for them."""
         params, grammar = self.params, self.grammar
         return {
             **({"alternatives": "logprobs"} if params.num_logprobs else {}),
@@ -128,6 +97,7 @@ class GenerationJob:
         }
 
     def submit(self, engine: StepEngine, request_id: str) -> None:
+        """Queues the job in an engine. Raises `ConfigError` if the engine rejects it."""
         constraint = self.grammar.constraint() if self.grammar else None
         engine.add(
             request_id,
@@ -140,11 +110,11 @@ class GenerationJob:
         )
 
     def to_message(self) -> dict[str, Any]:
-        source = asdict(self.grammar.source) if self.grammar else None
+        """Returns plain data, from which `job_of` restores the job."""
         return {
             "prompt_ids": list(self.prompt_ids),
             "params": vars(self.params),
-            "grammar": source,
+            "grammar": asdict(self.grammar.source) if self.grammar else None,
             "cache_salt": self.cache_salt,
             "adapter": self.adapter,
             "images": [base64.b64encode(one.tobytes()).decode() for one in self.images],
@@ -154,7 +124,7 @@ class GenerationJob:
 
 @dataclass(frozen=True)
 class EmbeddingJob:
-    """The embedding of a text, or its score."""
+    """A text to embed or to score. Its methods are those of `GenerationJob`."""
 
     prompt_ids: Sequence[int]
     cache_salt: str = ""
@@ -177,40 +147,43 @@ class EmbeddingJob:
         return asdict(self) | {"prompt_ids": list(self.prompt_ids)}
 
 
+Job = GenerationJob | EmbeddingJob
+
+
 def refusing(backend: str, lacks: Collection[str]) -> Callable[[Job], None]:
-    """A check that raises `ApiError` 400 for jobs that ask for something that a back-end lacks, by its name."""
+    """Returns a check that raises `ApiError` 400 for jobs that need an ability that a back-end lacks."""
 
     def check(job: Job) -> None:
         for ability, param in job.asks().items():
             if ability in lacks:
-                text = f"The back-end {backend} has no {ABILITIES[ability]}; leave out {param}."
+                text = f"The back-end {backend} does not support {ABILITIES[ability]}; leave out {param}."
                 raise ApiError(400, text, param=param, code="unsupported_task")
 
     return check
 
 
 def job_of(message: Mapping[str, Any], compile_grammar: Callable[[GrammarSource], CompiledGrammar]) -> Job:
-    """The job of a message. Raises what `compile_grammar` raises."""
-    if "params" not in message:
+    """Restores a job from its message. Raises what `compile_grammar` raises."""
+    if "params" not in message:  # an `EmbeddingJob` has none
         return EmbeddingJob(**message)
     fields = message["params"]
     stop_ids, bias = tuple(fields["stop_ids"]), tuple((token, value) for token, value in fields["logit_bias"])
     params = SamplingParams(**{**fields, "stop_ids": stop_ids, "logit_bias": bias})
     source = message["grammar"]
     grammar = compile_grammar(GrammarSource(**source)) if source else None
-    images = tuple(_square(base64.b64decode(one)) for one in message["images"])
+    images: list[Pixels] = []
+    for text in message["images"]:
+        # [3, S, S]; a `bytearray`, because torch warns about arrays that are not writable
+        data = np.frombuffer(bytearray(base64.b64decode(text)), dtype=np.uint8)
+        side = math.isqrt(len(data) // 3)
+        images.append(data.reshape(3, side, side))
     salt, adapter, wants_logprobs = (message[name] for name in ("cache_salt", "adapter", "wants_logprobs"))
-    return GenerationJob(message["prompt_ids"], params, grammar, salt, adapter, images, wants_logprobs)
-
-
-def _square(data: bytes) -> Pixels:
-    """Pixels [3, S, S]."""
-    side = math.isqrt(len(data) // 3)
-    return np.frombuffer(bytearray(data), dtype=np.uint8).reshape(3, side, side)
+    return GenerationJob(message["prompt_ids"], params, grammar, salt, adapter, tuple(images), wants_logprobs)
 
 
 def output_message(output: StepOutput) -> list[Any]:
-    """An output as plain data."""
+    """Returns an output as plain data."""
+    # a list, not an object: there is one for every token
     scores = [[score.token_id, score.logprob, score.rank, score.alternatives] for score in output.prompt_scores]
     return [
         output.request_id,
@@ -225,7 +198,7 @@ def output_message(output: StepOutput) -> list[Any]:
 
 
 def output_of(message: Sequence[Any]) -> StepOutput:
-    """The output of an `output_message`."""
+    """Restores an output from its `output_message`."""
     request_id, token_id, logprob, alternatives, reason, scores, embedding, num_cached = message
     return StepOutput(
         request_id,

@@ -1,8 +1,7 @@
 """OpenVINO GenAI as the engine, on CPUs: `modelwright serve RUN --backend openvino`; `openvino:q8_0` for 8-bit weights.
 
-The model is written as a GGUF file, which OpenVINO reads without a conversion of its own; its continuous batching
-computes the answers. Activations and cache are FP32, as in our own engine. Its cache of prompts stays off, because it
-would be shared between API keys. Needs the extra `openvino`.
+The model is written as a GGUF file, which OpenVINO reads without a conversion; its continuous batching computes the
+answers. Activations and cache are FP32, as in our own engine. Needs the extra `openvino`.
 """
 
 import hashlib
@@ -36,24 +35,28 @@ if TYPE_CHECKING:
     from openvino_genai.py_openvino_genai import GenerationHandle
 
 BLOCK_LEN = 32
-"""Tokens of a block of OpenVINO's cache on CPUs."""
-
+"""Tokens per block of OpenVINO's cache on CPUs."""
 MOST_SEED = 2**63
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-"""OpenVINO's own defaults are BF16 where the processor has it, and a cache of 8 bits."""
-
+"""Overrides OpenVINO's defaults: BF16 where the processor supports it, and an 8-bit cache."""
 FILE_NAME = "served"
-"""The name of the model inside the GGUF file, the same for all, so that equal weights have equal fingerprints."""
+"""Name of the model inside the GGUF file. It is constant, so that equal weights have equal fingerprints."""
 
 REASONS = {"STOP": "stop", "LENGTH": "length"}
 
 
 def openvino_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, ServedTokenizer]:
-    """Raises `ConfigError` for settings that OpenVINO cannot follow and without the extra, `ModelError` for a model
-    that it cannot read.
+    """Loads a model into OpenVINO. Raises `ConfigError` for settings that OpenVINO does not support and without the
+    extra, `ModelError` for a model that it cannot read.
     """
-    weights = _weight_format(config.backend)
-    _require_settings(config)
+    refused = {
+        "engines: the back-end openvino is one engine, which uses all threads": config.engines > 1,
+        "--adapters: the back-end openvino serves none; merge an adapter into the model first": bool(config.adapters),
+        "engine.num_speculative_tokens: the back-end openvino guesses none": config.engine.num_speculative_tokens > 0,
+    }
+    for text, is_asked in refused.items():
+        if is_asked:
+            raise ConfigError(text)
     folder = source.folder
     if is_int8_folder(folder):
         raise ModelError(f"{folder}: OpenVINO reads no INT8 folder; serve the model before it with openvino:q8_0")
@@ -63,6 +66,7 @@ def openvino_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineCli
     if config.engine.kv_cache_tokens // BLOCK_LEN * BLOCK_LEN < model.max_seq_len:
         text = f"{config.engine.kv_cache_tokens} cannot hold a sequence of {model.max_seq_len} tokens, the context"
         raise ConfigError(f"kv_cache_tokens: {text}, in blocks of {BLOCK_LEN}; raise it")
+    weights: Any = config.backend.partition(":")[2] or "f16"
     pipeline, fingerprint = _load(folder, weights, config.engine)
     info = EngineInfo(
         fingerprint=fingerprint,
@@ -129,7 +133,7 @@ class OpenVinoEngine:
         cache_salt: str = "",
         adapter: str = "",
     ) -> None:
-        raise ConfigError("model: the back-end openvino has no embeddings")
+        raise ConfigError("model: the back-end openvino does not support embeddings")
 
     def abort(self, request_id: str) -> bool:
         handle = self._handles.pop(request_id, None)
@@ -141,6 +145,7 @@ class OpenVinoEngine:
         if self._pipeline.has_non_finished_requests():
             self._pipeline.step()
         outputs = [output for request_id, handle in self._handles.items() for output in _read(request_id, handle)]
+        # only now, because the line above iterates over the handles
         for output in outputs:
             if output.finished:
                 del self._handles[output.request_id]
@@ -167,7 +172,7 @@ class OpenVinoEngine:
         config.frequency_penalty = params.frequency_penalty
         config.repetition_penalty = params.repetition_penalty
         config.ignore_eos = not params.stop_ids
-        if params.stop_ids:  # the model's own end token counts only if it is one of them
+        if params.stop_ids:  # the model's own end token counts only if it is among them
             config.eos_token_id = params.stop_ids[0]
             config.stop_token_ids = set(params.stop_ids)
         config.do_sample = params.temperature > 0
@@ -182,10 +187,9 @@ class OpenVinoEngine:
 
 
 def _read(request_id: str, handle: "GenerationHandle") -> list[StepOutput]:
-    """New tokens of an answer; a reason stands with the last one. OpenVINO drops an answer for which it has no room
-    without a word.
-    """
+    """Reads the new tokens of an answer. The last one has the finish reason."""
     if not handle.can_read():
+        # OpenVINO drops an answer that does not fit in its cache, and reports nothing else
         is_dropped = handle.get_status().name != "RUNNING"
         return [StepOutput(request_id, 0, 0.0, (), "error")] if is_dropped else []
     outputs = []
@@ -197,28 +201,7 @@ def _read(request_id: str, handle: "GenerationHandle") -> list[StepOutput]:
     return outputs
 
 
-def _weight_format(backend: str) -> GgufFormat:
-    return backend.partition(":")[2] or "f16"  # type: ignore[return-value]
-
-
-def _require_settings(config: ServeConfig) -> None:
-    refused = {
-        "engines: the back-end openvino is one engine, which uses all threads": config.engines > 1,
-        "--adapters: the back-end openvino serves none; merge an adapter into the model first": bool(config.adapters),
-        "engine.num_speculative_tokens: the back-end openvino guesses none": config.engine.num_speculative_tokens > 0,
-    }
-    for text, is_asked in refused.items():
-        if is_asked:
-            raise ConfigError(text)
-
-
 def _load(folder: Path, weights: GgufFormat, config: EngineConfig) -> tuple[Any, str]:
-    """A pipeline, and the fingerprint of its weights.
-
-    The pipeline is made in a thread that ends: OpenVINO's plugin for CPUs gives the thread that loads it an alternate
-    signal stack, and unmaps that stack when another thread frees the plugin, or when plugins are freed in another order
-    than the reverse. In the main thread the next signal would then end the process instead of draining it.
-    """
     try:
         import openvino_genai as genai
     except ImportError as error:
@@ -228,12 +211,15 @@ def _load(folder: Path, weights: GgufFormat, config: EngineConfig) -> tuple[Any,
     scheduling.num_kv_blocks = config.kv_cache_tokens // BLOCK_LEN
     scheduling.max_num_seqs = config.max_num_seqs
     scheduling.max_num_batched_tokens = config.max_num_batched_tokens
-    scheduling.enable_prefix_caching = False
+    scheduling.enable_prefix_caching = False  # the cache would be shared between API keys
     properties = EXACT | {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
     with tempfile.TemporaryDirectory() as place:
         file = export_gguf(folder, Path(place) / "model.gguf", number_format=weights, name=FILE_NAME)
         with open(file, "rb") as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
+        # In a thread that ends: OpenVINO's plugin for CPUs gives the thread that loads it an alternate signal stack,
+        # and unmaps that stack when another thread frees the plugin, or when plugins are not freed in reverse order. In
+        # the main thread the next signal would then end the process instead of draining it.
         try:
             with ThreadPoolExecutor(1, "openvino") as thread:
                 pipeline = thread.submit(genai.ContinuousBatchingPipeline, file, scheduling, "CPU", properties).result()

@@ -1,11 +1,11 @@
-"""Engines in processes of their own behind one gateway: routing, and what happens when an engine is lost.
+"""Engines in separate processes behind one gateway: dispatch of answers, and recovery from lost engines.
 
-An engine that dies is noticed at once by the end of its socket, one that hangs by its silence. It is started again,
-with growing pauses if that happens often. Engines of one version give the same bits, so its answers continue on another
-engine: their tokens are computed again, and those that the client has are compared and not sent again. Where engines
-are not batch-invariant, an answer is tried again only if the client has seen nothing of it, within a budget, and else
-ends with an error. So is an answer whose first token an engine could not compute. See `routing` for engines that run
-and should get no new answers.
+The end of its socket shows at once that an engine has died, silence that it hangs. It is restarted, with growing pauses
+if that happens often. Engines of one version give the same bits, so its answers continue on another engine: their
+tokens are computed again, and those that the client has are compared and not sent again. Engines that are not
+batch-invariant retry an answer only if the client has seen nothing of it, within a budget; otherwise it ends with an
+error. The same holds for an answer whose first token an engine could not compute. `routing` handles engines that run
+but should get no new answers.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from typing import Any
 
 from modelwright.infer.engine import EngineStats, StepOutput
 from modelwright.serve.engines.client import EngineEnd, EngineEvents
-from modelwright.serve.engines.handle import EngineHandle, EngineLink, relaunch
+from modelwright.serve.engines.handle import SILENCE_S, SILENCE_STEPS, EngineHandle, EngineLink, relaunch
 from modelwright.serve.engines.jobs import Job, output_of
 from modelwright.serve.engines.process import EngineSetup
 from modelwright.serve.engines.routing import EjectionReason, EngineHealth, RetryBudget, Router, cache_salt
@@ -34,65 +34,29 @@ from modelwright.serve.errors import ENGINE_LOST, ApiError, engine_lost
 log = logging.getLogger("modelwright.serve")
 
 MAX_MOVES = 2
-"""A request that ends every engine that computes it must not end them all."""
+"""Limits the damage of a request that crashes every engine that computes it."""
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 30.0
 STABLE_S = 60.0
-"""Pauses before an engine is started again double until one has run for so long."""
-
+"""The pause before a restart doubles each time, until an engine has run for this time."""
 ORPHAN_TIMEOUT_S = 60.0
-"""Answers wait so long for an engine when all are lost."""
-
+"""Longest time that answers wait for an engine when all are lost."""
 ORPHAN_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class AdapterReply:
-    """text: the digest of the adapter's values, or why it cannot be used."""
+    """The reply of an engine's `AdapterLoader`. text: digest of the adapter's values, or the reason of a failure."""
 
     is_done: bool
     text: str
 
 
-class AdapterCalls:
-    """Loading and unloading of adapters in engine processes (`AdapterLoader`). A reply of a lost engine never comes."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[str, asyncio.Future[AdapterReply | None]]] = {}
-
-    async def ask(self, links: Mapping[str, EngineLink], name: str, folder: str) -> dict[str, AdapterReply]:
-        """Ask engines, by their names, what `AdapterLoader.begin` does; returns the replies of those that are not lost
-        meanwhile.
-        """
-        loop, futures = asyncio.get_running_loop(), dict[str, asyncio.Future[AdapterReply | None]]()
-        for engine_name, link in links.items():
-            number = next(self._numbers)
-            futures[engine_name] = loop.create_future()
-            self._waiting[number] = (engine_name, futures[engine_name])
-            link.send({"adapters": [[number, name, folder]]})
-        replies = dict(zip(futures, await asyncio.gather(*futures.values()), strict=True))
-        return {engine_name: reply for engine_name, reply in replies.items() if reply is not None}
-
-    def take(self, number: int, reply: AdapterReply) -> None:
-        """Pass on a reply."""
-        waiting = self._waiting.pop(number, None)
-        if waiting is not None and not waiting[1].done():
-            waiting[1].set_result(reply)
-
-    def lose(self, engine_name: str) -> None:
-        """Wait no longer for an engine."""
-        for number in [number for number, (name, _) in self._waiting.items() if name == engine_name]:
-            _, future = self._waiting.pop(number)
-            if not future.done():
-                future.set_result(None)
-
-
 @dataclass(eq=False)
 class PooledAnswer:
-    """An answer in progress. token_ids: those that were passed on; num_repeated: how many of them the present engine
-    has computed again; orphaned_at: since when it has no engine, 0 while it has one.
+    """An answer in progress. token_ids: tokens that the client has; num_repeated: how many of them the current engine
+    has computed again; orphaned_at: time since which it has no engine, 0 while it has one.
     """
 
     request_id: str
@@ -103,15 +67,10 @@ class PooledAnswer:
     num_moves: int = 0
     orphaned_at: float = 0.0
 
-    @property
-    def num_outstanding(self) -> int:
-        """Tokens that are still to be computed, at most."""
-        return self.job.max_total_tokens - len(self.token_ids)
-
 
 @dataclass(eq=False)
 class Slot:
-    """A place for an engine. name: of the process that has it now; link: None while it has none."""
+    """A place for an engine. name: name of its current process; link: None while it is not connected."""
 
     number: int
     handle: EngineHandle
@@ -120,14 +79,9 @@ class Slot:
     is_lost: bool = False
     answers: dict[str, PooledAnswer] = field(default_factory=dict)
 
-    @property
-    def num_outstanding(self) -> int:
-        """Tokens of all its answers."""
-        return sum(answer.num_outstanding for answer in self.answers.values())
-
 
 class EnginePool:
-    """The `EngineClient` of engine processes with one version of the model."""
+    """An `EngineClient` of engine processes with one version of the model."""
 
     def __init__(self, setup: EngineSetup, handles: Sequence[EngineHandle]) -> None:
         self._setup = setup
@@ -143,7 +97,8 @@ class EnginePool:
         self._tasks: list[asyncio.Task[None]] = []
         self._lost_at = -math.inf
         self._starting: dict[int, subprocess.Popen[bytes]] = {}
-        self._adapter_calls = AdapterCalls()
+        self._call_numbers = itertools.count()
+        self._adapter_calls: dict[int, tuple[str, asyncio.Future[AdapterReply | None]]] = {}
 
     @property
     def unavailable(self) -> str:
@@ -152,7 +107,7 @@ class EnginePool:
 
     @property
     def is_back_soon(self) -> bool:
-        """Whether the outage is no longer than the start of a process, so that requests wait in the queue."""
+        """True while the outage may be a restart, so that requests wait in the queue."""
         return asyncio.get_running_loop().time() - self._lost_at < ORPHAN_TIMEOUT_S
 
     def start(self, events: EngineEvents) -> None:
@@ -176,10 +131,10 @@ class EnginePool:
                 answer.engine.link.send({"abort": [request_id]})
 
     async def load_adapter(self, name: str, folder: Path) -> str:
-        """All engines load it, also those that are connected or started meanwhile."""
         digests: dict[str, str] = {}
+        # in rounds, because other engines may be connected or restarted while these load the adapter
         while links := {slot.name: slot.link for slot in self._slots if slot.link and slot.name not in digests}:
-            replies = await self._adapter_calls.ask(links, name, str(folder))
+            replies = await self._ask(links, name, str(folder))
             problems = [reply.text for reply in replies.values() if not reply.is_done]
             digests |= {engine: reply.text for engine, reply in replies.items()}
             if len(set(digests.values())) > 1 and not problems:
@@ -197,11 +152,25 @@ class EnginePool:
         adapters = {other: digest for other, digest in self._report.info.adapters.items() if other != name}
         folders = {other: folder for other, folder in self._setup.adapters.items() if other != name}
         links = {slot.name: slot.link for slot in self._slots if slot.link}
+        # first, so that an engine that is restarted meanwhile does not have the adapter
         self._expect(adapters, folders, links)
-        await self._adapter_calls.ask(links, name, "")
+        await self._ask(links, name, "")
+
+    async def _ask(self, links: Mapping[str, EngineLink], name: str, folder: str) -> dict[str, AdapterReply]:
+        """Calls `AdapterLoader.begin` in engines, by name. Returns the replies of those that are not lost meanwhile."""
+        loop, futures = asyncio.get_running_loop(), dict[str, asyncio.Future[AdapterReply | None]]()
+        for engine_name, link in links.items():
+            number = next(self._call_numbers)
+            futures[engine_name] = loop.create_future()
+            self._adapter_calls[number] = (engine_name, futures[engine_name])
+            link.send({"adapters": [[number, name, folder]]})
+        replies = dict(zip(futures, await asyncio.gather(*futures.values()), strict=True))
+        return {engine_name: reply for engine_name, reply in replies.items() if reply is not None}
 
     def _expect(self, adapters: Mapping[str, str], folders: Mapping[str, str], engines: Collection[str]) -> None:
-        """What engines have from now on. engines: names of those that have it; another one is started again with it."""
+        """Sets the adapters that engines have from now on. engines: names of those that have them; all others are
+        restarted, because their report differs.
+        """
         self._setup = replace(self._setup, adapters=folders)
         self._report = replace(self._report, info=replace(self._report.info, adapters=adapters))
         for slot in self._slots:
@@ -209,6 +178,7 @@ class EnginePool:
                 slot.handle.report = self._report
 
     async def stop(self) -> None:
+        # the tasks first: they would restart engines that end
         for task in self._tasks:
             task.cancel()
         for process in self._starting.values():
@@ -223,28 +193,35 @@ class EnginePool:
             slot.handle.end()
 
     async def _keep_running(self, slot: Slot) -> None:
-        """Connect to a slot's engine, and when it is lost to the one that takes its place."""
+        """Stays connected to a slot's engine, and restarts it whenever it is lost."""
         pause_s, loop = FIRST_PAUSE_S, asyncio.get_running_loop()
         while True:
             started = loop.time()
             end = await self._attend(slot)
             log.error("engine %s (process %d) %s", slot.name, slot.handle.process.pid, end)
             self._lose(slot, end)
-            await asyncio.to_thread(_kill, slot.handle)
+            with contextlib.suppress(ProcessLookupError):  # a process that hangs does not end when its socket closes
+                slot.handle.process.kill()
+            await asyncio.to_thread(slot.handle.end)
             pause_s = FIRST_PAUSE_S if loop.time() - started > STABLE_S else pause_s
-            while True:
+            handle = None
+            while handle is None:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                if await self._restarted(slot):
-                    break
+                note = functools.partial(self._starting.__setitem__, slot.number)  # for `stop`, which kills it
+                try:
+                    handle = await asyncio.to_thread(relaunch, self._setup, lambda: self._report, note)
+                finally:
+                    self._starting.pop(slot.number, None)
+            slot.handle = handle
 
     async def _attend(self, slot: Slot) -> EngineEnd:
-        """Stay connected to a slot's engine until it is lost; returns how."""
+        """Stays connected to a slot's engine until it is lost, and returns how."""
         slot.name = f"engine-{slot.number}-{secrets.token_hex(4)}"
         link = EngineLink(lambda message: self._receive(slot, message))
         slot.handle.connection.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=slot.handle.connection)
-        if slot.handle.report != self._report:
+        if slot.handle.report != self._report:  # adapters changed while it started
             link.close()
             return "outdated"
         if slot.is_lost:
@@ -252,20 +229,10 @@ class EnginePool:
         slot.link, slot.is_lost = link, False
         self._place_all(list(self._orphans.values()))
         try:
-            return await link.watch(slot.handle.silence_s)
+            return await link.watch(max(SILENCE_S, SILENCE_STEPS * slot.handle.full_step_s))
         finally:
             slot.link = None
             link.close()
-
-    async def _restarted(self, slot: Slot) -> bool:
-        """Start another process in a slot; false if that was not possible."""
-        note = functools.partial(self._starting.__setitem__, slot.number)
-        try:
-            handle = await asyncio.to_thread(relaunch, self._setup, lambda: self._report, note)
-        finally:
-            self._starting.pop(slot.number, None)
-        slot.handle = handle or slot.handle
-        return handle is not None
 
     def _receive(self, slot: Slot, message: Mapping[str, Any]) -> None:
         if message["step_s"]:
@@ -274,15 +241,19 @@ class EnginePool:
         self._events.deliver(slot.name, outputs, EngineStats(**message["stats"]))
         for request_id, (status, text, code) in message["refused"].items():
             if request_id in slot.answers:
-                self._refuse(slot.answers[request_id], ApiError(status, text, code=code))
+                self._forget(slot.answers[request_id])
+                self._events.refuse(request_id, ApiError(status, text, code=code))
         for number, is_done, text in message["adapters"]:
-            self._adapter_calls.take(number, AdapterReply(is_done, text))
+            _, future = self._adapter_calls.pop(number, ("", None))
+            if future is not None and not future.done():
+                future.set_result(AdapterReply(is_done, text))
 
     def _take(self, slot: Slot, output: StepOutput) -> bool:
-        """Whether an output is new to the client."""
+        """Records an output. Returns whether it is new to the client."""
         answer = slot.answers.get(output.request_id)
         if answer is None:
             return False
+        # an answer that has moved repeats the tokens that the client has; a difference means damaged weights or memory
         if answer.num_repeated < len(answer.token_ids):
             if output.token_id != answer.token_ids[answer.num_repeated]:
                 self._give_up(answer)
@@ -292,6 +263,7 @@ class EnginePool:
         if output.finished:
             self._forget(answer)
             self._health.answered(slot.number, is_good=output.finish_reason != "error")
+            # "error" means an output that is not finite, which may come from damaged memory of this process alone
             if output.finish_reason == "error" and self._may_retry(answer):
                 self._answers[answer.request_id] = answer
                 self._place([answer], avoided=slot)
@@ -301,7 +273,7 @@ class EnginePool:
         return True
 
     def _place_all(self, answers: Sequence[PooledAnswer]) -> None:
-        """Give answers to engines; neighbors with the same prompt go to the same one, which computes it once."""
+        # neighbors with the same prompt go to the same engine, which computes the prompt once
         for _, group in itertools.groupby(answers, key=lambda one: (cache_salt(one.job), tuple(one.job.prompt_ids))):
             self._place(list(group))
 
@@ -309,11 +281,16 @@ class EnginePool:
         running = {slot.number: slot for slot in self._slots if slot.link is not None}
         slots = {number: slot for number, slot in running.items() if slot is not avoided} or running
         if not slots:
+            # the time of the first loss counts, also if an engine that took over is lost as well
             for answer in group:
                 answer.orphaned_at = answer.orphaned_at or asyncio.get_running_loop().time()
                 self._orphans[answer.request_id] = answer
             return
-        loads = {number: slot.num_outstanding for number, slot in slots.items()}
+        # most tokens that are still to be computed
+        loads = {
+            number: sum(answer.job.max_total_tokens - len(answer.token_ids) for answer in slot.answers.values())
+            for number, slot in slots.items()
+        }
         slot = slots[self._router.choose(loads, group[0].job)]
         for answer in group:
             self._orphans.pop(answer.request_id, None)
@@ -329,8 +306,11 @@ class EnginePool:
         self._health.lost(slot.number)
         answers, slot.answers = list(slot.answers.values()), {}
         self._events.engine_lost(slot.name, end)
-        self._adapter_calls.lose(slot.name)
-        # Where engines give the same bits, an answer continues elsewhere; otherwise only an unseen one starts anew.
+        for number in [number for number, (name, _) in self._adapter_calls.items() if name == slot.name]:
+            _, future = self._adapter_calls.pop(number)
+            if not future.done():
+                future.set_result(None)
+        # where engines give the same bits, an answer continues elsewhere; otherwise only an unseen one starts anew
         for answer in answers:
             answer.engine = None
             if self._is_reproducible and answer.num_moves < MAX_MOVES:
@@ -341,7 +321,7 @@ class EnginePool:
         self._place_all([answer for answer in answers if answer.request_id in self._answers])
 
     def _may_retry(self, answer: PooledAnswer) -> bool:
-        """Whether an answer of which the client has seen nothing is computed anew; counts as a retry then."""
+        """Counts a retry and returns true if an answer, of which the client has seen nothing, may be computed again."""
         if answer.token_ids or answer.num_moves >= MAX_MOVES or not self._budget.take():
             return False
         answer.num_moves += 1
@@ -355,11 +335,8 @@ class EnginePool:
     def _give_up(self, answer: PooledAnswer, text: str = ENGINE_LOST) -> None:
         self.abort(answer.request_id)
         self._events.answer_moved("lost")
-        self._refuse(answer, engine_lost(text))
-
-    def _refuse(self, answer: PooledAnswer, error: ApiError) -> None:
         self._forget(answer)
-        self._events.refuse(answer.request_id, error)
+        self._events.refuse(answer.request_id, engine_lost(text))
 
     def _forget(self, answer: PooledAnswer) -> None:
         self._answers.pop(answer.request_id, None)
@@ -368,7 +345,6 @@ class EnginePool:
             answer.engine.answers.pop(answer.request_id, None)
 
     async def _watch_orphans(self) -> None:
-        """Give up answers that have waited too long for an engine."""
         while True:
             await asyncio.sleep(ORPHAN_POLL_S)
             oldest = asyncio.get_running_loop().time() - ORPHAN_TIMEOUT_S
@@ -378,9 +354,8 @@ class EnginePool:
 
 
 def launch_pool(setup: EngineSetup, count: int) -> EnginePool:
-    """Start `count` processes and wait until all are ready. The first one measures what is fastest; the others do the
-    same, so that all give the same bits. Raises `ModelError` or `ConfigError` if one cannot be started.
-    """
+    """Starts `count` engine processes. Raises `ModelError` or `ConfigError` if one does not become ready."""
+    # the first one measures which kernels are fastest; the others use the same ones, so that all give the same bits
     first = EngineHandle.launch(setup)
     setup = replace(setup, heads=(first.report.head,), int8_backend=first.report.int8_backend)
     with ThreadPoolExecutor(count) as threads:
@@ -392,10 +367,3 @@ def launch_pool(setup: EngineSetup, count: int) -> EnginePool:
             handle.end()
         raise problems[0]
     return EnginePool(setup, handles)
-
-
-def _kill(handle: EngineHandle) -> None:
-    """A process that hangs does not end by itself."""
-    with contextlib.suppress(ProcessLookupError):
-        handle.process.kill()
-    handle.end()

@@ -1,12 +1,12 @@
-"""An engine in a process of its own: `python -m modelwright.serve.engines.process FD`, started by `pool`.
+"""An engine in a separate process: `python -m modelwright.serve.engines.process FD`, started by `pool`.
 
 FD is its end of a Unix socket. The first message that it reads is an `EngineSetup`, the first that it sends an
-`EngineReport`, or why there is none. Then it sends one message per step: new tokens, load, refusals, and how long the
-step took (0 for one without work). Without work it sends one every `HEARTBEAT_S`, from the same loop, so that a process
-whose engine hangs falls silent. It ends when the gateway closes the socket or is gone. Messages are JSON objects, one
-per line.
+`EngineReport` or an error. Then it sends one message per step: new tokens, load, refusals, and the duration of the step
+(0 without work). Without work it sends one every `HEARTBEAT_S`, from the same loop, so that a process whose engine
+hangs falls silent. It ends when the gateway closes the socket or exits. Messages are JSON objects, one per line.
 """
 
+import contextlib
 import functools
 import gc
 import json
@@ -37,15 +37,16 @@ from modelwright.serve.errors import ApiError
 from modelwright.serve.load import load_folder, weights_fingerprint
 from modelwright.serve.tokenizer import ServedTokenizer
 
+log = logging.getLogger("modelwright.serve")
+
 HEARTBEAT_S = 0.25
 SETUP_TIMEOUT_S = 60.0
 
 SMALL_MODEL_PARAMETERS = 50_000_000
-"""The engine of a smaller model leaves a core to the gateway, whose work for a token takes about as long as the
-engine's. Measured on two cores with 8.6M parameters: an engine in a thread of the server bore 160 requests of 8 tokens
-a second at a 99th percentile of 150 ms with one thread, and fewer than 80 with two. The limit itself was not measured.
-"""
-
+"""Size below which an engine leaves a core to the gateway, whose work for a token then takes about as long as the
+engine's. Measured on two cores with 8.6M parameters: an engine in a thread of the server sustained 160 requests of 8
+tokens a second at a 99th percentile of 150 ms with one thread, and fewer than 80 with two. The limit itself was not
+measured."""
 
 RECEIVE_BYTES = 1 << 20
 
@@ -54,16 +55,16 @@ def encode(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
+@dataclass
 class LineDecoder:
-    """Puts messages together from the parts in which they arrive."""
+    """Assembles messages from the parts in which they arrive."""
 
-    def __init__(self) -> None:
-        self._rest = bytearray()
+    _rest: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that are complete with `data`."""
+        """Returns the messages that `data` completes."""
         self._rest += data
-        if b"\n" not in data:
+        if b"\n" not in data:  # a large message arrives in many parts, and must not be searched again with each
             return []
         *lines, rest = bytes(self._rest).split(b"\n")
         self._rest = bytearray(rest)
@@ -71,7 +72,7 @@ class LineDecoder:
 
 
 class BlockingChannel:
-    """One end of the connection, for a process or thread that waits."""
+    """One end of the connection, for a process or thread that may block."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -84,9 +85,7 @@ class BlockingChannel:
         self.connection.sendall(encode(message))
 
     def receive_one(self, timeout_s: float) -> dict[str, Any]:
-        """The next message, where no other follows it. Raises `TimeoutError` if it does not arrive in time, and like
-        `receive`.
-        """
+        """Receives one message, which no other may follow. Raises `TimeoutError`, and like `receive`."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             for message in self.receive(left_s):
@@ -94,7 +93,7 @@ class BlockingChannel:
         raise TimeoutError
 
     def receive(self, timeout_s: float) -> list[dict[str, Any]]:
-        """Wait up to `timeout_s` for messages; empty if none is complete. Raises `EOFError` when the peer is gone."""
+        """Waits up to `timeout_s` and returns the complete messages. Raises `EOFError` if the peer is gone."""
         if not self._poll.poll(1000 * timeout_s):
             return []
         data = self.connection.recv(RECEIVE_BYTES)
@@ -105,27 +104,25 @@ class BlockingChannel:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """What an engine process computes with. `heads`: what it may choose from by measuring; `int8_backend`: "auto" for a
-    choice. Several engines must choose alike to give the same bits.
+    """The settings of an engine process. `heads`: candidates for the output head, of which the process measures the
+    fastest; `int8_backend`: "auto" to choose one. Several engines must use the same ones to give the same bits.
     """
 
     folder: str
     engine: Mapping[str, Any]
-    """The fields of an `EngineConfig`."""
+    """Fields of an `EngineConfig`."""
     num_threads: int
     heads: tuple[HeadKind, ...]
     int8_backend: Backend | str
     may_spare_thread: bool = False
-    """Whether the engine of a small model leaves one of its threads to the gateway."""
+    """True to leave one thread to the gateway if the model is small."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """Folders of adapters by what jobs call them."""
+    """Folders of adapters by their names in jobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineReport:
-    """What an engine process has loaded and chosen. Two engines with equal reports give the same bits, if they are
-    batch-invariant.
-    """
+    """The model and kernels of an engine process. Batch-invariant engines with equal reports give the same bits."""
 
     info: EngineInfo
     is_batch_invariant: bool
@@ -135,19 +132,19 @@ class EngineReport:
     decodes_by_operator: bool = False
 
 
+@dataclass
 class AdapterLoader:
-    """Loads and unloads adapters when the gateway says so (`AdapterCalls`), between two steps of the engine. A file is
-    read in a thread, so that the engine goes on meanwhile.
+    """Loads and unloads adapters for the gateway (`EnginePool`), between two steps of the engine. Files are read in a
+    thread, so that the engine continues meanwhile.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._threads = ThreadPoolExecutor(1)
-        self._reading: dict[int, tuple[str, Future[PreparedAdapter]]] = {}
-        self._replies: list[list[Any]] = []
+    _engine: Engine
+    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    _reading: "dict[int, tuple[str, Future[PreparedAdapter]]]" = field(default_factory=dict)
+    _replies: list[list[Any]] = field(default_factory=list)
 
     def begin(self, number: int, name: str, folder: str) -> None:
-        """Load the adapter in a folder, or without a folder let no later job name it."""
+        """Starts to load the adapter in a folder, or with folder "" unloads it."""
         if folder:
             future = self._threads.submit(prepare_adapter, self._engine.model, Path(folder))
             self._reading[number] = (name, future)
@@ -157,68 +154,54 @@ class AdapterLoader:
         self._replies.append([number, True, ""])
 
     def replies(self) -> list[list[Any]]:
-        """Number of the call and fields of an `AdapterReply`, for all calls that are finished since the last time."""
+        """Returns, for all calls that finished since the last time, the number and the fields of an `AdapterReply`."""
         for number, (name, future) in list(self._reading.items()):
-            if future.done():
-                del self._reading[number]
-                self._replies.append([number, *self._installed(name, future)])
+            if not future.done():
+                continue
+            del self._reading[number]
+            try:
+                adapter = future.result()
+                self._engine.add_adapter(name, adapter)
+                self._replies.append([number, True, adapter.digest])
+            except ModelwrightError as error:
+                self._replies.append([number, False, str(error)])
+            except Exception as error:  # an unexpected file must not end the engine and all its answers
+                log.exception("the adapter %s could not be loaded", name)
+                self._replies.append([number, False, f"{type(error).__name__}: {error}"])
         replies, self._replies = self._replies, []
         return replies
 
-    def _installed(self, name: str, future: "Future[PreparedAdapter]") -> tuple[bool, str]:
-        try:
-            adapter = future.result()
-            self._engine.add_adapter(name, adapter)
-        except ModelwrightError as error:
-            return False, str(error)
-        except Exception as error:  # a file that nobody has thought of must not end the engine and all its answers
-            log.exception("the adapter %s could not be loaded", name)
-            return False, f"{type(error).__name__}: {error}"
-        return True, adapter.digest
 
-
-class EngineProcess:
-    """The engine's side of the connection."""
-
-    def __init__(self, channel: BlockingChannel, engine: Engine, tokenizer: ServedTokenizer) -> None:
-        self._channel = channel
-        self._engine = engine
-        self._grammars = GrammarCompiler(tokenizer.definition, engine.vocab_size, tokenizer.stop_ids)
-        self._adapters = AdapterLoader(engine)
-
-    def run(self) -> None:
-        """Serve the gateway until it closes the socket."""
-        engine = self._engine
-        while True:
-            refused: dict[str, list[Any]] = {}
-            for message in self._channel.receive(0.0 if engine.has_work else HEARTBEAT_S):
-                refused |= self._obey(message)
-            has_work, began = engine.has_work, time.monotonic()
-            outputs = [output_message(output) for output in engine.step()]
-            step_s = time.monotonic() - began if has_work else 0.0
-            report = {"outputs": outputs, "stats": asdict(engine.stats()), "refused": refused, "step_s": step_s}
-            self._channel.send(report | {"adapters": self._adapters.replies()})
-
-    def _obey(self, message: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Returns refusals by request: status, text and code."""
+def run(channel: BlockingChannel, engine: Engine, tokenizer: ServedTokenizer) -> None:
+    """Serves the gateway until it closes the socket."""
+    grammars = GrammarCompiler(tokenizer.definition, engine.vocab_size, tokenizer.stop_ids)
+    adapters = AdapterLoader(engine)
+    while True:
+        # status, text and code by request
         refused: dict[str, list[Any]] = {}
-        compile_once = functools.cache(self._grammars.compile_now)
-        for request_id, plain in message.get("add", {}).items():
-            try:
-                job_of(plain, compile_once).submit(self._engine, request_id)
-            except ApiError as error:
-                refused[request_id] = [error.status, error.message, error.code]
-            except ValueError as error:
-                refused[request_id] = [400, str(error), "invalid_value"]
-        for request_id in message.get("abort", []):
-            self._engine.abort(request_id)
-        for number, name, folder in message.get("adapters", []):
-            self._adapters.begin(number, name, folder)
-        return refused
+        for message in channel.receive(0.0 if engine.has_work else HEARTBEAT_S):
+            compile_once = functools.cache(grammars.compile_now)  # the answers of one request share its grammar
+            for request_id, plain in message.get("add", {}).items():
+                try:
+                    job_of(plain, compile_once).submit(engine, request_id)
+                except ApiError as error:
+                    refused[request_id] = [error.status, error.message, error.code]
+                except ValueError as error:
+                    refused[request_id] = [400, str(error), "invalid_value"]
+            for request_id in message.get("abort", []):
+                engine.abort(request_id)
+            for number, name, folder in message.get("adapters", []):
+                adapters.begin(number, name, folder)
+        has_work, began = engine.has_work, time.monotonic()
+        outputs = [output_message(output) for output in engine.step()]
+        step_s = time.monotonic() - began if has_work else 0.0
+        report = {"outputs": outputs, "stats": asdict(engine.stats()), "refused": refused, "step_s": step_s}
+        channel.send(report | {"adapters": adapters.replies()})
 
 
 def full_step_s(engine: Engine) -> float:
-    """Seconds of a step with as many prompt tokens as one may have; the second of two, as the first one warms up."""
+    """Measures a step with the most prompt tokens, in seconds."""
+    # the second of two counts, because the first one warms up
     length = min(engine.config.max_num_batched_tokens, engine.config.prefill_chunk_size, engine.max_seq_len - 1)
     elapsed_s = 0.0
     for name in ("warm-up", "measured"):
@@ -231,18 +214,19 @@ def full_step_s(engine: Engine) -> float:
 
 
 def threads_for(model: Decoder, setup: EngineSetup) -> int:
-    """Threads of the engine. They follow from the size of the model and from no measurement, because the last bits of
-    answers may depend on them, and answers are to be the same after a restart.
-    """
+    """Returns the number of threads of the engine."""
+    # from the size of the model, not from a measurement: the last bits of answers may depend on the number, and answers
+    # have to be the same after a restart
     is_small = model.config.num_parameters < SMALL_MODEL_PARAMETERS
     return max(1, setup.num_threads - (setup.may_spare_thread and is_small))
 
 
 def load(setup: EngineSetup) -> tuple[Engine, ServedTokenizer, EngineReport]:
-    """Raises `ModelwrightError` if the folder cannot be loaded."""
+    """Loads the model and creates its engine. Raises `ModelwrightError` if the folder cannot be loaded."""
     torch.set_num_threads(setup.num_threads)
     model, tokenizer = load_folder(Path(setup.folder), Int8WeightsConfig(backend=setup.int8_backend))  # type: ignore[arg-type]
     torch.set_num_threads(threads_for(model, setup))
+    # after the number of threads is set, on which the fastest head depends
     head = setup.heads[0] if len(setup.heads) == 1 else fastest_head_kind(model)
     adapters = load_adapters(model, {name: Path(folder) for name, folder in setup.adapters.items()})
     engine = Engine(model, EngineConfig(**setup.engine), head=head_of(model, head), adapters=adapters)
@@ -260,27 +244,19 @@ def load(setup: EngineSetup) -> tuple[Engine, ServedTokenizer, EngineReport]:
 
 def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as connection:
-        try:
-            _serve(BlockingChannel(connection))
-        except (EOFError, ConnectionError):
-            return  # the gateway is gone
-
-
-def _serve(channel: BlockingChannel) -> None:
-    message = channel.receive_one(SETUP_TIMEOUT_S)
-    try:
-        engine, tokenizer, report = load(EngineSetup(**{**message, "heads": tuple(message["heads"])}))
-    except ModelwrightError as error:
-        channel.send({"failed": str(error), "is_setting": isinstance(error, ConfigError)})
-        return
-    channel.send({"report": asdict(report), "full_step_s": full_step_s(engine)})
-    gc.collect()
-    gc.freeze()  # collections hold up all answers, and most of what is here stays
-    EngineProcess(channel, engine, tokenizer).run()
+        channel = BlockingChannel(connection)
+        with contextlib.suppress(EOFError, ConnectionError):  # the gateway is gone
+            message = channel.receive_one(SETUP_TIMEOUT_S)
+            try:
+                engine, tokenizer, report = load(EngineSetup(**{**message, "heads": tuple(message["heads"])}))
+            except ModelwrightError as error:
+                channel.send({"failed": str(error), "is_setting": isinstance(error, ConfigError)})
+                return
+            channel.send({"report": asdict(report), "full_step_s": full_step_s(engine)})
+            gc.collect()
+            gc.freeze()  # collections block all answers, and most objects of this point stay alive
+            run(channel, engine, tokenizer)
 
 
 if __name__ == "__main__":
     main()
-
-
-log = logging.getLogger("modelwright.serve")

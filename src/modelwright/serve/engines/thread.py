@@ -1,5 +1,5 @@
-"""An engine in a thread of this process. The event loop puts commands on a queue and receives tokens by
-`call_soon_threadsafe`, one call per engine step.
+"""An engine in a thread of this process. The event loop puts commands in a queue and receives tokens through
+`call_soon_threadsafe`, with one call per engine step.
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.infer.engine import Engine
@@ -21,13 +20,14 @@ from modelwright.serve.engines.jobs import Job, StepEngine
 from modelwright.serve.errors import ApiError
 
 log = logging.getLogger("modelwright.serve")
+
 REST_AFTER_S = 10.0
-"""Seconds without work after which an engine returns the memory that a burst of long prompts has left it."""
+"""Seconds without work after which an engine returns unused memory of a burst of long prompts to the system."""
 
 
 @dataclass(frozen=True)
 class _Add:
-    """All answers of one request at once, so that those with the same prompt start together."""
+    """Starts all answers of one request at once, so that answers with the same prompt share its prefill."""
 
     jobs: Mapping[str, Job]
 
@@ -39,7 +39,7 @@ class _Abort:
 
 @dataclass(frozen=True)
 class _Call:
-    """Something to do between two steps, and who waits for it."""
+    """Runs a function between two steps. done: future of the caller who waits for it."""
 
     function: Callable[[], None]
     done: asyncio.Future[None]
@@ -50,20 +50,8 @@ class _Stop:
     pass
 
 
-class AdapterHost(Protocol):
-    """Loads adapters into an engine: see `EngineAdapters`."""
-
-    def prepare(self, folder: Path) -> PreparedAdapter:
-        """Called outside the engine's thread. Raises `ModelwrightError`."""
-        ...
-
-    def add(self, name: str, adapter: PreparedAdapter) -> None: ...
-
-    def remove(self, name: str) -> None: ...
-
-
 class EngineAdapters:
-    """The `AdapterHost` of our own engine."""
+    """Loads adapters into our own engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -71,23 +59,24 @@ class EngineAdapters:
         self.remove = engine.remove_adapter
 
     def prepare(self, folder: Path) -> PreparedAdapter:
+        """Reads an adapter, outside the engine's thread. Raises `ModelwrightError`."""
         return prepare_adapter(self._engine.model, folder)
 
 
 def can_do_all(job: Job) -> None:
-    """The check of an engine that refuses no kind of request."""
+    """Checks a job for an engine that supports all of them."""
 
 
 class EngineThread:
-    """The `EngineClient` of one engine in this process. adapters: None for an engine without any; check: see
-    `EngineClient.check`.
+    """An `EngineClient` of one engine in this process. adapters: None for an engine that does not support them; check:
+    see `EngineClient.check`.
     """
 
     def __init__(
         self,
         engine: StepEngine,
         info: EngineInfo,
-        adapters: AdapterHost | None = None,
+        adapters: EngineAdapters | None = None,
         check: Callable[[Job], None] = can_do_all,
     ) -> None:
         self.engine = engine
@@ -130,7 +119,7 @@ class EngineThread:
         await self._call(lambda: host.remove(name))
 
     async def _call(self, function: Callable[[], None]) -> None:
-        """Wait until the engine's thread has done something; raises what it raises."""
+        """Runs a function in the engine's thread and waits for it. Raises what it raises."""
         call = _Call(function, self._loop.create_future())
         self._commands.put(call)
         await asyncio.wait({call.done, self._ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -139,15 +128,15 @@ class EngineThread:
         call.done.result()
 
     async def stop(self) -> None:
-        """End the thread after its current step."""
+        """Ends the thread after its current step."""
         self._commands.put(_Stop())
         await asyncio.to_thread(self._thread.join)
         self._end()
         self._events.engine_lost(self._name, "stopped")
-        del self._events  # a cycle would keep the model in memory until the collector comes
+        del self._events  # the cycle would keep the model in memory until the next garbage collection
 
     def discard(self) -> None:
-        """Nothing to end: the thread has not been started."""
+        """Does nothing, because the thread has not been started."""
 
     def _run(self) -> None:
         try:
@@ -158,10 +147,11 @@ class EngineThread:
             self._tell(self._fail)
 
     def _obey(self) -> bool:
-        """Execute all commands; waits for one if there is nothing to compute. False: stop."""
+        """Executes all commands, and waits for one if there is nothing to compute. Returns false to stop."""
         has_rested = False
         while True:
             is_idle = not self.engine.has_work
+            # with work, only commands that are in the queue already: the next step must not wait
             try:
                 command = self._commands.get(block=is_idle, timeout=None if has_rested else REST_AFTER_S)
             except queue.Empty:
@@ -173,26 +163,21 @@ class EngineThread:
             if isinstance(command, _Stop):
                 return False
             if isinstance(command, _Call):
-                self._carry_out(command)
+                try:
+                    command.function()
+                except Exception as error:  # fails the caller alone, not the engine and all its answers
+                    self._tell(command.done.set_exception, error)
+                else:
+                    self._tell(command.done.set_result, None)
             elif isinstance(command, _Add):
                 for request_id, job in command.jobs.items():
-                    self._add(request_id, job)
+                    try:
+                        job.submit(self.engine, request_id)
+                    except ValueError as error:
+                        self._tell(self._events.refuse, request_id, ApiError(400, str(error), code="invalid_value"))
             elif self.engine.abort(command.request_id) and not self.engine.has_work:
+                # no step follows that would report the engine's load
                 self._tell(self._events.deliver, self._name, [], self.engine.stats())
-
-    def _carry_out(self, call: _Call) -> None:
-        try:
-            call.function()
-        except Exception as error:  # only who asked for it fails, not the engine and all its answers
-            self._tell(call.done.set_exception, error)
-        else:
-            self._tell(call.done.set_result, None)
-
-    def _add(self, request_id: str, job: Job) -> None:
-        try:
-            job.submit(self.engine, request_id)
-        except ValueError as error:
-            self._tell(self._events.refuse, request_id, ApiError(400, str(error), code="invalid_value"))
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
         self._loop.call_soon_threadsafe(callback, *arguments)

@@ -1,4 +1,4 @@
-"""Answers in progress: the streams by which engines report to the event loop, and how many of them may be open.
+"""Answers in progress: the streams through which engines report to the event loop, and the limit on open ones.
 
 The event loop never waits for an engine; see `EngineClient`.
 """
@@ -17,15 +17,14 @@ from modelwright.serve.errors import ApiError, limit_reached, shutting_down
 from modelwright.serve.keys import Caller, Reservation
 
 RETRY_AFTER_S = 2
-"""For a server that is shutting down or has no connection left: another one may answer."""
-
+"""Retry-After of a server that shuts down or is out of connections. It is short, because another one may answer."""
 TYPICAL_SHARE = 0.1
-"""Weight of the newest answer in the running average of how long answers take."""
+"""Weight of the newest answer in the running average of the duration of answers."""
 
 
 class Stream:
-    """The tokens of the answers to one request, in order of arrival. Iterate inside the event loop; call `close` at the
-    end, also after an early exit.
+    """The tokens of the answers to one request, in order of arrival. Iterate inside the event loop, and call `close` at
+    the end, also after an early exit.
     """
 
     def __init__(self, worker: "EngineWorker", jobs: Mapping[str, Job], reservation: Reservation) -> None:
@@ -37,14 +36,14 @@ class Stream:
         self._inbox: asyncio.Queue[tuple[int, StepOutput] | ApiError] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, StepOutput]]:
-        """`(number of the answer, token)` until all are finished. Raises `ApiError` if the engine fails."""
+        """Yields `(number of the answer, token)` until all are finished. Raises `ApiError` if the engine fails."""
         while self._open:
             item = await self._inbox.get()
             if isinstance(item, ApiError):
-                self._close_all("error")
+                self.close("error")
                 raise item
             index, output = item
-            if index not in self._open:
+            if index not in self._open:  # tokens that arrived before the answer was finished by a stop string
                 continue
             yield index, output
             if output.finished:
@@ -52,7 +51,7 @@ class Stream:
 
     def put_token(self, index: int, output: StepOutput) -> None:
         if index in self._open:
-            if not output.embedding:
+            if not output.embedding:  # a pooled output is not a generated token
                 self._clocks[index].token()
                 self._num_used_tokens += 1
             self._inbox.put_nowait((index, output))
@@ -61,26 +60,21 @@ class Stream:
         self._inbox.put_nowait(error)
 
     def finish(self, index: int, reason: str) -> None:
-        """Mark one answer as finished; the engine is told to stop if it has not."""
+        """Marks an answer as finished, and aborts it in an engine that still computes it."""
         request_id = self._open.pop(index, "")
         if request_id:
             self._worker.release(request_id, self._clocks[index].end(reason))
             if not self._open:
                 self._reservation.settle(self._num_used_tokens)
 
-    def close(self) -> None:
-        """Abort running answers and free their slots."""
-        self._close_all("aborted")
-
-    def _close_all(self, reason: str) -> None:
+    def close(self, reason: str = "aborted") -> None:
+        """Aborts running answers and frees their slots."""
         for index in list(self._open):
             self.finish(index, reason)
 
 
 class EngineWorker:
-    """The answers that the engines behind `client` compute for one version of the model. All methods belong to the
-    event loop.
-    """
+    """The answers that the engines of `client` compute for one version of the model. Belongs to the event loop."""
 
     def __init__(self, client: EngineClient, metrics: Metrics, *, max_queue: int, max_tokens: int) -> None:
         self.client = client
@@ -98,17 +92,17 @@ class EngineWorker:
         self._idle.set()
 
     def start(self) -> None:
-        """Call inside the running event loop."""
+        """Starts the engines. Call it inside the running event loop."""
         self.client.start(self)
 
     @property
     def num_open(self) -> int:
-        """Answers that are running or waiting."""
+        """Number of answers that are running or waiting."""
         return len(self._streams)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the engines while a request that has no answer open yet is read."""
+        """Keeps the engines running while a request is read, before its answers are open."""
         self.num_held += 1
         try:
             yield
@@ -116,8 +110,8 @@ class EngineWorker:
             self.num_held -= 1
 
     def require_room(self, count: int, num_tokens: int = 0) -> None:
-        """Raises `ApiError` 429 if `count` more answers with so many tokens do not fit in the queue, 503 if there is no
-        engine. One request fits in an empty queue, whatever its tokens.
+        """Raises `ApiError` 429 if `count` more answers with `num_tokens` in all do not fit in the queue, 503 without a
+        running engine. An empty queue accepts a request of any size.
         """
         if self.failed:
             raise ApiError(503, self.client.unavailable, code="engine_failed")
@@ -125,22 +119,23 @@ class EngineWorker:
             raise shutting_down(self.client.unavailable, RETRY_AFTER_S)
         excess = self.num_open + count - self._capacity
         if excess > 0:
+            # `max_num_seqs` answers finish in the time of a typical one
             raise limit_reached("The queue is full.", self.typical_answer_s * excess / self.client.info.max_num_seqs)
         if self.num_open and self._num_tokens + num_tokens > self._max_tokens:
             raise limit_reached("The queue holds as many tokens as it may.", self.typical_answer_s)
 
     def submit(self, jobs: Sequence[Job], caller: Caller) -> Stream:
-        """Start the answers of one request, all or none. Raises like `EngineClient.check`, `require_room` and
-        `Caller.reserve`.
-        """
+        """Starts all answers of a request, or raises like `EngineClient.check`, `require_room`, `Caller.reserve`."""
         for job in jobs:
             self.client.check(job)
         num_tokens = sum(job.max_total_tokens for job in jobs)
         self.require_room(len(jobs), num_tokens)
+        # last of the checks: what it takes from the key's limits is given back only by the stream
         reservation = caller.reserve(len(jobs), num_tokens, typical_answer_s=self.typical_answer_s)
         number = next(self._numbers)
         named = {f"{number}.{index}": job for index, job in enumerate(jobs)}
         stream = Stream(self, named, reservation)
+        # registered before `add`, because an engine may deliver as soon as it has the jobs
         self._idle.clear()
         self._jobs |= named
         self._num_tokens += num_tokens
@@ -149,17 +144,18 @@ class EngineWorker:
         return stream
 
     def release(self, request_id: str, answer_s: float) -> None:
-        """Forget an answer; it is aborted if an engine is still working on it. answer_s: how long it took."""
+        """Forgets an answer, and aborts it if an engine still computes it. answer_s: its duration."""
         if self._streams.pop(request_id, None) is None:
             return
         self._num_tokens -= self._jobs.pop(request_id).max_total_tokens
+        # an exponential moving average, from which waits for a free place are estimated
         self.typical_answer_s += TYPICAL_SHARE * (answer_s - self.typical_answer_s)
         self.client.abort(request_id)
         if not self._streams:
             self._idle.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no answer is open; false if that takes longer than `timeout_s`."""
+        """Waits until no answer is open. Returns false if that takes longer than `timeout_s`."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
@@ -167,12 +163,12 @@ class EngineWorker:
         return True
 
     def abort_all(self, error: ApiError) -> None:
-        """End every open answer with `error`."""
+        """Ends every open answer with `error`."""
         for stream in {stream for stream, _ in self._streams.values()}:
             stream.put_error(error)
 
     async def stop(self) -> None:
-        """Stop the engines after their current step."""
+        """Stops the engines after their current step."""
         await self.client.stop()
 
     def deliver(self, engine_name: str, outputs: Sequence[StepOutput], stats: EngineStats) -> None:
