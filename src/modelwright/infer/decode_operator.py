@@ -27,19 +27,7 @@ from modelwright.model.adapter_bank import AdapterBank
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Block, Decoder, Linear, RMSNorm
 from modelwright.model.low_rank import LowRank
-from modelwright.ops import cpu_kernels
-from modelwright.ops.decode_step import (
-    NO_NORM,
-    NO_WEIGHT,
-    UNENCODED,
-    AnyWeight,
-    DecodeLayer,
-    DecodeRows,
-    DecodeShape,
-    DecodeStep,
-    RowProduct,
-    Weight,
-)
+from modelwright.ops import cpu_kernels, decode_step
 from modelwright.ops.lowp_linear import plain_cast
 
 FEWEST_ROPE_ROWS = 512
@@ -69,12 +57,12 @@ class DecodeOperator:
         config, attention, table = model.config, model.config.attention, model.embedding
         layers = [_layer(block, config, cache) for block in model.blocks.values() if isinstance(block, Block)]
         if isinstance(table, Int8Embedding):
-            embedding = Weight(table.quantized, table.scale)
+            embedding = decode_step.Weight(table.quantized, table.scale)
         else:
             refuse_unless(type(table) is nn.Embedding, f"its embedding is a {type(table).__name__}")
             assert isinstance(table, nn.Embedding)
-            embedding = Weight(_plain(table.weight))
-        shape = DecodeShape(
+            embedding = decode_step.Weight(_plain(table.weight))
+        shape = decode_step.DecodeShape(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -85,13 +73,13 @@ class DecodeOperator:
             soft_cap=attention.soft_cap,
             embedding_scale=config.embedding_scale,
         )
-        self._step = DecodeStep(shape, layers, embedding, _norm(model.norm))
+        self._step = decode_step.DecodeStep(shape, layers, embedding, _norm(model.norm))
         head = embedding if model.head is None else _weight(model.head)
-        self._head = RowProduct(head if ends.head_dtype is None else _cast(head, ends.head_dtype))
+        self._head = decode_step.RowProduct(head if ends.head_dtype is None else _cast(head, ends.head_dtype))
 
     def hidden(self, rows: Rows[DecodeRow]) -> Tensor:
         """Hidden states [N, D] of tokens of decoding sequences; writes their keys and values into the cache."""
-        inputs = DecodeRows(positions=array("q", [row.position for row in rows]))
+        inputs = decode_step.DecodeRows(positions=array("q", [row.position for row in rows]))
         inputs.tokens.extend([row.sequence.token_at(row.position) for row in rows])
         last = None  # the rows of a sequence are adjacent and share its block table
         for row in rows:
@@ -116,7 +104,7 @@ class _RotaryRows:
         self._tables: tuple[Tensor, ...] = ()
         self._num_positions = 0
 
-    def of(self, rows: Rows[DecodeRow], inputs: DecodeRows) -> tuple[Tensor, ...]:
+    def of(self, rows: Rows[DecodeRow], inputs: decode_step.DecodeRows) -> tuple[Tensor, ...]:
         """Returns the tables, and appends the tokens' row numbers in them to `inputs`."""
         if self._model.config.rope.depends_on_length:
             inputs.rope_rows.extend(range(len(rows)))
@@ -150,14 +138,14 @@ def refuse_unless(condition: bool, reason: str) -> None:
         raise ModelError(reason)
 
 
-def _layer(block: Block, config: ModelConfig, cache: PagedCache) -> DecodeLayer:
+def _layer(block: Block, config: ModelConfig, cache: PagedCache) -> decode_step.DecodeLayer:
     attention, ffn = block.attention, block.ffn
     keys, values = cache.layer(attention.spec.layer)
     refuse_unless(keys.dtype in cpu_kernels.NAMES, f"its cache is in {keys.dtype}")
     window = attention.spec.window
     heads, pairs = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     width, inner = config.model_dim, config.ffn_dim
-    layer = DecodeLayer(
+    layer = decode_step.DecodeLayer(
         q=_weight(attention.q_proj, heads, width),
         k=_weight(attention.k_proj, pairs, width),
         v=_weight(attention.v_proj, pairs, width),
@@ -165,10 +153,10 @@ def _layer(block: Block, config: ModelConfig, cache: PagedCache) -> DecodeLayer:
         gate=_weight(ffn.gate_proj, inner, width),
         up=_weight(ffn.up_proj, inner, width),
         down=_weight(ffn.down_proj, width, inner),
-        output_gate=NO_WEIGHT
+        output_gate=decode_step.NO_WEIGHT
         if attention.output_gate is None
         else _weight(attention.output_gate, config.gate_dim, width),
-        head_router=NO_WEIGHT
+        head_router=decode_step.NO_WEIGHT
         if attention.head_router is None
         else _weight(attention.head_router, config.router_dim, width),
         attention_norm=_norm(block.attention_norm),
@@ -185,21 +173,24 @@ def _layer(block: Block, config: ModelConfig, cache: PagedCache) -> DecodeLayer:
     )
     of_attention = (layer.q, layer.k, layer.v, layer.output_gate, layer.head_router)
     for together in (of_attention, (layer.gate, layer.up)):
-        formats = {one.format for one in together if one is not NO_WEIGHT}
+        formats = {one.format for one in together if one is not decode_step.NO_WEIGHT}
         refuse_unless(
-            len(formats) == 1 or formats <= UNENCODED, "projections of the same activations want them in several forms"
+            len(formats) == 1 or formats <= decode_step.UNENCODED,
+            "projections of the same activations want them in several forms",
         )
     return layer
 
 
-def _weight(module: nn.Module, *shape: int) -> AnyWeight:
-    weight: AnyWeight
+def _weight(module: nn.Module, *shape: int) -> decode_step.AnyWeight:
+    weight: decode_step.AnyWeight
     # Exact types: a subclass may compute something else in its forward.
     if type(module) is Int8Linear:
         codes = module.quantized
         least, most = (int(one) for one in codes.aminmax())
         refuse_unless(-WEIGHT_LEVELS <= least <= most <= WEIGHT_LEVELS, "its INT8 weights exceed the levels")
-        weight = Weight(codes, module.scale, NO_NORM if module.bias is None else _factors(module.bias))
+        weight = decode_step.Weight(
+            codes, module.scale, decode_step.NO_NORM if module.bias is None else _factors(module.bias)
+        )
     elif type(module) is GridLinear:
         refuse_unless(module.inputs.kind != "tensor", "its activations have one static range for all tokens")
         refuse_unless(module.grid.bits == 4, "its 8-bit weights have groups, zero points or FP32 activations")
@@ -216,7 +207,9 @@ def _weight(module: nn.Module, *shape: int) -> AnyWeight:
         adapter = module.adapter
         known = adapter is None or isinstance(adapter, AdapterBank | LowRank)
         refuse_unless(known, "an adapter is attached that is not of low rank")
-        weight = Weight(_plain(module.weight), bias_O=_factors(module.bias) if module.has_bias else NO_NORM)
+        weight = decode_step.Weight(
+            _plain(module.weight), bias_O=_factors(module.bias) if module.has_bias else decode_step.NO_NORM
+        )
         if isinstance(adapter, LowRank) and adapter.is_on:
             weight = replace(weight, weight_OI=adapter.merged(weight.weight_OI.float()))
         elif chosen:
@@ -225,9 +218,9 @@ def _weight(module: nn.Module, *shape: int) -> AnyWeight:
     return weight
 
 
-def _cast(weight: AnyWeight, chosen: torch.dtype) -> Weight:
+def _cast(weight: decode_step.AnyWeight, chosen: torch.dtype) -> decode_step.Weight:
     """Weight in the format that a product reads."""
-    assert isinstance(weight, Weight)
+    assert isinstance(weight, decode_step.Weight)
     return replace(weight, weight_OI=weight.weight_OI.to(chosen))
 
 
@@ -241,7 +234,7 @@ def _plain(weight: Tensor) -> Tensor:
 def _norm(module: nn.Module) -> Tensor:
     """FP32 factors of a norm; none for the identity that replaces it."""
     if isinstance(module, nn.Identity):
-        return NO_NORM
+        return decode_step.NO_NORM
     refuse_unless(type(module) is RMSNorm, f"it has {type(module).__name__}s")
     assert isinstance(module, RMSNorm)
     factors = _factors(module.weight)

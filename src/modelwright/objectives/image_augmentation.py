@@ -15,17 +15,7 @@ from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
-from modelwright.ops.image_augment import (
-    brightened,
-    contrasted,
-    cut_and_mixed,
-    cut_box,
-    flipped,
-    mixed,
-    saturated,
-    shifted,
-    soft_target,
-)
+from modelwright.ops import image_augment
 
 SHARE_OF_MIXUP = 0.5
 """Probability of MixUp if both are on; else CutMix (Wightman et al. 2021, "ResNet strikes back")."""
@@ -101,12 +91,17 @@ class ImageAugmentation:
                 alpha = mixup if is_mixup else cutmix
                 share = float(dice.beta(alpha, alpha))
                 if is_mixup:
-                    image_CSS = mixed(image_CSS, changed[partner], share)
+                    image_CSS = image_augment.mixed(image_CSS, changed[partner], share)
                 else:
                     height, width = image_CSS.shape[-2:]
-                    box = cut_box(height, width, share, (int(dice.integers(height)), int(dice.integers(width))))
+                    box = image_augment.cut_box(
+                        height, width, share, (int(dice.integers(height)), int(dice.integers(width)))
+                    )
                     # The share is that of the box, which the border of the image may have cut
-                    image_CSS, share = cut_and_mixed(image_CSS, changed[partner], box), 1.0 - box.share(height, width)
+                    image_CSS, share = (
+                        image_augment.cut_and_mixed(image_CSS, changed[partner], box),
+                        1.0 - box.share(height, width),
+                    )
                 target_K = share * target_K + (1.0 - share) * self._target(partner)
             images.append(image_CSS)
             targets.append(target_K)
@@ -122,11 +117,16 @@ class ImageAugmentation:
         if padding:
             # Padded with the gray of the outermost pixels' mean, which keeps white paper white
             edges = (image_CSS[:, 0], image_CSS[:, -1], image_CSS[:, :, 0], image_CSS[:, :, -1])
-            image_CSS = shifted(image_CSS, down, right, float(torch.cat(edges, dim=1).mean()))
+            image_CSS = image_augment.shifted(image_CSS, down, right, float(torch.cat(edges, dim=1).mean()))
         if config.flip and is_flipped:
-            image_CSS = flipped(image_CSS)
+            image_CSS = image_augment.flipped(image_CSS)
         strengths = (config.brightness, config.contrast, config.saturation)
-        for change, strength, factor in zip((brightened, contrasted, saturated), strengths, factors, strict=True):
+        for change, strength, factor in zip(
+            (image_augment.brightened, image_augment.contrasted, image_augment.saturated),
+            strengths,
+            factors,
+            strict=True,
+        ):
             if strength:
                 image_CSS = change(image_CSS, 1 + strength * float(factor))
         return image_CSS
@@ -138,7 +138,7 @@ class ImageAugmentation:
         return {number: numbers[place] for number, place in zip(numbers, order, strict=True)}
 
     def _target(self, number: int) -> Tensor:
-        return soft_target(self.num_classes, self.label(number), smoothing=self.smoothing)
+        return image_augment.soft_target(self.num_classes, self.label(number), smoothing=self.smoothing)
 
     def _dice(self, *names: str | int) -> np.random.Generator:
         """Returns a separate random stream for each purpose, so that a setting does not change other draws."""

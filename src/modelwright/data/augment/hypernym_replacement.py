@@ -4,15 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from modelwright.data.augment import related_words
 from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
-from modelwright.data.augment.related_words import (
-    DEFAULT_FOLDER,
-    PartOfSpeech,
-    WordNet,
-    is_common,
-    main_sense,
-    open_wordnet,
-)
 from modelwright.data.augment.synonym_replacement import replace_words
 
 _MAX_STEPS = 2
@@ -36,7 +29,7 @@ class HypernymReplacementConfig:
 
     fraction: float = 0.1
     """Fraction of the words that are replaced, limited by the number of nouns with a broader noun that fits."""
-    wordnet: Path = DEFAULT_FOLDER
+    wordnet: Path = related_words.DEFAULT_FOLDER
     """Folder of a WordNet database; Debian's package `wordnet-base` has one."""
 
     def __post_init__(self) -> None:
@@ -44,7 +37,7 @@ class HypernymReplacementConfig:
 
 
 def hypernym_replacement(config: HypernymReplacementConfig) -> Augmentation:
-    wordnet = open_wordnet(config.wordnet)
+    wordnet = related_words.open_wordnet(config.wordnet)
     return prose_augmentation(
         "hypernym_replacement",
         lambda text, rng: replace_words(text, wordnet, hypernyms, config.fraction, rng),
@@ -52,9 +45,9 @@ def hypernym_replacement(config: HypernymReplacementConfig) -> Augmentation:
     )
 
 
-def hypernyms(wordnet: WordNet, lemma: str, part: PartOfSpeech) -> Sequence[str]:
+def hypernyms(wordnet: related_words.WordNet, lemma: str, part: related_words.PartOfSpeech) -> Sequence[str]:
     """Returns the most common of the nearest broader nouns that seldom have another meaning; empty if they are rare."""
-    sense = main_sense(wordnet, lemma, part)
+    sense = related_words.main_sense(wordnet, lemma, part)
     if sense is None or part != "noun":
         return ()
     level = wordnet.synset(sense, part).hypernyms
@@ -66,8 +59,8 @@ def hypernyms(wordnet: WordNet, lemma: str, part: PartOfSpeech) -> Sequence[str]
             while broader:
                 depth, broader = depth + 1, wordnet.synset(broader[0], part).hypernyms
             for word in synset.words if depth >= _MIN_DEPTH else ():
-                is_usual = word not in _TOO_BROAD and main_sense(wordnet, word, part) == synset.offset
-                if is_usual and is_common(wordnet, word, part):
+                is_usual = word not in _TOO_BROAD and related_words.main_sense(wordnet, word, part) == synset.offset
+                if is_usual and related_words.is_common(wordnet, word, part):
                     fitting.append(word)
         if fitting:
             return [max(fitting, key=lambda word: wordnet.counts(word, part))]

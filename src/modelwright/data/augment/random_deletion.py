@@ -3,16 +3,8 @@
 from dataclasses import dataclass
 from random import Random
 
+from modelwright.data.augment import word_spans
 from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
-from modelwright.data.augment.word_spans import (
-    Span,
-    draw,
-    find_words,
-    repair_articles,
-    replace_spans,
-    spans_of_sentences,
-    stands_free,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +27,16 @@ def random_deletion(config: RandomDeletionConfig) -> Augmentation:
 def delete_words(text: str, fraction: float, rng: Random) -> str | None:
     """Leaves out words, except the first of a sentence and those between two punctuation marks."""
     candidates = [
-        Span(sentence.start + word.start, sentence.start + word.end, word.text)
-        for sentence in spans_of_sentences(text)
-        for word in find_words(sentence.text)[1:]
-        if stands_free(sentence.text, word)
+        word_spans.Span(sentence.start + word.start, sentence.start + word.end, word.text)
+        for sentence in word_spans.spans_of_sentences(text)
+        for word in word_spans.find_words(sentence.text)[1:]
+        if word_spans.stands_free(sentence.text, word)
     ]
-    edits: list[Span] = []
-    for word in draw(candidates, fraction, rng):
+    edits: list[word_spans.Span] = []
+    for word in word_spans.draw(candidates, fraction, rng):
         # One space goes with the word; a line break stays, so that the number of lines does.
         if text[word.start - 1] == " ":
-            edits.append(Span(word.start - 1, word.end, ""))
+            edits.append(word_spans.Span(word.start - 1, word.end, ""))
         else:
-            edits.append(Span(word.start, word.end + (text[word.end : word.end + 1] == " "), ""))
-    return repair_articles(replace_spans(text, edits), text) if edits else None
+            edits.append(word_spans.Span(word.start, word.end + (text[word.end : word.end + 1] == " "), ""))
+    return word_spans.repair_articles(word_spans.replace_spans(text, edits), text) if edits else None

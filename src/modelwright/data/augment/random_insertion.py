@@ -4,17 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from modelwright.data.augment import word_spans
 from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
 from modelwright.data.augment.related_words import DEFAULT_FOLDER, WordNet, open_wordnet, replaceable_words
 from modelwright.data.augment.synonym_replacement import synonyms
-from modelwright.data.augment.word_spans import (
-    Span,
-    find_words,
-    repair_articles,
-    replace_spans,
-    spans_of_sentences,
-    stands_free,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +33,8 @@ def random_insertion(config: RandomInsertionConfig) -> Augmentation:
 def insert_words(text: str, wordnet: WordNet, fraction: float, rng: Random) -> str | None:
     """Inserts synonyms between two words of the sentence that has the original word, never at its beginning."""
     inserted: dict[int, str] = {}
-    sentences = spans_of_sentences(text)
-    num_left = max(1, round(fraction * len(find_words(text))))
+    sentences = word_spans.spans_of_sentences(text)
+    num_left = max(1, round(fraction * len(word_spans.find_words(text))))
     found = [
         (sentence, word)
         for sentence, words in zip(sentences, replaceable_words(text, wordnet, synonyms), strict=False)
@@ -51,10 +44,10 @@ def insert_words(text: str, wordnet: WordNet, fraction: float, rng: Random) -> s
     for sentence, word in found[:num_left]:
         places = [
             sentence.start + other.start
-            for other in find_words(sentence.text)[1:]
-            if stands_free(sentence.text, other) and text[sentence.start + other.start - 1] == " "
+            for other in word_spans.find_words(sentence.text)[1:]
+            if word_spans.stands_free(sentence.text, other) and text[sentence.start + other.start - 1] == " "
         ]
         if places:
             inserted.setdefault(rng.choice(places), rng.choice(word.alternatives).lower())
-    edits = [Span(place, place, f"{word} ") for place, word in inserted.items()]
-    return repair_articles(replace_spans(text, edits), text) if edits else None
+    edits = [word_spans.Span(place, place, f"{word} ") for place, word in inserted.items()]
+    return word_spans.repair_articles(word_spans.replace_spans(text, edits), text) if edits else None

@@ -4,15 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+from modelwright.data.augment import word_spans
 from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
-from modelwright.data.augment.word_spans import (
-    Span,
-    find_words,
-    repair_articles,
-    replace_spans,
-    spans_of_sentences,
-    stands_free,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +29,14 @@ def swap_words(text: str, fraction: float, rng: Random) -> str | None:
     """Swaps words within sentences. The first word of a sentence and words with a capital stay in place, so that the
     case remains correct. The articles "a" and "an" are adapted to the word that now comes after them.
     """
-    edits: list[Span] = []
-    longest: tuple[list[Span], int] = ([], 0)
-    for sentence in spans_of_sentences(text):
-        words = [word for word in find_words(sentence.text) if word.text.islower() and stands_free(sentence.text, word)]
+    edits: list[word_spans.Span] = []
+    longest: tuple[list[word_spans.Span], int] = ([], 0)
+    for sentence in word_spans.spans_of_sentences(text):
+        words = [
+            word
+            for word in word_spans.find_words(sentence.text)
+            if word.text.islower() and word_spans.stands_free(sentence.text, word)
+        ]
         # Rounded at random: most sentences are too short for one whole pair.
         expected = fraction * len(words) / 2
         num_pairs = min(int(expected) + (rng.random() < expected % 1), len(words) // 2)
@@ -48,15 +45,15 @@ def swap_words(text: str, fraction: float, rng: Random) -> str | None:
             longest = words, sentence.start
     if not edits and len(longest[0]) > 1:  # a short text gets one pair at least
         edits = _swap_pairs(longest[0], 1, longest[1], rng)
-    return repair_articles(replace_spans(text, edits), text)
+    return word_spans.repair_articles(word_spans.replace_spans(text, edits), text)
 
 
-def _swap_pairs(words: Sequence[Span], num_pairs: int, start: int, rng: Random) -> list[Span]:
+def _swap_pairs(words: Sequence[word_spans.Span], num_pairs: int, start: int, rng: Random) -> list[word_spans.Span]:
     """Returns the edits that swap random pairs of words of a sentence that begins at `start`."""
     places = rng.sample(words, 2 * num_pairs)
     pairs = zip(places[::2], places[1::2], strict=True)
     return [
-        Span(start + at.start, start + at.end, new)
+        word_spans.Span(start + at.start, start + at.end, new)
         for one, other in pairs
         for at, new in ((one, other.text), (other, one.text))
     ]

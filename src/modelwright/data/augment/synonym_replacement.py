@@ -5,17 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from modelwright.data.augment import related_words
 from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
-from modelwright.data.augment.related_words import (
-    DEFAULT_FOLDER,
-    Alternatives,
-    PartOfSpeech,
-    WordNet,
-    is_common,
-    main_sense,
-    open_wordnet,
-    replaceable_words,
-)
 from modelwright.data.augment.word_spans import Span, draw, find_words, repair_articles, replace_spans
 
 
@@ -25,7 +16,7 @@ class SynonymReplacementConfig:
 
     fraction: float = 0.1
     """Fraction of the words that are replaced, limited by the number of words with a synonym that fits."""
-    wordnet: Path = DEFAULT_FOLDER
+    wordnet: Path = related_words.DEFAULT_FOLDER
     """Folder of a WordNet database; Debian's package `wordnet-base` has one."""
 
     def __post_init__(self) -> None:
@@ -33,7 +24,7 @@ class SynonymReplacementConfig:
 
 
 def synonym_replacement(config: SynonymReplacementConfig) -> Augmentation:
-    wordnet = open_wordnet(config.wordnet)
+    wordnet = related_words.open_wordnet(config.wordnet)
     return prose_augmentation(
         "synonym_replacement",
         lambda text, rng: replace_words(text, wordnet, synonyms, config.fraction, rng),
@@ -41,18 +32,26 @@ def synonym_replacement(config: SynonymReplacementConfig) -> Augmentation:
     )
 
 
-def synonyms(wordnet: WordNet, lemma: str, part: PartOfSpeech) -> Sequence[str]:
+def synonyms(wordnet: related_words.WordNet, lemma: str, part: related_words.PartOfSpeech) -> Sequence[str]:
     """Returns common words of the lemma's main meaning that seldom have another meaning."""
-    sense = main_sense(wordnet, lemma, part)
+    sense = related_words.main_sense(wordnet, lemma, part)
     if sense is None:
         return ()
     others = wordnet.synset(sense, part).words
-    return [word for word in others if main_sense(wordnet, word, part) == sense and is_common(wordnet, word, part)]
+    return [
+        word
+        for word in others
+        if related_words.main_sense(wordnet, word, part) == sense and related_words.is_common(wordnet, word, part)
+    ]
 
 
-def replace_words(text: str, wordnet: WordNet, alternatives: Alternatives, fraction: float, rng: Random) -> str | None:
+def replace_words(
+    text: str, wordnet: related_words.WordNet, alternatives: related_words.Alternatives, fraction: float, rng: Random
+) -> str | None:
     """Replaces `fraction` of the words of a text by alternatives, or all that have any if these are fewer."""
-    candidates = [word for sentence in replaceable_words(text, wordnet, alternatives) for word in sentence]
+    candidates = [
+        word for sentence in related_words.replaceable_words(text, wordnet, alternatives) for word in sentence
+    ]
     if not candidates:
         return None
     # The fraction is one of all words; the draw is among those with alternatives.

@@ -3,20 +3,15 @@
 from typing import Any
 
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, layers_where
-from modelwright.model.hf_types.hf_type import (
-    HfSettings,
-    HfType,
-    read_activation,
-    read_shape,
-    write_layer_types,
-    write_shape,
-)
+from modelwright.model.hf_types import hf_type
 from modelwright.model.hf_types.rope import read_rope, refuse_partial_rotary, write_rope
 
 
-def _read(settings: HfSettings) -> dict[str, Any]:
+def _read(settings: hf_type.HfSettings) -> dict[str, Any]:
     refuse_partial_rotary(settings)
-    shape = read_shape(settings, num_key_value_heads=4, max_position_embeddings=32_768, tie_word_embeddings=True)
+    shape = hf_type.read_shape(
+        settings, num_key_value_heads=4, max_position_embeddings=32_768, tie_word_embeddings=True
+    )
     interval = int(settings.get("no_rope_layer_interval", 4))
     every = [(layer + 1) % interval != 0 for layer in range(shape["num_layers"])]
     uses_rope = [bool(flag) for flag in settings.get("no_rope_layers", every)][: shape["num_layers"]]
@@ -35,7 +30,7 @@ def _read(settings: HfSettings) -> dict[str, Any]:
             layers_without_rope=without_rope,
         ),
         "feed_forward": FeedForwardConfig(
-            activation=read_activation(settings, "hidden_act"), bias=bool(settings.get("mlp_bias", False))
+            activation=hf_type.read_activation(settings, "hidden_act"), bias=bool(settings.get("mlp_bias", False))
         ),
     }
 
@@ -43,13 +38,13 @@ def _read(settings: HfSettings) -> dict[str, Any]:
 def _write(config: ModelConfig) -> dict[str, Any]:
     without_rope = config.attention.layers_without_rope
     return {
-        **write_shape(config),
+        **hf_type.write_shape(config),
         **write_rope(config),
-        **write_layer_types(config),
+        **hf_type.write_layer_types(config),
         "mlp_bias": config.feed_forward.bias,
         "use_sliding_window": config.attention.window > 0,
         "no_rope_layers": [int(layer not in without_rope) for layer in range(config.num_layers)],
     }
 
 
-SMOLLM3 = HfType(name="smollm3", architecture="SmolLM3ForCausalLM", read=_read, write=_write)
+SMOLLM3 = hf_type.HfType(name="smollm3", architecture="SmolLM3ForCausalLM", read=_read, write=_write)

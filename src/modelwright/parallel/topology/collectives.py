@@ -25,18 +25,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.ops.microbenchmark import repeated, seconds_of
 from modelwright.parallel.gradient_sync import ring_bytes
 from modelwright.parallel.mesh import World
-from modelwright.parallel.topology.algorithms import (
-    AllReducePlan,
-    TransferStep,
-    chunk_bounds,
-    doubling,
-    fastest_tree,
-    hierarchical,
-    plan_seconds,
-    ring,
-    sharded,
-    tree,
-)
+from modelwright.parallel.topology import algorithms
 from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
 from modelwright.parallel.topology.rank_mapping import AxisTraffic, place
 
@@ -109,27 +98,27 @@ class Planner:
         by_place = [sorted(group, key=at.__getitem__) for group in links.groups()]
         self.groups = sorted(by_place, key=lambda group: at[group[0]])
 
-    def candidates(self, num_bytes: float) -> dict[str, AllReducePlan]:
+    def candidates(self, num_bytes: float) -> dict[str, algorithms.AllReducePlan]:
         """Returns all algorithms that these links allow, by name."""
         num_ranks = self.links.num_ranks
         plans = [
-            AllReducePlan("backend", num_ranks, 1, ()),
-            ring(self.order),
-            doubling(self.order),
-            tree(fastest_tree(self.links, num_bytes), num_ranks),
+            algorithms.AllReducePlan("backend", num_ranks, 1, ()),
+            algorithms.ring(self.order),
+            algorithms.doubling(self.order),
+            algorithms.tree(algorithms.fastest_tree(self.links, num_bytes), num_ranks),
         ]
         if 1 < len(self.groups) < num_ranks:
-            plans += [hierarchical(self.groups, "ring"), hierarchical(self.groups, "doubling")]
+            plans += [algorithms.hierarchical(self.groups, "ring"), algorithms.hierarchical(self.groups, "doubling")]
             if len({len(group) for group in self.groups}) == 1:
-                plans.append(sharded(self.groups))
+                plans.append(algorithms.sharded(self.groups))
         return {plan.name: plan for plan in plans}
 
-    def seconds(self, plan: AllReducePlan, num_bytes: float) -> float:
+    def seconds(self, plan: algorithms.AllReducePlan, num_bytes: float) -> float:
         if plan.name == "backend":
             return self.flat.latency_s + num_bytes * self.flat.s_per_byte
-        return plan_seconds(plan, self.links, num_bytes)
+        return algorithms.plan_seconds(plan, self.links, num_bytes)
 
-    def choose(self, num_bytes: float) -> AllReducePlan:
+    def choose(self, num_bytes: float) -> algorithms.AllReducePlan:
         """The cheapest plan for a message of this size; on a tie the first, so the backend's own before all others."""
         return min(self.candidates(num_bytes).values(), key=lambda plan: self.seconds(plan, num_bytes))
 
@@ -192,7 +181,7 @@ class Collectives:
             for tensor, part in zip(message, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-    def plan_for(self, num_bytes: int) -> AllReducePlan:
+    def plan_for(self, num_bytes: int) -> algorithms.AllReducePlan:
         """Returns the present plan for a message of this size."""
         return self._plan_for(num_bytes).plan
 
@@ -212,7 +201,7 @@ class Collectives:
             self.world.all_reduce_sum(vector)
             self.bytes_sent += ring_bytes(num_bytes, self.world.size)
             return
-        bounds = chunk_bounds(vector.numel(), message_plan.plan.num_chunks)
+        bounds = algorithms.chunk_bounds(vector.numel(), message_plan.plan.num_chunks)
         exchanges = [self._exchange(steps, vector, bounds) for steps in message_plan.own_rounds]
         # A copy that is awaited from the start cannot come too early: it carries a finished sum, of which this rank's
         # own value, sent before, is a part.
@@ -226,7 +215,7 @@ class Collectives:
             for part, arriving in exchange.additions:
                 part.add_(arriving)
 
-    def _exchange(self, steps: Sequence[TransferStep], vector: Tensor, bounds: Sequence[int]) -> "_Exchange":
+    def _exchange(self, steps: Sequence[algorithms.TransferStep], vector: Tensor, bounds: Sequence[int]) -> "_Exchange":
         exchange = _Exchange()
         for step in steps:
             part = vector[bounds[step.first] : bounds[step.last]]
@@ -268,8 +257,8 @@ class Collectives:
 class _MessagePlan:
     """This rank's part of the plan for messages of one size."""
 
-    plan: AllReducePlan
-    own_rounds: Sequence[Sequence[TransferStep]]
+    plan: algorithms.AllReducePlan
+    own_rounds: Sequence[Sequence[algorithms.TransferStep]]
     predicted_s: float
 
 

@@ -11,15 +11,7 @@ import re
 import phonenumbers
 from phonenumbers import NumberParseException, PhoneNumber, PhoneNumberFormat
 
-from modelwright.data.clean.personal_data.pattern import (
-    DIGITS,
-    OTHER_NUMBER,
-    Candidate,
-    Match,
-    Pattern,
-    ascii_regex,
-    words,
-)
+from modelwright.data.clean.personal_data import pattern
 
 _COUNTRIES = """
 ac ad ae af ag ai al am ao aq ar as at au aw ax az ba bb bd be bf bg bh bi bj bm bn bo br bs bt bw by bz ca cc cd cf
@@ -46,28 +38,28 @@ _LABEL = rf"[{_LETTER}](?:[{_LETTER}\-]{{0,61}}[{_LETTER}])?"
 # User names of version control servers: `git@github.com:owner/name` is an address of a repository.
 _REPOSITORY_USERS = frozenset({"git", "hg", "svn"})
 
-_USER_OF_URL = ascii_regex(r"://[^\s/@]*:$")
-_ADDRESS = words(
+_USER_OF_URL = pattern.ascii_regex(r"://[^\s/@]*:$")
+_ADDRESS = pattern.words(
     r"(?<!\.)\bips?\b|ipv[46]|\bhosts?\b|hostname|addr|adresse|\bservers?\b|\bclients?\b|\bpeer|\bping\b|\bfrom\s*$|\bdns\b|gateway|"
     r"netmask|subnet|cidr|firewall|login|logged in|connect|\bssh\b|visitor|dirección|endereço|servidor|serveur|"
     r"地址|服务器|主机|访问|登录|アドレス|サーバ|接続|ログイン|ホスト"
 )
 # Words right before a version or the number of a section.
-_VERSION = words(
+_VERSION = pattern.words(
     r"(?:\b(?:version|versions|ver|v|release|released|rel|build|rfc|sections?|sect?|chapter|clause|article|table|figure|"
     r"fig|appendix|annex|item|rule|paragraph|see|oid|firmware|driver|kernel|upgraded? to|updated? to|since|since \w+|"
     r"before|until|prior to|abschnitt|kapitel|tabelle|abbildung|versión|sección|capítulo|"
     r"chapitre|tableau|versão|seção|firefox|chrome|safari|edge|windows|linux|android|python|node|java)\b[.:]?|"
     r"§+|版本|版|章|节|第|バージョン|節|項)[\s(\[\"'v]{0,4}$"
 )
-_NAME_OF_SOFTWARE = ascii_regex(r"[A-Za-z][A-Za-z0-9]*[-_/=]v?$|[-_~=<>^]$")
+_NAME_OF_SOFTWARE = pattern.ascii_regex(r"[A-Za-z][A-Za-z0-9]*[-_/=]v?$|[-_~=<>^]$")
 _RELEASE = re.compile(
     r"\)? ?(?:unstable|stable|experimental|testing|urgency|alpha|beta|rc\d|lts|release)", re.IGNORECASE
 )
 _LARGE_PART, _LARGE_SUM = 32, 150
 # Distance of the word that an address with small parts needs, less than for other context: servers have versions.
 _NEAR_CHARS = 30
-_PHONE_WORDS = words(
+_PHONE_WORDS = pattern.words(
     r"\btel\b|telep?hon|telef[oó]n|phone|\bmobile?\b|mobilnummer|mobiltel|\bcell\b|cellular|\bfax\b|whatsapp|\bsms\b|"
     r"(?<!recent )\bcall(?:s|ed|ing)?\b|\btext me|hotline|\bdial(?:ed|led|ing)?\b|\bring\b|\bcontact\b|handy|"
     r"reach (?:me|us|him|her|them)|anruf|\brufen|rufnummer|durchwahl|festnetz|erreich|téléphon|\btél\b|portable|"
@@ -75,7 +67,7 @@ _PHONE_WORDS = words(
     r"电话|手机|致电|拨打|联系|热线|号码|来电|短信|電話|携帯|連絡|ファックス|ケータイ|お問い合わせ|番号"
 )
 # Words right before a number of another kind.
-_NOT_A_PHONE = words(
+_NOT_A_PHONE = pattern.words(
     r"(?:\b(?:isbn|issn|doi|rfc|pages?|pp?|vol|volume|no|nos|version|lines?|ports?|uid|gid|pid|coordinates?|"
     r"latitude|longitude|lat|lon|unicode|u\+|range|years?|seiten?|páginas?|zip|plz|postcode|account|konto|kontonummer|"
     r"iban|bic|blz|ssn|total|price|preis|prix|precio|preço|population|einwohner|id)\b|[$€£¥₹]|\bU\+|isbn-1[03]|"
@@ -108,7 +100,7 @@ _OTHER_FORM = re.compile(
     r"97[89](?:[ \-]?\d){10}|(?:19|20)\d\d -\d{4}"
 )
 # Units right after a quantity.
-_UNIT = words(
+_UNIT = pattern.words(
     r" ?(?:bytes?|[kmgt]i?b|bits?|ms|seconds?|km|people|users|times|rows|lines|eur|usd|dollars?|[€$¥元円人])\b"
 )
 _COUNTING = "01234567890123456789"
@@ -118,7 +110,7 @@ _CHARS_AFTER, _CHARS_DIRECT = 14, 14
 _FEWEST_DIGITS, _MOST_DIGITS = 7, 15
 
 
-def _email(candidate: Candidate) -> Match | None:
+def _email(candidate: pattern.Candidate) -> pattern.Match | None:
     # The longest part of the candidate whose domain ends in a known top-level domain; those in Punycode all count.
     local, _, domain = candidate.value.rpartition("@")
     if ".." in local or candidate.follows(_USER_OF_URL):
@@ -137,7 +129,7 @@ def _email(candidate: Candidate) -> Match | None:
     return candidate.cut(address.lower(), end=len(address))
 
 
-def _ipv4(candidate: Candidate) -> Match | None:
+def _ipv4(candidate: pattern.Candidate) -> pattern.Match | None:
     parts = [int(part) for part in candidate.value.split(".")]
     address = _public_address(candidate)
     if (
@@ -160,13 +152,13 @@ def _ipv4(candidate: Candidate) -> Match | None:
     return address if named or (looks_like_one and (quoted or not candidate.is_code)) else None
 
 
-def _ipv6(candidate: Candidate) -> Match | None:
+def _ipv6(candidate: pattern.Candidate) -> pattern.Match | None:
     if not re.search(r"(?=[0-9A-Fa-f]*\d)[0-9A-Fa-f]{3}", candidate.value):
         return None  # a::b is a name in C++
     return _public_address(candidate)
 
 
-def _public_address(candidate: Candidate) -> Match | None:
+def _public_address(candidate: pattern.Candidate) -> pattern.Match | None:
     # Loopback, private networks and examples in documentation name nobody.
     try:
         address = ipaddress.ip_address(candidate.value)
@@ -175,30 +167,30 @@ def _public_address(candidate: Candidate) -> Match | None:
     return candidate.cut(address.compressed) if address.is_global and not address.is_multicast else None
 
 
-CONTACTS: tuple[Pattern, ...] = (
-    Pattern(
+CONTACTS: tuple[pattern.Pattern, ...] = (
+    pattern.Pattern(
         kind="email",
         name="email",
         anchors=("@",),
-        regex=ascii_regex(
+        regex=pattern.ascii_regex(
             r"(?<![\w.+\-/@%])[A-Za-z0-9_](?:[\w.+%'\-]{0,62}[\w+%\-])?@"
             rf"(?:{_LABEL}\.)+(?:xn--[a-z0-9\-]{{2,40}}|[A-Za-z\u00c0-\u024f\u0370-\u03ff\u0400-\u04ff]{{2,24}}|"
             r"(?:中国|公司|網絡))(?![@A-Za-z0-9])"
         ),
         check=_email,
     ),
-    Pattern(
+    pattern.Pattern(
         kind="ip",
         name="ipv4",
-        shape=ascii_regex(r"\d\.\d{1,3}\.\d"),
-        regex=ascii_regex(r"(?<![\w.\-])(?:\d{1,3}\.){3}\d{1,3}(?![\w\-]|\.\w|/\d*\.)"),
+        shape=pattern.ascii_regex(r"\d\.\d{1,3}\.\d"),
+        regex=pattern.ascii_regex(r"(?<![\w.\-])(?:\d{1,3}\.){3}\d{1,3}(?![\w\-]|\.\w|/\d*\.)"),
         check=_ipv4,
     ),
-    Pattern(
+    pattern.Pattern(
         kind="ip",
         name="ipv6",
-        shape=ascii_regex(r"[0-9A-Fa-f]{1,4}:[0-9A-Fa-f]{0,4}:"),
-        regex=ascii_regex(
+        shape=pattern.ascii_regex(r"[0-9A-Fa-f]{1,4}:[0-9A-Fa-f]{0,4}:"),
+        regex=pattern.ascii_regex(
             r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){2,7}(?:[0-9A-Fa-f]{1,4}|(?:\d{1,3}\.){3}\d{1,3})?(?![\w:]|\.\w)"
         ),
         check=_ipv6,
@@ -206,7 +198,7 @@ CONTACTS: tuple[Pattern, ...] = (
 )
 
 
-def _phone(candidate: Candidate) -> Match | None:
+def _phone(candidate: pattern.Candidate) -> pattern.Match | None:
     # A bracket around the number, or one opened after it, and an extension are cut off.
     value = candidate.value
     start, end, opened = int(value[0] == "(" and ")" not in value), len(value), value.rfind("(")
@@ -228,7 +220,7 @@ def _phone(candidate: Candidate) -> Match | None:
     return candidate.cut(number, start=start, end=end) if number else None
 
 
-def _international(candidate: Candidate, value: str, named: bool) -> str | None:
+def _international(candidate: pattern.Candidate, value: str, named: bool) -> str | None:
     """Reads `+49 30 901820`, or 00, 001 or 011 in place of the plus sign."""
     prefix = re.match(r"\+|\(\+|00(?=[1-9])|011[ \-.]?(?=[1-9])", value)
     if prefix is None:
@@ -245,7 +237,7 @@ def _international(candidate: Candidate, value: str, named: bool) -> str | None:
     return phonenumbers.format_number(number, PhoneNumberFormat.E164) if has_form and is_good else None
 
 
-def _national(candidate: Candidate, value: str, digits: str, named: bool) -> str | None:
+def _national(candidate: pattern.Candidate, value: str, digits: str, named: bool) -> str | None:
     """Reads a number without its country: of a form that little else has, or after a word for telephones."""
     if candidate.is_code and not named:
         return None
@@ -284,16 +276,16 @@ def _parse(value: str, region: str | None) -> PhoneNumber | None:
         return None
 
 
-PHONES: tuple[Pattern, ...] = (
-    Pattern(
+PHONES: tuple[pattern.Pattern, ...] = (
+    pattern.Pattern(
         kind="phone",
         name="phonenumbers",
-        shape=DIGITS,
-        regex=ascii_regex(
+        shape=pattern.DIGITS,
+        regex=pattern.ascii_regex(
             rf"(?<![\w.,/=#$%<>@+\-])(?<!\d:)(?:\(?\+|\()?\d(?:(?:{_SEPARATOR}|\){_SEPARATOR}?|{_SEPARATOR}?\()?\d){{6,17}}"
             rf"(?:{_EXTENSION}(?![\w%]|[.,:]\d|-\w))"
         ),
-        unless=OTHER_NUMBER,
+        unless=pattern.OTHER_NUMBER,
         check=_phone,
     ),
 )

@@ -6,20 +6,12 @@ from functools import cache, partial
 from importlib import import_module
 from typing import Literal
 
-from modelwright.data.clean.personal_data.pattern import (
-    DIGITS,
-    OTHER_NUMBER,
-    Candidate,
-    Match,
-    Pattern,
-    ascii_regex,
-    words,
-)
+from modelwright.data.clean.personal_data import pattern
 
 # Boundaries of a number: not inside a longer one, a decimal, a date, a path or an identifier.
 _BEGIN, _END = r"(?<![\w.,\-/+=#])", r"(?![\w\-/]|[.,:]\d)"
 
-_CARD_WORDS = words(
+_CARD_WORDS = pattern.words(
     r"card|visa|master|amex|american express|discover|maestro|diners|jcb|unionpay|credit|debit|paid|pay|charge|carte|"
     r"karte|tarjeta|cartão|kredit|crédito|银联|信用卡|银行卡|卡号|卡|カード|支付|付款|支払|决済"
 )
@@ -45,7 +37,7 @@ _GROUPS = re.compile(
 )
 
 
-def _card(candidate: Candidate) -> Match | None:
+def _card(candidate: pattern.Candidate) -> pattern.Match | None:
     digits = re.sub(r"\D", "", candidate.value)
     # Luhn (ISO/IEC 7812-1): every second digit from the right is doubled, and its two digits are added.
     total = 0
@@ -61,7 +53,7 @@ def _card(candidate: Candidate) -> Match | None:
     return candidate.cut(digits) if known else None
 
 
-def _iban(candidate: Candidate) -> Match | None:
+def _iban(candidate: pattern.Candidate) -> pattern.Match | None:
     parts = candidate.value.split(" ")
     for count in range(len(parts), 0, -1):  # a capitalized word may follow the number
         value = " ".join(parts[:count])
@@ -76,15 +68,15 @@ def validator(module: str) -> Callable[[str], bool]:
     return import_module(f"stdnum.{module}").is_valid
 
 
-def _stdnum(module: str, candidate: Candidate) -> Match | None:
+def _stdnum(module: str, candidate: pattern.Candidate) -> pattern.Match | None:
     return _compact(candidate) if validator(module)(candidate.value) else None
 
 
-def _compact(candidate: Candidate) -> Match:
+def _compact(candidate: pattern.Candidate) -> pattern.Match:
     return candidate.cut(re.sub(r"\W", "", candidate.value).upper())
 
 
-def _rvnr(candidate: Candidate) -> Match | None:
+def _rvnr(candidate: pattern.Candidate) -> pattern.Match | None:
     # German pension insurance (VKVV section 4): area, date of birth, initial, serial number, check digit.
     value = re.sub(r"\W", "", candidate.value).upper()
     digits = value[:8] + f"{ord(value[8]) - 64:02d}" + value[9:11]
@@ -93,13 +85,13 @@ def _rvnr(candidate: Candidate) -> Match | None:
     return candidate.cut(value) if total % 10 == int(value[11]) else None
 
 
-def _ssn(candidate: Candidate) -> Match | None:
+def _ssn(candidate: pattern.Candidate) -> pattern.Match | None:
     """Checks a social security number, or one of the same form for taxpayers without it (ITIN)."""
     digits = re.sub(r"\D", "", candidate.value)
     return candidate.cut(digits) if validator("us.ssn")(digits) or validator("us.itin")(digits) else None
 
 
-def _birth_date_id(candidate: Candidate) -> Match | None:
+def _birth_date_id(candidate: pattern.Candidate) -> pattern.Match | None:
     # A Chinese resident number (GB 11643): its check character and a date of birth. The list of places of
     # `python-stdnum` lacks those that were renamed.
     value = candidate.value.upper()
@@ -111,23 +103,23 @@ def _birth_date_id(candidate: Candidate) -> Match | None:
 
 
 def _number(
-    name: str, regex: str, check: Callable[[Candidate], Match | None] | None = None, *, near: str = "",
+    name: str, regex: str, check: Callable[[pattern.Candidate], pattern.Match | None] | None = None, *, near: str = "",
     needs: Literal["never", "in code", "always"] = "in code",
-) -> Pattern:  # fmt: skip
-    return Pattern(
+) -> pattern.Pattern:  # fmt: skip
+    return pattern.Pattern(
         kind="national_id",
         name=name,
         shape=_FIVE_DIGITS,
-        regex=ascii_regex(f"{_BEGIN}{regex}{_END}"),
-        context=words(f"{_ID_WORDS}|{near}" if near else _ID_WORDS),
+        regex=pattern.ascii_regex(f"{_BEGIN}{regex}{_END}"),
+        context=pattern.words(f"{_ID_WORDS}|{near}" if near else _ID_WORDS),
         needs_context=needs,
-        unless=OTHER_NUMBER,
+        unless=pattern.OTHER_NUMBER,
         check=check or partial(_stdnum, name),
     )
 
 
 # Every national number has five digits with at most one character between each: codice fiscale has letters.
-_FIVE_DIGITS = ascii_regex(r"\d(?:[^\n]?\d){4}")
+_FIVE_DIGITS = pattern.ascii_regex(r"\d(?:[^\n]?\d){4}")
 _ID_WORDS = (
     r"\bssn\b|social security|national insurance|\bnino?\b|personal number|identity (?:card|number)|identification|"
     r"national id|\bid (?:card|number|no)|citizen|passport|tax(?:payer)? (?:id|number|no)|\btin\b|insurance number"
@@ -136,23 +128,25 @@ _CPF = r"\bcpf\b|cadastro|contribuinte|documento"
 _SPANISH = r"\bdni\b|\bnif\b|\bnie\b|documento|identidad|identificación|extranjer"
 _FRENCH = r"\bnir\b|\binsee\b|sécurité sociale|sécu\b|assuré|carte vitale"
 
-NUMBERS: tuple[Pattern, ...] = (
-    Pattern(
+NUMBERS: tuple[pattern.Pattern, ...] = (
+    pattern.Pattern(
         kind="iban",
         name="iban",
-        shape=ascii_regex(r"[A-Z]{2}\d\d"),
-        regex=ascii_regex(r"(?<!\w)[A-Z]{2}\d{2}(?:[ \u00a0]?[A-Z0-9]{2,4}){3,8}(?:[ \u00a0]?[A-Z0-9]{1,3})?(?!\w)"),
+        shape=pattern.ascii_regex(r"[A-Z]{2}\d\d"),
+        regex=pattern.ascii_regex(
+            r"(?<!\w)[A-Z]{2}\d{2}(?:[ \u00a0]?[A-Z0-9]{2,4}){3,8}(?:[ \u00a0]?[A-Z0-9]{1,3})?(?!\w)"
+        ),
         check=_iban,
     ),
     _number("cn.ric", r"[1-9]\d{16}[\dXx]", _birth_date_id, near=r"身份证|证件|公民|居民", needs="in code"),
-    Pattern(
+    pattern.Pattern(
         kind="card",
         name="card",
-        shape=DIGITS,
-        regex=ascii_regex(r"(?<![\w.,\-/+=#])(?<!\d )\d(?:[ \-]?\d){11,18}(?![\w\-/]|[.,:]\d| \d{3})"),
+        shape=pattern.DIGITS,
+        regex=pattern.ascii_regex(r"(?<![\w.,\-/+=#])(?<!\d )\d(?:[ \-]?\d){11,18}(?![\w\-/]|[.,:]\d| \d{3})"),
         context=_CARD_WORDS,
         needs_context="in code",
-        unless=OTHER_NUMBER,
+        unless=pattern.OTHER_NUMBER,
         check=_card,
     ),
     _number("us.ssn", r"\d{3}-\d{2}-\d{4}", _ssn),
