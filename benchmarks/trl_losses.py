@@ -51,15 +51,14 @@ from modelwright.data.rows.prompts import PromptRecord
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.hf import load_model, load_sequence_classifier
 from modelwright.model.peft_folder import save_adapter
+from modelwright.objectives.experience import ReferenceModel
 from modelwright.objectives.grpo import Grpo, GrpoConfig
 from modelwright.objectives.heldout_rewards import HeldoutRewards
 from modelwright.objectives.kto import Kto, KtoConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.objectives.ppo import Ppo, PpoConfig
 from modelwright.objectives.preference import Preference, PreferenceConfig
-from modelwright.objectives.reference_model import ReferenceModel
-from modelwright.objectives.reward_model import HEAD
-from modelwright.objectives.reward_modeling import RewardModelConfig, RewardModeling
+from modelwright.objectives.reward_model import HEAD, RewardModelConfig, RewardModeling
 from modelwright.objectives.rollouts import Rollout, RolloutConfig, RolloutWorker
 from modelwright.objectives.value_function import ValueOnTrunk, separate_value_model
 from modelwright.parallel.mesh import single

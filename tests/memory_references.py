@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from modelwright.memory.budget import Budget, SegmentChoice, peak, total_cost
-from modelwright.memory.lifetimes import Lifetime
-from modelwright.memory.step_arena import Arena
+from modelwright.memory.step_arena import Arena, Lifetime
 
 
 def live_bytes_naive(lifetimes: Sequence[Lifetime], time: int) -> int:

@@ -16,10 +16,10 @@ from modelwright.data.rows.prompts import PromptRecord
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder
+from modelwright.objectives.experience import ReferenceModel
 from modelwright.objectives.grpo import Grpo, GrpoConfig
 from modelwright.objectives.heldout_rewards import HeldoutRewards, heldout_batch
 from modelwright.objectives.ppo import Ppo, PpoConfig
-from modelwright.objectives.reference_model import ReferenceModel
 from modelwright.objectives.reward_model import HEAD
 from modelwright.objectives.rollouts import Rollout, RolloutConfig, RolloutWorker
 from modelwright.objectives.value_function import SeparateValueModel, ValueOnTrunk

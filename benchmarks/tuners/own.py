@@ -15,13 +15,13 @@ from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.data.rows.prompts import PromptRecord
 from modelwright.model.hf import load_model
+from modelwright.objectives.experience import ReferenceModel
 from modelwright.objectives.grpo import Grpo, GrpoConfig
 from modelwright.objectives.heldout_rewards import HeldoutRewards
 from modelwright.objectives.model_reward import ModelReward
 from modelwright.objectives.next_token import NextToken
 from modelwright.objectives.ppo import Ppo, PpoConfig
 from modelwright.objectives.preference import Preference, PreferenceConfig
-from modelwright.objectives.reference_model import ReferenceModel
 from modelwright.objectives.reward_model import load_reward_model
 from modelwright.objectives.rollouts import RolloutWorker
 from modelwright.objectives.value_function import separate_value_model

@@ -23,7 +23,7 @@ from modelwright.model.vision.config import ResNetConfig, VisionConfig
 from modelwright.objectives.image_classification import carrier
 from modelwright.objectives.image_classifier import quantize_classifier
 from modelwright.ops.int_grid import WeightGrid
-from modelwright.parallel.deferred import read_deferred
+from modelwright.parallel.full_state import read_deferred
 from modelwright.precision.quantization_aware import FakeQuantization, QuantizationAwareConfig, Range
 from modelwright.train.objective import forward
 

@@ -36,11 +36,13 @@ from modelwright.data.images.decode import (
     TRUNCATED,
     VECTOR,
     ImageFault,
+    StoredImage,
     decode,
     image_size,
+    perceptual_hash,
+    store_image,
 )
 from modelwright.data.images.store import ImageStore, write_images
-from modelwright.data.images.stored import StoredImage, perceptual_hash, store_image
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.workers import InProcess, LocalProcesses
 

@@ -14,8 +14,7 @@ from modelwright.core.errors import ArtifactError
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
 from modelwright.data.rows.batching.order import BatchingConfig
-from modelwright.data.rows.cache.cold import ColdStore
-from modelwright.data.rows.cache.layout import RowLayout
+from modelwright.data.rows.cache.layout import ColdStore, RowLayout
 from modelwright.data.rows.cache.lookahead import LookaheadLoader
 from modelwright.data.rows.cache.reader import BlockReader, Tiers
 from modelwright.data.rows.loader import PackedLoader, PackedRows, read_index, row_layout

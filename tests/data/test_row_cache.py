@@ -16,9 +16,8 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from modelwright.core.errors import ArtifactError, ConfigError, StorageError
-from modelwright.data.rows.cache import cold, row_cache, shared
-from modelwright.data.rows.cache.cold import ColdStore
-from modelwright.data.rows.cache.layout import BLOCK_BYTES, RowLayout, damaged
+from modelwright.data.rows.cache import row_cache, shared
+from modelwright.data.rows.cache.layout import BLOCK_BYTES, ColdStore, RowLayout, damaged
 from modelwright.data.rows.cache.lookahead import LookaheadLoader
 from modelwright.data.rows.cache.reader import DISK, MEMORY, SOURCE, BlockReader, Tiers
 from modelwright.data.rows.cache.row_cache import RowCacheConfig, open_cache, remove_leftovers
@@ -270,7 +269,7 @@ def test_a_store_that_fails_for_a_moment_is_asked_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(MemoryFileSystem, "cat_file", flaky)
     failures += [TimeoutError("slow"), ConnectionError("reset")]
     assert store.read("x.bin", 10, 5) == bytes(range(10, 15))
-    failures += [ConnectionError("reset")] * cold.NUM_TRIES
+    failures += [ConnectionError("reset")] * NUM_TRIES
     with pytest.raises(StorageError, match=r"memory://rows/x.bin: cannot be read .reset.; check the address"):
         store.read("x.bin", 10, 5)
     with pytest.raises(ArtifactError, match=r"x.bin: is truncated"):

@@ -5,8 +5,7 @@ import random
 import pytest
 
 from memory_references import check_arena, least_arena_naive, live_bytes_naive
-from modelwright.memory.lifetimes import KINDS, Lifetime, MemoryTimeline
-from modelwright.memory.step_arena import plan_arena
+from modelwright.memory.step_arena import KINDS, Lifetime, MemoryTimeline, plan_arena
 
 
 def tensors(seed: int, number: int, length: int = 40) -> list[Lifetime]:

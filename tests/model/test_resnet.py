@@ -18,7 +18,7 @@ from modelwright.model.vision.vit import VisionTower
 from modelwright.ops import lowp_emulation
 from modelwright.ops.lowp_linear import in_float
 from modelwright.parallel.mesh import World, single
-from modelwright.parallel.ragged_gather import gather_rows
+from modelwright.parallel.tp_collectives import gather_rows
 
 SHAPE = ResNetConfig(image_size=8, widths=(4, 8), blocks_per_stage=2)
 NUM_IMAGES = 7

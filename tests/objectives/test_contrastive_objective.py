@@ -14,8 +14,8 @@ from torch import Tensor
 from distributed import run_distributed
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
+from modelwright.data.images.decode import encode
 from modelwright.data.images.store import ImageStore, write_images
-from modelwright.data.images.stored import encode
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from modelwright.ops import relation_loss as module
-from modelwright.ops.relation_loss import documents, relation_loss, relation_loss_naive
+from modelwright.ops import attention_divergence as module
+from modelwright.ops.attention_divergence import documents, relation_loss, relation_loss_naive
 
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, -1], [0] * 10, [-1] * 10, [0, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
 

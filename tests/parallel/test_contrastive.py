@@ -11,7 +11,7 @@ from distributed import run_distributed
 from modelwright.objectives.contrastive import ContrastiveLoss, PairEmbeddings, contrastive_losses
 from modelwright.ops.piece_sums import piece_keys
 from modelwright.parallel.mesh import World, single
-from modelwright.parallel.ragged_gather import gather_rows
+from modelwright.parallel.tp_collectives import gather_rows
 
 LOSSES: tuple[ContrastiveLoss, ...] = ("nt_xent", "clip", "siglip")
 NUM_PAIRS, WIDTH = 11, 5

@@ -15,8 +15,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from modelwright.core.errors import ConfigError, ModelError
+from modelwright.data.images.decode import StoredImage
 from modelwright.data.images.store import open_images
-from modelwright.data.images.stored import StoredImage
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.sources.digits import digit_images
 from modelwright.data.sources.docstrings import described_functions

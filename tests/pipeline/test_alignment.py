@@ -22,8 +22,7 @@ from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, tra
 from modelwright.model.hf import save_model
 from modelwright.objectives.kto import Kto, KtoConfig
 from modelwright.objectives.preference import Preference, PreferenceConfig
-from modelwright.objectives.reward_model import load_reward_model
-from modelwright.objectives.reward_modeling import RewardModelConfig, RewardModeling
+from modelwright.objectives.reward_model import RewardModelConfig, RewardModeling, load_reward_model
 from modelwright.pipeline.stages.model_folder import save_model_folder
 from modelwright.train.config import TrainConfig
 from tiny_decoder import make_decoder

@@ -14,8 +14,8 @@ import transformers
 from PIL import Image
 
 from modelwright.core.errors import ConfigError, ModelError
+from modelwright.data.images.decode import StoredImage
 from modelwright.data.images.store import open_images
-from modelwright.data.images.stored import StoredImage
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.rows.pack import PackConfig

@@ -10,7 +10,6 @@ import pytest
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.ops.lowp_linear import Format
-from modelwright.precision.adaptive_config import AdaptiveConfig
 from modelwright.precision.controllers import (
     Bandit,
     PrecisionSwitcher,
@@ -21,6 +20,7 @@ from modelwright.precision.controllers import (
     scheduled,
 )
 from modelwright.precision.indicators import Indicators
+from modelwright.precision.policy import AdaptiveConfig
 
 PART = "blocks.0.ffn"
 CANDIDATES = ["fp32", "bf16", "int8"]

@@ -6,8 +6,7 @@ from fractions import Fraction
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.reward.numbers import last_boxed, last_number, numbers_in
-from modelwright.reward.numeric_match import NumericMatchConfig
+from modelwright.reward.numeric_match import NumericMatchConfig, last_boxed, last_number, numbers_in
 from reward_samples import sample
 
 EQUAL = [

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from modelwright.data.tokenizer.stream_decode import ByteStream
+from modelwright.data.tokenizer.tokenizer import ByteStream
 from modelwright.serve.tokenizer import IncrementalDetokenizer
 
 

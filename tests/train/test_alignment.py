@@ -17,7 +17,7 @@ from distributed import run_distributed, start_distributed
 from modelwright.data.rows.loader import PackedRows
 from modelwright.objectives.kto import Kto, KtoConfig
 from modelwright.objectives.preference import Preference, PreferenceConfig
-from modelwright.objectives.reward_modeling import RewardModelConfig, RewardModeling
+from modelwright.objectives.reward_model import RewardModelConfig, RewardModeling
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.train.objective import Objective, forward

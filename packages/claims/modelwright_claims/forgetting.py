@@ -21,7 +21,7 @@ from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.record_costs import record_costs
+from modelwright.evaluate.records import record_costs
 from modelwright.model.hf import load_model
 from modelwright.pipeline.models import find_model
 from modelwright_claims import product_runs, update_texts

@@ -20,7 +20,7 @@ import numpy as np
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.resources import num_usable_cores
-from modelwright.data.rows.cache.cold import ROWS_AT
+from modelwright.data.rows.cache.layout import ROWS_AT
 from modelwright.data.rows.pack import PackConfig, pack
 from modelwright_claims import loading_worker
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict, untestable

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from modelwright.memory.disk import DiskStore
-from modelwright.memory.lifetimes import MemoryTimeline
-from modelwright.memory.step_arena import plan_arena
+from modelwright.memory.step_arena import MemoryTimeline, plan_arena
 from modelwright.model.config import ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.pipeline.estimate.doctor import measure_rates

@@ -21,7 +21,7 @@ from modelwright.core.rundir import RunDir
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
 from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.record_costs import record_costs
+from modelwright.evaluate.records import record_costs
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.run_config import parse_run, read_run_config
 from modelwright.pipeline.stages.clean import CLEAN

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modelwright.memory.lifetimes import KINDS, Lifetime, MemoryTimeline
-from modelwright.memory.step_arena import Arena, plan_arena
+from modelwright.memory.step_arena import KINDS, Arena, Lifetime, MemoryTimeline, plan_arena
 from modelwright.pipeline.estimate.cost import size
 from modelwright.train.config import TrainConfig
 from modelwright_plan.memory_plan import StepPlan

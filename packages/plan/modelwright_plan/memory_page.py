@@ -2,7 +2,7 @@
 
 import itertools
 
-from modelwright.memory.lifetimes import Kind, MemoryTimeline
+from modelwright.memory.step_arena import Kind, MemoryTimeline
 from modelwright.pipeline.estimate.cost import size
 from modelwright.pipeline.report.charts import Line, line_chart
 from modelwright.train.config import TrainConfig

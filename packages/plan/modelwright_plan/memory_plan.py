@@ -22,7 +22,7 @@ from modelwright.memory.activations import (
 from modelwright.memory.budget import Budget, block_choices, least_budget
 from modelwright.memory.checkpointing import segments_for
 from modelwright.memory.config import ActivationCheckpointingConfig, Tier
-from modelwright.memory.lifetimes import MemoryTimeline
+from modelwright.memory.step_arena import MemoryTimeline
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS

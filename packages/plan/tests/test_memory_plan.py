@@ -12,8 +12,7 @@ from modelwright.cli.main import main
 from modelwright.core.config import parse
 from modelwright.core.cpp_build import has_compiler
 from modelwright.core.errors import ConfigError
-from modelwright.memory.lifetimes import Lifetime, MemoryTimeline
-from modelwright.memory.step_arena import plan_arena
+from modelwright.memory.step_arena import Lifetime, MemoryTimeline, plan_arena
 from modelwright.model.config import ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.train.config import TrainConfig

@@ -30,7 +30,7 @@ class Document:
     `meta["rejected"]` of a preference pair holds the turns of the rejected answer, which take the place of the
     conversation's last ones, and `meta["margin"]` by how much it is worse, where that is known. `meta["desirable"]`
     says whether a single answer is a good one. `meta["prompt_turns"]` of either counts the turns before the answer.
-    An "image" document is an image, `meta["image"]` (`data/images/stored.py`), and its caption, the text; or a
+    An "image" document is an image, `meta["image"]` (`data/images/decode.py`), and its caption, the text; or a
     conversation about the image, which it has like a "qa" document.
     `meta["title"]`, where present, is a heading line that the text begins with, of a "qa" document the words that the
     answer begins with: texts that differ in their titles only are duplicates.

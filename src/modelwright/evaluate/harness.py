@@ -17,8 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.seeds import derive_seed
-from modelwright.data.tokenizer.stream_decode import TextStream
-from modelwright.data.tokenizer.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import TextStream, Tokenizer
 from modelwright.infer.engine import Engine
 from modelwright.infer.sequence import SamplingParams
 

@@ -1,7 +1,10 @@
-"""Scores of single records for one model: reference answers, choices by likelihood, generated numbers."""
+"""Scores of single records for one model: reference answers, choices by likelihood, generated numbers.
+
+Costs of single records in nats for a model: the answers of conversations, and the whole text of other documents.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -11,13 +14,13 @@ from modelwright.core.progress import Progress
 from modelwright.data.document import Document
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.answers import answer_text, score_answers
+from modelwright.evaluate.bits_per_byte import score_documents
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.scoring import Scored, sequence_nats
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.decoder import Decoder
-from modelwright.reward.numbers import equal
-from modelwright.reward.numeric_match import MARKER, final_number
+from modelwright.reward.numeric_match import MARKER, equal, final_number
 
 Rows = list[dict[str, Any]]
 """Plain results, one for each record, with its `id`."""
@@ -118,3 +121,28 @@ def _prompt(tokenizer: Tokenizer, document: Document) -> list[int]:
         return tokenizer.encode_prompt(document.messages[:last], tools=document.tools)
     except DataError as error:
         raise DataError(f"{document.id}: {error}") from None
+
+
+ANSWERS, TEXT = "answers", "text"
+
+
+def record_costs(
+    model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], config: EvaluateConfig, *, progress: Progress
+) -> dict[str, list[dict[str, Any]]]:
+    """Scores documents; returns plain rows with `id`, `num_tokens`, `num_bytes` and `nats` in their order, by key:
+    `answers` of conversations, `text` of other documents; a key without documents is left out.
+    """
+    spoken = [document for document in documents if document.kind == "qa"]
+    written = [document for document in documents if document.kind != "qa"]
+    rows = {
+        ANSWERS: score_answers(model, tokenizer, spoken, config, progress=progress) if spoken else [],
+        TEXT: text_costs(model, tokenizer, written, config, progress=progress) if written else [],
+    }
+    return {name: found for name, found in rows.items() if found}
+
+
+def text_costs(
+    model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], config: EvaluateConfig, *, progress: Progress
+) -> list[dict[str, Any]]:
+    """Scores the whole text of each document, a conversation's included."""
+    return [asdict(score) for score in score_documents(model, tokenizer, documents, config, progress=progress)]

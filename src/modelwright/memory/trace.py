@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from modelwright.memory.lifetimes import Kind, Lifetime, MemoryTimeline, Phase
+from modelwright.memory.step_arena import Kind, Lifetime, MemoryTimeline, Phase
 
 LARGEST_REAL_BYTES = 2**20
 """Largest tensor that a traced step on fake tensors really allocates; larger ones are fake."""

@@ -270,7 +270,7 @@ class StoredParameters(Protocol):
 
 class Decoder(nn.Module):
     """A decoder-only transformer; passes (checkpointing, compile, sharding) work on `blocks`. stored: source of the
-    weights while the parameters are on the meta device; a layout then reads this rank's part (`parallel/deferred.py`).
+    weights while parameters are on the meta device; a layout then reads this rank's part (`parallel/full_state.py`).
     adapters: their settings, `r` 0 without; base_fingerprint: identifies the weights that they were attached to
     (`adapters.py`).
     """

@@ -18,8 +18,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.layer_taps import HeadInputs
-from modelwright.ops.attention_divergence import QueriesAndKeys, attention_divergence
-from modelwright.ops.relation_loss import relation_loss
+from modelwright.ops.attention_divergence import QueriesAndKeys, attention_divergence, relation_loss
 
 AttentionForm = Literal["relations", "distributions"]
 

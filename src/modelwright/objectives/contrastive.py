@@ -34,7 +34,7 @@ from modelwright.objectives.image_batches import fill_squares, image_batches, im
 from modelwright.objectives.pairs import Pairs
 from modelwright.ops.piece_sums import piece_ends, piece_keys, piece_means
 from modelwright.parallel.mesh import World, single
-from modelwright.parallel.ragged_gather import gather_rows
+from modelwright.parallel.tp_collectives import gather_rows
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective, Terms
 from modelwright.train.whole_model import ModelLayout

@@ -1,10 +1,12 @@
 """Experience: completions with the values that updates need, split into minibatches over several epochs.
 
 It is the same on all ranks, so that minibatches do not depend on the number of data ranks.
+
+Reference model of a policy gradient: log-probabilities of completions under the initial weights of training.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from modelwright.data.rows.batching.order import permutation
 from modelwright.objectives.completion_rows import RowPlan, completion_batch
 from modelwright.objectives.rollouts import Rollout, gather_rows, share
 from modelwright.parallel.mesh import World
+from modelwright.train.frozen_model import FrozenModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,3 +124,30 @@ def values_of_places(
         name: gather_rows(world, plan.taken(values_BT[: plan.num_rows].cpu(), num_places) * part.mask_CT)
         for name, values_BT in values.items()
     }
+
+
+ROWS_AT_ONCE = 16
+
+
+@dataclass(kw_only=True)
+class ReferenceModel:
+    """A frozen model, loaded when it is first needed."""
+
+    load: Callable[[], FrozenModel]
+    """Loads the model with the initial weights of training; all ranks call together."""
+    row_len: int
+    """Tokens of a row, at least those of the longest completion with its prompt."""
+    loaded: list[FrozenModel] = field(default_factory=list[FrozenModel])
+
+    def log_probs(self, rollout: Rollout, world: World) -> Tensor:
+        """Log-probability of each generated token [C, T] float32, 0 elsewhere. All ranks of `world` call together."""
+        if not self.loaded:
+            self.loaded.append(self.load())
+        (model,) = self.loaded
+        found = values_of_places(
+            rollout,
+            world,
+            self.row_len,
+            lambda batch: {"log_probs": model.log_probs(batch, num_parts=-(-batch.num_rows // ROWS_AT_ONCE))},
+        )
+        return found["log_probs"].float()

@@ -52,7 +52,7 @@ from modelwright.objectives.image_batches import image_batches
 from modelwright.ops.image_augment import soft_target
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.parallel.mesh import World, single
-from modelwright.parallel.ragged_gather import gather_rows
+from modelwright.parallel.tp_collectives import gather_rows
 from modelwright.precision.quantization_aware import QuantizationAwareConfig
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective, Terms

@@ -28,7 +28,7 @@ from modelwright.objectives.completion_rows import RowPlan, completion_batch
 from modelwright.objectives.distillation import SAMPLED, Distillation
 from modelwright.objectives.next_token import num_targets
 from modelwright.objectives.rollouts import RolloutConfig, gather_rows, share
-from modelwright.ops.relation_loss import documents
+from modelwright.ops.attention_divergence import documents
 from modelwright.train.objective import Metric, Objective, Terms
 from modelwright.train.whole_model import ModelLayout, one_process
 

@@ -23,10 +23,9 @@ from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.advantages import generalized_advantages, whitened
-from modelwright.objectives.experience import Experience, values_of_places
+from modelwright.objectives.experience import ROWS_AT_ONCE, Experience, values_of_places
 from modelwright.objectives.heldout_rewards import is_heldout
 from modelwright.objectives.policy_terms import clipped_policy_loss, clipped_value_loss, kl_k1, kl_k2
-from modelwright.objectives.reference_model import ROWS_AT_ONCE
 from modelwright.objectives.rollout_objective import RolloutObjective
 from modelwright.objectives.rollouts import Rollout, RolloutConfig, check_rollout_training, rollout_metrics
 from modelwright.objectives.value_function import VALUE, SeparateValueModel, ValueFunction, ValueOnTrunk

@@ -12,9 +12,8 @@ from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.prompts import prompt_numbers
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.experience import Experience, ExperienceBuffer
+from modelwright.objectives.experience import Experience, ExperienceBuffer, ReferenceModel
 from modelwright.objectives.heldout_rewards import HeldoutRewards
-from modelwright.objectives.reference_model import ReferenceModel
 from modelwright.objectives.rollouts import Rollout, RolloutWorker, constant_metrics, shown
 from modelwright.train.objective import Metric, Objective
 from modelwright.train.whole_model import ModelLayout, one_process

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from modelwright.ops.lowp_linear import Format
-from modelwright.precision.adaptive_config import AdaptiveConfig
 from modelwright.precision.indicators import Indicators
+from modelwright.precision.policy import AdaptiveConfig
 
 EMA = 0.9  # a mean over about ten steps, which one bad batch hardly moves
 ROOMY = 0.9

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from modelwright.core.errors import DataError
-from modelwright.data.tokenizer.fast_bpe import is_byte_level, token_bytes
-from modelwright.data.tokenizer.stream_decode import TextStream
-from modelwright.data.tokenizer.tokenizer import SPECIAL_TOKENS, Tokenizer
+from modelwright.data.tokenizer.tokenizer import SPECIAL_TOKENS, TextStream, Tokenizer, is_byte_level, token_bytes
 from modelwright.serve.errors import ApiError
 
 

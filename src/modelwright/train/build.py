@@ -24,8 +24,7 @@ from modelwright.model.adapters import attach_adapters
 from modelwright.model.decoder import Decoder, StoredParameters
 from modelwright.optim.build import build_optimizer
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.deferred import is_deferred
-from modelwright.parallel.full_state import move_out, restore_weights, whole_weights
+from modelwright.parallel.full_state import is_deferred, move_out, restore_weights, whole_weights
 from modelwright.parallel.mesh import Mesh, World, build_mesh, single
 from modelwright.parallel.strategy import Replica
 from modelwright.precision.apply import ModelPrecision, fp32_products

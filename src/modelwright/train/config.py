@@ -36,8 +36,7 @@ from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.optim.build import OptimizerKind
 from modelwright.optim.clip import AdaptiveClipConfig
-from modelwright.optim.decay import WeightDecayScheduleConfig
-from modelwright.optim.schedule import ScheduleConfig
+from modelwright.optim.schedule import ScheduleConfig, WeightDecayScheduleConfig
 from modelwright.optim.sparse import BatchSelectionConfig, SparseUpdateConfig, sparsity_features
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.rebalance import LoadBalanceConfig

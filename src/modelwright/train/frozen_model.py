@@ -13,7 +13,7 @@ from torch import Tensor
 from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.deferred import is_deferred
+from modelwright.parallel.full_state import is_deferred
 from modelwright.parallel.mesh import World, build_mesh, single
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.objective import Batch

@@ -20,11 +20,10 @@ from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context_parallel import check_context
-from modelwright.parallel.deferred import read_deferred
 from modelwright.parallel.fsdp import shard_states
+from modelwright.parallel.full_state import read_deferred
 from modelwright.parallel.mesh import Mesh
-from modelwright.parallel.pipeline.schedule import microbatches_in_flight
-from modelwright.parallel.pipeline.stages import layers_of_stages, rank_of_stage
+from modelwright.parallel.pipeline.stages import layers_of_stages, microbatches_in_flight, rank_of_stage
 from modelwright.parallel.tensor_parallel import shard_layers
 from modelwright.precision.apply import remove_formats
 from modelwright.precision.layer_scales import LayerScales, scale_blocks

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.pipeline.schedule import microbatches_in_flight
+from modelwright.parallel.pipeline.stages import microbatches_in_flight
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, expected_traffic
 
 MODEL = ModelConfig(

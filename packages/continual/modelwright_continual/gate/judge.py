@@ -25,8 +25,7 @@ from modelwright.data.document import Document
 from modelwright.data.sources.records import is_own
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.record_costs import record_costs, text_costs
-from modelwright.evaluate.records import generate_numbers, score_choices
+from modelwright.evaluate.records import generate_numbers, record_costs, score_choices, text_costs
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.pipeline.resolve import resolved_device

@@ -14,8 +14,7 @@ import torch
 
 from modelwright.core.errors import ModelError
 from modelwright.model.config import Activation, ModelConfig
-from modelwright.ops.rope import scaled_frequencies
-from modelwright.ops.rope_scaling import RopeKind, RopeScaling
+from modelwright.ops.rope import RopeKind, RopeScaling, scaled_frequencies
 
 Value = int | float | str | Sequence[bool] | Sequence[float]
 """A setting of a GGUF file."""

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.errors import ModelError
-from modelwright.data.tokenizer.fast_bpe import is_byte_level
-from modelwright.data.tokenizer.tokenizer import PATTERN, Tokenizer
+from modelwright.data.tokenizer.tokenizer import PATTERN, Tokenizer, is_byte_level
 
 _QWEN2_PATTERN = PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 WORD = "\u2581"

@@ -22,8 +22,7 @@ from typing import Any, cast
 
 from modelwright.core.errors import DataError
 from modelwright.data.document import Document
-from modelwright.data.images.decode import ImageFault
-from modelwright.data.images.stored import KEY, store_image
+from modelwright.data.images.decode import KEY, ImageFault, store_image
 from modelwright.data.sources.conversations import conversation_meta, is_conversation, read_conversation, type_of_record
 from modelwright.data.sources.readers import Complaint, File, Record
 

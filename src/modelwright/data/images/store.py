@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ArtifactError
 from modelwright.data.images.decode import Fit, ImageFault, square_pixels
-from modelwright.data.rows.cache.cold import ColdStore, is_remote, rows_at
-from modelwright.data.rows.cache.layout import BLOCK_BYTES, BlockPart
+from modelwright.data.rows.cache.layout import BLOCK_BYTES, BlockPart, ColdStore, is_remote, rows_at
 from modelwright.data.rows.cache.reader import NUM_READERS, BlockReader, Tiers
 
 FORMAT = "modelwright-images/1"

@@ -20,8 +20,7 @@ from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.data.rows.batching.order import permutation
-from modelwright.data.rows.cache.cold import ColdStore, is_remote, rows_at
-from modelwright.data.rows.cache.layout import RowLayout
+from modelwright.data.rows.cache.layout import ColdStore, RowLayout, is_remote, rows_at
 from modelwright.data.rows.cache.reader import NUM_READERS, BlockReader, Tiers
 from modelwright.data.rows.pack import FORMAT, INDEX
 

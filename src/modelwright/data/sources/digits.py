@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document, Split
+from modelwright.data.images.decode import KEY, encode, store_image
 from modelwright.data.images.read import LABEL_FIELD
-from modelwright.data.images.stored import KEY, encode, store_image
 
 HELDOUT_FRACTION = 1 / 10
 SIDE = 32

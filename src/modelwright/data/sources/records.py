@@ -18,7 +18,7 @@ from referencing.exceptions import Unresolvable
 
 from modelwright.core.errors import ConfigError
 from modelwright.data.document import KINDS, SPLITS
-from modelwright.data.images.stored import KEY, is_stored_image
+from modelwright.data.images.decode import KEY, is_stored_image
 
 AUTHOR_FIELD, ANSWER_FIELD = "answer_by", "answer"
 OWN_AUTHOR = "modelwright"

@@ -49,6 +49,7 @@ from modelwright.data.sources.find_files import (
     PROSE_EXTENSIONS,
     locate,
 )
+from modelwright.data.sources.readers import read_warc
 from modelwright.data.sources.records import (
     ANSWER_FIELD,
     AUTHOR_FIELD,
@@ -61,7 +62,6 @@ from modelwright.data.sources.records import (
     is_own,
     with_meta,
 )
-from modelwright.data.sources.warc import read_warc
 from modelwright.data.workers import InProcess, ShardEngine
 
 DEFAULT_TEXT_FIELD = "text"

@@ -6,7 +6,7 @@ from typing import Any, cast, get_args
 
 from modelwright.model.config import ModelConfig
 from modelwright.model.hf_types.hf_type import HfSettings
-from modelwright.ops.rope_scaling import RopeKind, RopeScaling
+from modelwright.ops.rope import RopeKind, RopeScaling
 
 PARTIAL = "partial_rotary_factor"
 

@@ -45,8 +45,7 @@ from modelwright.parallel.strategies.optimizer_in_backward import (
 )
 from modelwright.parallel.strategies.shared_memory import SharedMemory, fits
 from modelwright.parallel.strategy import STRATEGIES_GROUP, AllReduce, Compensate, Replica, Strategy, StrategySpec
-from modelwright.parallel.topology.collectives import TopologyConfig
-from modelwright.parallel.topology.gradient_sync import TopologyAwareSync
+from modelwright.parallel.topology.collectives import TopologyAwareSync, TopologyConfig
 
 
 @dataclass(frozen=True, kw_only=True)

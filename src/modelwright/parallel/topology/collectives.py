@@ -7,6 +7,9 @@ one of `algorithms.py`, whose docstring explains why the bits are equal.
 
 Decisions (algorithm, new measurements, new plans) are made from numbers that all ranks share to the last bit, at the
 same call on all of them. Collective calls come in the same order on every rank, as with any backend.
+
+Exact sums by plans for the measured links: each message by the cheapest algorithm, small ones coalesced, and new
+plans when a link's speed changes during the run. Measures the links when it is made.
 """
 
 import statistics
@@ -14,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -329,3 +332,27 @@ def measure_flat(world: World) -> FlatCost:
     (small, large), (few, many) = taken, FLAT_PROBE_BYTES
     s_per_byte = max(large - small, 0.0) / (many - few)
     return FlatCost(latency_s=max(small - few * s_per_byte, 0.0), s_per_byte=s_per_byte)
+
+
+class TopologyAwareSync:
+    """Gradient sync by `Collectives`, created on all ranks alike. `bytes_sent` excludes measuring."""
+
+    def __init__(self, world: World, config: TopologyConfig) -> None:
+        self.collectives: Collectives | None = None
+        if world.size > 1:
+            links = measure_links(world, LinksConfig(budget_s=config.measure_s))
+            self.collectives = Collectives(world, links, config)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.collectives.bytes_sent if self.collectives else 0
+
+    def reduce(self, gradients: Sequence[Tensor]) -> None:
+        if self.collectives:
+            self.collectives.all_reduce_many(gradients)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: links and ranks may differ after a restart."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -19,8 +19,7 @@ from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.partition import flop_costs, split_layers
-from modelwright.parallel.pipeline.schedule import microbatches_in_flight
-from modelwright.parallel.pipeline.stages import rank_of_stage
+from modelwright.parallel.pipeline.stages import microbatches_in_flight, rank_of_stage
 from modelwright.parallel.topology.rank_mapping import AxisTraffic
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.memory import (

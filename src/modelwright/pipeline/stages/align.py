@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from modelwright.core.errors import DataError
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document, Split
-from modelwright.data.images.decode import decode, pillow
+from modelwright.data.images.decode import KEY, StoredImage, decode, pillow
 from modelwright.data.images.store import FORMAT, ImageStore, StoreWriter, images_folder, open_images, write_images
-from modelwright.data.images.stored import KEY, StoredImage
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.rows.origins import row_source
 from modelwright.data.rows.pack import TokenSequence

@@ -15,7 +15,7 @@ from modelwright.core.config import load_yaml
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.redact import redact_text
 from modelwright.data.images.store import FILE, ImageIndex, images_folder
-from modelwright.data.rows.cache.cold import ROWS_AT, ColdStore, is_remote
+from modelwright.data.rows.cache.layout import ROWS_AT, ColdStore, is_remote
 from modelwright.data.rows.loader import row_layout
 from modelwright.data.rows.pack import INDEX
 from modelwright.data.tokenizer.tokenizer import Tokenizer, tokenizer_difference

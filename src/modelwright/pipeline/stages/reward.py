@@ -16,8 +16,7 @@ from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.calibration import calibration
 from modelwright.model.hf import save_sequence_classifier
 from modelwright.objectives.pairs import Pairs
-from modelwright.objectives.reward_model import HEAD, RewardModel, reward_model
-from modelwright.objectives.reward_modeling import RewardModelConfig, RewardModeling
+from modelwright.objectives.reward_model import HEAD, RewardModel, RewardModelConfig, RewardModeling, reward_model
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.report.blocks import Block, Chart, Fact, Table, count, number, percent
 from modelwright.pipeline.report.charts import Line, line_chart

@@ -23,9 +23,9 @@ from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.data.rows.prompts import PromptRecord, read_prompts, write_prompts
 from modelwright.data.tokenizer.tokenizer import Tokenizer
+from modelwright.objectives.experience import ReferenceModel
 from modelwright.objectives.heldout_rewards import HeldoutRewards, heldout_batch
 from modelwright.objectives.model_reward import MODEL, MODEL_REWARDS, model_terms, with_folder, without_folder
-from modelwright.objectives.reference_model import ReferenceModel
 from modelwright.objectives.rollout_objective import RolloutObjective
 from modelwright.objectives.rollouts import RolloutConfig, RolloutWorker
 from modelwright.pipeline.config import RunConfig

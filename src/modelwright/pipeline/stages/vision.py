@@ -21,9 +21,9 @@ from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Split
+from modelwright.data.images.decode import KEY, StoredImage
 from modelwright.data.images.labeled import LabeledImages, class_of, write_labels
 from modelwright.data.images.store import FORMAT, StoreWriter, images_folder, open_images, write_images
-from modelwright.data.images.stored import KEY, StoredImage
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.model.vision.classifier import ImageClassifier, forward_flops
 from modelwright.objectives.image_classification import (

@@ -11,8 +11,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from modelwright.data.images.decode import ImageFault, decode, squared
-from modelwright.data.images.stored import STORED_SIDE
+from modelwright.data.images.decode import STORED_SIDE, ImageFault, decode, squared
 from modelwright.infer.sequence import Pixels
 from modelwright.serve.api.answers import AnswerKind, finite, prompt_logprobs, read_generation, respond, token_name
 from modelwright.serve.api.fields import Content, NumLogprobs, Strict, Unsupported

@@ -24,7 +24,6 @@ from modelwright.core.resources import hardware, peak_resident_bytes
 from modelwright.ops.dtensor import local
 from modelwright.ops.lowp_linear import Format
 from modelwright.parallel.mesh import Mesh, World
-from modelwright.precision.adaptive_config import AdaptiveConfig
 from modelwright.precision.apply import ModelPrecision, kind_of, names_of_projections, part_of
 from modelwright.precision.controllers import PrecisionSwitcher, controller_of, scheduled
 from modelwright.precision.hardware import DtypeTimings, Shape, measure_speeds
@@ -44,7 +43,7 @@ from modelwright.precision.indicators import (
     variation,
 )
 from modelwright.precision.observation import PartStatistics, Period
-from modelwright.precision.policy import Kind
+from modelwright.precision.policy import AdaptiveConfig, Kind
 from modelwright.train.objective import Batch, Objective
 from modelwright.train.runner import Executor
 from modelwright.train.runtime import Runtime

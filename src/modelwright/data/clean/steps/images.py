@@ -17,7 +17,7 @@ from modelwright.data.clean.measured_corpus import MeasuredCorpus
 from modelwright.data.clean.steps.quality import IMAGE_LIMITS, QualityConfig
 from modelwright.data.clean.steps.step import Columns, Decisions, Drop, Drops, StepSpec
 from modelwright.data.document import KINDS, Document
-from modelwright.data.images.stored import HASH_BITS, KEY
+from modelwright.data.images.decode import HASH_BITS, KEY
 from modelwright.data.workers import ShardEngine
 
 TOO_SMALL, TOO_LONG, NEAR = "image too small", "image too elongated", "near-duplicate image"
