@@ -42,8 +42,8 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE= $(BIN)
 # An older instruction set for every library of the programs that follow.
 WITH_ISA := $(if $(ISA),env MODELWRIGHT_ISA=$(ISA) $$(MODELWRIGHT_ISA=$(ISA) $(BIN)/python -m modelwright.core.print_environment))
 # What a processor without AVX-512 and BF16 computes differently.
-ISA_TESTS := tests/ops tests/precision tests/parallel/test_gather_formats.py tests/parallel/test_tensor.py \
-	tests/memory/test_checkpointing.py tests/train/test_wired_precision.py
+ISA_TESTS := tests/ops tests/train/precision tests/parallel/test_gather_formats.py tests/parallel/test_tensor.py \
+	tests/train/memory/test_checkpointing.py tests/train/test_wired_precision.py
 HAS_AVX512 := $(shell grep -qsw avx512f /proc/cpuinfo && echo yes)
 
 .PHONY: demo test test-slow test-all coverage lint bench loading-peers prove parity gpu-check clean

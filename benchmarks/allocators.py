@@ -6,7 +6,7 @@
 Each run is a process of one thread: steps of THE loop on random tokens in packed rows, whose documents differ from step
 to step, with an evaluation amid them. The kinds alternate:
 
-    heap              what training does (`memory.tensor_heap`)
+    heap              what training does (`ops.tensor_heap`)
     fallback          what training does without a compiler: glibc maps blocks of 4 MiB and more one by one
     mapped            glibc with a mapping for every larger tensor, given back at once: no gaps, but page faults
     glibc             the C library as it is, without any setting of ours
@@ -48,15 +48,15 @@ from modelwright.core.progress import SilentProgress
 from modelwright.core.resources import ResourceUse, peak_resident_bytes
 from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.memory.tensor_heap import SWITCH
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
+from modelwright.ops.tensor_heap import SWITCH
 from modelwright.parallel.mesh import single
-from modelwright.precision.policy import PrecisionConfig
 from modelwright.train import build
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
+from modelwright.train.precision.policy import PrecisionConfig
 from modelwright.train.runtime import observer
 from modelwright.train.technique import StepInfo
 from modelwright_claims.results import circumstances, machine_slug

@@ -38,13 +38,13 @@ from modelwright.ops.lowp_linear import E4M3, GRIDS, Recipe
 from modelwright.ops.matmul_rates import matmul_rate
 from modelwright.ops.quantize import has_fp8_kernel
 from modelwright.parallel.mesh import single
-from modelwright.precision.apply import ModelPrecision
-from modelwright.precision.hardware import measure_speeds
-from modelwright.precision.policy import Fp8Config, Kind, PrecisionConfig
 from modelwright.recipes import load
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
+from modelwright.train.precision.apply import ModelPrecision
+from modelwright.train.precision.hardware import measure_speeds
+from modelwright.train.precision.policy import Fp8Config, Kind, PrecisionConfig
 from modelwright.train.runtime import observer
 from modelwright.train.technique import StepInfo
 from modelwright_claims.results import circumstances, machine_slug

@@ -36,7 +36,6 @@ from modelwright.infer.model_runner import ModelRunner
 from modelwright.infer.products import stable_row_multiple
 from modelwright.infer.scheduler import SchedulerOutput
 from modelwright.infer.sequence import SamplingParams, Sequence
-from modelwright.memory.tensor_heap import use_tensor_heap
 from modelwright.model.adapter_bank import AdapterSet
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
@@ -48,6 +47,7 @@ from modelwright.ops.norm import rms_norm
 from modelwright.ops.quantize import ROWWISE, quantize
 from modelwright.ops.rope import apply_rope, rope_tables
 from modelwright.ops.swiglu import swiglu
+from modelwright.ops.tensor_heap import use_tensor_heap
 from modelwright.recipes.load import recipe
 
 ROWS, ROW_LEN, HEADS, KV_HEADS, HEAD_DIM = 2, 512, 4, 2, 64

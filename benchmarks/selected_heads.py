@@ -24,13 +24,13 @@ from modelwright.infer.model_runner import ModelRunner
 from modelwright.infer.products import stable_row_multiple
 from modelwright.infer.scheduler import SchedulerOutput
 from modelwright.infer.sequence import SamplingParams, Sequence
-from modelwright.memory.tensor_heap import use_tensor_heap
 from modelwright.model.adapter_bank import AdapterSet
 from modelwright.model.decoder import Block, Decoder, Linear
 from modelwright.ops import cpu_kernels
 from modelwright.ops.attention import packed_attention, packed_tiles
 from modelwright.ops.microbenchmark import in_turn
 from modelwright.ops.selected_attention import selected_attention
+from modelwright.ops.tensor_heap import use_tensor_heap
 from modelwright.recipes.load import recipe
 
 ROWS, ROW_LEN, HEADS, KV_HEADS, HEAD_DIM = 2, 1024, 8, 4, 64

@@ -1,11 +1,11 @@
-"""Slow references for `modelwright.memory`: what lifetimes, arenas, budgets and heaps are by their definitions."""
+"""Slow references for `modelwright.train.memory`: lifetimes, arenas, budgets and heaps by their definitions."""
 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from modelwright.memory.budget import Budget, SegmentChoice, peak, total_cost
-from modelwright.memory.step_arena import Arena, Lifetime
+from modelwright.train.memory.budget import Budget, SegmentChoice, peak, total_cost
+from modelwright.train.memory.step_arena import Arena, Lifetime
 
 
 def live_bytes_naive(lifetimes: Sequence[Lifetime], time: int) -> int:

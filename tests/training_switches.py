@@ -20,8 +20,8 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
-from modelwright.precision.apply import fp32_products
 from modelwright.train.config import TrainConfig, check_layout
+from modelwright.train.precision.apply import fp32_products
 from modelwright.train.state import TrainResult
 
 SHAPE = ModelConfig(

@@ -11,13 +11,13 @@ from modelwright.core.rundir import StageDir
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.hf import load_model, save_model
 from modelwright.objectives.next_token import NextToken
-from modelwright.optim.schedule import ScheduleConfig
 from modelwright.parallel.mesh import single
-from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
 from modelwright.train.objective import forward
+from modelwright.train.optim.schedule import ScheduleConfig
+from modelwright.train.precision.policy import PrecisionConfig
 from modelwright.train.runtime import observer
 from modelwright.train.technique import StepInfo
 from trainers.task import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, StepClock, Task, Trained

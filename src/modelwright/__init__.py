@@ -11,7 +11,7 @@
 >>> from modelwright.model.config import ModelConfig
 >>> from modelwright.model.decoder import Decoder
 >>> from modelwright.objectives.next_token import NextToken
->>> from modelwright.precision.policy import PrecisionConfig
+>>> from modelwright.train.precision.policy import PrecisionConfig
 >>> from modelwright.train.config import TrainConfig
 
 >>> class Counting:  # rows of consecutive numbers: the next token is the last one plus 1

@@ -21,7 +21,7 @@ LINE_WRITERS = {
 """Files that may append to a file or write lines of JSON, and what they write."""
 DEVIATIONS = {
     "core/outliers.py": "limits for outliers",
-    "precision/indicators.py": "the variation of gradient norms, which is no limit",
+    "train/precision/indicators.py": "the variation of gradient norms, which is no limit",
 }
 """Files that may compute standard deviations and median absolute deviations of plain numbers."""
 STATISTICS = {"stdev", "pstdev", "variance", "pvariance", "quantiles"}

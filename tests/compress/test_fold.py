@@ -24,8 +24,8 @@ from modelwright.objectives.image_classification import carrier
 from modelwright.objectives.image_classifier import quantize_classifier
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.parallel.full_state import read_deferred
-from modelwright.precision.quantization_aware import FakeQuantization, QuantizationAwareConfig, Range
 from modelwright.train.objective import forward
+from modelwright.train.precision.quantization_aware import FakeQuantization, QuantizationAwareConfig, Range
 
 SHAPES: dict[str, ModelConfig] = {
     "plain": tiny_run.SHAPE,

@@ -28,8 +28,8 @@ from modelwright.ops import cpu_kernels
 from modelwright.ops.decode_step import PARTS, DecodeStep
 from modelwright.ops.int_grid import Bits, WeightGrid
 from modelwright.ops.kernel_speed import KERNELS
-from modelwright.precision.apply import ModelPrecision
-from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.precision.apply import ModelPrecision
+from modelwright.train.precision.policy import PrecisionConfig
 
 WITH, WITHOUT = "decode_step", "0"
 NUM_NEW = 48

@@ -25,9 +25,9 @@ from modelwright.ops.int_grid import WeightGrid
 from modelwright.parallel.mesh import World, single
 from modelwright.pipeline.exports.hf import export_hf
 from modelwright.pipeline.models import FoundModel
-from modelwright.precision.apply import names_of_projections
 from modelwright.serve.load import ModelSource
 from modelwright.train.objective import forward
+from modelwright.train.precision.apply import names_of_projections
 
 GATES: tuple[AttentionGate, ...] = ("head", "element")
 

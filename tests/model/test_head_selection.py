@@ -31,10 +31,10 @@ from modelwright.parallel.mesh import World, single
 from modelwright.pipeline.exports.gguf import export_gguf_file
 from modelwright.pipeline.exports.hf import export_hf
 from modelwright.pipeline.models import FoundModel
-from modelwright.precision.apply import names_of_projections
 from modelwright.serve.load import ModelSource
 from modelwright.train import parallelize
 from modelwright.train.objective import forward
+from modelwright.train.precision.apply import names_of_projections
 
 BUDGET = 0.6
 PLAIN: dict[str, Any] = {}

@@ -19,9 +19,9 @@ from modelwright.model.decoder import Decoder
 from modelwright.model.hf import config_from_hf, hf_config, load_config, load_model, save_model
 from modelwright.model.hf_types import HF_TYPES
 from modelwright.model.hf_types.llama import LLAMA
-from modelwright.precision.apply import ModelPrecision
-from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.parallelize import compile_each_block
+from modelwright.train.precision.apply import ModelPrecision
+from modelwright.train.precision.policy import PrecisionConfig
 from tiny_decoder import make_config
 from tolerances import TOLERANCES
 

@@ -23,9 +23,9 @@ from modelwright.model.vision.vit import VisionTower
 from modelwright.objectives.captioning import LOSS, CaptionConfig, Captioning, image_numbers
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
-from modelwright.precision.policy import ALWAYS_FP32
 from modelwright.train.build import attach_modules
 from modelwright.train.objective import forward
+from modelwright.train.precision.policy import ALWAYS_FP32
 
 EOS, IMAGE_TOKEN, NUM_PATCHES, NUM_IMAGES, LENGTH = 0, 1, 4, 30, 32
 VISION = {"image_size": 8, "patch_size": 4, "num_layers": 2, "model_dim": 16, "num_heads": 2, "ffn_dim": 24}

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from distributed import run_distributed
 from modelwright.core.errors import ConfigError
-from modelwright.optim.delay import compensate, compensate_naive
 from modelwright.parallel.gradient_sync import AllReduceSync
 from modelwright.parallel.mesh import World, duplicate_group, single
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig
 from modelwright.parallel.strategies.delayed import DelayedSync
+from modelwright.train.optim.delay import compensate, compensate_naive
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 PAYLOAD = 8 * (12 + 3 + 3)

@@ -16,8 +16,8 @@ from modelwright.model.decoder import Decoder
 from modelwright.parallel import fsdp
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
-from modelwright.precision.policy import PrecisionConfig
 from modelwright.train import parallelize
+from modelwright.train.precision.policy import PrecisionConfig
 from modelwright.train.runtime import observer
 from modelwright.train.technique import StepInfo
 

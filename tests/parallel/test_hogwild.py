@@ -15,13 +15,13 @@ from torch.optim import SGD, AdamW
 
 from distributed import run_distributed, start_distributed
 from modelwright.core.errors import ConfigError, ModelwrightError
-from modelwright.optim.delay import compensate
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, build_mesh, single
 from modelwright.parallel.shared_memory import share
 from modelwright.parallel.strategies.hogwild import Hogwild
 from modelwright.parallel.strategies.hogwild_counters import SLOT_BYTES, SLOTS
 from modelwright.parallel.strategy import Replica
+from modelwright.train.optim.delay import compensate
 
 NUM_UPDATES, FIRST, STOP_AT = 600, 7, 100
 

@@ -11,7 +11,6 @@ from torch.optim import AdamW
 
 from distributed import run_distributed
 from modelwright.core.errors import StorageError
-from modelwright.optim.clip import clip_naive
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, build_mesh, single
 from modelwright.parallel.shared_memory import has_room, shared_file
@@ -23,6 +22,7 @@ from modelwright.parallel.strategies.optimizer_in_backward import (
 )
 from modelwright.parallel.strategies.shared_memory import SharedMemory, fits, starts_of
 from modelwright.parallel.strategy import Replica
+from modelwright.train.optim.clip import clip_naive
 
 SHAPES = [(7, 5), (33,), (64, 3), (1,), (2, 2, 2)]
 RATES = [0.1, 0.05, 0.2, 0.1]

@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 from distributed import OnDemand, run_distributed
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
-from modelwright.memory.activations import Segment
-from modelwright.memory.checkpointing import checkpoint_segments
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
@@ -27,6 +25,8 @@ from modelwright.parallel.pipeline.stages import (
     rank_of_stage,
 )
 from modelwright.train.checkpoint.writer import read_weights
+from modelwright.train.memory.activations import Segment
+from modelwright.train.memory.checkpointing import checkpoint_segments
 from modelwright.train.parallelize import compile_each_block
 from parallel import pipeline_run
 from parallel.pipeline_run import Case

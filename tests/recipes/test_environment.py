@@ -4,8 +4,8 @@ import pytest
 
 from modelwright.core.config import dump, load_yaml, merge, parse, save_yaml
 from modelwright.core.errors import ConfigError
-from modelwright.precision.policy import PrecisionConfig
 from modelwright.recipes.load import environment_overrides, load
+from modelwright.train.precision.policy import PrecisionConfig
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.precision.apply import ModelPrecision
+from modelwright.train.precision.apply import ModelPrecision
 
 SECONDS = {"fp32": 4.0, "int8": 1.0}
 RULES = {

@@ -17,12 +17,12 @@ from modelwright.core.config import parse
 from modelwright.core.resources import hardware
 from modelwright.model.attention import packed_attend
 from modelwright.ops.lowp_linear import Format
-from modelwright.optim.build import OptimizerKind, build_optimizer
 from modelwright.parallel.mesh import World
-from modelwright.precision.apply import ModelPrecision
-from modelwright.precision.controllers import Bandit
-from modelwright.precision.indicators import GradientStats
-from modelwright.precision.policy import Kind, PrecisionConfig
+from modelwright.train.optim.build import OptimizerKind, build_optimizer
+from modelwright.train.precision.apply import ModelPrecision
+from modelwright.train.precision.controllers import Bandit
+from modelwright.train.precision.indicators import GradientStats
+from modelwright.train.precision.policy import Kind, PrecisionConfig
 from modelwright.train.technique import LOSS_SPIKE, NOT_FINITE, Update
 from modelwright.train.techniques import adaptive_precision
 from modelwright.train.techniques.adaptive_precision import AdaptivePrecision, DtypeTimings, memory_share, momentum_of

@@ -22,8 +22,14 @@ from modelwright.ops.int_grid import WeightGrid
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.pipeline.stages.qat import WithStepSizes
-from modelwright.precision.quantization_aware import MODULE, FakeQuantization, QuantizationAwareConfig, Range, StepSizes
 from modelwright.train.objective import Objective, forward
+from modelwright.train.precision.quantization_aware import (
+    MODULE,
+    FakeQuantization,
+    QuantizationAwareConfig,
+    Range,
+    StepSizes,
+)
 from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization
 
 SETTINGS = {"num_steps": 6, "checkpoint_every_steps": 1, "eval_every_steps": 3, "keep_best": False}

@@ -12,9 +12,9 @@ from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.data.rows.batch import IGNORED
 from modelwright.objectives.next_token import NextToken
-from modelwright.optim.build import build_optimizer
 from modelwright.parallel.grad_norm import total_norm
 from modelwright.train.objective import Objective, Terms, forward
+from modelwright.train.optim.build import build_optimizer
 
 UNCLIPPED = {"max_grad_norm": 0.0, "eval_every_steps": 0}
 BY_LAST_NORM = {"optimizer_in_backward": True, "max_grad_norm": 0.5, "eval_every_steps": 0}

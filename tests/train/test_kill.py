@@ -17,9 +17,9 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.pipeline.stages.qat import WithStepSizes
-from modelwright.precision.quantization_aware import QuantizationAwareConfig
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective
+from modelwright.train.precision.quantization_aware import QuantizationAwareConfig
 from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization
 
 SHAPES: Mapping[str, ModelConfig] = {

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from modelwright.core.errors import ModelwrightError
-from modelwright.memory import disk, offload
-from modelwright.memory.activations import block_shape, head_workspace_bytes
-from modelwright.memory.disk import DiskStore
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
+from modelwright.train.memory import disk, offload
+from modelwright.train.memory.activations import block_shape, head_workspace_bytes
+from modelwright.train.memory.disk import DiskStore
 
 KINDS = {
     "kept": {},

@@ -14,9 +14,9 @@ import torch
 from distributed import run_distributed
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import column, read_records
-from modelwright.memory.tensor_heap import SWITCH
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops import cpu_kernels
+from modelwright.ops.tensor_heap import SWITCH
 from modelwright.parallel.mesh import single
 from modelwright.train.techniques.out_of_memory import RetryOutOfMemory, is_out_of_memory
 from rank_processes import all_well, start_process, wait_for

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from modelwright.memory.activations import Segment
-from modelwright.memory.checkpointing import checkpoint_segments
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import build_mesh, single
-from modelwright.precision.policy import PrecisionConfig
 from modelwright.train import parallelize
+from modelwright.train.memory.activations import Segment
+from modelwright.train.memory.checkpointing import checkpoint_segments
 from modelwright.train.objective import forward
+from modelwright.train.precision.policy import PrecisionConfig
 
 
 def test_compile_comes_after_activation_checkpointing(tiny, monkeypatch):

@@ -193,8 +193,8 @@ def test_the_run_goes_back_and_on_with_the_following_batches(tiny, tmp_path):
 
 def _twin(tiny, model) -> None:
     """What the run comes to without any of the machinery: AdamW over batches 0 to 5 and 9 to 15."""
-    from modelwright.optim.build import build_optimizer
     from modelwright.train.objective import forward
+    from modelwright.train.optim.build import build_optimizer
 
     config = tiny.settings()
     optimizer = build_optimizer(

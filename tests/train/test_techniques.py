@@ -10,11 +10,11 @@ from torch import nn
 from modelwright.core.errors import ModelwrightError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.ops.tensor_view import view_of
-from modelwright.optim.build import build_optimizer
-from modelwright.optim.clip import AdaptiveClipConfig, clip_naive, scale_to_norm
-from modelwright.optim.schedule import ScheduleConfig
 from modelwright.parallel.grad_norm import total_norm
 from modelwright.train.checkpoint.manager import load_optimizer_state, optimizer_state_dict, reading_state
+from modelwright.train.optim.build import build_optimizer
+from modelwright.train.optim.clip import AdaptiveClipConfig, clip_naive, scale_to_norm
+from modelwright.train.optim.schedule import ScheduleConfig
 from modelwright.train.technique import NOT_FINITE, Update
 from modelwright.train.techniques.finite_check import FiniteCheck
 from modelwright.train.techniques.gradient_clipping import GradientClipping

@@ -9,7 +9,7 @@ import heap_runs
 import pytest
 import torch
 
-from modelwright.memory.tensor_heap import SWITCH
+from modelwright.ops.tensor_heap import SWITCH
 from rank_processes import all_well, start_process, wait_for
 from wired_cases import COPIES, Runs, case, weights
 

@@ -6,10 +6,10 @@ from wired_run import Notes
 
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError
-from modelwright.optim.sparse import BatchSelectionConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.strategies.config import GradientSyncConfig
 from modelwright.train.config import TrainConfig, without_effect
+from modelwright.train.optim.sparse import BatchSelectionConfig
 
 
 def test_length_in_steps_tokens_and_epochs():

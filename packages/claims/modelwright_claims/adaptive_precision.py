@@ -14,8 +14,8 @@ from modelwright.core.config import parse
 from modelwright.model.decoder import Decoder
 from modelwright.ops.lowp_linear import Format
 from modelwright.parallel.mesh import single
-from modelwright.precision.apply import ModelPrecision
-from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.precision.apply import ModelPrecision
+from modelwright.train.precision.policy import PrecisionConfig
 from modelwright.train.techniques.adaptive_precision import MACHINE, machine_for
 from modelwright_claims import memory_probe, workbench
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict

@@ -7,7 +7,7 @@ import torch
 
 from modelwright.core.config import dump
 from modelwright.ops.matmul_rates import matmul_rate
-from modelwright.precision.policy import Policy, PrecisionConfig
+from modelwright.train.precision.policy import Policy, PrecisionConfig
 from modelwright_claims import memory_probe, workbench
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.experiment import Experiment, run_experiment

@@ -6,7 +6,7 @@ PyTorch takes MKL's products, on some processors at half the rate of oneDNN's, w
 import statistics
 
 from modelwright.core.errors import ConfigError
-from modelwright.precision.apply import fp32_products
+from modelwright.train.precision.apply import fp32_products
 from modelwright_claims import workbench
 from modelwright_claims.claim import Conditions, Samples
 from modelwright_claims.judging import Lacks

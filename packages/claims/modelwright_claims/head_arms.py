@@ -23,13 +23,13 @@ from modelwright.infer.products import stable_row_multiple
 from modelwright.infer.scheduler import Chunk, SchedulerOutput
 from modelwright.infer.sequence import SamplingParams
 from modelwright.infer.sequence import Sequence as EngineSequence
-from modelwright.memory.tensor_heap import use_tensor_heap
 from modelwright.model.adapter_bank import AdapterSet
 from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Attend, Block, Decoder, Linear
 from modelwright.model.head_selection import decisions_seen
 from modelwright.ops.microbenchmark import in_turn
+from modelwright.ops.tensor_heap import use_tensor_heap
 from modelwright.train.objective import forward
 from modelwright_claims.claim import Setting
 from modelwright_claims.experiment import Runner, Tuning, best_value, tune, with_value

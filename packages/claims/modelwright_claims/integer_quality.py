@@ -27,7 +27,7 @@ from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder, Linear
 from modelwright.ops.int_grid import Codes, WeightGrid
 from modelwright.parallel.mesh import single
-from modelwright.precision.quantization_aware import QuantizationAwareConfig
+from modelwright.train.precision.quantization_aware import QuantizationAwareConfig
 from modelwright.train.techniques.fake_quantization import fake_quantization
 from modelwright_claims import workbench
 from modelwright_claims.claim import Setting

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from modelwright.core.config import dump
-from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.precision.policy import PrecisionConfig
 from modelwright_claims import memory_probe, workbench
 from modelwright_claims.claim import Setting
 from modelwright_claims.experiment import Experiment, open_cache, run_experiment

@@ -2,7 +2,7 @@
 
 Tokens are random: memory does not depend on what they say. On a CPU the bytes are resident memory above what the
 process held before the model, with a heap that maps every larger tensor by itself and gives it back at once, so that
-the gaps of a heap that keeps memory (`memory.tensor_heap`) do not count; on a GPU they are the allocator's. Neither
+the gaps of a heap that keeps memory (`ops.tensor_heap`) do not count; on a GPU they are the allocator's. Neither
 depends on what else the machine does. Writing the last checkpoint does not count.
 """
 
@@ -26,10 +26,10 @@ from modelwright.core.progress import SilentProgress
 from modelwright.core.resources import ResourceUse
 from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.memory.tensor_heap import SWITCH, give_back_memory
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
+from modelwright.ops.tensor_heap import SWITCH, give_back_memory
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world
 from modelwright.train import build

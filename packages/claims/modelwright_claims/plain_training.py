@@ -17,10 +17,10 @@ from torch.optim import AdamW
 
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Block, Decoder
-from modelwright.optim.schedule import rate_factor
 from modelwright.parallel.mesh import World
-from modelwright.precision.apply import fp32_products
 from modelwright.train.config import TrainConfig
+from modelwright.train.optim.schedule import rate_factor
+from modelwright.train.precision.apply import fp32_products
 
 
 class PlainDecoder(nn.Module):

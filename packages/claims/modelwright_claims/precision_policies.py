@@ -2,7 +2,7 @@
 
 Every policy from the same weights on the same batches: held-out loss, tokens per second and peak memory, and the bare
 products of each format beside them, which say what this machine could gain at best. That a format is really computed in
-is read from the operators in `tests/precision/test_model.py`.
+is read from the operators in `tests/train/precision/test_model.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,9 @@ import torch
 from modelwright.core.config import parse
 from modelwright.model.decoder import Decoder
 from modelwright.ops.lowp_linear import Format
-from modelwright.precision.apply import ModelPrecision
-from modelwright.precision.hardware import measure_speeds
-from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.precision.apply import ModelPrecision
+from modelwright.train.precision.hardware import measure_speeds
+from modelwright.train.precision.policy import PrecisionConfig
 from modelwright_claims import memory_probe, workbench
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.experiment import Experiment, run_experiment

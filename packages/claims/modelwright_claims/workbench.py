@@ -19,8 +19,8 @@ from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.mesh import default_device
-from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.config import TrainConfig
+from modelwright.train.precision.policy import PrecisionConfig
 from modelwright_claims.claim import Setting
 
 VOCAB_SIZE = 512

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 from modelwright.core.errors import ConfigError
-from modelwright.memory.activations import Segment, block_shape
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.parallel.config import ParallelConfig, ZeroStage
 from modelwright.pipeline.estimate.layout import TrainingJob
 from modelwright.pipeline.estimate.memory import RankPart, rank_memory
+from modelwright.train.memory.activations import Segment, block_shape
 from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict

@@ -25,11 +25,11 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_naive
 from modelwright.parallel.mesh import single
-from modelwright.precision.policy import PrecisionConfig
 from modelwright.train import parallelize
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
+from modelwright.train.precision.policy import PrecisionConfig
 from modelwright.train.runtime import observer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -6,7 +6,7 @@ import pytest
 
 from modelwright.core.config import parse
 from modelwright.core.progress import SilentProgress
-from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.precision.policy import PrecisionConfig
 from modelwright_claims import adaptive_precision, bf16_mixed, large_runs, precision_policies
 from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.experiment import Experiment, Samples

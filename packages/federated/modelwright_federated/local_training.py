@@ -15,11 +15,11 @@ from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.model.peft_folder import save_adapter
-from modelwright.optim.schedule import ScheduleConfig
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
 from modelwright.train.objective import BatchSource, Objective
+from modelwright.train.optim.schedule import ScheduleConfig
 from modelwright.train.runtime import Runtime, TechniqueBuilder
 from modelwright.train.technique import StepInfo, Technique, Update
 from modelwright_federated.config import FederatedConfig

@@ -7,10 +7,10 @@ that is not overlapped. Estimates rank layouts; they do not replace a measuremen
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from modelwright.memory.activations import total_recomputed_flops
 from modelwright.model.config import ModelConfig
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, layers_per_stage, rank_parts
 from modelwright.pipeline.estimate.memory import MemoryEstimate, RankPart, rank_memory
+from modelwright.train.memory.activations import total_recomputed_flops
 from modelwright_plan.bubble import StageTime, bubble_s, bubble_share
 from modelwright_plan.cluster import Cluster, axis_seconds
 

@@ -5,10 +5,10 @@ from dataclasses import asdict
 from typing import Any
 
 from modelwright.core.config import dump
-from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.pipeline.estimate.cost import size
 from modelwright.pipeline.estimate.layout import TrainingJob
 from modelwright.pipeline.estimate.memory import MemoryEstimate
+from modelwright.train.memory.config import ActivationCheckpointingConfig
 from modelwright_plan.assessment import Assessment
 from modelwright_plan.cluster import Cluster
 from modelwright_plan.search import Proposal

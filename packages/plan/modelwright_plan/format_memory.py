@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modelwright.memory.step_arena import KINDS, Arena, Lifetime, MemoryTimeline, plan_arena
 from modelwright.pipeline.estimate.cost import size
 from modelwright.train.config import TrainConfig
+from modelwright.train.memory.step_arena import KINDS, Arena, Lifetime, MemoryTimeline, plan_arena
 from modelwright_plan.memory_plan import StepPlan
 
 WIDTH = 72

@@ -2,10 +2,10 @@
 
 import itertools
 
-from modelwright.memory.step_arena import Kind, MemoryTimeline
 from modelwright.pipeline.estimate.cost import size
 from modelwright.pipeline.report.charts import Line, line_chart
 from modelwright.train.config import TrainConfig
+from modelwright.train.memory.step_arena import Kind, MemoryTimeline
 from modelwright_plan.format_memory import Known, plan_text
 from modelwright_plan.memory_plan import StepPlan
 from modelwright_plan.plan_page import plan_page

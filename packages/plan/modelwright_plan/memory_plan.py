@@ -13,21 +13,21 @@ from functools import cache
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress, SilentProgress
-from modelwright.memory.activations import (
-    block_shape,
-    head_workspace_bytes,
-    total_moved_bytes,
-    total_recomputed_flops,
-)
-from modelwright.memory.budget import Budget, block_choices, least_budget
-from modelwright.memory.checkpointing import segments_for
-from modelwright.memory.config import ActivationCheckpointingConfig, Tier
-from modelwright.memory.step_arena import MemoryTimeline
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.pipeline.estimate.cost import size
 from modelwright.train.config import TrainConfig
+from modelwright.train.memory.activations import (
+    block_shape,
+    head_workspace_bytes,
+    total_moved_bytes,
+    total_recomputed_flops,
+)
+from modelwright.train.memory.budget import Budget, block_choices, least_budget
+from modelwright.train.memory.checkpointing import segments_for
+from modelwright.train.memory.config import ActivationCheckpointingConfig, Tier
+from modelwright.train.memory.step_arena import MemoryTimeline
 from modelwright_plan.trace_step import ObjectiveOf, trace_step
 
 MORE_COMPUTE = 0.2

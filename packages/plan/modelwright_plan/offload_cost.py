@@ -2,8 +2,8 @@
 
 import torch
 
-from modelwright.memory.offload import Store
 from modelwright.ops.microbenchmark import seconds_of
+from modelwright.train.memory.offload import Store
 
 NUM_TENSORS, TENSOR_BYTES = 32, 8 * 2**20
 

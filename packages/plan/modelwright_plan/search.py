@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from modelwright.core.errors import ConfigError
-from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig, Schedule, ZeroStage
 from modelwright.parallel.pipeline.stages import check_microbatches, is_v_shaped
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob
+from modelwright.train.memory.config import ActivationCheckpointingConfig
 from modelwright_plan.assessment import Assessment, assess
 from modelwright_plan.cluster import Cluster
 

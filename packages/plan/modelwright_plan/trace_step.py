@@ -17,18 +17,18 @@ import torch
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.memory.disk import MOST_QUEUED_BYTES, READ_AHEAD
-from modelwright.memory.offload import Nowhere
-from modelwright.memory.step_arena import MemoryTimeline
-from modelwright.memory.trace import StepTrace, fake_model
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import build_mesh, single
-from modelwright.precision.policy import AdaptiveConfig
 from modelwright.train.build import build_step
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import Session, TrainJob
+from modelwright.train.memory.disk import MOST_QUEUED_BYTES, READ_AHEAD
+from modelwright.train.memory.offload import Nowhere
+from modelwright.train.memory.step_arena import MemoryTimeline
+from modelwright.train.memory.trace import StepTrace, fake_model
 from modelwright.train.objective import BatchSource, Objective
+from modelwright.train.precision.policy import AdaptiveConfig
 
 ObjectiveOf = Callable[[BatchSource], Objective]
 

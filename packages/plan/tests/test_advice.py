@@ -13,16 +13,16 @@ from modelwright.core.config import save_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.data.rows.cache.row_cache import RowCacheConfig
-from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientSyncConfig
 from modelwright.pipeline.estimate.cost import ASSUMED_TRAIN_MFU
 from modelwright.pipeline.estimate.probes.probe import ProbeResult
 from modelwright.pipeline.estimate.probes.survey import NAMES, MachineProbes
-from modelwright.precision.policy import PrecisionConfig
 from modelwright.recipes.load import recipe
 from modelwright.train.config import TrainConfig
+from modelwright.train.memory.config import ActivationCheckpointingConfig
+from modelwright.train.precision.policy import PrecisionConfig
 from modelwright_claims.ledger import CLAIMS
 from modelwright_plan.advice.ledger import read_ledger
 from modelwright_plan.advice.needs import StepNeeds, step_needs

@@ -8,11 +8,11 @@ import pytest
 from modelwright.cli.main import main
 from modelwright.core.config import save_yaml
 from modelwright.core.errors import ConfigError
-from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, expected_traffic
 from modelwright.recipes.load import load
+from modelwright.train.memory.config import ActivationCheckpointingConfig
 from modelwright_plan.assessment import assess
 from modelwright_plan.catalog import DEVICES, MODELS
 from modelwright_plan.cluster import Cluster

@@ -12,10 +12,10 @@ from modelwright.cli.main import main
 from modelwright.core.config import parse
 from modelwright.core.cpp_build import has_compiler
 from modelwright.core.errors import ConfigError
-from modelwright.memory.step_arena import Lifetime, MemoryTimeline, plan_arena
 from modelwright.model.config import ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.train.config import TrainConfig
+from modelwright.train.memory.step_arena import Lifetime, MemoryTimeline, plan_arena
 from modelwright_claims import memory_probe, planned_memory
 from modelwright_claims.memory_probe import Probe
 from modelwright_claims.planned_memory import Case

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from modelwright.core.progress import Progress
 from modelwright.data.rows.pack import best_fit
-from modelwright.memory.tensor_heap import use_tensor_heap
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
+from modelwright.ops.tensor_heap import use_tensor_heap
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from modelwright.infer.sequence import (
     TokenConstraint,
     prompt_images,
 )
-from modelwright.memory.tensor_heap import use_tensor_heap
 from modelwright.model.adapter_bank import BASE, AdapterSet, PreparedAdapter
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import SCORE
+from modelwright.ops.tensor_heap import use_tensor_heap
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from modelwright.core.seeds import derive_seed
 from modelwright.data.images.store import open_images
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.hf import load_model
-from modelwright.optim.schedule import ScheduleConfig
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.borrowed_rows import BorrowedRows, borrowed_rows
 from modelwright.pipeline.config import RunConfig
@@ -34,6 +33,7 @@ from modelwright.pipeline.run import resolve_config
 from modelwright.pipeline.stage import StageInputs
 from modelwright.train.build import train
 from modelwright.train.job import TrainJob
+from modelwright.train.optim.schedule import ScheduleConfig
 from modelwright.train.runtime import observer
 from modelwright.train.technique import StepInfo
 

@@ -38,10 +38,10 @@ from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.model_folder import initial_folder
 from modelwright.pipeline.stages.pack import check_context
 from modelwright.pipeline.stages.student import STUDENT, StudentConfig
-from modelwright.precision.apply import fp32_products
-from modelwright.precision.hardware import onednn_speed_up
-from modelwright.precision.policy import PrecisionConfig
-from modelwright.precision.policy import resolve as resolve_precision
+from modelwright.train.precision.apply import fp32_products
+from modelwright.train.precision.hardware import onednn_speed_up
+from modelwright.train.precision.policy import PrecisionConfig
+from modelwright.train.precision.policy import resolve as resolve_precision
 
 PROBE_TOKENS = 2048
 BUDGET_S = 2.0

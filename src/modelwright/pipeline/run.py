@@ -20,8 +20,7 @@ from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.redact import redact_words
 from modelwright.core.resources import git_commit, hardware, versions
 from modelwright.core.rundir import RunDir
-from modelwright.memory.offload import check_tier
-from modelwright.memory.tensor_heap import use_tensor_heap
+from modelwright.ops.tensor_heap import use_tensor_heap
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context_parallel import check_context, local_spans
 from modelwright.parallel.elastic import fit, num_restarts, num_used
@@ -50,6 +49,7 @@ from modelwright.pipeline.stages.report import REPORT
 from modelwright.pipeline.stages.specs import build_stages
 from modelwright.pipeline.stages.stage_inputs import model_before
 from modelwright.train.config import TrainConfig, check_layout
+from modelwright.train.memory.offload import check_tier
 from modelwright.train.monitors.codecarbon_tracker import known_country
 from modelwright.train.techniques.augmentation_strength import NEEDS as AUGMENTATION_NEEDS
 

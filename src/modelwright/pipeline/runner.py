@@ -15,7 +15,7 @@ from modelwright.core.artifacts import ArtifactDraft, Manifest, is_finished, rea
 from modelwright.core.errors import ArtifactError, ConfigError, writing
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir
-from modelwright.memory.tensor_heap import give_back_memory
+from modelwright.ops.tensor_heap import give_back_memory
 from modelwright.pipeline.stage import Ranks, Stage, StageContext
 from modelwright.pipeline.stage_log import StageLog, begin_attempt, read_stage_digest
 

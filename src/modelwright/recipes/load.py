@@ -27,8 +27,8 @@ from modelwright.pipeline.resolve import resolve_model, resolve_paths
 from modelwright.pipeline.run import previous_config
 from modelwright.pipeline.run_config import is_same_run, left_out, parse_run, stages_of, training_names
 from modelwright.pipeline.stages.specs import stage_names
-from modelwright.precision.policy import ALWAYS_FP32, KINDS, Policy
 from modelwright.train.config import LENGTHS
+from modelwright.train.precision.policy import ALWAYS_FP32, KINDS, Policy
 
 MODE, ENABLED = "DEEPSEEK_PRECISION_MODE", "DEEPSEEK_AMP_ENABLED"
 WINDOW, OPS = "DEEPSEEK_LOSS_SCALE_WINDOW", "DEEPSEEK_FP32_OPS"

@@ -18,20 +18,17 @@ from torch import Tensor
 from modelwright.core.compatibility import Feature, feature
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.seeds import derive_seed
-from modelwright.memory.offload import Store, open_store
-from modelwright.memory.tensor_heap import use_tensor_heap
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.decoder import Decoder, StoredParameters
-from modelwright.optim.build import build_optimizer
+from modelwright.ops.tensor_heap import use_tensor_heap
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.full_state import is_deferred, move_out, restore_weights, whole_weights
 from modelwright.parallel.mesh import Mesh, World, build_mesh, single
 from modelwright.parallel.strategy import Replica
-from modelwright.precision.apply import ModelPrecision, fp32_products
-from modelwright.precision.layer_scales import LossScales, loss_scales_for
 from modelwright.train.batch_stream import BatchStream
 from modelwright.train.config import check_layout, without_effect
 from modelwright.train.job import Session, StepParts, TrainJob, configured_strategy
+from modelwright.train.memory.offload import Store, open_store
 from modelwright.train.monitors.anomalies import AnomalyLog
 from modelwright.train.monitors.anomaly_monitor import anomaly_monitor
 from modelwright.train.monitors.energy import energy_monitor
@@ -40,8 +37,11 @@ from modelwright.train.monitors.replica_check import replica_check
 from modelwright.train.monitors.stragglers import straggler_monitor
 from modelwright.train.monitors.watchdog import Watchdog
 from modelwright.train.objective import Objective
+from modelwright.train.optim.build import build_optimizer
 from modelwright.train.outside import guarded, named_techniques
 from modelwright.train.parallelize import activation_pass, parallelize, remove_passes
+from modelwright.train.precision.apply import ModelPrecision, fp32_products
+from modelwright.train.precision.layer_scales import LossScales, loss_scales_for
 from modelwright.train.runner import Executor, MicrobatchRunner
 from modelwright.train.runtime import Runtime, TechniqueBuilder
 from modelwright.train.seeding import repeatable_convolutions

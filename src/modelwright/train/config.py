@@ -32,21 +32,21 @@ from modelwright.core.compatibility import (
 from modelwright.core.config import constant, dump, only_for, unused_settings
 from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batching.order import BatchingConfig
-from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.adapter_config import AdapterConfig
-from modelwright.optim.build import OptimizerKind
-from modelwright.optim.clip import AdaptiveClipConfig
-from modelwright.optim.schedule import ScheduleConfig, WeightDecayScheduleConfig
-from modelwright.optim.sparse import BatchSelectionConfig, SparseUpdateConfig, sparsity_features
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.rebalance import LoadBalanceConfig
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientSyncConfig, StrategyConfig
 from modelwright.parallel.strategies.shared_memory import SharedMemory
-from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.memory.config import ActivationCheckpointingConfig
 from modelwright.train.monitors.anomalies import AnomalyConfig
 from modelwright.train.monitors.config import FaultToleranceConfig
 from modelwright.train.monitors.energy import EnergyConfig
+from modelwright.train.optim.build import OptimizerKind
+from modelwright.train.optim.clip import AdaptiveClipConfig
+from modelwright.train.optim.schedule import ScheduleConfig, WeightDecayScheduleConfig
+from modelwright.train.optim.sparse import BatchSelectionConfig, SparseUpdateConfig, sparsity_features
 from modelwright.train.outside import named_features, named_objectives, named_settings
+from modelwright.train.precision.policy import PrecisionConfig
 from modelwright.train.techniques.ewc import EwcConfig
 from modelwright.train.techniques.loss_spikes import LossSpikeConfig
 

@@ -15,9 +15,9 @@ from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.full_state import is_deferred
 from modelwright.parallel.mesh import World, build_mesh, single
-from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.objective import Batch
 from modelwright.train.parallelize import parallelize
+from modelwright.train.precision.policy import PrecisionConfig
 
 
 class FrozenModel:

@@ -9,18 +9,18 @@ from pathlib import Path
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.rundir import StageDir
 from modelwright.core.sinks.sink_list import Tracking
-from modelwright.memory.offload import Store
 from modelwright.model.decoder import Decoder
-from modelwright.optim.delay import compensate
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.gradient_sync import GradientSync
 from modelwright.parallel.mesh import World
 from modelwright.parallel.strategies.config import StrategyConfig, build_strategy
 from modelwright.parallel.strategy import AllReduce, Replica, Strategy
 from modelwright.train.config import TrainConfig
+from modelwright.train.memory.offload import Store
 from modelwright.train.monitors.anomalies import AnomalyLog
 from modelwright.train.monitors.watchdog import Watchdog
 from modelwright.train.objective import Batch, Objective
+from modelwright.train.optim.delay import compensate
 from modelwright.train.runtime import Runtime, TechniqueBuilder
 from modelwright.train.signals import StopRequest
 from modelwright.train.step import TrainStep

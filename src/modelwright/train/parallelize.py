@@ -11,10 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from modelwright.memory.activations import block_shape, head_workspace_bytes
-from modelwright.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
-from modelwright.memory.config import ActivationCheckpointingConfig
-from modelwright.memory.offload import Store
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
@@ -25,9 +21,13 @@ from modelwright.parallel.full_state import read_deferred
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.pipeline.stages import layers_of_stages, microbatches_in_flight, rank_of_stage
 from modelwright.parallel.tensor_parallel import shard_layers
-from modelwright.precision.apply import remove_formats
-from modelwright.precision.layer_scales import LayerScales, scale_blocks
-from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.memory.activations import block_shape, head_workspace_bytes
+from modelwright.train.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
+from modelwright.train.memory.config import ActivationCheckpointingConfig
+from modelwright.train.memory.offload import Store
+from modelwright.train.precision.apply import remove_formats
+from modelwright.train.precision.layer_scales import LayerScales, scale_blocks
+from modelwright.train.precision.policy import PrecisionConfig
 from modelwright.train.runner import Executor, WholeModel
 
 

@@ -9,10 +9,10 @@ from modelwright.model.decoder import Decoder
 from modelwright.ops.tensor_view import TensorView
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.strategy import Replica, Strategy
-from modelwright.precision.apply import ModelPrecision
-from modelwright.precision.layer_scales import LossScales
-from modelwright.precision.loss_scale import LossScaler, NoLossScaler
 from modelwright.train.monitors.anomalies import AnomalyLog
+from modelwright.train.precision.apply import ModelPrecision
+from modelwright.train.precision.layer_scales import LossScales
+from modelwright.train.precision.loss_scale import LossScaler, NoLossScaler
 from modelwright.train.runner import Executor, Runner
 from modelwright.train.technique import StepInfo, Technique
 

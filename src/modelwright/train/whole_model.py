@@ -13,8 +13,8 @@ from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.full_state import restore_weights, whole_weights
 from modelwright.parallel.mesh import Mesh, World, build_mesh, single
-from modelwright.precision.apply import ModelPrecision
-from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.precision.apply import ModelPrecision
+from modelwright.train.precision.policy import PrecisionConfig
 
 HEADS = "heads."
 """Prefix of the parameter names of `Decoder.heads`."""

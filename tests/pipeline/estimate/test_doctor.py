@@ -19,7 +19,7 @@ from modelwright.pipeline.estimate.doctor import (
     survey_text,
     training_products,
 )
-from modelwright.precision.policy import PrecisionConfig, resolve
+from modelwright.train.precision.policy import PrecisionConfig, resolve
 
 MODEL = ModelConfig(
     vocab_size=128,

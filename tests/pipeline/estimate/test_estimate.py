@@ -4,13 +4,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import attach_adapters, merge_adapters
 from modelwright.model.attention import causal_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.optim.muon import orthogonal, update_flops
 from modelwright.pipeline.estimate.cost import (
     ASSUMED_FORWARD_MFU,
     ASSUMED_OTHER_WORK,
@@ -23,6 +21,8 @@ from modelwright.pipeline.estimate.cost import (
     training_stage,
 )
 from modelwright.train.flops import adapter_step_flops
+from modelwright.train.memory.config import ActivationCheckpointingConfig
+from modelwright.train.optim.muon import orthogonal, update_flops
 
 EACH = ActivationCheckpointingConfig(mode="full", layers_per_segment=1)
 SHAPE = {

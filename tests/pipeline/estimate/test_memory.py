@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from modelwright.memory.activations import Segment, block_shape
-from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.estimate.memory import RankPart, block_parameters, rank_memory, root_parameters
+from modelwright.train.memory.activations import Segment, block_shape
+from modelwright.train.memory.config import ActivationCheckpointingConfig
 from modelwright_claims import memory_probe, zero_memory
 from modelwright_claims.activation_checkpointing import estimated_bytes, probe
 

@@ -6,15 +6,15 @@ Counted as stated beside each field, without codecs, so that what compression wo
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from modelwright.memory.activations import FP32_BYTES, block_shape, total_kept_bytes, total_recomputed_flops
-from modelwright.memory.checkpointing import segments_for
-from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.adapters import adapter_parameters
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.estimate.cost import training_memory
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, expected_traffic, fullest_memory
 from modelwright.train.config import TrainConfig
+from modelwright.train.memory.activations import FP32_BYTES, block_shape, total_kept_bytes, total_recomputed_flops
+from modelwright.train.memory.checkpointing import segments_for
+from modelwright.train.memory.config import ActivationCheckpointingConfig
 
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0, "adamw_bf16_states": 4.0, "lion": 4.0, "muon": 4.0, "sgd": 0.0}
 """Bytes of optimizer states per weight; Muon's for the blocks' matrices, without the scales of 8-bit states."""

@@ -107,10 +107,10 @@ def _elsewhere(options: argparse.Namespace, model: "ModelConfig", train: "TrainC
     """Where activations can be offloaded to and what moving them costs: as given or configured, else measured on this
     machine.
     """
-    from modelwright.memory.config import ActivationCheckpointingConfig
-    from modelwright.memory.offload import open_store
     from modelwright.parallel.mesh import default_device
     from modelwright.pipeline.estimate.doctor import measure_rates
+    from modelwright.train.memory.config import ActivationCheckpointingConfig
+    from modelwright.train.memory.offload import open_store
     from modelwright_plan.memory_plan import NOWHERE, OffloadTarget
     from modelwright_plan.offload_cost import measure_flops_per_byte
 
@@ -136,8 +136,8 @@ def _training(options: argparse.Namespace):
     """Model, training settings and length of rows of the target, as the options change them."""
     from dataclasses import replace
 
-    from modelwright.precision.policy import PrecisionConfig
     from modelwright.train.config import TrainConfig
+    from modelwright.train.precision.policy import PrecisionConfig
     from modelwright_plan.catalog import MODELS
 
     if options.target in MODELS:

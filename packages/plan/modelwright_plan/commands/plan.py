@@ -12,7 +12,7 @@ from modelwright_plan.commands import advice, cost, energy, memory, spot
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.pipeline.estimate.layout import TrainingJob
-    from modelwright.precision.policy import PrecisionConfig
+    from modelwright.train.precision.policy import PrecisionConfig
     from modelwright_plan.catalog import ComputeFormat, ComputeRate
     from modelwright_plan.cluster import Cluster
 

@@ -7,14 +7,14 @@ other work.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from modelwright.memory.activations import FP32_BYTES, Compute, block_shape, total_recomputed_flops
-from modelwright.memory.checkpointing import segments_for
-from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import ModelConfig
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.pipeline.estimate.memory import PROCESS_BYTES, MemoryEstimate, RankPart, rank_memory
 from modelwright.train.flops import adapter_step_flops
+from modelwright.train.memory.activations import FP32_BYTES, Compute, block_shape, total_recomputed_flops
+from modelwright.train.memory.checkpointing import segments_for
+from modelwright.train.memory.config import ActivationCheckpointingConfig
 
 ASSUMED_TRAIN_MFU = 0.60
 """Share of the products' measured rate that a training step reaches on a CPU; the rest is norms, attention, softmax,

@@ -13,9 +13,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from modelwright.memory.activations import FP32_BYTES, Compute, Segment, block_shape
-from modelwright.memory.checkpointing import segments_for
-from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.partition import flop_costs, split_layers
@@ -32,6 +29,9 @@ from modelwright.pipeline.estimate.memory import (
 )
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.train.config import TrainConfig
+from modelwright.train.memory.activations import FP32_BYTES, Compute, Segment, block_shape
+from modelwright.train.memory.checkpointing import segments_for
+from modelwright.train.memory.config import ActivationCheckpointingConfig
 
 ComputeFormat = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 """Number format of matrix products."""

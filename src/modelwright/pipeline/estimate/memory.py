@@ -9,7 +9,6 @@ message next to the copies made of it, the next group prefetched, the last scatt
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-from modelwright.memory.activations import FP32_BYTES, BlockShape, Segment, head_workspace_bytes, total_kept_bytes
 from modelwright.model.adapter_config import AdapterConfig, BaseFormat
 from modelwright.model.adapters import adapter_parameters, projection_sizes
 from modelwright.model.config import ModelConfig
@@ -17,15 +16,16 @@ from modelwright.model.frozen_weight import CHUNK_ELEMENTS
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.ops.nf4 import RUN_LEN
 from modelwright.parallel.config import ZeroStage
+from modelwright.train.memory.activations import FP32_BYTES, BlockShape, Segment, head_workspace_bytes, total_kept_bytes
 
 PROCESS_BYTES = 420 * 2**20
 """Resident memory of a process in a training stage without the tensors of the model: Python, PyTorch and the other
-libraries that training loads, buffers of theirs, and tensors below `memory.tensor_heap.LEAST_BYTES`. Measured with
+libraries that training loads, buffers of theirs, and tensors below `ops.tensor_heap.LEAST_BYTES`. Measured with
 PyTorch 2.13 on Linux: 373 MiB in a run of `tiny` with large microbatches, 455 at the end of the quickstart's
 pretraining (681 MiB, of which 226 in the heap for tensors)."""
 
 HEAP_GAPS = 0.03
-"""Gaps of the heap for tensors (`memory.tensor_heap`) as a share of the tensors in it at the peak: measured 0.01 in the
+"""Gaps of the heap for tensors (`ops.tensor_heap`) as a share of the tensors in it at the peak: measured 0.01 in the
 quickstart's pretraining, with an evaluation and text samples in between."""
 
 ADAM_STATES = 2

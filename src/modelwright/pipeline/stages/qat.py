@@ -25,15 +25,15 @@ from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import ALL_ROWS
 from modelwright.pipeline.stages.stage_inputs import needed_start
 from modelwright.pipeline.stages.training import TrainedModel, save_language_model, training_spec
-from modelwright.precision.quantization_aware import (
+from modelwright.train.config import TrainConfig
+from modelwright.train.objective import Objective, Terms
+from modelwright.train.precision.quantization_aware import (
     MODULE,
     Activations,
     QuantizationAwareConfig,
     StepSizes,
     projection_shapes,
 )
-from modelwright.train.config import TrainConfig
-from modelwright.train.objective import Objective, Terms
 from modelwright.train.techniques.fake_quantization import NEEDS, RANGES, fake_quantization
 
 

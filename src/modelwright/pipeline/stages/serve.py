@@ -27,7 +27,6 @@ from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
 from modelwright.core.rundir import RunDir
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.memory.activations import FP32_BYTES
 from modelwright.model.hf import load_config
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
@@ -37,6 +36,7 @@ from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.estimates import fixed_estimate
 from modelwright.pipeline.stages.stage_inputs import final_model, needed_model
 from modelwright.serve.config import RequestsConfig, ServeConfig
+from modelwright.train.memory.activations import FP32_BYTES
 
 ANSWERS = "answers.json"
 LINE_LEN = 100

@@ -27,14 +27,11 @@ from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.memory.activations import FP32_BYTES
-from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.adapters import merge_adapters, projection_sizes
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import deferred_model, load_model
 from modelwright.model.peft_folder import save_adapter
 from modelwright.ops import cpu_kernels
-from modelwright.optim.muon import update_flops
 from modelwright.pipeline.augmenting import augmentation_digest, augmented, is_augmented, tell_cost
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate, training_stage
@@ -58,7 +55,10 @@ from modelwright.pipeline.text_samples import first_prompt, sample_block, text_s
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
+from modelwright.train.memory.activations import FP32_BYTES
+from modelwright.train.memory.config import ActivationCheckpointingConfig
 from modelwright.train.objective import BatchSource, Objective
+from modelwright.train.optim.muon import update_flops
 from modelwright.train.row_losses import stored_row_losses
 from modelwright.train.runtime import Runtime, TechniqueBuilder, observer
 from modelwright.train.state import TrainResult, load_best

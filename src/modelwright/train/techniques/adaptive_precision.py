@@ -24,10 +24,11 @@ from modelwright.core.resources import hardware, peak_resident_bytes
 from modelwright.ops.dtensor import local
 from modelwright.ops.lowp_linear import Format
 from modelwright.parallel.mesh import Mesh, World
-from modelwright.precision.apply import ModelPrecision, kind_of, names_of_projections, part_of
-from modelwright.precision.controllers import PrecisionSwitcher, controller_of, scheduled
-from modelwright.precision.hardware import DtypeTimings, Shape, measure_speeds
-from modelwright.precision.indicators import (
+from modelwright.train.objective import Batch, Objective
+from modelwright.train.precision.apply import ModelPrecision, kind_of, names_of_projections, part_of
+from modelwright.train.precision.controllers import PrecisionSwitcher, controller_of, scheduled
+from modelwright.train.precision.hardware import DtypeTimings, Shape, measure_speeds
+from modelwright.train.precision.indicators import (
     EXPECTING,
     GradientStats,
     Indicators,
@@ -42,9 +43,8 @@ from modelwright.precision.indicators import (
     trend,
     variation,
 )
-from modelwright.precision.observation import PartStatistics, Period
-from modelwright.precision.policy import AdaptiveConfig, Kind
-from modelwright.train.objective import Batch, Objective
+from modelwright.train.precision.observation import PartStatistics, Period
+from modelwright.train.precision.policy import AdaptiveConfig, Kind
 from modelwright.train.runner import Executor
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update

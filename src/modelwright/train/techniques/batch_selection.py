@@ -25,8 +25,8 @@ from modelwright.ops.attention import document_mask
 from modelwright.ops.flop_counter import Executed
 from modelwright.ops.lowp_emulation import product
 from modelwright.ops.token_log_probs import LinearHead, token_log_probs
-from modelwright.optim.sparse import BatchSelectionConfig
 from modelwright.train.flops import all_attention_flops, attention_flops, head_flops
+from modelwright.train.optim.sparse import BatchSelectionConfig
 
 
 @torch.no_grad()

@@ -8,8 +8,8 @@ import json
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.compatibility import EAGER_BLOCKS, TRAINED_WEIGHTS, WHOLE_LAYERS
 from modelwright.parallel.full_state import put, whole_weights
-from modelwright.precision.quantization_aware import FakeQuantization, QuantizationAwareConfig, initial_steps
 from modelwright.train.objective import Batch
+from modelwright.train.precision.quantization_aware import FakeQuantization, QuantizationAwareConfig, initial_steps
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import StepInfo, Technique, Update
 

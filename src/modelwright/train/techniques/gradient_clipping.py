@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from modelwright.optim.clip import AdaptiveClipConfig, scale_to_norm
+from modelwright.train.optim.clip import AdaptiveClipConfig, scale_to_norm
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from modelwright.optim.schedule import ScheduleConfig, rate_factor
 from modelwright.train.objective import Batch
+from modelwright.train.optim.schedule import ScheduleConfig, rate_factor
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from modelwright.parallel.mesh import World
-from modelwright.precision.layer_scales import SMALLEST_NORMAL, LayerFindings, LayerScales
-from modelwright.precision.loss_scale import LossScale
+from modelwright.train.precision.layer_scales import SMALLEST_NORMAL, LayerFindings, LayerScales
+from modelwright.train.precision.loss_scale import LossScale
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 

@@ -9,7 +9,7 @@ import torch
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.data.rows.batch import part_sizes
-from modelwright.memory.tensor_heap import give_back_memory
+from modelwright.ops.tensor_heap import give_back_memory
 from modelwright.parallel.mesh import World
 from modelwright.train.objective import Batch
 from modelwright.train.runner import LossFn, Runner

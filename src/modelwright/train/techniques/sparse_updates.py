@@ -30,9 +30,9 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.ops.flop_counter import Executed, counted
 from modelwright.ops.linear_gemms import LinearGemms
-from modelwright.optim.sparse import BatchSelectionConfig, SparseUpdateConfig
 from modelwright.train.flops import attention_flops, head_flops
 from modelwright.train.objective import Batch
+from modelwright.train.optim.sparse import BatchSelectionConfig, SparseUpdateConfig
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 from modelwright.train.techniques.batch_selection import BatchSelector

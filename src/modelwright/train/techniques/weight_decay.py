@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from modelwright.optim.schedule import WeightDecayScheduleConfig
+from modelwright.train.optim.schedule import WeightDecayScheduleConfig
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 
