@@ -152,7 +152,7 @@ def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -
             raise ConfigError(f"{_join(path, str(key))}: unknown setting{guess} (known here: {', '.join(fields)})")
     values: dict[str, Any] = {}
     for name in [name for name in fields if name in settings]:
-        value = settings[name]
+        value: Any = settings[name]
         # `none` alone and a list with the only entry `none` both mean an empty list, if the field takes such words.
         entries: list[Any] = cast(list[Any], value) if isinstance(value, list) else [value]
         word = entries[0] if len(entries) == 1 else ()

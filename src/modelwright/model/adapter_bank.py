@@ -39,6 +39,11 @@ class AdapterPart:
     b_OR: Tensor
     lengths_O: Tensor
 
+    def apply(self, x_PI: Tensor, out_PO: Tensor) -> Tensor:
+        """Returns out_PO, the projection without bias, with the adapter's product for x_PI added."""
+        out_PO = multiply_add(out_PO, in_float(out_PO.dtype, x_PI, self.a_RI), self.b_OR.to(out_PO.dtype))
+        return out_PO * self.lengths_O.to(out_PO.dtype) if self.lengths_O.numel() else out_PO
+
 
 @dataclass(frozen=True)
 class PreparedAdapter:
@@ -146,9 +151,7 @@ class AdapterBank:
             if number in self.parts:
                 part = self.parts[number]
                 x_PI, out_PO = x_NI.index_select(0, rows.padded_P), out_NO.index_select(0, rows.padded_P)
-                out_PO = multiply_add(out_PO, in_float(out.dtype, x_PI, part.a_RI), part.b_OR.to(out.dtype))
-                if part.lengths_O.numel():
-                    out_PO = out_PO * part.lengths_O.to(out.dtype)
+                out_PO = part.apply(x_PI, out_PO)
                 out_NO.index_copy_(0, rows.own_N, out_PO[: len(rows.own_N)])
         return out_NO.view_as(out)
 

@@ -304,19 +304,6 @@ def _keep_adapters(model: Decoder, config: AdapterConfig, targets: Sequence[str]
     freeze_base(model)
 
 
-def _attach(projection: Linear, config: AdapterConfig, name: str) -> None:
-    adapter = LowRank(
-        projection.in_features,
-        projection.out_features,
-        config.rank_of(name),
-        scale=config.scale_of(name),
-        dropout=config.lora_dropout,
-        has_magnitude=config.use_dora,
-    )
-    like = projection.weight if projection.frozen is None else projection.frozen.scales
-    projection.adapter = adapter.to(like.device, like.dtype)
-
-
 def _fill(parameter: Tensor, value: Tensor) -> None:
     with torch.no_grad():
         parameter.copy_(value)

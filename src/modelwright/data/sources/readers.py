@@ -415,7 +415,7 @@ def read_warc(file: File, complain: Complaint, skip: Skip) -> Iterator[tuple[str
                 record = next(records, None)
                 if record is None:
                     return None
-                length = record.headers.get("Content-Length", "")
+                length = str(record.headers.get("Content-Length", ""))
                 if not (length.isascii() and length.isdecimal()):
                     raise ValueError(f"Content-Length is {length[:40]!r}")
                 block = record.reader.read()
