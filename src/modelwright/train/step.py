@@ -49,8 +49,8 @@ class TrainStep:
             batch = technique.on_batch(step, batch)
 
         # The normalizers of all loss terms must be known before the first backward.
-        own_weights, own_flops = self.objective.weights(batch), self.objective.own_flops(batch)
-        counts = [*map(float, own_weights.values()), *Work.counts(run.model, batch, own_flops)]
+        own_weights = {name: float(weight) for name, weight in self.objective.weights(batch).items()}
+        counts = [*own_weights.values(), *Work.counts(run.model, batch, self.objective.own_flops(batch))]
         sums = mesh.world.sums([count * mesh.speaks_for_rows for count in counts])
         weights = dict(zip(own_weights, sums, strict=False))
         work = Work.of(run.model, sums[len(weights) :])
