@@ -35,6 +35,7 @@ VALUES = [
     ("secret", "token xoxb-abcdefghij"),
     ("card", "Paid with 4111 1111 1111 1111, thanks."),
     ("card", "Paid with 378282246310005."),
+    ("card", "Paid by card 6212 3456 7890 1234 569 yesterday."),
     ("iban", "IBAN DE89 3704 0044 0532 0130 00 Berlin"),
     ("iban", "GB29NWBK60161331926819"),
     ("national_id", "SSN 536-90-4399"),
@@ -243,7 +244,7 @@ def test_every_marker_is_stable(examples: list[Example]) -> None:
 
 def test_every_validator_that_a_pattern_names_can_be_imported() -> None:
     """A module that `python-stdnum` lacks once ended every run on a text with a British insurance number."""
-    names = [pattern.name for pattern in numbers.NUMBERS if pattern.check.__qualname__.startswith("_stdnum")]
+    names = [pattern.name for pattern in numbers.NUMBERS if getattr(pattern.check, "func", None) is numbers._stdnum]
     assert len(names) >= 12
     for name in names:
         assert numbers.validator(name.partition(" ")[0])("") is False, name

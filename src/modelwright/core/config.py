@@ -157,7 +157,9 @@ def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -
         entries: list[Any] = cast(list[Any], value) if isinstance(value, list) else [value]
         word = entries[0] if len(entries) == 1 else ()
         is_none = word is None or (isinstance(word, (str, bool)) and str(word).lower() in _WORDS_FOR_NONE)
-        value = list[Any]() if fields[name].metadata.get("word_for_none") and is_none else value
+        if fields[name].metadata.get("word_for_none") and is_none:
+            entries = []
+            value = entries
         values[name] = _convert(hints[name], value, _join(path, name), constants)
     for name, field in fields.items():
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING

@@ -415,15 +415,15 @@ def read_warc(file: File, complain: Complaint, skip: Skip) -> Iterator[tuple[str
                 record = next(records, None)
                 if record is None:
                     return None
-                length = str(record.headers.get("Content-Length", ""))
-                if not (length.isascii() and length.isdecimal()):
-                    raise ValueError(f"Content-Length is {length[:40]!r}")
-                block = record.reader.read()
+                stated = str(record.headers.get("Content-Length", ""))
+                if not (stated.isascii() and stated.isdecimal()):
+                    raise ValueError(f"Content-Length is {stated[:40]!r}")
+                length, block = int(stated), record.reader.read()  # Python refuses numbers of over 4,300 digits
             except (OSError, ValueError) as error:
                 after = f"{file.name}: after page {number}" if number else file.name
                 return complain("damaged file", after, f"the archive is damaged here ({error})", "fetch the file again")
             number += 1
-            if len(block) != int(length):  # the reader ends at the end of the file without an error
+            if len(block) != length:  # the reader ends at the end of the file without an error
                 return complain("truncated", where, "the archive ends here within a page", "fetch the file again")
             text = _text(record, block, lambda reason, where=where: skip(reason, where))
             if text is not None:

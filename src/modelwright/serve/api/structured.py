@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from modelwright.serve.api.fields import Strict
-from modelwright.serve.engines.grammars import MAX_GRAMMAR_CHARACTERS, GrammarSource, json_source
+from modelwright.serve.engines.grammars import MAX_GRAMMAR_CHARACTERS, GrammarSource, check_schema, json_source
 
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -78,6 +78,7 @@ class ForcedCall:
         definitions: dict[str, Any] = {}
         calls = []
         for number, function in enumerate(self.functions):
+            check_schema(function.schema_of_arguments, "tools")
             # each schema refers to itself by "#", which is the combined schema now
             root = f"#/$defs/{number}"
             definitions[str(number)] = _moved(function.schema_of_arguments, root)

@@ -43,8 +43,8 @@ class GrammarSource:
     param: str
 
 
-def json_source(schema: Any, param: str) -> GrammarSource:
-    """Returns the grammar of a schema. Raises `ApiError` 400 for a schema that is too large, too deep or recursive."""
+def check_schema(schema: Any, param: str) -> None:
+    """Raises `ApiError` 400 for a schema that is too large or too deep for the code that follows, which recurses."""
     if not isinstance(schema, (dict, bool)):
         raise _bad(param, "a JSON schema must be an object")
     # level by level, because a recursion would exhaust the interpreter's stack
@@ -56,6 +56,11 @@ def json_source(schema: Any, param: str) -> GrammarSource:
         if num_nodes > MAX_NODES:
             raise _bad(param, f"the schema has more than {MAX_NODES} values; split it")
         level = [child for node in level for child in _children(node)]
+
+
+def json_source(schema: Any, param: str) -> GrammarSource:
+    """Returns the grammar of a schema. Raises `ApiError` 400 for a schema that is too large, too deep or recursive."""
+    check_schema(schema, param)
     # a reference that leads back to itself would leave the depth of the answer unbounded
     graph: dict[str, set[str]] = {}
     waiting = {"#"}
