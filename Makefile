@@ -6,7 +6,7 @@
 # make test-all   both
 # make coverage  the same with the share of lines in src/modelwright that were run: 40% more CPU time on Python 3.11,
 #             so not a part of make test; lines that only processes of their own run do not count
-# make lint   formatting, types, import floors
+# make lint   formatting, types, import layers
 # make bench  the same training on two other trainers, side by side, and fine-tuning beside TRL and PEFT, which get
 #             environments of their own; make bench ISA=avx2 times a newer processor as one with AVX2 alone (or ISA=x86-64);
 #             ARGS and TUNING_ARGS are the options of the two benchmarks

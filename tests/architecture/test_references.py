@@ -24,6 +24,7 @@ PAGES = (
     "README.md",
     "CONTRIBUTING.md",
     "docs/architecture.md",
+    "docs/internals.md",
     "docs/data.md",
     "docs/alignment.md",
     "docs/parallel.md",

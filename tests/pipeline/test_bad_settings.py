@@ -121,7 +121,7 @@ def test_a_survey_of_a_device_that_is_not_there(
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     (tmp_path / "gpu.yaml").write_text("recipe: tiny\nhardware: {device: cuda}\n")
-    assert_one_line(inside("doctor", str(tmp_path / "gpu.yaml")), "hardware.device: is cuda")
+    assert_one_line(inside("doctor", str(tmp_path / "gpu.yaml")), "hardware.device: PyTorch finds no CUDA device")
 
 
 @pytest.mark.parametrize("dry", [["--dry-run"], []])

@@ -111,7 +111,7 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
             2,
             r"^parallel\.sequence_parallel: rows of 127 tokens",
         ),
-        ({"sft": {"optimizer_cpu_offload": True}}, 1, r"^sft\.optimizer_cpu_offload: has no effect"),
+        ({"sft": {"optimizer_cpu_offload": True}}, 1, r"^sft\.optimizer_cpu_offload: needs a GPU"),
         (
             {"pretrain": {"activation_checkpointing": {"offload": "host"}}},
             1,

@@ -67,7 +67,7 @@ def test_whole_yaml_file(tmp_path: Path) -> None:
         ("none.yaml", {}, r"none\.yaml: no such file"),
         ("tiny", {"pretrain": {"num_stepz": 1}}, r"pretrain\.num_stepz: unknown setting; did you mean 'num_steps'"),
         ("tiny", {"pack": {"seq_len": 4096}}, r"pack\.seq_len: 4096 is more than the model's context"),
-        ("tiny", {"tokenizer": {"vocab_size": 5000}}, r"model\.vocab_size: 768 has no room"),
+        ("tiny", {"tokenizer": {"vocab_size": 5000}}, r"model\.vocab_size: 768 is less than"),
         ("tiny", {"pretrain": {"batch_tokens": 100}}, r"pretrain\.batch_tokens: 100 must be a multiple of 512"),
         ("tiny", {"stages": ["pack", "clean"]}, "must be in the pipeline's order: clean, pack"),
         ("tiny", {"stages": ["clean", "pack"]}, "pack needs tokenize; add it or start from a model folder"),

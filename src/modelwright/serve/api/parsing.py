@@ -41,19 +41,7 @@ PAUSE_S = 0.001
 
 def parse_request(kind: type[R], body: bytes, limits: Limits) -> R:
     """Parses a request from a body. Raises `ApiError` 400 that names the field and the remedy."""
-    try:
-        text = body.decode("utf-8")
-        data = json.loads(text) if len(body) <= UNCOUNTED_BYTES else _load_large(text, body, limits)
-    except json.JSONDecodeError as error:
-        raise _not_json(str(error)) from None
-    except UnicodeDecodeError:
-        raise _not_json("it is not UTF-8 text") from None
-    except RecursionError:
-        raise _not_json("it is nested too deep") from None
-    except ValueError:  # Python converts no integers of more than 4300 digits
-        raise _not_json("it has an integer with too many digits") from None
-    if "\\u" in text and (half := lone_surrogate(body)):
-        raise _not_json(f"it has one half of a surrogate pair alone, {half!r}")
+    data = _load(body, limits)
     if not isinstance(data, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
     # before pydantic, which would report wrong values of known fields first
@@ -68,6 +56,23 @@ def parse_request(kind: type[R], body: bytes, limits: Limits) -> R:
         return kind.model_validate(data)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False, include_context=False)[0]) from None
+
+
+def _load(body: bytes, limits: Limits) -> Any:
+    try:
+        text = body.decode("utf-8")
+        data = json.loads(text) if len(body) <= UNCOUNTED_BYTES else _load_large(text, body, limits)
+    except json.JSONDecodeError as error:
+        raise _not_json(str(error)) from None
+    except UnicodeDecodeError:
+        raise _not_json("it is not UTF-8 text") from None
+    except RecursionError:
+        raise _not_json("it is nested too deep") from None
+    except ValueError:  # Python converts no integers of more than 4300 digits
+        raise _not_json("it has an integer with too many digits") from None
+    if "\\u" in text and (half := lone_surrogate(body)):
+        raise _not_json(f"it has one half of a surrogate pair alone, {half!r}")
+    return data
 
 
 def _load_large(text: str, body: bytes, limits: Limits) -> Any:
