@@ -11,7 +11,7 @@ import pytest
 
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.ops.tensor_heap import SWITCH, built
-from modelwright.train.memory import tensor_heap
+from modelwright.ops import tensor_heap
 from rank_processes import all_well, start_process, wait_for
 
 linux = pytest.mark.skipif(

@@ -271,7 +271,10 @@ def test_paths_of_a_step_become_absolute_and_decide_the_result(
         ([{"banned_words": {"word": ["a"]}}], r"clean\.steps\.banned_words\.word: unknown setting.*'words'"),
         (["banned_words"], r"clean\.steps\.banned_words\.words: names no word"),
         ([{"banned_words": {"words": ["a"]}, "other": {}}], r"clean\.steps: .* has 2 names"),
-        ([{"misnamed": {"words": ["a"]}}], r"steps\.misnamed: its package builds .*, which is not a step named 'misnamed'"),
+        (
+            [{"misnamed": {"words": ["a"]}}],
+            r"steps\.misnamed: its package builds .*, which is not a step named 'misnamed'",
+        ),
         ([{"banned_words": {"words": ["a"]}}] * 2, "there are two steps called 'banned_words'"),
     ],
 )

@@ -390,8 +390,8 @@ def test_wrong_exports_are_refused(tmp_path: Path, capsys):
     SqliteDatabase(tmp_path / "other.sqlite").close()
     (tmp_path / "folder.jsonl").mkdir()
     for words, problem in (
-        (["export", str(tmp_path / "other.sqlite"), str(tmp_path / "out.jsonl")], "check that it is the right one"),
-        (["prune", str(tmp_path / "other.sqlite"), "--older-than-days", "0"], "check that it is the right one"),
+        (["export", str(tmp_path / "other.sqlite"), str(tmp_path / "out.jsonl")], "check the path or URL"),
+        (["prune", str(tmp_path / "other.sqlite"), "--older-than-days", "0"], "check the path or URL"),
         (["export", str(tmp_path / "log.sqlite"), "out.csv"], "give a file name that does"),
         (["export", str(tmp_path / "absent"), "out.jsonl"], "no such folder"),
         (["export", str(tmp_path / "log.sqlite"), str(tmp_path / "folder.jsonl")], "is a folder"),

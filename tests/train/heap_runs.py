@@ -11,7 +11,7 @@ import torch
 
 from modelwright.core.records import column, read_records
 from modelwright.objectives.next_token import NextToken
-from modelwright.train.memory import tensor_heap
+from modelwright.ops import tensor_heap
 
 STEPS = {"num_steps": 8}
 CASES: dict[str, dict[str, Any]] = {

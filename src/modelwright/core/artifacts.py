@@ -75,18 +75,22 @@ def write_artifact(
                 "facts": draft.facts,
             }
             write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
-            # A rename cannot replace a folder that has files, so the old one is moved away and removed only when the
-            # new name is durable.
-            old = folder.with_name(folder.name + ".old")
-            shutil.rmtree(old, ignore_errors=True)
-            if folder.exists():
-                os.rename(folder, old)
-            os.rename(partial, folder)
-            fsync_folder(folder.parent)
-            shutil.rmtree(old, ignore_errors=True)
+            _replace_folder(partial, folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+def _replace_folder(partial: Path, folder: Path) -> None:
+    # A rename cannot replace a folder that has files, so the old one is moved away and removed only when the new name
+    # is durable.
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(partial, folder)
+    fsync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_manifest(folder: Path, *, kind: str = "", verify: bool = False) -> Manifest:
