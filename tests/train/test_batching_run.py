@@ -59,13 +59,13 @@ def run(folder: Path, rows: Path, *, world: World | None = None, stop_after: int
     )  # fmt: skip
     assert isinstance(loader, PlannedLoader)
     read: list[list[int]] = []
-    planned = loader.global_rows
+    planned = loader._batch
 
-    def global_rows(index: int) -> np.ndarray:
-        read.append([index, *planned(index).tolist()])
+    def batch(index: int) -> tuple[np.ndarray, np.ndarray]:
+        read.append([index, *planned(index)[0].tolist()])
         return planned(index)
 
-    loader.global_rows = global_rows  # type: ignore[method-assign]
+    loader._batch = batch  # type: ignore[method-assign]
     objective = NextToken(loader)
     heldout = {name: [data.gather(data.source_groups(name)[:8])] for name in data.sources}
     build = partial(
