@@ -43,14 +43,14 @@ def train(folder: Path, rows: Path, scores: dict[str, float], *, stop_after: int
     )  # fmt: skip
     assert isinstance(loader, PlannedLoader)
     noise, objective, seen = set(data.source_groups("noise").tolist()), NextToken(loader), []
-    planned = loader.global_rows
+    planned = loader._batch
 
-    def global_rows(index: int) -> np.ndarray:
-        chosen = planned(index)
+    def batch(index: int) -> tuple[np.ndarray, np.ndarray]:
+        chosen, epochs = planned(index)
         seen.append(sum(row in noise for row in chosen.tolist()) / len(chosen))
-        return chosen
+        return chosen, epochs
 
-    loader.global_rows = global_rows  # type: ignore[method-assign]
+    loader._batch = batch  # type: ignore[method-assign]
     heldout = {name: [data.gather(data.source_groups(name)[:4])] for name in data.sources}
     build = partial(
         score_mixture, config.mixture, mixture=loader.mixture, objective=objective, heldout=heldout, every=EVERY

@@ -70,7 +70,7 @@ def test_a_record_is_marked_once_the_measured_code_has_changed(commit, tmp_path:
 def test_measured_code_is_what_the_claim_imports_without_its_judging():
     claim = next(claim for claim in CLAIMS if claim.name == "bf16_mixed")
     names = {"/".join(file.parts[-2:]) for file in measured_files(claim)}
-    assert {"modelwright_claims/bf16_mixed.py", "modelwright_claims/workbench.py", "train/precision/policy.py"} <= names
+    assert {"modelwright_claims/bf16_mixed.py", "modelwright_claims/workbench.py", "precision/policy.py"} <= names
     assert not {"modelwright_claims/judging.py", "modelwright_claims/statistics.py"} & names
 
 

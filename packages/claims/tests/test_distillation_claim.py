@@ -169,7 +169,7 @@ def test_students_learn_what_the_product_would_teach_them(text_folder: Path) -> 
     method, logits = (arms.learned(every[name], teacher, single(), labels) for name in (arms.METHOD, arms.LOGITS))
     assert isinstance(method, Distillation)
     assert isinstance(logits, Distillation)
-    assert [method.used, logits.used] == [["hidden", "attention", "logits"], ["logits"]]
+    assert [method.settings.used, logits.settings.used] == [["hidden", "attention", "logits"], ["logits"]]
     assert (method.num_steps, method.settings.temperature, method.settings.label_share) == (4, 1.0, 0.2)
     assert arms.learned(every[arms.SCRATCH], teacher, single(), labels) is labels
 
