@@ -55,6 +55,10 @@ def _own_working_folder(no_working_folder: Path, monkeypatch: pytest.MonkeyPatch
 SLOW_FILES = (
     "test_clean_memory.py",
     "test_without_extras.py",
+    "test_simulation.py",
+    "test_demo.py",
+    "test_gate.py",
+    "test_vllm.py",
     "test_pairs.py",
     "test_planned_peaks.py",
     "test_images_from.py",

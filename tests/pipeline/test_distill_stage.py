@@ -69,6 +69,7 @@ def test_a_pruned_student_learns_from_the_runs_model(run: RunDir) -> None:
     assert "bits per byte, code" in page
 
 
+@pytest.mark.slow
 def test_another_run_takes_a_teacher_from_a_folder(
     run: RunDir, inside: Command, small_words: tuple[str, ...], tmp_path: Path
 ) -> None:

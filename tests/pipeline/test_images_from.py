@@ -240,6 +240,7 @@ def flipped(store: str, s3: Any) -> Iterator[str]:
     s3.pipe_file(name, content)
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_on_the_store_stops_the_run_with_its_name(
     inside: Command, source: tuple[Path, Path], flipped: str, tmp_path: Path
 ) -> None:

@@ -133,7 +133,9 @@ def test_runs_of_a_packed_weight_are_not_cut(tmp_path: Path) -> None:
 
 def test_a_pipeline_stage_without_adapters_is_refused(tmp_path: Path) -> None:
     empty = case("empty", {"pipeline": 2, "layers_per_stage": (0, 2)}, LORA)
-    with pytest.raises(RankError, match=r"parallel\.layers_per_stage: a stage without layers would hold only frozen weights"):
+    with pytest.raises(
+        RankError, match=r"parallel\.layers_per_stage: a stage without layers would hold only frozen weights"
+    ):
         run_distributed(run_cases, 2, tmp_path, [empty])
 
 

@@ -84,6 +84,7 @@ def test_all_ranks_make_the_step_again(runs, layout):
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["one-copy", "copies"])
 def test_a_run_that_goes_on_remembers(runs, layout):
     folder, ended = runs

@@ -162,6 +162,7 @@ def test_only_chosen_rows_have_a_gradient_and_those_of_the_last_projection_are_t
     torch.testing.assert_close(found["sparse"][last][rows], found["dense"][last][rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_a_run_that_stops_goes_on_with_the_same_bits(tiny, tmp_path, name):
     whole, seen = run(tiny, tmp_path / "whole", FORMS[name])

@@ -115,6 +115,7 @@ def test_a_transport_of_the_configuration_sends_less_and_still_learns(runs, name
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.slow
 def test_processes_that_share_memory_make_the_updates_of_those_with_copies(runs):
     assert losses(runs, "one-copy-parts") == pytest.approx(losses(runs, "exact"), rel=1e-5)
     assert losses(runs, "one-copy") == pytest.approx(losses(runs, "exact"), rel=1e-5)
@@ -154,6 +155,7 @@ def test_planned_sums_are_exact(runs):
     assert losses(runs, "planned") == pytest.approx(losses(runs, "exact"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_moments_are_not_shared_before_a_step_has_made_them(runs):
     """The first update is skipped, because its loss is not a number; the ranks meet after it all the same."""
     assert ended(runs, "skipped-moments")["error"] == ""
@@ -214,6 +216,7 @@ def test_rows_in_another_order_change_nothing_but_rounding(runs):
     assert losses(runs, "tokens") == pytest.approx(losses(runs, "exact"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_layers_move_between_uneven_stages_at_a_checkpoint_and_the_run_stays_the_same(runs):
     moves = [note for note in ended(runs, "uneven")["notes"] if "the stages hold" in note]
     assert moves

@@ -136,6 +136,7 @@ def test_delayed_scales_are_state_and_the_same_on_all_ranks(runs):
         assert losses(runs, name) == pytest.approx(losses(runs, "delayed"), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rules", "bandit"])
 def test_formats_change_for_a_reason_and_a_stopped_run_goes_on_with_the_same_bits(runs, kind):
     assert ended(runs, f"{kind}-stopped")["kind"] == "Stopped"

@@ -62,6 +62,7 @@ def test_both_ranks_choose_alike_and_a_stopped_run_ends_with_the_same_bits(runs,
     assert min(mine / whole for mine, whole in zip(executed, dense, strict=True)) < 0.9
 
 
+@pytest.mark.slow
 def test_frozen_blocks_are_not_sent(runs):
     dense = ended(runs, "dense")["bytes_sent"]
     assert ended(runs, "layers")["bytes_sent"] < 0.75 * dense

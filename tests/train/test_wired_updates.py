@@ -143,6 +143,7 @@ def test_fp16_learns_with_its_scale(runs):
     assert set(ended(runs, "fp16")["scales"]) == {2.0**15}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OVERFLOWING)
 def test_an_overflow_on_one_rank_is_skipped_and_halves_the_scale_on_all(runs, name):
     expected = [1024.0] * 4 + [2048.0] * 2 + [1024.0] * 4 + [2048.0] * 2

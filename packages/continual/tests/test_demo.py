@@ -75,6 +75,7 @@ def test_the_new_model_is_in_service(shown: Shown) -> None:
     assert demo.timeline.figures("loop ended: promoted")["num_answered"] == result.num_answered
 
 
+@pytest.mark.slow
 def test_the_floor_has_the_texts_and_the_compute_of_both_trainings(shown: Shown) -> None:
     """Forgetting is the change of old texts from the old model; the model from scratch has as many FLOPs as the two."""
     demo, floor = shown.demo, shown.result.floor

@@ -52,6 +52,7 @@ def test_two_processes_of_which_one_is_lost_end_as_one_does(world: World, tmp_pa
     assert len(RunDir(run).read_info()["invocations"]) == 2
 
 
+@pytest.mark.slow
 def test_asked_to_stop_they_save_and_one_process_goes_on(world: World, tmp_path: Path) -> None:
     run = tmp_path / "next"
     process = start(world, run)

@@ -99,6 +99,7 @@ def newest_test(server: ServerThread) -> dict:
     return httpx.get(f"{server.url}/ab.json", headers=ADMIN, timeout=60).json()["tests"][0]
 
 
+@pytest.mark.slow
 def test_from_drift_to_promotion_killed_at_each_boundary(
     world: World, released: Path, server: ServerThread, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def exported(log: Path, path: Path, since: float, count: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_planted_values_reach_nothing_of_a_loop(
     world: World, server: ServerThread, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog
 ) -> None:

@@ -90,6 +90,7 @@ def self_seed(form: str, number: int, part: str) -> int:
     return derive_seed(derive_seed(derive_seed(1, "self-replay", form), part), number)
 
 
+@pytest.mark.slow
 def test_an_update_that_is_killed_while_it_writes_ends_with_the_same_texts_and_weights(
     world: World, talker: Path, tmp_path: Path
 ) -> None:

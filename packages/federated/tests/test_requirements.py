@@ -44,6 +44,7 @@ def test_the_installed_version_is_the_one_that_is_asked_for() -> None:
     flower.check_flower()
 
 
+@pytest.mark.slow
 def test_telemetry_is_off_when_flower_is_imported_by_this_package() -> None:
     pytest.importorskip("flwr")
     script = "import modelwright_federated.server; from flwr.supercore import telemetry as t; "

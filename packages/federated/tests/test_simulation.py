@@ -101,12 +101,14 @@ def secure(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Simulation:
     return simulated(runs, SECURE, tmp_path_factory.mktemp("simulations") / "secure")
 
 
+@pytest.mark.slow
 def test_a_simulation_trains(runs: Path, plain: Simulation) -> None:
     weights, rounds = plain
     assert np.abs(weights - vector(runs / "base" / "pretrain" / "artifact")).max() > 1e-3
     assert [one["clients"] for one in rounds] == [list(NAMES)] * 3
 
 
+@pytest.mark.slow
 def test_secure_aggregation_changes_the_result_by_no_more_than_its_quantization(
     plain: Simulation, secure: Simulation, tmp_path: Path
 ) -> None:
@@ -119,6 +121,7 @@ def test_secure_aggregation_changes_the_result_by_no_more_than_its_quantization(
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_processes_with_a_client_killed(runs: Path, secure: Simulation, tmp_path: Path) -> None:
     """The third client is killed after the first round, in which all took part; that round is the simulation's."""

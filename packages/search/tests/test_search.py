@@ -39,6 +39,7 @@ def searched(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Searched
     return run, search_in(run, wish(packed, strategies=names, num_repetitions=1))
 
 
+@pytest.mark.slow
 def test_every_strategy_spends_its_budget_and_no_more(searched: Searched) -> None:
     _, result = searched
     spent = {one.bench.strategy: one.bench.spent for one in result.contenders}

@@ -118,6 +118,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(REQUESTS))
 def test_answers_are_those_of_the_embedded_engine(name: str, server: ServerThread, embedded: ServerThread) -> None:
     prompts = PROMPTS[:2] if name in ("scored prompt", "echo") else PROMPTS
@@ -180,6 +181,7 @@ def test_a_client_that_leaves_frees_the_cache_of_vllm(server: ServerThread) -> N
     wait_until(lambda: samples(server)["modelwright_running_answers"] == 0)
 
 
+@pytest.mark.slow
 def test_one_that_dies_or_hangs_is_found_and_started_again(server: ServerThread, monkeypatch) -> None:
     """Open answers end with an error that says so; nobody waits for an answer that never comes."""
     before = post(server, PROMPTS[0], temperature=1, seed=3).json()["choices"]
@@ -211,6 +213,7 @@ def test_one_that_dies_or_hangs_is_found_and_started_again(server: ServerThread,
     assert samples(server)['modelwright_moved_answers_total{outcome="lost"}'] == 4
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_server_that_was_killed(folder: Path, program: Path) -> None:
     """Nothing is left of it, its socket's folder included."""
     command = [sys.executable, "-m", "modelwright.cli.main", "serve", str(folder), "--port=0", "--backend=vllm"]

@@ -119,6 +119,7 @@ def wait_for_pending(state: Path) -> None:
     raise TimeoutError("no alarm was found")
 
 
+@pytest.mark.slow
 def test_an_alarm_outlives_a_killed_watcher_and_an_endpoint_that_is_down(
     reference: DriftReference, reference_folder: Path, drifted: list[dict[str, Any]], tmp_path: Path
 ) -> None:
