@@ -114,7 +114,7 @@ def small_constants(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bytes_per_document(tmp_path: Path, earlier: str) -> None:
     """Documents of the index that are related to one of the run count as well: all of them are, in the latter cases."""
     peaks, num_documents = list[int](), list[int]()
-    for count in (5_000, 25_000):
+    for count in (10_000, 50_000):
         duplicates = DuplicatesConfig(index=str(tmp_path / f"index-{count}"))
         config = CleanConfig(quality=QualityConfig(thresholds="auto"), duplicates=duplicates)
         num_indexed = 0

@@ -432,7 +432,7 @@ class Tokenizer:
         the token at which generation stops. The rest of the rendered turn (the line end of ChatML) is never generated,
         so it is not learned. The ids up to an answer are those of `encode_prompt` for the turns before it.
         """
-        return self._encode_spans(self.chat_template.spans(messages), ends_at_stop=True)
+        return _encode_spans(self, self.chat_template.spans(messages), ends_at_stop=True)
 
     def encode_training_chats(
         self,
@@ -452,7 +452,8 @@ class Tokenizer:
         for spans in texts:
             _require_images(messages, "".join(span.text for span in spans))
         chats = [
-            self._encode_spans(spans, ends_at_stop=not template.marks_answers, image_text=image_text) for spans in texts
+            _encode_spans(self, spans, ends_at_stop=not template.marks_answers, image_text=image_text)
+            for spans in texts
         ]
         if loss == "all":
             for _, mask in chats:
@@ -466,22 +467,7 @@ class Tokenizer:
         `first` on are learned; the turns before it are the prompt.
         """
         spans = self.chat_template.completion_spans(messages, first, tools=tools)
-        return self._encode_spans(spans, ends_at_stop=True)
-
-    def _encode_spans(
-        self, spans: Sequence[TextSpan], *, ends_at_stop: bool, image_text: str = ""
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """ends_at_stop: an answer ends with the first token that stops generation, that token included."""
-        ids: list[int] = []
-        mask: list[int] = []
-        for span in spans:
-            part = self.encode_rendered(span.text, image_text)
-            ends = (place + 1 for place, token in enumerate(part) if ends_at_stop and token in self.stop_ids)
-            num_spoken = next(ends, len(part))
-            num_learned = num_spoken if span.spoken else 0
-            ids += part
-            mask += [1] * num_learned + [0] * (len(part) - num_learned)
-        return np.array(ids, dtype=np.int64), np.array(mask, dtype=np.uint8)
+        return _encode_spans(self, spans, ends_at_stop=True)
 
     def token_text(self, token_id: int) -> str:
         """Returns a token as text for display; incomplete characters become replacement characters."""
@@ -528,3 +514,19 @@ def _require_images(messages: Sequence[Message], rendered: str) -> None:
     num_images = sum(turn["content"].count(IMAGE_MARK) for turn in messages)
     if rendered.count(IMAGE_MARK) != num_images:
         raise DataError("the chat template leaves out an image of this conversation; use one that keeps user turns")
+
+
+def _encode_spans(
+    tokenizer: Tokenizer, spans: Sequence[TextSpan], *, ends_at_stop: bool, image_text: str = ""
+) -> tuple[np.ndarray, np.ndarray]:
+    """ends_at_stop: an answer ends with the first token that stops generation, that token included."""
+    ids: list[int] = []
+    mask: list[int] = []
+    for span in spans:
+        part = tokenizer.encode_rendered(span.text, image_text)
+        ends = (place + 1 for place, token in enumerate(part) if ends_at_stop and token in tokenizer.stop_ids)
+        num_spoken = next(ends, len(part))
+        num_learned = num_spoken if span.spoken else 0
+        ids += part
+        mask += [1] * num_learned + [0] * (len(part) - num_learned)
+    return np.array(ids, dtype=np.int64), np.array(mask, dtype=np.uint8)

@@ -182,5 +182,5 @@ class Exchange:
 def _status_of(error: BaseException) -> int:
     if isinstance(error, ApiError):
         return error.status
-    # others are CancelledError and GeneratorExit, by which the server drops the work for a client that left
+    # others are asyncio's for a canceled task and GeneratorExit; the server drops the work for a client that left
     return 500 if isinstance(error, Exception) else CLIENT_LEFT

@@ -53,6 +53,38 @@ class AdapterReply:
     text: str
 
 
+class AdapterCalls:
+    """Loading and unloading of adapters in engine processes (`AdapterLoader`). A lost engine never replies."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._waiting: dict[int, tuple[str, asyncio.Future[AdapterReply | None]]] = {}
+
+    async def ask(self, links: Mapping[str, EngineLink], name: str, folder: str) -> dict[str, AdapterReply]:
+        """Calls `AdapterLoader.begin` in engines, by name. Returns the replies of those that are not lost meanwhile."""
+        loop, futures = asyncio.get_running_loop(), dict[str, asyncio.Future[AdapterReply | None]]()
+        for engine_name, link in links.items():
+            number = next(self._numbers)
+            futures[engine_name] = loop.create_future()
+            self._waiting[number] = (engine_name, futures[engine_name])
+            link.send({"adapters": [[number, name, folder]]})
+        replies = dict(zip(futures, await asyncio.gather(*futures.values()), strict=True))
+        return {engine_name: reply for engine_name, reply in replies.items() if reply is not None}
+
+    def take(self, number: int, reply: AdapterReply) -> None:
+        """Ends the wait for a reply."""
+        _, future = self._waiting.pop(number, ("", None))
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    def lose(self, engine_name: str) -> None:
+        """Ends the wait for the replies of a lost engine."""
+        for number in [number for number, (name, _) in self._waiting.items() if name == engine_name]:
+            _, future = self._waiting.pop(number)
+            if not future.done():
+                future.set_result(None)
+
+
 @dataclass(eq=False)
 class PooledAnswer:
     """An answer in progress. token_ids: tokens that the client has; num_repeated: how many of them the current engine
@@ -97,13 +129,11 @@ class EnginePool:
         self._tasks: list[asyncio.Task[None]] = []
         self._lost_at = -math.inf
         self._starting: dict[int, subprocess.Popen[bytes]] = {}
-        self._call_numbers = itertools.count()
-        self._adapter_calls: dict[int, tuple[str, asyncio.Future[AdapterReply | None]]] = {}
+        self._adapter_calls = AdapterCalls()
 
     @property
     def unavailable(self) -> str:
-        is_running = any(not slot.is_lost for slot in self._slots)
-        return "" if is_running else "All engines are being started again; try again soon."
+        return "All engines are being started again; try again soon." if all(s.is_lost for s in self._slots) else ""
 
     @property
     def is_back_soon(self) -> bool:
@@ -112,8 +142,9 @@ class EnginePool:
 
     def start(self, events: EngineEvents) -> None:
         self._events = events
-        tasks = (*map(self._keep_running, self._slots), self._watch_orphans())
-        self._tasks = list(map(asyncio.get_running_loop().create_task, tasks))
+        self._tasks = [
+            asyncio.create_task(one) for one in (*map(self._keep_running, self._slots), self._watch_orphans())
+        ]
 
     check = staticmethod(can_do_all)
 
@@ -134,7 +165,7 @@ class EnginePool:
         digests: dict[str, str] = {}
         # in rounds, because other engines may be connected or restarted while these load the adapter
         while links := {slot.name: slot.link for slot in self._slots if slot.link and slot.name not in digests}:
-            replies = await self._ask(links, name, str(folder))
+            replies = await self._adapter_calls.ask(links, name, str(folder))
             problems = [reply.text for reply in replies.values() if not reply.is_done]
             digests |= {engine: reply.text for engine, reply in replies.items()}
             if len(set(digests.values())) > 1 and not problems:
@@ -152,20 +183,8 @@ class EnginePool:
         adapters = {other: digest for other, digest in self._report.info.adapters.items() if other != name}
         folders = {other: folder for other, folder in self._setup.adapters.items() if other != name}
         links = {slot.name: slot.link for slot in self._slots if slot.link}
-        # first, so that an engine that is restarted meanwhile does not have the adapter
-        self._expect(adapters, folders, links)
-        await self._ask(links, name, "")
-
-    async def _ask(self, links: Mapping[str, EngineLink], name: str, folder: str) -> dict[str, AdapterReply]:
-        """Calls `AdapterLoader.begin` in engines, by name. Returns the replies of those that are not lost meanwhile."""
-        loop, futures = asyncio.get_running_loop(), dict[str, asyncio.Future[AdapterReply | None]]()
-        for engine_name, link in links.items():
-            number = next(self._call_numbers)
-            futures[engine_name] = loop.create_future()
-            self._adapter_calls[number] = (engine_name, futures[engine_name])
-            link.send({"adapters": [[number, name, folder]]})
-        replies = dict(zip(futures, await asyncio.gather(*futures.values()), strict=True))
-        return {engine_name: reply for engine_name, reply in replies.items() if reply is not None}
+        self._expect(adapters, folders, links)  # first: an engine that is restarted meanwhile must not have it
+        await self._adapter_calls.ask(links, name, "")
 
     def _expect(self, adapters: Mapping[str, str], folders: Mapping[str, str], engines: Collection[str]) -> None:
         """Sets the adapters that engines have from now on. engines: names of those that have them; all others are
@@ -178,8 +197,7 @@ class EnginePool:
                 slot.handle.report = self._report
 
     async def stop(self) -> None:
-        # the tasks first: they would restart engines that end
-        for task in self._tasks:
+        for task in self._tasks:  # first: they would restart engines that end
             task.cancel()
         for process in self._starting.values():
             process.kill()
@@ -244,9 +262,7 @@ class EnginePool:
                 self._forget(slot.answers[request_id])
                 self._events.refuse(request_id, ApiError(status, text, code=code))
         for number, is_done, text in message["adapters"]:
-            _, future = self._adapter_calls.pop(number, ("", None))
-            if future is not None and not future.done():
-                future.set_result(AdapterReply(is_done, text))
+            self._adapter_calls.take(number, AdapterReply(is_done, text))
 
     def _take(self, slot: Slot, output: StepOutput) -> bool:
         """Records an output. Returns whether it is new to the client."""
@@ -306,10 +322,7 @@ class EnginePool:
         self._health.lost(slot.number)
         answers, slot.answers = list(slot.answers.values()), {}
         self._events.engine_lost(slot.name, end)
-        for number in [number for number, (name, _) in self._adapter_calls.items() if name == slot.name]:
-            _, future = self._adapter_calls.pop(number)
-            if not future.done():
-                future.set_result(None)
+        self._adapter_calls.lose(slot.name)
         # where engines give the same bits, an answer continues elsewhere; otherwise only an unseen one starts anew
         for answer in answers:
             answer.engine = None

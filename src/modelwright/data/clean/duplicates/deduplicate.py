@@ -83,6 +83,15 @@ class Containments:
 
     def _search(self) -> NDArray[np.uint32]:
         """The numbers of documents and of those that contain them [2, P]."""
+        needles, pairs = self._needles(), [np.empty((0, 2), np.uint32)]
+        for first, _, flat in self._corpus.shingles.chunks(self._num_new if needles is not None else 0):
+            assert needles is not None
+            found = list(_search(first, flat, needles, self._corpus, self._searched))
+            pairs.append(np.array(found, np.uint32).reshape(-1, 2))
+        return np.concatenate(pairs).T
+
+    def _needles(self) -> _Needles | None:
+        # A function of its own, so that its arrays of the whole corpus are freed before the search.
         corpus = self._corpus
         lengths = corpus.num_shingles.astype(np.uint32)
         has_text = self._searched & (lengths > 0)
@@ -91,21 +100,17 @@ class Containments:
         if self._config.contained == "all":
             wanted |= has_text & (lengths > self._config.min_near_words - SHINGLE_WORDS) & (corpus.kind != _PAIRS)
         numbers = np.flatnonzero(wanted)
-        pairs = [np.empty((0, 2), np.uint32)]
-        if len(numbers):
-            firsts, lasts = corpus.shingles.ends(numbers)
-            # Needles of equal first hashes follow one another, the shortest first, for the binary search of `_search`.
-            order = np.lexsort((lengths[numbers], firsts))
-            # At most one in 64 of the hashes that are in no needle passes the filter.
-            shift = np.uint32(32 - min(_FILTER_BITS, len(numbers).bit_length() + 6))
-            is_first = np.zeros(1 << (32 - int(shift)), np.bool_)
-            is_first[firsts >> shift] = True
-            numbers = numbers.astype(np.uint32)[order]
-            needles = _Needles(firsts[order], lasts[order], numbers, lengths[numbers], is_first, shift)
-            for first, _, flat in corpus.shingles.chunks(self._num_new):
-                found = list(_search(first, flat, needles, corpus, self._searched))
-                pairs.append(np.array(found, np.uint32).reshape(-1, 2))
-        return np.concatenate(pairs).T
+        if not len(numbers):
+            return None
+        firsts, lasts = corpus.shingles.ends(numbers)
+        # Needles of equal first hashes follow one another, the shortest first, for the binary search of `_search`.
+        order = np.lexsort((lengths[numbers], firsts))
+        # At most one in 64 of the hashes that are in no needle passes the filter.
+        shift = np.uint32(32 - min(_FILTER_BITS, len(numbers).bit_length() + 6))
+        is_first = np.zeros(1 << (32 - int(shift)), np.bool_)
+        is_first[firsts >> shift] = True
+        numbers = numbers.astype(np.uint32)[order]
+        return _Needles(firsts[order], lasts[order], numbers, lengths[numbers], is_first, shift)
 
 
 def _search(

@@ -160,17 +160,21 @@ class NearDuplicates:
 
     def add_all(self, members: NDArray[np.bool_]) -> None:
         """Adds all documents that are alive. members [N]: True for those that may be added, late ones included."""
+        order, bands = self._best_first(members), self._corpus.bands
+        self._groups = BandGroups(order, bands, self._engine, num_bands=NUM_BANDS, most=_MOST_PER_BAND)
+        for number, places in self._groups:
+            if self._corpus.alive[number]:
+                self._add(number, places)
+
+    def _best_first(self, members: NDArray[np.bool_]) -> NDArray[np.uint32]:
+        # A function of its own, so that the keys of a large corpus are freed before its groups are made.
         corpus, length = self._corpus, self._corpus.num_shingles
         eligible = members & (length > self._config.min_near_words - SHINGLE_WORDS)
         numbers = np.flatnonzero(eligible).astype(np.uint32)
         is_new, is_trained_on = numbers < self._num_new, corpus.split[numbers] != HELDOUT
         # `lexsort` sorts by the last key first: earlier runs' documents, held-out ones, the better, the longer.
         keys = (numbers, -length[numbers], -corpus.quality[numbers], is_trained_on, is_new)
-        order = numbers[np.lexsort(keys)]
-        self._groups = BandGroups(order, corpus.bands, self._engine, num_bands=NUM_BANDS, most=_MOST_PER_BAND)
-        for number, places in self._groups:
-            if self._corpus.alive[number]:
-                self._add(number, places)
+        return numbers[np.lexsort(keys)]
 
     def expect(self, numbers: NDArray[np.int64]) -> None:
         """Prepares for documents that are not alive now and may be added late."""

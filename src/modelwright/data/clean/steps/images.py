@@ -73,6 +73,7 @@ class Images:
             split, left = corpus.column("split"), np.flatnonzero(is_image & ~is_small & ~is_long)
             area = width[left].astype(np.int64) * height[left]
             order = left[np.lexsort((left, -area, -split[left]))].astype(np.uint32)
+            del left, area, split  # as large as the columns
             hashes, most = corpus.column("image_hash"), self.config.max_hash_distance
             near = near_duplicates(order, hashes, most, corpus.folder, corpus.engine)
             near = near[np.argsort(near[:, 0])]
@@ -132,6 +133,7 @@ def near_duplicates(
         for band, (low, high) in enumerate(itertools.pairwise(edges)):
             part = (hashes >> np.uint64(low)) & np.uint64((1 << (high - low)) - 1)
             part.tofile(bands.path(band))
+        del part  # as large as the hashes
         groups = BandGroups(order, bands, engine, num_bands=most + 1, most=_MOST_IN_GROUP)
         found = array("q")
         for number, places in groups:

@@ -221,7 +221,7 @@ class BlockReader(Generic[Items]):
 
     def fetch(self, items: np.ndarray) -> Items:
         """Reads like `read`, without counting. May be called while another thread calls `expect`; if that cancels the
-        read of one of these items, raises `CancelledError`.
+        read of one of these items, raises like the result of a canceled future.
         """
         # Read once: `expect` may replace the dictionary meanwhile.
         numbers, expected = items.tolist(), self._expected
