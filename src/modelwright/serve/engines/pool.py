@@ -116,8 +116,7 @@ class EnginePool:
     """An `EngineClient` of engine processes with one version of the model."""
 
     def __init__(self, setup: EngineSetup, handles: Sequence[EngineHandle]) -> None:
-        self._setup = setup
-        self._report = handles[0].report
+        self._setup, self._report = setup, handles[0].report
         self._is_reproducible = self._report.is_batch_invariant
         self.info = replace(self._report.info, max_num_seqs=self._report.info.max_num_seqs * len(handles))
         self._slots = [Slot(number, handle) for number, handle in enumerate(handles)]
@@ -155,8 +154,7 @@ class EnginePool:
         self._place_all(answers)
 
     def abort(self, request_id: str) -> None:
-        answer = self._answers.get(request_id)
-        if answer is not None:
+        if (answer := self._answers.get(request_id)) is not None:
             self._forget(answer)
             if answer.engine is not None and answer.engine.link is not None:
                 answer.engine.link.send({"abort": [request_id]})
