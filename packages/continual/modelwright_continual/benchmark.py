@@ -126,7 +126,7 @@ def freeze_benchmark(
 
 def _require_comparable(task: str, documents: Sequence[Document]) -> None:
     """Raises `DataError` if one half has a single document of a form of text: the gate judges each form separately, and
-    a single document has no interval.
+    a single document gives no interval.
     """
     num_spoken = sum(document.kind == "qa" for document in documents)
     for form, count in (("conversation", num_spoken), ("text", len(documents) - num_spoken)):

@@ -75,6 +75,7 @@ class Caps:
                 # a user is personal data, so the record has the counts alone
                 named = [{"example": "" if name == "user" else g[:200], "capped": n} for g, n in lost.most_common(10)]
                 record[name] = {"limit": limit, "capped": lost.total(), "groups": len(lost), "largest": named}
+        # By identity, because documents may be equal.
         ids = {id(document) for document in order}
         return [_without_user(document) for document in documents if id(document) in ids], beyond, record
 
@@ -88,6 +89,7 @@ def template_groups(documents: Sequence[Document]) -> list[str]:
     bare = [Document(id="", text=text, kind="prose", split="open", source="") for text in texts]
     prints = fingerprints(bare)
     shingles = [np.unique(prints.shingles[a:b]) for a, b in zip(prints.offsets[:-1], prints.offsets[1:], strict=True)]
+    # Union-find; the smaller number becomes the root, so a group is represented by its first document.
     parent = list(range(len(texts)))
 
     def root(number: int) -> int:
@@ -97,6 +99,7 @@ def template_groups(documents: Sequence[Document]) -> list[str]:
 
     first: dict[Any, int] = {}
     for number, text in enumerate(texts):
+        # A text too short for shingles is grouped with equal texts only.
         bands = list(enumerate(prints.bands[number].tolist())) if len(shingles[number]) else [(-1, text)]
         for band in bands:
             other = first.setdefault(band, number)

@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     freeze.add_argument(
         "--old", nargs="+", required=True, metavar="DATA", help="texts of tasks that the model can do already"
     )
-    freeze.add_argument("--new", nargs="+", required=True, metavar="DATA", help="texts of tasks that it is to learn")
+    freeze.add_argument("--new", nargs="+", required=True, metavar="DATA", help="texts of tasks to learn")
     run = commands.add_parser("run", help="check drift, update, judge, A/B test and promote", allow_abbrev=False)
     run.add_argument("model", metavar="MODEL", help="model to update: a run directory, its name, or a model folder")
     run.add_argument("sources", metavar="DATA", nargs="+", help="new texts, as in data.sources")
@@ -98,7 +98,7 @@ def _add_update_options(run: argparse.ArgumentParser) -> None:
     add(
         "--floor",
         action="store_true",
-        help="also train from scratch on old and new texts, for comparison (costs as much as both trainings)",
+        help="also train from scratch on old and new texts, for comparison (costs both trainings again)",
     )
     add(
         "--drift-reference", metavar="DIR", type=Path, help="drift reference: update only if --requests drifted from it"

@@ -1,4 +1,4 @@
-"""The report of the demonstration: its measurements, its timeline, and a statement of what is synthetic."""
+"""The report of the demonstration: its measurements, its timeline, and which parts are synthetic."""
 
 import json
 from pathlib import Path

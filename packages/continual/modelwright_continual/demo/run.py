@@ -145,6 +145,7 @@ def _serve_and_update(demo: Demo, benchmark: Benchmark) -> LoopResult:
         prompts = {task: demo.texts.prompts(task) for task in demo.size.shifted}
         with DemoTraffic(running.url, key, prompts, {"old": 1.0, "new": 0.0}) as traffic:
             _freeze_reference(demo, traffic)
+            # In place, because the threads of the traffic read this dict.
             traffic.shares |= demo.size.shifted
             demo.timeline.mark("users ask about new libraries")
             _export_shifted(demo, traffic)
@@ -225,6 +226,7 @@ def _await_requests(demo: Demo, traffic: DemoTraffic, since: float, count: int, 
         time.sleep(0.1)
     partial = target.with_name(f"partial-{target.name}")
     _wait_until(lambda: _export(demo, since, partial) >= count, deadline, target)
+    # Moved when complete, because `_export_shifted` treats an existing file as done.
     os.replace(partial, target)
     demo.progress.end()
 
@@ -265,6 +267,7 @@ def _handsoff_s(demo: Demo) -> float | None:
     if not path.exists():
         return None
     moments: dict[str, Any] = demo.timeline.read()
+    # The record is written once, at the promotion.
     return path.stat().st_mtime - moments["users ask about new libraries"]["time"]
 
 

@@ -48,6 +48,7 @@ class DemoTraffic:
     def _users(self) -> None:
         from openai import OpenAI
 
+        # Without retries, which would hide failed requests.
         with OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=60) as client:
             model = client.models.list().data[0].id
             while not self._over.is_set():
@@ -56,7 +57,7 @@ class DemoTraffic:
                 self._session(client, model, number)
 
     def _session(self, client, model: str, number: int) -> None:
-        """Sends one user's requests, about one task. Failures are recorded: the demonstration promises that there are
+        """Sends one user's requests, about one task. Failures are recorded: the demonstration promises to have
         none.
         """
         from openai import OpenAIError

@@ -113,6 +113,7 @@ def alarm_level(least: Floats, run_length: float) -> float:
     alarm, since the smallest effect alone is rare enough.
     """
     level = float(np.quantile(least, 1 / run_length, method="lower"))
+    # The largest finite number: every window that has moved alarms, and one with infinite p-values does not.
     return level if np.isfinite(level) else float(np.finfo(np.float64).max)
 
 

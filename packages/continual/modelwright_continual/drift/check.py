@@ -265,6 +265,7 @@ def _classify(
     """Runs the classifier test between the window and a sample of the reference's sessions of similar sizes. recent:
     statistics of the windows before it, to which this window is added.
     """
+    # Seeded by the window, so that a repeated check draws the same sessions and reports the same alarm.
     rng = np.random.default_rng(derive_seed(reference.config.seed, reference.digest, records[0]["id"], len(records)))
     window = np.arange(len(records))
     if len(units.weights) > _MOST_UNITS:
@@ -274,6 +275,7 @@ def _classify(
         reference.blocks[reference.embedded], np.bincount(codes), REFERENCE_UNITS * len(kept), rng
     )
     num_reference = int(reference_codes.max()) + 1
+    # The window's units come first.
     both = Units(
         np.concatenate([codes, len(kept) + reference_codes]),
         np.concatenate([units.weights[kept], np.ones(num_reference)]),
@@ -317,9 +319,11 @@ def like_sized(blocks: Ints, sizes: Ints, count: int, rng: np.random.Generator) 
     own_sizes = np.bincount(codes)
     chosen = rng.permutation(len(distinct))[:count]
     by_size = chosen[np.argsort(own_sizes[chosen], kind="stable")]
+    # The i-th smallest block is cut to the i-th quantile of `sizes`.
     limits = np.quantile(sizes, (np.arange(len(by_size)) + 0.5) / len(by_size), method="inverted_cdf").astype(np.int64)
     limit_of = np.zeros(len(distinct), dtype=np.int64)
     limit_of[by_size] = limits
+    # A random order within each block, whose first records are kept.
     order = rng.permutation(len(codes))
     order = order[np.argsort(codes[order], kind="stable")]
     rank = np.arange(len(codes)) - (np.cumsum(own_sizes) - own_sizes)[codes[order]]

@@ -26,9 +26,10 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class SeparationTest:
-    """`statistic`: difference of mean logits in standard errors; `permuted`: that of each permutation; `effect`: KS
-    distance between the logits of the two samples, a lower bound of the probability mass that has moved; `logits` [N]:
-    of each record, by the classifier that has not seen it, higher where it looks like the window.
+    """Result of the test. statistic: difference of mean logits in standard errors; permuted: the statistic of each
+    permutation; effect: KS distance between the logits of the two samples, a lower bound of the probability mass that
+    has moved; logits [N]: of each record, by the classifier that was not trained on it, higher if it looks like the
+    window.
     """
 
     statistic: float
@@ -87,6 +88,7 @@ def fit_logistic(design: NDArray[np.float32], labels: Floats, weights: Floats) -
     target = labels.astype(np.float32)
     fitted = np.zeros((design.shape[1], labels.shape[1]), np.float32)
     for _ in range(_MOST_ITERATIONS):
+        # Clipped so that exp cannot overflow in FP32.
         probabilities = 1 / (1 + np.exp(-np.clip(design @ fitted, -30, 30)))
         step = inverse @ (weighted.T @ (target - probabilities) - penalty[:, None] * fitted)
         fitted += step

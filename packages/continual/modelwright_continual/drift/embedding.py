@@ -18,8 +18,8 @@ Embedding = NDArray[np.float32]
 WIDTH = 128
 """Maximum number of components of an embedding; wider ones are projected."""
 RARITY_EDGES = (1, 3, 9, 27)
-"""Upper edges, in sessions of the reference, of the bins in which rare words are counted; words of no session come
-first. A rare topic changes few components of an embedding, but many of these words."""
+"""Exclusive upper edges, in sessions of the reference, of the bins in which rare words are counted; words of no session
+come first. A rare topic changes few components of an embedding, but many of these words."""
 _BUCKETS = 2**18
 _SPREAD = 4
 """Components to which one n-gram contributes, so that no two n-grams share all of them."""
@@ -89,6 +89,7 @@ def _ngrams(texts: Sequence[str]) -> Any:
     from scipy.sparse import hstack
     from sklearn.feature_extraction.text import HashingVectorizer
 
+    # Without alternating signs, because TF-IDF takes the logarithm of the counts.
     options: Any = {"n_features": _BUCKETS, "norm": None, "alternate_sign": False, "dtype": np.float32}
     words = HashingVectorizer(token_pattern=r"\w+", **options)
     chars = HashingVectorizer(analyzer="char_wb", ngram_range=(3, 3), **options)
@@ -149,6 +150,7 @@ class ModelEmbedder:
         from modelwright.evaluate.scoring import Scored, sequence_nats
 
         config = EvaluateConfig()
+        # The start token is context and is not scored.
         sequences = [Scored(sequence, 1) for sequence in self._encode(texts)]
         nats = sequence_nats(
             self._model,
@@ -174,6 +176,7 @@ class ModelEmbedder:
 
         length = max(map(len, rows))
         ids_BT = torch.zeros((len(rows), length), dtype=torch.int64)
+        # Segment -1 marks padding.
         segments_BT = torch.full((len(rows), length), -1, dtype=torch.int32)
         for number, row in enumerate(rows):
             ids_BT[number, : len(row)] = torch.tensor(row)

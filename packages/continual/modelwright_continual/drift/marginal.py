@@ -84,6 +84,7 @@ class Marginal:
         mask = ~np.isnan(values)
         values, units = values[mask], units.present(mask)
         if len(units.weights) < LEAST_UNITS:
+            # A statistic of 0 has a p-value of 1, so the feature cannot alarm.
             return Distance(0.0, 0.0, 0.0)
         if self.kind == "number":
             mine = self.values[self.present]

@@ -48,6 +48,7 @@ class Outbox:
         self.folder, self._path = folder, folder / "state.json"
         self._lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
         try:
+            # The kernel releases this lock when the process ends, even by `kill -9`.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._lock)

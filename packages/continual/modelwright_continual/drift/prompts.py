@@ -11,6 +11,8 @@ from modelwright.core.progress import Progress
 from modelwright_continual.drift.embedding import Embedding, NgramEmbedder
 from modelwright_continual.drift.features import TextScores
 
+# Lower bound of the deviation that components are divided by: one that hardly varies in the reference would otherwise
+# dominate.
 _LEAST_DEVIATION = 0.01
 _MOST_DEVIATIONS = 10.0
 """Limit to which components are clipped: a rare word that occurs in no session of the reference would otherwise

@@ -32,6 +32,7 @@ class RecentWindows:
         return resampling_p_value(float(largest[0]), largest[1:])
 
     def add(self, own: SeparationTest) -> None:
+        # One fewer than NUM_WINDOWS, since the next window is added to them.
         self.statistics = [*self.statistics, [own.statistic, *own.permuted.tolist()]][1 - NUM_WINDOWS :]
 
     def forget(self) -> None:

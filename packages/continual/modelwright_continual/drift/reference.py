@@ -127,7 +127,7 @@ def freeze_reference(
     with write_artifact(folder, kind=KIND, digest=built.digest, inputs={"model": built.model_digest}) as draft:
         _save(built, draft.path)
         draft.facts.update(requests=len(records), self_alarms=built.self_alarms, level=built.calibration.level)
-    # Loading it checks the files that were just written, and users see the same object as after a restart.
+    # Loading it checks the files that were just written, and gives the same object as later commands get.
     return load_reference(folder, model_folder)
 
 

@@ -80,6 +80,7 @@ def make_units(sessions: Ints, users: Ints, max_user_share: float) -> Units:
         return Units(sessions, np.ones(len(users)))
     limit = weight_limit(num_of_user[num_of_user > 0].astype(np.float64), max_user_share)
     is_busy = num_of_user > limit
+    # Numbers from len(users) on stand for all sessions of a busy user.
     keys = np.where(is_busy[users], len(users) + users, np.arange(len(users)))
     kept, unit_of_session = np.unique(keys, return_inverse=True)
     weights = np.where(kept < len(users), 1.0, limit)
@@ -95,6 +96,7 @@ def weight_limit(weights: Floats, max_share: float) -> float:
     for num_cut in range(1, len(ordered)):
         if num_cut * max_share >= 1:
             break
+        # The `num_cut` largest are cut to L = max_share * (num_cut * L + rest), solved for L.
         limit = max_share * rest[num_cut - 1] / (1 - num_cut * max_share)
         if limit >= ordered[num_cut]:
             return float(limit)
@@ -115,6 +117,7 @@ def correlation_within(indicators: Floats, units: Ints) -> float:
     between = float((sums**2 / sizes[:, None]).sum())
     within = max(0.0, float((centered**2).sum()) - between) / (num_records - num_units)
     between /= num_units - 1
+    # The adjusted mean size n0 of the estimator, which equals the size if all units have the same.
     mean_size = (num_records - float((sizes**2).sum()) / num_records) / (num_units - 1)
     total = between + (mean_size - 1) * within
     return float(np.clip((between - within) / total, 0.0, 1.0)) if total > 0 else 0.0

@@ -57,6 +57,7 @@ def watch(
             if window is not None:
                 _check_window(window, reference, outbox, config, progress)
             courier.deliver_due()
+            # Catches up with the file before sleeping.
             if window is not None:
                 continue
             if once and not (webhook and outbox.state.pending):
