@@ -139,6 +139,7 @@ def floor_config(update: RunDir, base: RunDir, texts: Path) -> RunConfig:
     lengths: dict[str, Any] = {}
     for name in trainings:
         taken = {stage for stage in further if stage == name or (stage not in trainings and name == trainings[-1])}
+        # FLOPs are proportional to steps, so the steps grow by the ratio of FLOPs.
         factor = 1.0 + sum(further[stage] for stage in taken) / own[name] if own[name] else 1.0
         num_steps = read_manifest(base.stage(name).artifact).facts.get("num_steps", 0)
         lengths[name] = {"num_steps": math.ceil(num_steps * factor)}

@@ -57,6 +57,7 @@ def question_key(document: Document) -> str:
         return ""
     turns = document.messages
     answers = [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
+    # Many conversations share a system prompt, so it does not identify a question.
     asked = [turn for turn in turns[: answers[-1] if answers else len(turns)] if turn["role"] != "system"]
     return " ".join(split_words(join_turns(asked)))
 

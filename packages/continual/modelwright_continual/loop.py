@@ -114,6 +114,7 @@ def run_loop(request: LoopRequest, *, words: Sequence[str], progress: Progress) 
 
 def _carried_out(request: LoopRequest, words: Sequence[str], progress: Progress) -> LoopResult:
     run = request.run
+    # Once the texts are prepared, the update continues whatever later requests look like.
     if request.drift and not is_update(run):
         check = check_requests(request.drift)
         write_reports(run, check)

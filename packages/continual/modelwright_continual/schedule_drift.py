@@ -111,6 +111,7 @@ class ScheduledDrift:
                 f"schedule: {len(records):,} of {needed:,} requests to {state.version} for its drift reference"
             )
             return state, False
+        # It exists if a process was killed between freezing it and writing the state.
         if not is_finished(folder):
             freeze_reference(records[:needed], self._reference(str(folder))[1], folder, given.config, self.progress)
         position = position_of(records[needed - 1])

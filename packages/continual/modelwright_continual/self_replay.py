@@ -99,6 +99,7 @@ class _Writer:
         ]
 
     def _documents(self, numbers: Sequence[int], seed: int) -> list[dict[str, str]]:
+        # Without a BOS token, a document follows the EOS of the one before it.
         begin = self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
         stops = (self.tokenizer.eos_id,)
         return [
@@ -108,6 +109,7 @@ class _Writer:
     def _conversations(self, numbers: Sequence[int], seed: int) -> list[dict[str, str]]:
         """Generates a question and its answer per number. A question that leaves no space for an answer gets none."""
         begin, end = self.tokenizer.question_bounds()
+        # The model may also end its question with an ordinary stop token.
         stops = tuple(dict.fromkeys((end, *self.tokenizer.stop_ids)))
         questions = self._sampled([begin] * len(numbers), numbers, derive_seed(seed, "question"), stops)
         prompts = [self.tokenizer.encode_prompt([{"role": "user", "content": question}]) for question in questions]

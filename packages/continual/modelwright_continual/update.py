@@ -40,6 +40,7 @@ from modelwright_continual.update_files import NEW, OLD, data_folder
 
 TRAININGS: Mapping[Form, str] = {"text": PRETRAIN.name, "conversations": SFT.name}
 """The stage that trains on each form of text."""
+# Defaults for texts: tokens of a row, limited by the model's maximum, and rows of a batch.
 TEXT_ROW_LEN, TEXT_BATCH_ROWS = 1024, 8
 _SCHEDULE = {"kind": "warmup_cosine", "warmup_fraction": 0.05, "final_lr_fraction": 0.1}
 _CLEAN_CONVERSATIONS: Mapping[str, Any] = {

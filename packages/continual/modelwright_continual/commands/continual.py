@@ -19,6 +19,7 @@ from modelwright_continual.commands.launched_runs import LaunchedRuns
 KEY_VARIABLE = "MODELWRIGHT_ADMIN_KEY"
 REFUSED = 5
 """Exit code if the gate or the A/B test refused the update."""
+# Options of `run` itself; all others are settings of the update's run.
 _RUN_FLAGS = (
     "benchmark", "run-dir", "old", "replay", "self-replay", "source-cap", "user-cap", "template-cap", "no-average",
     "lora", "champion", "margin", "alpha",

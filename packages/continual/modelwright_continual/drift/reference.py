@@ -226,6 +226,7 @@ def _is_usable(values: Sequence[Any]) -> bool:
 def _blocks(sessions: Ints, users_of_session: Ints, window_requests: int) -> tuple[Ints, Ints]:
     """Returns the block of each record [N], a session within a window, and the user of each block [F]."""
     windows = np.arange(len(sessions)) // window_requests
+    # One number for each pair of window and session.
     keys, blocks = np.unique(windows * len(users_of_session) + sessions, return_inverse=True)
     return blocks, users_of_session[keys % len(users_of_session)]
 

@@ -36,6 +36,7 @@ def post_json(url: str, message: Mapping[str, Any], *, idempotency_key: str, tim
         method="POST",
     )
     try:
+        # A redirect would send the message to an address that the user did not name.
         with urllib.request.build_opener(NoRedirects()).open(request, timeout=timeout_s) as answer:
             answer.read(1)
             return ""

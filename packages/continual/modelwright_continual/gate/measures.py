@@ -128,6 +128,7 @@ class PairedComparison:
 def widening(num_records: int, level: float) -> float:
     """Returns the factor by which a percentile of that many records is too close to the estimate."""
     quantile = float(t.ppf(1.0 - level, num_records - 1) / norm.ppf(1.0 - level))
+    # The second factor corrects the bootstrap's variance, which divides by n instead of n - 1.
     return quantile * float(np.sqrt(num_records / (num_records - 1)))
 
 
@@ -145,6 +146,7 @@ def upper_difference(lost: int, won: int, total: int, level: float) -> float:
         variance = total * (2 * won_given_d + d * (1 - d))
         return float(lost - won - total * d + quantile * np.sqrt(max(0.0, variance)))
 
+    # The search below would begin above 1.
     if lost == total:
         return 1.0
     return float(brentq(excess, (lost - won) / total + _ABOVE, 1.0))  # pyright: ignore[reportArgumentType]
