@@ -1,1 +1,1 @@
-"""Floor 7: what keeps a served model up to date: it watches the requests that the model answers."""
+"""Continual learning for a served model: drift monitoring of requests, updates, the gate, A/B tests and promotion."""

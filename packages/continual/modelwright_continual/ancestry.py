@@ -1,4 +1,4 @@
-"""The runs that a model has learned in: its own, the one whose model that run began with, and so on to the first."""
+"""The chain of runs behind a model: its own run, the run whose model it began with, and so on back to the first."""
 
 import json
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from modelwright_continual.model_files import LINEAGE
 
 @dataclass(frozen=True, kw_only=True)
 class Ancestry:
-    """runs: the newest first; lost: the folder of a model that a run has made and that is gone, with all before it, ""
-    if there is none.
+    """A model's chain of runs. runs: newest first; lost: folder of a model that was made by a run and no longer exists,
+    so that the chain ends there; "" if the chain is complete.
     """
 
     runs: tuple[RunDir, ...] = ()
@@ -24,11 +24,12 @@ class Ancestry:
 
 
 def ancestry_of(model: Path) -> Ancestry:
-    """The runs before and with `model`: a run, the artifact of a stage, a release, or any model folder. It ends at a
-    folder that no run has made. Raises `ArtifactError` for a damaged release.
+    """Returns the runs behind `model`, its own included. model: a run, the artifact of a stage, a release, or any model
+    folder. The chain ends at a folder that was not made by a run. Raises `ArtifactError` for a damaged release.
     """
     runs: list[RunDir] = []
     run = run_of_model(model)
+    # A release can name a run that appears earlier in the chain; without this check the loop would not end.
     while run is not None and run.path not in [one.path for one in runs]:
         runs.append(run)
         start = read_run_config(run.config).init_from
@@ -39,7 +40,7 @@ def ancestry_of(model: Path) -> Ancestry:
 
 
 def run_of_model(folder: Path) -> RunDir | None:
-    """The run that a model belongs to; None for a folder that belongs to none."""
+    """Returns the run that a model belongs to, or None if it does not belong to a run."""
     return next((run for run in _possible_runs(folder) if run is not None), None)
 
 
@@ -54,7 +55,7 @@ def _possible_runs(folder: Path) -> Iterator[RunDir | None]:
 
 
 def run_of_artifact(folder: Path) -> RunDir | None:
-    """The run that a folder is the artifact of a stage of, None if it is not one."""
+    """Returns the run in which `folder` is the artifact of a stage, or None if it is not such an artifact."""
     stage = folder.resolve().parent
     is_artifact = folder.resolve().name == "artifact" and (stage.parent / "run.json").is_file()
     return RunDir(stage.parent) if is_artifact else None
@@ -68,6 +69,6 @@ def _recorded_folder(path: Path) -> Path:
 
 
 def _was_made_by_a_run(run: RunDir) -> bool:
-    """Whether a stage had written the folder that `run` began with."""
+    """Returns whether the folder that `run` began with was written by a stage."""
     init = run.stage(INIT.name).artifact
     return is_finished(init) and "content" in read_manifest(init).facts

@@ -1,8 +1,8 @@
 """A frozen benchmark: texts of old and of new tasks, each in a validation half and a test half.
 
-What a choice is made by (the share of an average, a rate) is the validation half. The test half is for the gate alone,
-which counts every use. Use k has bounds at level a_k = a / (k (k + 1)). These levels add up to a, which is therefore a
-limit for the probability of an error over all uses together, as far as each bound keeps its level.
+Choices (the weight of an average, a learning rate) are made on the validation half. The test half is reserved for the
+gate, which counts every use. Use k has bounds at level a_k = a / (k (k + 1)). These levels sum to a, which therefore
+limits the probability of an error over all uses together, provided that each bound holds its level.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from modelwright_continual.heldout import question_key, text_key
 KIND = "benchmark"
 USES = "uses.json"
 LEAST_DOCUMENTS = 20
-"""Documents in each half; a bootstrap over fewer has intervals that are too narrow."""
+"""Minimum number of documents in each half; a bootstrap over fewer gives intervals that are too narrow."""
 Task = Literal["old", "new"]
 Half = Literal["validation", "test"]
 TASKS: tuple[Task, ...] = ("old", "new")
@@ -31,7 +31,7 @@ HALVES: tuple[Half, ...] = ("validation", "test")
 
 @dataclass(frozen=True)
 class Use:
-    """One comparison on the test half: number (from 1), and the content digests of the two models."""
+    """A comparison on the test half. number: counted from 1; candidate, champion: content digests of the two models."""
 
     number: int
     candidate: str
@@ -40,7 +40,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A frozen benchmark in `folder`; `digest` is that of its contents."""
+    """A frozen benchmark in `folder`. digest: content digest of the folder."""
 
     folder: Path
     digest: str
@@ -53,12 +53,12 @@ class Benchmark:
             return [Document.from_json(line) for line in file]
 
     def every_document(self) -> list[Document]:
-        """The documents of all tasks and halves, which decontamination needs."""
+        """Returns the documents of all tasks and halves, for decontamination."""
         return [document for task in TASKS for half in HALVES for document in self.read(task, half)]
 
     @property
     def uses(self) -> list[Use]:
-        """How often the test half was used so far. Raises `ArtifactError` if the record is damaged."""
+        """Uses of the test half so far. Raises `ArtifactError` if the record is damaged."""
         path = self._uses_folder / USES
         if not path.exists():
             return []
@@ -73,8 +73,8 @@ class Benchmark:
             ) from None
 
     def count_use(self, candidate: str, champion: str) -> Use:
-        """Record a use before its result is known. The same two models again are the same use, since they have the same
-        result.
+        """Records a use before its result is known. Comparing the same two models again counts as the same use, since
+        the result is the same.
         """
         make_folder(self._uses_folder)
         with lock_folder(self._uses_folder, "this benchmark; wait for it"):
@@ -89,20 +89,22 @@ class Benchmark:
 
     @property
     def _uses_folder(self) -> Path:
-        """Beside the benchmark, which never changes."""
+        """Folder of the record of uses, next to the benchmark's own folder, which never changes."""
         return self.folder.resolve().parent / f"{self.folder.resolve().name}-uses"
 
 
 def freeze_benchmark(
     old: Sequence[str], new: Sequence[str], folder: Path, data: SourceConfig | None = None
 ) -> Benchmark:
-    """Write the benchmark of old and new tasks to `folder`, which then never changes.
+    """Writes the benchmark of old and new tasks to `folder`, which then never changes.
 
-    data: how the sources are read. Raises `ConfigError` if `folder` has one already, `DataError` for too few documents,
-    also of one form, or for a question in both tasks.
+    data: how the sources are read. Raises `ConfigError` if `folder` already contains a benchmark, and `DataError` for
+    too few documents (in total or of one form) or for a question that occurs in both tasks.
     """
     if is_finished(folder):
-        raise ConfigError(f"{folder}: holds a benchmark, which stays as it is; choose another folder for a new one")
+        raise ConfigError(
+            f"{folder}: already contains a benchmark, which never changes; choose another folder for a new one"
+        )
     documents = {task: _read(task, sources, data) for task, sources in (("old", old), ("new", new))}
     both = {_key(document) for document in documents["old"]} & {_key(document) for document in documents["new"]}
     if both:
@@ -123,8 +125,8 @@ def freeze_benchmark(
 
 
 def _require_comparable(task: str, documents: Sequence[Document]) -> None:
-    """Raise `DataError` for a form of text of which a half has a single document: the gate judges each form by itself,
-    and a single document has no interval.
+    """Raises `DataError` if one half has a single document of a form of text: the gate judges each form separately, and
+    a single document gives no interval.
     """
     num_spoken = sum(document.kind == "qa" for document in documents)
     for form, count in (("conversation", num_spoken), ("text", len(documents) - num_spoken)):
@@ -133,7 +135,7 @@ def _require_comparable(task: str, documents: Sequence[Document]) -> None:
 
 
 def load_benchmark(folder: Path) -> Benchmark:
-    """Raises `ArtifactError` for a folder without a benchmark and for one with a file that was changed."""
+    """Loads a benchmark. Raises `ArtifactError` if the folder does not contain one or a file was changed."""
     return Benchmark(folder, read_manifest(folder, kind=KIND, verify=True).content_digest)
 
 
@@ -142,7 +144,7 @@ def _file_name(task: Task, half: Half) -> str:
 
 
 def _read(task: str, sources: Sequence[str], data: SourceConfig | None) -> list[Document]:
-    """Held-out documents of which no two have the same question or text."""
+    """Reads held-out documents, keeping one of those with the same question or text."""
     settings: dict[str, Any] = {"sources": tuple(sources), "validation_fraction": 0.0}
     config = SourceConfig(**{**(vars(data) if data else {}), **settings})
     unique: dict[str, Document] = {}
@@ -158,11 +160,11 @@ def _key(document: Document) -> str:
 
 
 def _halves(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Two halves, by the order of hashes, so that no order of the sources decides."""
+    """Splits documents into halves by the order of their hashes, so that the order of the sources does not matter."""
     ranked = sorted(documents, key=lambda document: hashlib.sha256(_key(document).encode()).digest())
     return ranked[::2], ranked[1::2]
 
 
 def level_of_use(number: int, alpha: float) -> float:
-    """The level of use `number` (from 1); over all uses these add up to `alpha`."""
+    """Returns the level of use `number` (from 1); over all uses the levels sum to `alpha`."""
     return alpha / (number * (number + 1))

@@ -1,4 +1,4 @@
-"""Drift that starts an update: requests compared with a frozen reference, window by window."""
+"""Drift as the condition of an update: requests are compared with a frozen reference, window by window."""
 
 import json
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from modelwright_continual.drift.requests import RequestRecord, read_requests
 
 DRIFT_FILE = "drift.json"
 Position = tuple[Any, ...]
-"""Time and id of a request; () is before all of them."""
+"""Time and id of a request; () sorts before every request."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriftTrigger:
-    """Update only if requests have drifted from the reference. model: what the reference was frozen with."""
+    """Condition that requests have drifted from a reference. model: the model that the reference was frozen with."""
 
     reference: Path
     requests: tuple[str, ...]
@@ -29,31 +29,31 @@ class DriftTrigger:
 
 @dataclass(frozen=True, kw_only=True)
 class DriftCheck:
-    """What was found in whole windows of requests. position: of the last request in one."""
+    """Reports of whole windows of requests. position: of the last request in a whole window."""
 
     reports: Sequence[DriftReport]
     position: Position = ()
 
     @property
     def alarmed(self) -> tuple[str, ...]:
-        """The features that drifted in any window."""
+        """Features that drifted in any window."""
         return tuple(dict.fromkeys(name for report in self.reports for name in report.alarmed))
 
 
 def check_requests(trigger: DriftTrigger) -> DriftCheck:
-    """Check all requests that a trigger names. Raises `ConfigError` if they are no whole window."""
+    """Checks all requests that a trigger names. Raises `ConfigError` if they do not fill a window."""
     records = read_requests(trigger.requests)
     check = check_records(records, trigger.reference, trigger.model)
     if not check.reports:
         size = load_reference(trigger.reference, trigger.model).config.window_requests
         raise ConfigError(
-            f"{', '.join(trigger.requests)}: {len(records):,} requests are no window of {size:,}; wait for more"
+            f"{', '.join(trigger.requests)}: {len(records):,} requests do not fill a window of {size:,}; wait for more"
         )
     return check
 
 
 def check_records(records: Sequence[RequestRecord], reference: Path, model: Path | None) -> DriftCheck:
-    """Check the whole windows of records, which are in order of time."""
+    """Checks the whole windows of records, which must be in order of time."""
     loaded = load_reference(reference, model)
     reports = list(check_windows(records, loaded))
     num_checked = len(reports) * loaded.config.window_requests
@@ -65,5 +65,5 @@ def position_of(record: RequestRecord) -> Position:
 
 
 def write_reports(run: RunDir, check: DriftCheck) -> None:
-    """Keep the reports beside what they lead to. They have examples of what users wrote."""
+    """Writes the reports into the run that they lead to. They contain examples of users' texts."""
     write_atomic(run.path / DRIFT_FILE, json.dumps([report.as_json() for report in check.reports], indent=1))

@@ -1,8 +1,9 @@
-"""The capacity floor of an update: a model of the same size that learned old and new texts together, from scratch, with
-the compute that the old model and its update took together.
+"""The capacity floor of an update: a model of the same size that was trained on old and new texts together, from
+scratch, with the compute of the old model and its update combined.
 
-What an update forgets is to be read beside it: a small model that learns everything at once is worse at old texts, too,
-because its capacity is shared. The floor costs as much as both trainings. Its tokenizer is trained on both texts.
+Forgetting in an update has to be compared with it: a small model that learns everything at once is also worse at old
+texts, because its capacity is shared. The floor costs as much as both trainings. Its tokenizer is trained on both
+texts.
 """
 
 import json
@@ -44,7 +45,9 @@ TEXTS_FILE = "texts.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class FloorRow:
-    """One model. bits: bits per byte by task, on the benchmark's validation half; flops: of all its trainings."""
+    """Figures of one model. bits: bits per byte by task, on the benchmark's validation half; flops: of all its
+    trainings.
+    """
 
     model: str
     bits: Mapping[Task, float]
@@ -53,20 +56,20 @@ class FloorRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """The old model, the updated one, and the one from scratch, in this order."""
+    """Comparison of the old model, the updated one, and the one trained from scratch, in this order."""
 
     rows: Sequence[FloorRow]
 
     def change(self, row: FloorRow, task: Task) -> float:
-        """The difference in bits per byte from the old model's, relative; positive is worse."""
+        """Returns the relative difference in bits per byte from the old model; positive is worse."""
         return row.bits[task] / self.rows[0].bits[task] - 1.0
 
     def cells(self, row: FloorRow) -> list[str]:
-        """What tables show of a model: for each task the bits per byte and the change."""
+        """Formats a model's bits per byte and change for each task, as tables show them."""
         return [f"{row.bits[task]:.4f} ({self.change(row, task):+.1%})" for task in TASKS]
 
     def table(self) -> str:
-        """For a terminal."""
+        """Formats the comparison for a terminal."""
         lines = [f"{'bits per byte (validation half)':<32}{'old texts':>20}{'new texts':>20}{'FLOPs':>10}"]
         for row in self.rows:
             lines.append(f"{row.model:<32}{''.join(f'{cell:>20}' for cell in self.cells(row))}{row.flops:>10.2e}")
@@ -78,10 +81,10 @@ class Floor:
 
 
 def require_from_scratch(model: Path) -> None:
-    """Raise `ConfigError` if no floor can be made for an update of this model, before anything is trained."""
+    """Raises `ConfigError`, before anything is trained, if no floor can be made for an update of this model."""
     run = RunDir(model)
     if not run.info.is_file():
-        raise ConfigError(f"--floor: {model} is no run, so nobody knows its texts and its compute; leave it out")
+        raise ConfigError(f"--floor: {model} is not a run, so its texts and its compute are not known; leave it out")
     config = read_run_config(run.config)
     if config.init_from or config.rows_from:
         raise ConfigError(f"--floor: {model} did not begin with random weights and its own texts; leave it out")
@@ -96,11 +99,12 @@ def measure_floor(
     progress: Progress,
     carry_out: CarryOut = in_this_process,
 ) -> Floor:
-    """Train the floor of a finished update in its folder `floor`, or what is left of it, and compare the three models
-    as they are served.
+    """Trains the floor of a finished update in the folder `floor` of its run, or resumes that, and compares the three
+    models in the form in which they are served.
 
-    The comparison is on the validation half, because the test half belongs to the gate. The share of an average was
-    chosen there, which favors the updated model a little. Raises `ConfigError` as `require_from_scratch` does.
+    The comparison uses the validation half, because the test half is reserved for the gate. The weight of an average
+    was chosen on the same half, which favors the updated model slightly. Raises `ConfigError` as `require_from_scratch`
+    does.
     """
     require_from_scratch(model)
     base, run = RunDir(model), RunDir(update.path / FOLDER)
@@ -125,8 +129,8 @@ def measure_floor(
 
 
 def floor_config(update: RunDir, base: RunDir, texts: Path) -> RunConfig:
-    """The configuration of MODEL's run, with the texts of both trainings and steps for the compute of both. What the
-    update's stages took is added to the stage of the same name, or to the last training.
+    """Derives the configuration from that of MODEL's run, with the texts of both trainings and enough steps for the
+    compute of both. The compute of an update's stage is added to the stage of the same name, or to the last training.
     """
     plain = read_run_config(base.config).plain()
     trainings = [stage.name for stage in read_run_config(base.config).trainings]
@@ -135,6 +139,7 @@ def floor_config(update: RunDir, base: RunDir, texts: Path) -> RunConfig:
     lengths: dict[str, Any] = {}
     for name in trainings:
         taken = {stage for stage in further if stage == name or (stage not in trainings and name == trainings[-1])}
+        # FLOPs are proportional to steps, so the steps grow by the ratio of FLOPs.
         factor = 1.0 + sum(further[stage] for stage in taken) / own[name] if own[name] else 1.0
         num_steps = read_manifest(base.stage(name).artifact).facts.get("num_steps", 0)
         lengths[name] = {"num_steps": math.ceil(num_steps * factor)}
@@ -151,24 +156,26 @@ def floor_config(update: RunDir, base: RunDir, texts: Path) -> RunConfig:
 
 
 def _write_texts(update: RunDir, base: RunDir, folder: Path) -> Path:
-    """What both trainings have learned from, as it was after cleaning; each document with the split that it had."""
+    """Writes the cleaned texts that both trainings used; each document keeps its split."""
     sources = [run.stage(CLEAN.name).artifact for run in (base, update)]
     identity = digest([read_manifest(source).content_digest for source in sources])
     if is_finished(folder) and read_manifest(folder, kind=TEXTS_KIND).digest == identity:
         return folder
     old, new = (read_kept(source) for source in sources)
+    # The update's old documents are a replay, so its new ones suffice.
     documents = chain(old, (document for document in new if document.source == NEW))
     with (
         write_artifact(folder, kind=TEXTS_KIND, digest=identity) as draft,
         open(draft.path / TEXTS_FILE, "w", encoding="utf-8") as file,
     ):
         for number, document in enumerate(documents):
+            # Numbered, because ids of the two runs may be equal.
             file.write(replace(document, id=f"{number}/{document.id}").to_json() + "\n")
     return folder
 
 
 def _flops_by_stage(run: RunDir) -> dict[str, float]:
-    """FLOPs of forward and backward passes of a run's trainings."""
+    """Returns the FLOPs of forward and backward passes of each training of a run."""
     names = [stage.name for stage in read_run_config(run.config).trainings]
     return {name: float(read_manifest(run.stage(name).artifact).facts.get("model_flops", 0.0)) for name in names}
 
@@ -178,7 +185,7 @@ def _flops(run: RunDir) -> float:
 
 
 def _bits(judged: JudgedModel, benchmark: Benchmark, progress: Progress) -> dict[Task, float]:
-    """Bits per byte of all documents of a task together."""
+    """Returns bits per byte over all documents of each task together."""
     bits: dict[Task, float] = {}
     for task in TASKS:
         documents: Sequence[Document] = benchmark.read(task, "validation")

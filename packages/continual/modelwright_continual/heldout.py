@@ -1,7 +1,7 @@
-"""What a training text has in common with held-out ones: their questions, their passages, short texts as a whole.
+"""Overlap of a training text with held-out ones: their questions, their passages, short texts as a whole.
 
-The cleaning step `decontamination` finds passages of 13 words; a question of fewer words, or one whose answer was
-exchanged, has none in common with what it was made from.
+The cleaning step `decontamination` finds passages of 13 words, so it cannot find a question of fewer words, or one
+whose answer was replaced.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ QUESTION, PASSAGE, SHORT_TEXT = "held-out question", "held-out passage", "held-o
 
 @dataclass(frozen=True)
 class HeldoutTexts:
-    """The keys of held-out documents. passages: hashes of every 13 words in a row."""
+    """Keys of held-out documents. passages: hashes of every 13 consecutive words."""
 
     questions: frozenset[str]
     texts: frozenset[str]
@@ -34,13 +34,15 @@ class HeldoutTexts:
         return cls(frozenset(questions - {""}), frozenset(texts - {""}), frozenset(passages))
 
     def question_of(self, document: Document) -> str:
-        """`QUESTION` or `SHORT_TEXT` if the document has the question of a held-out one or is one, else ""."""
+        """Returns `QUESTION` or `SHORT_TEXT` if the document has the question of a held-out one or equals
+        one, else "".
+        """
         if question_key(document) in self.questions:
             return QUESTION
         return SHORT_TEXT if text_key(document) in self.texts else ""
 
     def found_in(self, document: Document) -> str:
-        """What the document has of a held-out one, as one of the three constants; "" for nothing."""
+        """Returns the kind of overlap with held-out documents, as one of the three constants; "" for none."""
         if known := self.question_of(document):
             return known
         hashes = passage_hashes(document.text)
@@ -48,15 +50,18 @@ class HeldoutTexts:
 
 
 def question_key(document: Document) -> str:
-    """The words before the last answer of a conversation, without case and punctuation; "" for other documents."""
+    """Returns the words before the last answer of a conversation, without case and punctuation; "" for
+    other documents.
+    """
     if document.kind != "qa":
         return ""
     turns = document.messages
     answers = [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
+    # Many conversations share a system prompt, so it does not identify a question.
     asked = [turn for turn in turns[: answers[-1] if answers else len(turns)] if turn["role"] != "system"]
     return " ".join(split_words(join_turns(asked)))
 
 
 def text_key(document: Document) -> str:
-    """All words of a document, without case and punctuation."""
+    """Returns all words of a document, without case and punctuation."""
     return " ".join(split_words(document.text))

@@ -1,4 +1,6 @@
-"""Where a model comes from: its run, data, configuration and commits, the models before it, back to the first."""
+"""The origin of a model: its run, data, configuration and commits, and those of the models before it, back to the
+first.
+"""
 
 import hashlib
 import json
@@ -27,9 +29,10 @@ UNKNOWN = "a folder that no stage wrote; where it comes from is not recorded"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLineage:
-    """One model. content: SHA-256 over its files (of its weights for a folder that no stage wrote). data: the sources
-    of the run and the SHA-256 of the cleaned texts, and of an update the files of new texts with theirs; stages: the
-    contents of all stages; gate: the verdict that let it pass. parent: the model that its training began with.
+    """Origin of a model. content: SHA-256 over its files (over its weights for a folder that no stage wrote); data: the
+    sources of the run and the SHA-256 of the cleaned texts, and for an update the files of new texts with theirs;
+    stages: content digests of all stages; gate: the verdict that it passed with; parent: the model that its training
+    began with.
     """
 
     folder: str
@@ -46,7 +49,7 @@ class ModelLineage:
     note: str = ""
 
     def ancestors(self) -> "Iterator[ModelLineage]":
-        """This model and those before it, the newest first."""
+        """Yields this model and those before it, newest first."""
         yield self
         if self.parent is not None:
             yield from self.parent.ancestors()
@@ -55,11 +58,11 @@ class ModelLineage:
         return json.dumps(asdict(self), indent=1)
 
     def as_text(self) -> str:
-        """For a terminal."""
+        """Formats the whole lineage for a terminal."""
         return "\n".join(line for one in self.ancestors() for line in one.lines())
 
     def lines(self) -> list[str]:
-        """This model alone."""
+        """Formats this model alone."""
         lines = [self.folder, f"  sha256   {self.content}"]
         if self.note:
             lines.append(f"  note     {self.note}")
@@ -80,7 +83,7 @@ class ModelLineage:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "ModelLineage":
-        """The inverse of `as_json`."""
+        """Inverts `as_json`, from the parsed object."""
         values = dict(plain)
         parent = values.pop("parent", None)
         for name in ("commits", "versions"):
@@ -89,13 +92,13 @@ class ModelLineage:
 
 
 def trace(path: Path) -> ModelLineage:
-    """The lineage of a model: a run, a folder of one of its stages, a release, or any model folder.
+    """Returns the lineage of a model. path: a run, a folder of one of its stages, a release, or any model folder.
 
-    Raises `ConfigError` if there is no model, `ArtifactError` if a model was changed after the next one had begun with
-    it, or its record is damaged.
+    Raises `ConfigError` if the path contains no model, and `ArtifactError` if a model was changed after the next one
+    had begun with it, or its record is damaged.
     """
     if not path.is_dir():
-        raise ConfigError(f"{path}: is no model folder and no run directory")
+        raise ConfigError(f"{path}: is neither a model folder nor a run directory")
     if (path / LINEAGE).is_file():
         return _recorded(path)
     if (path / "run.json").is_file():
@@ -154,7 +157,9 @@ def _gate(run: RunDir) -> dict[str, Any]:
 
 
 def _parent(run: RunDir, folder: Path) -> ModelLineage:
-    """The model that the run began with; as its release recorded it, if the folder is gone."""
+    """Returns the lineage of the model that the run began with, or its record in the run's release if the folder is
+    gone.
+    """
     if not folder.is_dir():
         release = run.path / RELEASE_FOLDER
         if (release / LINEAGE).is_file() and (known := _recorded(release).parent):
@@ -173,7 +178,7 @@ def _parent(run: RunDir, folder: Path) -> ModelLineage:
 def _of_folder(folder: Path) -> ModelLineage:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
-        raise ConfigError(f"{folder}: is no model folder and no run directory")
+        raise ConfigError(f"{folder}: is neither a model folder nor a run directory")
     total = hashlib.sha256()
     for path in weights:
         with open(path, "rb") as file:

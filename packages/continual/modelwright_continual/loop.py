@@ -1,8 +1,8 @@
 """The loop: drift -> update -> gate -> A/B test -> promotion.
 
-Every step leaves something that exists as a whole or not at all, and is skipped when it does; so the same command after
-`kill -9` goes on, and ends with the same weights. What the server does is asked of the server: a test that it knows is
-not begun twice.
+Every step leaves a result that is written atomically, and is skipped if its result exists; so the same command
+continues after `kill -9` and ends with the same weights. The server's state is read from the server: a test that it
+already knows is not started a second time.
 """
 
 import itertools
@@ -40,17 +40,17 @@ from modelwright_continual.update_files import is_update
 
 PROMOTION = "promotion.json"
 LOCK_FOLDER = "loop"
-"""Held while a process works on the update."""
+"""Folder in the run that is locked while a process works on the update."""
 _SLUG_CHARS, _DIGEST_CHARS = 22, 12
 _UNREACHABLE_S = 600.0
-"""How long a server may be away while a test runs; a restart with a large model takes minutes."""
+"""Seconds for which a server may be unreachable while a test runs; a restart with a large model takes minutes."""
 Ending = Literal["no_drift", "refused", "released", "rolled_back", "promoted"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AbTest:
-    """How the A/B test of a release goes. min_units: units in each arm after which the release is promoted, if no guard
-    has taken it away until then.
+    """Settings of the A/B test of a release. min_units: units in each arm after which the release is promoted, unless a
+    guard has rolled it back before.
     """
 
     client: AbClient
@@ -68,9 +68,9 @@ class AbTest:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopRequest:
-    """The whole loop. champion: the folder in service, None for that of the updated model's run; current: a link that
-    points to the release in service, moved at promotion; floor: train the capacity floor at the end; carry_out: how
-    the runs of the update and of the floor are carried out, which may be in several processes.
+    """Inputs of the whole loop. champion: the folder in service, None for that of the updated model's run; current:
+    symbolic link to the release in service, moved at promotion; floor: train the capacity floor at the end; carry_out:
+    function that carries out the runs of the update and of the floor, possibly in several processes.
     """
 
     update: UpdateRequest
@@ -87,7 +87,7 @@ class LoopRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopResult:
-    """How the loop ended; text: for the terminal; version: what a server calls a release."""
+    """Result of the loop. text: summary for the terminal; version: name of the release on a server."""
 
     ending: Ending
     text: str
@@ -96,7 +96,7 @@ class LoopResult:
 
 
 def run_loop(request: LoopRequest, *, words: Sequence[str], progress: Progress) -> LoopResult:
-    """Carry the loop out, or what is left of it. Raises what the steps raise."""
+    """Runs the loop, or its remaining steps. Raises the errors of its steps."""
     lock = request.run.create().path / LOCK_FOLDER
     make_folder(lock)
     with lock_folder(lock, "this update; wait for it"):
@@ -114,6 +114,7 @@ def run_loop(request: LoopRequest, *, words: Sequence[str], progress: Progress) 
 
 def _carried_out(request: LoopRequest, words: Sequence[str], progress: Progress) -> LoopResult:
     run = request.run
+    # Once the texts are prepared, the update continues whatever later requests look like.
     if request.drift and not is_update(run):
         check = check_requests(request.drift)
         write_reports(run, check)
@@ -150,16 +151,17 @@ def _with_release(ending: Literal["released", "promoted"], verdict: Verdict, rel
 
 
 def _check_promotion(request: LoopRequest) -> None:
-    """Raise before anything is trained what would keep the release from being promoted."""
+    """Raises, before anything is trained, the errors that would prevent the promotion of the release."""
     if request.test is not None:
+        # Any name will do: this fails if the server is unreachable or keeps no A/B tests.
         request.test.client.find("")
     if request.current is not None:
         _require_link(request.current)
 
 
 def write_release(run: RunDir) -> Path:
-    """The judged model with its lineage and the gate's verdict, as a folder that a server loads; the one that exists if
-    it is of the same model.
+    """Writes the judged model with its lineage and the gate's verdict as a folder that a server can load; reuses an
+    existing folder of the same model.
     """
     source, folder = quantized_folder(run), run.path / RELEASE_FOLDER
     content = read_manifest(source, verify=True).content_digest
@@ -179,14 +181,16 @@ def write_release(run: RunDir) -> Path:
 
 
 def name_of_test(run: RunDir, verdict: Verdict, attempt: int) -> str:
-    """The same name for the same model, so that a test is found again. attempt: from 1."""
+    """Returns a name that depends on the run and the model, so that a later process finds the test again. attempt: from
+    1.
+    """
     slug = re.sub(r"[^a-z0-9]+", "-", run.path.resolve().name.lower()).strip("-")[:_SLUG_CHARS] or "update"
     return f"{slug}-{verdict.candidate[:_DIGEST_CHARS]}-{attempt}"
 
 
 def ab_test(test: AbTest, run: RunDir, release: Path, verdict: Verdict, progress: Progress) -> dict[str, Any]:
-    """Begin the A/B test of a release, or find it, and wait for its end; its report. Raises `ModelwrightError` if the
-    server compares other models than the gate did.
+    """Starts the A/B test of a release, or finds it, and waits for its end; returns its report. Raises
+    `ModelwrightError` if the server compares other models than the gate did.
     """
     report = _begun(test, run, release, verdict)
     _require_judged(test, report, verdict)
@@ -211,7 +215,9 @@ def ab_test(test: AbTest, run: RunDir, release: Path, verdict: Verdict, progress
 
 
 def _begun(test: AbTest, run: RunDir, release: Path, verdict: Verdict) -> dict[str, Any]:
-    """The test of this release that the server knows, or a new one; one that a restart interrupted is repeated."""
+    """Returns the report of this release's test on the server, or starts one; a test that a restart interrupted is
+    repeated.
+    """
     for attempt in itertools.count(1):
         name = name_of_test(run, verdict, attempt)
         report = test.client.find(name)
@@ -219,13 +225,14 @@ def _begun(test: AbTest, run: RunDir, release: Path, verdict: Verdict) -> dict[s
             return test.client.begin(name, str(release.resolve()), share=test.share, unit=test.unit)
         if report["status"] != "interrupted":
             return report
-    raise AssertionError("there is no last attempt")
+    raise AssertionError("attempts never end")
 
 
 def _promoted(test: AbTest, report: dict[str, Any]) -> dict[str, Any]:
-    """Promote, unless a guard or a person was faster."""
+    """Promotes the release, unless a guard or a person has ended the test already; returns the latest report."""
     try:
         return test.client.end(promote=True)
+    # Also a ModelwrightError, but `ab_test` waits for the server to return.
     except ServerUnreachable:
         raise
     except ModelwrightError:
@@ -239,6 +246,7 @@ def _require_judged(test: AbTest, report: dict[str, Any], verdict: Verdict) -> N
     judged = {"A": verdict.champion_version, "B": verdict.candidate_version}
     if report["versions"] == judged:
         return
+    # A test of other models than the gate's must not lead to a promotion.
     if report["status"] == "running":
         test.client.end(promote=False)
     raise ModelwrightError(
@@ -248,8 +256,8 @@ def _require_judged(test: AbTest, report: dict[str, Any], verdict: Verdict) -> N
 
 
 def record_promotion(run: RunDir, release: Path, report: dict[str, Any], current: Path | None) -> None:
-    """Write what was promoted, and let the link point to it. The record comes first: a champion that is named by the
-    link is another model once the link has moved.
+    """Records the promotion, then moves the link. The record comes first: if the champion is given by the link, it is a
+    different model once the link has moved.
     """
     plain = {"release": str(release.resolve()), "content": read_manifest(release).content_digest, "test": report}
     write_atomic(run.path / PROMOTION, json.dumps(plain, indent=1))
@@ -258,7 +266,7 @@ def record_promotion(run: RunDir, release: Path, report: dict[str, Any], current
 
 
 def was_promoted(run: RunDir) -> bool:
-    """Whether the quantized model of the run is what was promoted. Raises `ArtifactError` for a damaged record."""
+    """Returns whether the run's quantized model was promoted. Raises `ArtifactError` for a damaged record."""
     path, release = run.path / PROMOTION, run.path / RELEASE_FOLDER
     if not path.exists() or not is_finished(release):
         return False
@@ -274,11 +282,14 @@ def was_promoted(run: RunDir) -> bool:
 
 
 def move_link(link: Path, target: Path) -> None:
-    """Let `link` point to `target`, at no moment to nothing. Raises `ConfigError` if it is no link."""
+    """Points `link` to `target` atomically, so that it always exists. Raises `ConfigError` if it is not a symbolic
+    link.
+    """
     _require_link(link)
     make_folder(link.parent)
     fresh = link.with_name(link.name + ".tmp")
     fresh.unlink(missing_ok=True)
+    # A rename replaces the old link atomically; removing and creating it would leave a moment without one.
     os.symlink(target, fresh)
     os.replace(fresh, link)
     fsync_folder(link.parent)
@@ -286,4 +297,4 @@ def move_link(link: Path, target: Path) -> None:
 
 def _require_link(link: Path) -> None:
     if link.exists() and not link.is_symlink():
-        raise ConfigError(f"--current: {link} is no symbolic link, so it is not replaced; choose another path")
+        raise ConfigError(f"--current: {link} is not a symbolic link, so it is not replaced; choose another path")

@@ -1,8 +1,8 @@
-"""What a model has learned from and what it must never learn from, by the runs that it has learned in.
+"""The texts that a model was trained on, and those that it must never be trained on, from its chain of runs.
 
-The texts that a run has brought are those that it trained on; of an update the new ones, because its old ones are a
-sample of what earlier runs brought. A replay is drawn from all of them as if they were one body: every text has the
-same chance, so each body is replayed in proportion to its size, whatever the number of updates since.
+A run contributes the texts that it was trained on; an update contributes its new texts only, because its old ones are a
+sample of those of earlier runs. A replay is drawn from all of them as one body: every text has the same chance, so each
+contribution is replayed in proportion to its size, however many updates followed it.
 """
 
 import heapq
@@ -23,8 +23,8 @@ from modelwright_continual.update_files import HELDOUT_FILE, KIND, NEW, data_fol
 
 
 def learned_texts(run: RunDir) -> Iterator[Document]:
-    """The cleaned texts that a run has brought, without images and what Modelwright wrote itself; nothing if they are
-    gone.
+    """Yields the cleaned texts that a run contributed, without images and texts that Modelwright generated; none if
+    they are gone.
     """
     if not has_texts(run):
         return
@@ -36,8 +36,8 @@ def learned_texts(run: RunDir) -> Iterator[Document]:
 
 
 def heldout_texts(run: RunDir) -> Iterator[Document]:
-    """What a run has held out of its own texts and, if it is an update, everything that it had to leave alone: its
-    benchmark, and what the runs before it held out.
+    """Yields the texts that a run held out and, for an update, everything that it had to leave alone: its benchmark,
+    and the texts that the runs before it held out.
     """
     if has_texts(run):
         yield from read_kept(run.stage(CLEAN.name).artifact, split="heldout")
@@ -47,7 +47,7 @@ def heldout_texts(run: RunDir) -> Iterator[Document]:
 
 
 def different_texts(documents: Iterator[Document]) -> list[Document]:
-    """The first document of each text."""
+    """Returns the first document of each distinct text."""
     by_text: dict[str, Document] = {}
     for document in documents:
         by_text.setdefault(text_key(document), document)
@@ -59,15 +59,15 @@ def has_texts(run: RunDir) -> bool:
 
 
 def content_digests(runs: Sequence[RunDir]) -> list[str]:
-    """What decides the texts of some runs."""
+    """Returns the content digests of the runs' cleaned texts and update data; "" for those that do not exist."""
     folders = [folder for run in runs for folder in (run.stage(CLEAN.name).artifact, data_folder(run))]
     return [read_manifest(folder).content_digest if is_finished(folder) else "" for folder in folders]
 
 
 def unknown_texts(ancestry: Ancestry) -> str:
-    """Why some of the texts that a model has learned from are not known; "" if all are."""
+    """Explains why some texts that a model was trained on are not known; "" if all are."""
     if not any(read_run_config(run.config).has(CLEAN) for run in ancestry.runs):
-        return "the model is no run, so its texts are not known"
+        return "the model is not a run, so its texts are not known"
     for run in ancestry.runs:
         if read_run_config(run.config).has(CLEAN) and not has_texts(run):
             return f"{run.path} has no cleaned texts anymore"
@@ -83,8 +83,8 @@ def unknown_texts(ancestry: Ancestry) -> str:
 
 @dataclass
 class ReplaySample:
-    """A random sample of as many bytes as `wanted` asks for, or all that there are. It is a function of the seed and
-    the texts, whatever their order, and holds no more than it will return. A text counts once.
+    """A random sample of at least `wanted` bytes, or everything if there are fewer. It depends on the seed and the
+    texts only, not on their order, and holds no more than it will return. Equal texts count once.
     """
 
     seed: int
@@ -92,10 +92,11 @@ class ReplaySample:
     num_bytes: int = 0
     num_texts: int = 0
     _drawn: list[tuple[int, Document]] = field(default_factory=list[tuple[int, Document]])
-    """A heap by falling rank."""
+    """Heap with the highest rank first."""
     _ranks: set[int] = field(default_factory=set[int])
 
     def add(self, document: Document) -> None:
+        # Texts of the lowest ranks are kept, so the order in which they are added does not matter.
         rank = derive_seed(self.seed, "replay", document.identity)
         self.num_texts += 1
         if rank in self._ranks:
@@ -109,7 +110,7 @@ class ReplaySample:
             self.num_bytes -= num_bytes(last)
 
     def texts(self) -> list[Document]:
-        """By rank."""
+        """Returns the sampled texts, ordered by rank."""
         return [document for _, document in sorted(self._drawn, key=lambda drawn: -drawn[0])]
 
 

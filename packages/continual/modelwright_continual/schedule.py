@@ -1,10 +1,10 @@
-"""Updates on a schedule: at each due time the loop runs on the texts that have come since, if requests have drifted or
-whenever it is due.
+"""Updates on a schedule: at each due time the loop runs on the texts that have arrived since, if requests have drifted
+or, without a drift reference, unconditionally.
 
-State is one file. It says before anything else happens which update is under way, so a process that was killed goes on
-with it; a lock keeps a second scheduler out of the folder. Every text is given to one update: a copy of those that no
-earlier one had is kept in the update's folder, because sources may grow meanwhile. Every window of requests is compared
-once (`schedule_drift.py`).
+The state is one file. It names the update in progress before anything else happens, so a process that was killed
+resumes that update; a lock keeps a second scheduler out of the folder. Every text belongs to one update: those that no
+earlier update had are copied into the update's folder, because sources may grow in the meantime. Every window of
+requests is compared once (`schedule_drift.py`).
 """
 
 import hashlib
@@ -28,13 +28,13 @@ STATE = "schedule.json"
 TEXTS, TEXTS_FILE, SEEN_FILE = "new-texts", "new.jsonl", "seen.txt"
 HOUR_S = 3600.0
 _NAP_S = 30.0
-"""The longest sleep; a clock that is set is noticed after it."""
+"""Longest sleep, so that a change of the system clock is noticed soon."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSchedule:
-    """every_s: seconds between two checks; min_new: fewer new texts than that wait for more; checks: after which the
-    schedule ends, 0 for never.
+    """Settings of a schedule. every_s: seconds between two checks; min_new: minimum number of new texts for an update;
+    checks: number of checks after which the schedule ends, 0 for no end.
     """
 
     every_s: float
@@ -50,9 +50,9 @@ class UpdateSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleState:
-    """due: Unix time of the next check; checks: that have begun; update: the number of the newest update, of which
-    `is_open` says that it has not ended; model: what the next one begins with; drift: which requests were compared;
-    history: how each check ended.
+    """State of a schedule. due: Unix time of the next check; checks: number of checks that have begun; update: number
+    of the newest update; is_open: whether that update is in progress; model: model that the next update begins with;
+    drift: requests that were compared so far; history: outcome of each check.
     """
 
     due: float
@@ -68,7 +68,7 @@ class ScheduleState:
 
     @classmethod
     def read(cls, folder: Path) -> "ScheduleState | None":
-        """None if nothing was scheduled in the folder. Raises `ArtifactError` if the file is damaged."""
+        """Reads the state; None if the folder is new. Raises `ArtifactError` if the file is damaged."""
         path = folder / STATE
         if not path.exists():
             return None
@@ -81,10 +81,10 @@ class ScheduleState:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateScheduler:
-    """request: of an update; its run is the folder of the schedule, and `update.model` what the first one begins with.
-    clock, sleep: for tests.
+    """Runs updates on a schedule. request: template of the updates; its run is the folder of the schedule, and the
+    first update begins with its `update.model`. clock, sleep: for tests.
 
-    Raises `ConfigError` for a request that could be carried out for the first update only.
+    Raises `ConfigError` for a request that only the first update could fulfill.
     """
 
     request: LoopRequest
@@ -112,7 +112,7 @@ class UpdateScheduler:
         return self.request.run.path
 
     def run(self) -> ScheduleState:
-        """Check again and again; returns after the last check. Raises `Stopped`, and `ModelwrightError` if another
+        """Runs checks until the last one and returns the state. Raises `Stopped`, and `ModelwrightError` if another
         scheduler works in the folder.
         """
         self.request.run.create()
@@ -123,6 +123,8 @@ class UpdateScheduler:
             while state.is_open or not self.config.checks or state.checks < self.config.checks:
                 if not state.is_open:
                     state = self._waited(state)
+                    # Written before the check starts: a killed process then resumes this check instead of starting
+                    # another one.
                     state = replace(state, is_open=True, checks=state.checks + 1, due=self._next_due(state.due))
                     state.write(self.folder)
                 state = self._checked(state)
@@ -130,8 +132,8 @@ class UpdateScheduler:
             return state
 
     def _waited(self, state: ScheduleState) -> ScheduleState:
-        """The state once its check is due. No check is further ahead than the interval: the clock was set back then, or
-        the interval is shorter than it was.
+        """Waits until the check of a state is due. A check is never further ahead than the interval: if it is, the
+        clock was set back or the interval was shortened.
         """
         if state.due > self.clock():
             due = min(state.due, self.clock() + self.config.every_s)
@@ -143,16 +145,17 @@ class UpdateScheduler:
         return state
 
     def _next_due(self, due: float) -> float:
-        """The next one of the schedule's times that lies ahead: what was missed meanwhile is made up for once."""
+        """Returns the schedule's next time in the future: checks that were missed are made up for by a single one."""
         missed = max(0.0, self.clock() - due)
         return due + (math.floor(missed / self.config.every_s) + 1) * self.config.every_s
 
     def _checked(self, state: ScheduleState) -> ScheduleState:
-        """The state after the open check. What a person has to mend is noted, and the same update tried again when the
-        next check is due.
+        """Runs the open check and returns the state after it. An error that a person has to fix is noted, and the same
+        update is retried when the next check is due.
         """
         run = RunDir(self.folder / f"{state.update:04d}")
         try:
+            # An update whose texts were kept resumes without another drift check.
             if not is_finished(run.path / TEXTS):
                 state, outcome = self._watched(state, run)
                 if outcome == "drift" and not self._keep_new_texts(run.path / TEXTS, state.update):
@@ -178,8 +181,8 @@ class UpdateScheduler:
         return replace(state, is_open=False, history=[*state.history, entry])
 
     def _watched(self, state: ScheduleState, run: RunDir) -> tuple[ScheduleState, str]:
-        """The state after requests were compared, and whether there is `drift`; without a reference there always is.
-        Whatever comes next, an alarm is not lost, and no window is compared again.
+        """Compares requests and returns the state and the outcome, which is always `drift` without a reference. The
+        state is written at once, so that an alarm is not lost and no window is compared twice.
         """
         if self.request.drift is None:
             return state, "drift"
@@ -198,7 +201,7 @@ class UpdateScheduler:
         return result
 
     def _keep_new_texts(self, folder: Path, number: int) -> bool:
-        """Copy the texts that no earlier update had; false, and nothing is kept, if there are too few."""
+        """Copies the texts that no earlier update had; returns False and keeps none if they are too few."""
         seen = set(self._seen(number))
         config = cast(SourceConfig, self.request.update.data.data)
         config = replace(config, sources=self.request.update.new, validation_fraction=0.0)
@@ -218,7 +221,7 @@ class UpdateScheduler:
         return True
 
     def _seen(self, number: int) -> Iterator[str]:
-        """Hashes of the texts that earlier updates had. Raises `ArtifactError` if the texts of one are gone."""
+        """Yields the hashes of earlier updates' texts. Raises `ArtifactError` if the texts of one are gone."""
         for earlier in range(1, number):
             texts = self.folder / f"{earlier:04d}" / TEXTS
             read_manifest(texts, kind=TEXTS)

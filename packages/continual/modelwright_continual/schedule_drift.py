@@ -1,7 +1,7 @@
 """Drift on a schedule: every window of requests is compared once, with the reference of the model that answered it.
 
-A reference says what requests looked like when a model came into service. So as soon as requests of a newly released
-version come, as many of them as the first reference has are frozen as the next one, and later windows are compared with
+A reference describes requests at the time when a model came into service. So as soon as requests to a newly released
+version arrive, a reference of the same size as the first one is frozen from them, and later windows are compared with
 it.
 """
 
@@ -21,14 +21,15 @@ from modelwright_continual.drift_trigger import DriftTrigger, check_records, pos
 
 REFERENCE_FOLDER = "drift-reference"
 Outcome = Literal["drift", "no_drift", "no_window", "no_reference"]
-"""`no_window`: too few requests have come since the last check; `no_reference`: too few of the new version."""
+"""`no_window`: too few requests since the last check; `no_reference`: too few requests to the new version."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriftState:
-    """position: time and id of the last request that was compared or is in a reference; alarmed: features that have
-    drifted and wait for an update; given: digest of the reference that the command line names; reference: the folder of
-    the one in use, "" for that; version, release: of the newest release that has no reference yet, and its run.
+    """Drift state of a schedule. position: time and id of the last request that was compared or is in a reference;
+    alarmed: features that have drifted since the last update; given: digest of the reference on the command line;
+    reference: folder of the one in use, "" for that on the command line; version, release: name and run of the newest
+    release whose reference is still missing.
     """
 
     position: Sequence[Any] = ()
@@ -39,26 +40,27 @@ class DriftState:
     release: str = ""
 
     def released(self, version: str, run: RunDir) -> "DriftState":
-        """After an update that may come into service."""
+        """Returns the state after an update whose model may come into service."""
         return replace(self, version=version, release=str(run.path.resolve()))
 
     def updated(self) -> "DriftState":
-        """After the update that an alarm has led to, however it ended."""
+        """Returns the state after the update that an alarm led to, whatever its outcome."""
         return replace(self, alarmed=())
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledDrift:
-    """The checks of a schedule."""
+    """Checks the requests of a schedule for drift."""
 
     trigger: DriftTrigger
     progress: Progress
 
     def check(self, state: DriftState, run: RunDir) -> tuple[DriftState, Outcome]:
-        """Compare the windows that have come since the last check; their reports are kept in `run`, the run of the next
-        update. An alarm that waits for an update already is enough.
+        """Compares the windows since the last check; their reports are written to `run`, the run of the next update. If
+        an alarm is pending already, nothing is compared.
 
-        Raises `ConfigError` if the requests do not say which model answered them, `DataError` for what are no requests.
+        Raises `ConfigError` if the requests do not name the version that answered them, and `DataError` for invalid
+        request records.
         """
         if state.alarmed:
             return state, "drift"
@@ -84,7 +86,9 @@ class ScheduledDrift:
         return [record for record in records if position_of(record) > tuple(state.position)]
 
     def _is_in_service(self, version: str, later: Sequence[RequestRecord]) -> bool:
-        """Whether a released version has answered any of the requests."""
+        """Returns whether any of the requests was answered by a released version. Raises `ConfigError` if no request
+        names one.
+        """
         versions = {record.get("version") for record in later}
         if later and not any(versions):
             raise ConfigError(
@@ -95,7 +99,9 @@ class ScheduledDrift:
         return version in versions
 
     def _frozen(self, state: DriftState, later: Sequence[RequestRecord]) -> tuple[DriftState, bool]:
-        """The state with the reference of the new version, if enough of its requests have come."""
+        """Freezes the reference of the new version if enough of its requests have arrived; returns the state and
+        whether it was.
+        """
         given = load_reference(self.trigger.reference, self.trigger.model)
         needed = given.num_windows * given.config.window_requests
         records = [record for record in later if record.get("version") == state.version]
@@ -105,13 +111,16 @@ class ScheduledDrift:
                 f"schedule: {len(records):,} of {needed:,} requests to {state.version} for its drift reference"
             )
             return state, False
+        # It exists if a process was killed between freezing it and writing the state.
         if not is_finished(folder):
             freeze_reference(records[:needed], self._reference(str(folder))[1], folder, given.config, self.progress)
         position = position_of(records[needed - 1])
         return replace(state, reference=str(folder), position=position, version="", release=""), True
 
     def _reference(self, folder: str) -> tuple[Path, Path | None]:
-        """A reference and the model that it is frozen with, if references have any."""
+        """Returns the folder of a reference and that of its model; the model is None if the first reference
+        has none.
+        """
         if not folder:
             return self.trigger.reference, self.trigger.model
         model = find_model(Path(folder).parent).source.folder if self.trigger.model else None

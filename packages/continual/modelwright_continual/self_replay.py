@@ -1,10 +1,10 @@
-"""Texts that a model writes itself, to be replayed where the texts that it was trained on are gone (LAMOL, Sun et al.
-2020, https://arxiv.org/abs/1909.03329).
+"""Replay of texts that a model generates, for models whose training texts are gone (LAMOL, Sun et al. 2020,
+https://arxiv.org/abs/1909.03329).
 
-They are samples of what the model believes, at temperature 1: documents from their first token on, and conversations
-from where the chat template lets a user begin, the question included. Each is a function of the model, the seed and its
-number, and parts are kept as they are finished, so a process that was killed goes on and ends with the same texts.
-Every one is marked as Modelwright's own (`answer_by`), which no training accepts unless it is told to.
+The texts are samples at temperature 1: documents from their first token, and conversations from the beginning of a
+user's turn in the chat template, the question included. Each depends on the model, the seed and its number only, and
+finished parts are kept, so a process that was killed resumes and ends with the same texts. Every text is marked as
+Modelwright's own (`answer_by`), which no training accepts by default.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,17 +27,17 @@ from modelwright.pipeline.resolve import resolved_device
 from modelwright_continual.model_files import model_digest
 
 PART_TEXTS = 32
-"""Texts that are written together; what a killed process loses at most."""
+"""Number of texts that are written together, which is also the largest loss of a killed process."""
 MOST_TOKENS = 512
 FEWEST_BYTES = 16
-"""Shorter texts say nothing and are left out."""
+"""Minimum length of a text; shorter ones are left out as meaningless."""
 _EMPTY_PARTS = 5
-"""Parts without any text after which a model is taken for one that writes none."""
+"""Number of parts without any text after which the model is considered unable to write one."""
 
 
 @dataclass(frozen=True)
 class SelfReplay:
-    """A model that writes texts, and the folder where they are kept."""
+    """A model that generates texts, and the folder where they are kept."""
 
     model: Path
     folder: Path
@@ -45,11 +45,11 @@ class SelfReplay:
 
     @property
     def identity(self) -> str:
-        """What decides the texts."""
+        """Digest of everything that determines the texts."""
         return digest([model_digest(self.model), self.seed, PART_TEXTS, MOST_TOKENS])
 
     def texts(self, form: str, wanted_bytes: float, progress: Progress) -> list[Document]:
-        """At least so many bytes of `text` or `conversations`. Raises `DataError` if the model writes none."""
+        """Returns at least `wanted_bytes` of `text` or `conversations`. Raises `DataError` if the model writes none."""
         kept = self.folder / self.identity
         make_folder(kept)
         found: list[Document] = []
@@ -59,6 +59,7 @@ class SelfReplay:
         while num_bytes < wanted_bytes:
             path = kept / f"{form}-{part:05d}.jsonl"
             if not path.exists():
+                # Loads the model only if a part is missing.
                 writer = writer or _Writer.load(self.model)
                 documents = writer.write(form, range(part * PART_TEXTS, (part + 1) * PART_TEXTS), self.seed)
                 write_atomic(path, "".join(document.to_json() + "\n" for document in documents))
@@ -85,7 +86,7 @@ class _Writer:
         return cls(model, Tokenizer.load(folder))
 
     def write(self, form: str, numbers: Sequence[int], seed: int) -> list[Document]:
-        """The texts with these numbers that say something."""
+        """Generates the texts with these numbers; those without content are left out."""
         contents: dict[str, Callable[[Sequence[int], int], list[dict[str, str]]]] = {
             "text": self._documents,
             "conversations": self._conversations,
@@ -98,6 +99,7 @@ class _Writer:
         ]
 
     def _documents(self, numbers: Sequence[int], seed: int) -> list[dict[str, str]]:
+        # Without a BOS token, a document follows the EOS of the one before it.
         begin = self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
         stops = (self.tokenizer.eos_id,)
         return [
@@ -105,8 +107,9 @@ class _Writer:
         ]
 
     def _conversations(self, numbers: Sequence[int], seed: int) -> list[dict[str, str]]:
-        """One question and its answer each. A question that leaves no room for an answer gets none."""
+        """Generates a question and its answer per number. A question that leaves no space for an answer gets none."""
         begin, end = self.tokenizer.question_bounds()
+        # The model may also end its question with an ordinary stop token.
         stops = tuple(dict.fromkeys((end, *self.tokenizer.stop_ids)))
         questions = self._sampled([begin] * len(numbers), numbers, derive_seed(seed, "question"), stops)
         prompts = [self.tokenizer.encode_prompt([{"role": "user", "content": question}]) for question in questions]
@@ -130,8 +133,9 @@ class _Writer:
         *,
         may_break: bool = False,
     ) -> list[str]:
-        """What follows each prompt. may_break: keep what had no end within the limit, as long documents are cut at the
-        end of a row; "" otherwise, because an answer that breaks off teaches to break off.
+        """Samples a continuation of each prompt. may_break: keep a text that has no end within the limit, as long
+        documents are cut at the end of a row; otherwise it is "", because an answer that breaks off teaches to break
+        off.
         """
         room = [min(MOST_TOKENS, self.model.config.max_seq_len - len(prompt)) for prompt in prompts]
         params = [

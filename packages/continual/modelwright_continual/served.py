@@ -1,4 +1,4 @@
-"""Which folder is served of a model."""
+"""The folder of a model that is served."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from modelwright_continual.update import quantized_folder
 
 
 def served_folder(model: Path) -> Path:
-    """The folder that is served of a model: the release of an update, else the quantized model of a run, else the
-    model itself. model: a run, the folder of one of its stages, or any model folder.
+    """Returns the folder that is served: the release of an update, else the quantized model of a run, else the model
+    itself. model: a run, the folder of one of its stages, or any model folder.
     """
     run = run_of_artifact(model) or RunDir(model)
     for folder in (run.path / RELEASE_FOLDER, quantized_folder(run)):

@@ -1,9 +1,9 @@
-"""An incremental update: a run of the pipeline that goes on with a model on new texts and a replay of old ones.
+"""An incremental update: a run of the pipeline that continues a model's training on new texts and a replay of old ones.
 
-The learning rate rises again and decays again (Ibrahim et al. 2024, Simple and scalable strategies to continually
-pre-train large language models, https://arxiv.org/abs/2403.08763), which also measured 5% of replay as enough for a
-weak shift. The run is an ordinary one, so it resumes to the same bits after `kill -9`, and `modelwright run` and
-`modelwright report` work on it.
+The learning rate rises and decays again (Ibrahim et al. 2024, Simple and scalable strategies to continually pre-train
+large language models, https://arxiv.org/abs/2403.08763); the paper also found 5% of replay sufficient for a weak shift.
+The run is an ordinary one, so it resumes to the same bits after `kill -9`, and `modelwright run` and `modelwright
+report` work on it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,16 +39,16 @@ from modelwright_continual.update_data import DataRequest, Form, UpdateData, pre
 from modelwright_continual.update_files import NEW, OLD, data_folder
 
 TRAININGS: Mapping[Form, str] = {"text": PRETRAIN.name, "conversations": SFT.name}
-"""The stage that learns each form of text."""
+"""The stage that trains on each form of text."""
+# Defaults for texts: tokens of a row, limited by the model's maximum, and rows of a batch.
 TEXT_ROW_LEN, TEXT_BATCH_ROWS = 1024, 8
 _SCHEDULE = {"kind": "warmup_cosine", "warmup_fraction": 0.05, "final_lr_fraction": 0.1}
 _CLEAN_CONVERSATIONS: Mapping[str, Any] = {
     "quality": {"limits": {"qa.max_duplicate_line_fraction": 1.0}},
     "duplicates": {"contained": "heldout", "near": False, "pairs_by": "conversation"},
 }
-"""Answers that many questions have in common, such as labels, stay, and so do conversations with one long prompt and
-different questions, which are near-duplicates. Texts are cleaned as in any run.
-"""
+"""Settings that keep common answers of many questions, such as labels, and conversations with one long prompt and
+different questions, which are near-duplicates. Texts are cleaned as in any run."""
 _TRAINING: Mapping[Form, Mapping[str, Any]] = {
     "text": {"num_epochs": 1.0, "learning_rate": 1e-4, "schedule": _SCHEDULE},
     "conversations": {"num_epochs": 2.0, "learning_rate": 2e-5, "weight_decay": 0.01, "schedule": _SCHEDULE},
@@ -57,7 +57,7 @@ LORA: Mapping[str, Any] = {"lora": {"r": 16}, "learning_rate": 2e-4}
 
 
 class CarryOut(Protocol):
-    """Carries out a run, or what is left of it, and raises what `pipeline.run.execute` raises. words: the command line,
+    """Carries out a run, or resumes it, and raises the same errors as `pipeline.run.execute`. words: the command line,
     for run.json.
     """
 
@@ -67,18 +67,19 @@ class CarryOut(Protocol):
 
 
 def in_this_process(config: RunConfig, run: RunDir, *, origin: str, words: Sequence[str], progress: Progress) -> None:
-    """The usual `CarryOut`."""
+    """Carries out a run in this process; the default `CarryOut`."""
     execute(config, run, only=(), origin=origin, words=words, progress=progress)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRequest:
-    """What to update with what.
+    """Inputs of an update.
 
-    model: a run or a model folder that training goes on with; self_replay: replay what that model writes itself;
-    average: mix the result with that model; lora: train low-rank adapters, which are merged at the end; num_processes:
-    that a batch of conversations has whole rows for; caps: on what new texts have in common; settings: of the run, over
-    those that an update has.
+    model: run or model folder from which training continues; new: sources of new texts; old: sources of old texts
+    besides those of the model's runs; replay: share of old rows among all; self_replay: replay texts that the model
+    generates; average: average the resulting weights with the model's; lora: train low-rank adapters, which are merged
+    at the end; num_processes: number of processes among which the rows of a batch of conversations can be divided;
+    caps: on the new texts of one source, user or template; settings: of the run, overriding those of an update.
     """
 
     model: Path
@@ -94,7 +95,7 @@ class UpdateRequest:
 
     @property
     def data(self) -> DataRequest:
-        """Raises `ConfigError` if old texts are asked for that are not known."""
+        """Inputs of `prepare_data`. Raises `ConfigError` if a replay is requested of old texts that are not known."""
         ancestry = ancestry_of(self.model)
         config = parse(SourceConfig, self.settings.get("data", {}), "data")
         seed = _whole_number(self.settings, "seed", RunConfig.seed)
@@ -120,9 +121,9 @@ def run_update(
     progress: Progress,
     carry_out: CarryOut = in_this_process,
 ) -> None:
-    """Carry out the update in `run`, or what is left of it. words: the command line, for run.json.
+    """Carries out the update in `run`, or resumes it. words: the command line, for run.json.
 
-    Raises `ConfigError`, `DataError` and what `carry_out` raises.
+    Raises `ConfigError`, `DataError` and the errors of `carry_out`.
     """
     run.create()
     data = prepare_data(request.data, benchmark, data_folder(run), progress)
@@ -131,7 +132,7 @@ def run_update(
 
 
 def update_config(request: UpdateRequest, data: UpdateData, benchmark: Benchmark, run: RunDir) -> RunConfig:
-    """The configuration of the run: cleaning with decontamination, packing by source, training on the mixture,
+    """Returns the configuration of the run: cleaning with decontamination, packing by source, training on the mixture,
     averaging, quantization, the report.
     """
     found = find_model(request.model)
@@ -154,12 +155,13 @@ def update_config(request: UpdateRequest, data: UpdateData, benchmark: Benchmark
         settings[AVERAGE.name] = files
     settings = _laid_over(settings, request.settings)
     lengths = _kept_lengths(run, data) or _lengths(folder, data, settings, request.num_processes)
+    # Settings of the user win over fitted lengths.
     return parse_run(merge(lengths, settings))
 
 
 def _laid_over(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """With the user's settings. A length replaces that of an update; how the sources are read was settled when the
-    texts were prepared.
+    """Merges the user's settings over the update's. A user's length replaces all lengths of the update; of the
+    section `data` only `validation_fraction` is used, because the texts were read when they were prepared.
     """
     base = dict(settings)
     for name in TRAININGS.values():
@@ -170,7 +172,7 @@ def _laid_over(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
 
 
 def _group(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The settings of a section. Raises `ConfigError` for a single value in its place."""
+    """Returns the settings of a section. Raises `ConfigError` if it is a single value."""
     section = settings.get(name, {})
     if not isinstance(section, Mapping):
         raise ConfigError(f"{name}: is a group of settings, got {section!r}; name one, such as --{name}.KEY VALUE")
@@ -178,7 +180,7 @@ def _group(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _whole_number(section: Mapping[str, Any], name: str, default: int) -> int:
-    """A number that is needed before the configuration of the run exists."""
+    """Reads a number that is needed before the run's configuration exists. Raises `ConfigError` for any other value."""
     value = section.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{name}: must be a whole number, got {value!r}")
@@ -186,20 +188,26 @@ def _whole_number(section: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _cleaning(data: UpdateData) -> dict[str, Any]:
-    """The step noise is off: its classifier would learn from old texts what is no noise, and new ones are different."""
+    """Returns the settings of the cleaning. The step `noise` stays off: its classifier would be trained on old texts as
+    clean ones, and new texts differ from them.
+    """
     of_forms = _CLEAN_CONVERSATIONS if "conversations" in data.forms else {}
     return {**of_forms, "decontamination": {"sources": [data.heldout]}}
 
 
 def _training(form: Form, request: UpdateRequest) -> Mapping[str, Any]:
-    """The mixture gives each batch the share of replayed rows exactly; what whole rows leave over is carried on."""
+    """Returns the settings of a training. The mixture gives each batch the exact share of replayed rows; fractions of a
+    row are carried over to the next batch.
+    """
     shares = {NEW: 1.0 - request.replay, OLD: request.replay}
     mixture = {"batching": {"mixture": {"weights": shares}}} if request.replay else {}
     return merge(merge(_TRAINING[form], mixture), LORA if request.lora else {})
 
 
 def _kept_lengths(run: RunDir, data: UpdateData) -> dict[str, Any]:
-    """The lengths that the run was created with, whatever processes go on with it; {} for a new one."""
+    """Returns the lengths that the run was created with, whatever the number of processes that resume it; {} for a new
+    run.
+    """
     previous = previous_config(run)
     trainings = [spec for spec in (PRETRAIN, SFT) if spec.name in [TRAININGS[form] for form in data.forms]]
     if previous is None or not all(previous.has(spec) for spec in (PACK, *trainings)):
@@ -213,7 +221,7 @@ def _kept_lengths(run: RunDir, data: UpdateData) -> dict[str, Any]:
 
 
 def _lengths(folder: Path, data: UpdateData, settings: Mapping[str, Any], num_processes: int) -> dict[str, Any]:
-    """Lengths of rows and batches: by the conversations if there are any."""
+    """Returns the lengths of rows and batches, fitted to the conversations if there are any."""
     most = load_config(folder).max_seq_len
     if "conversations" in data.forms:
         sources = SourceConfig(sources=data.sources, own_answers=settings["data"].get("own_answers", "refuse"))
@@ -229,5 +237,5 @@ def _lengths(folder: Path, data: UpdateData, settings: Mapping[str, Any], num_pr
 
 
 def quantized_folder(run: RunDir) -> Path:
-    """The model that is judged and served."""
+    """Returns the folder of the quantized model, which is judged and served."""
     return run.stage(QUANTIZE.name).artifact

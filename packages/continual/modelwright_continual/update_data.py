@@ -1,8 +1,8 @@
 """The texts of an update: new ones, and a sample of old ones to replay, read once and kept as an artifact of the run.
 
 `new.jsonl` and `old.jsonl` are sources of the run, which cleans both; their documents have the sources `new` and `old`,
-by which batches are mixed. `heldout.jsonl` has every text that the run must not learn from, and none of either has the
-question of one. Which texts are old is `old_texts.py`'s concern.
+by which batches are mixed. `heldout.jsonl` contains every text that must not be trained on; documents with the question
+of one of these are dropped from both files. The choice of old texts is the concern of `old_texts.py`.
 """
 
 import hashlib
@@ -47,13 +47,13 @@ _PART_BYTES = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class DataRequest:
-    """What an update learns from.
+    """Inputs of an update's texts.
 
-    new: sources of new texts; old: sources of old ones that no run has; old_runs: those that the model has learned in,
-    whose texts are replayed with `old` and whose held-out texts are left alone; unknown: why some old texts are not
-    known, if they are not; own_model: the folder of a model that writes the old ones itself, in the place of all;
-    replay: share of old rows among all that are trained on; caps: on what the new texts have in common; data: how the
-    sources are read.
+    new: sources of new texts; old: sources of old texts outside of runs; old_runs: the model's chain of runs, whose
+    texts are replayed together with `old` and whose held-out texts are left alone; unknown: reason why some old texts
+    are not known, "" if all are; own_model: folder of a model that generates the old texts instead of both; replay:
+    share of old rows among all training rows; caps: on the new texts of one source, user or
+    template; data: how the sources are read.
     """
 
     new: tuple[str, ...]
@@ -82,7 +82,9 @@ class DataRequest:
 
 @dataclass(frozen=True)
 class UpdateData:
-    """The artifact. forms: what of text and conversations there is to learn; facts: counts, drops and digests."""
+    """The artifact with an update's texts. forms: forms of text (text, conversations) that the new texts have; facts:
+    counts, drops and digests.
+    """
 
     folder: Path
     forms: tuple[Form, ...]
@@ -102,10 +104,11 @@ class UpdateData:
 
 
 def prepare_data(request: DataRequest, benchmark: Benchmark, folder: Path, progress: Progress) -> UpdateData:
-    """Read the texts into `folder`, or take what an earlier call with the same request has left there.
+    """Reads the texts into `folder`, or returns the result of an earlier call with the same request.
 
     Texts with the question of a held-out one are dropped and counted; passages are left to decontamination. Raises
-    `ConfigError` if `folder` has the texts of another update, `DataError` if no new text or no old one is left.
+    `ConfigError` if `folder` contains the texts of another update, and `DataError` if no new text or no old one is
+    left.
     """
     identity = _identity(request, benchmark)
     if is_finished(folder):
@@ -125,6 +128,7 @@ def prepare_data(request: DataRequest, benchmark: Benchmark, folder: Path, progr
         raise DataError(f"{', '.join(request.new)}: no new text is left ({_counts(dropped[NEW])})")
     new, beyond, capped = request.caps.apply(new, request.seed)
     screened = partial(_screened, heldout=known, dropped=dropped[OLD])
+    # After the caps, because the share of replay refers to the texts that remain.
     old = _replayed(request, new, screened, folder.with_name(OWN_TEXTS), progress)
     forms = _forms(new)
     with write_artifact(folder, kind=KIND, digest=identity) as draft:
@@ -155,11 +159,12 @@ def prepare_data(request: DataRequest, benchmark: Benchmark, folder: Path, progr
             f"update: {one['capped']:,} new texts left out, because each {name} may bring {one['limit']:,} "
             f"(--{name}-cap); {one['groups']:,} brought more"
         )
+    # The folder is finished now, so this returns the same as every later call.
     return prepare_data(request, benchmark, folder, progress)
 
 
 def describe_sources(sources: Sequence[str]) -> list[dict[str, Any]]:
-    """Name, size and SHA-256 of every file; the name alone of a source that is none."""
+    """Returns name, size and SHA-256 of every file; for a source that is not a file, its name only."""
     named = without_corpora(sources)
     described: list[dict[str, Any]] = [{"name": word} for word in sources if word not in named]
     for file in locate(named, lambda reason, name: None):
@@ -182,7 +187,7 @@ def _identity(request: DataRequest, benchmark: Benchmark) -> str:
 
 
 def _own_identity(request: DataRequest) -> str:
-    """What decides the texts that the model writes itself; "" if it writes none."""
+    """Digest of everything that determines the texts that the model generates; "" if it generates none."""
     return SelfReplay(request.own_model, Path(), request.seed).identity if request.own_model else ""
 
 
@@ -193,7 +198,7 @@ def _read(sources: Sequence[str], request: DataRequest) -> Iterable[Document]:
 
 
 def _screened(documents: Iterable[Document], heldout: HeldoutTexts, dropped: Counter[str]) -> Iterator[Document]:
-    """The documents that may be learned from; the others are counted by the reason."""
+    """Yields the documents that may be trained on; the others are counted by reason."""
     for document in documents:
         reason = heldout.question_of(document) or ("bad answer" if document.is_undesirable else "")
         if reason:
@@ -209,11 +214,12 @@ def _replayed(
     folder: Path,
     progress: Progress,
 ) -> list[Document]:
-    """A random sample of the old documents, of each form as many bytes as its share asks for, or all that there are.
-    screened: takes those out that must not be learned from; folder: where texts are kept that the model writes itself.
+    """Returns a random sample of the old documents: of each form, as many bytes as its share requires, or all if there
+    are fewer. screened: drops documents that must not be trained on; folder: where generated texts are kept.
     """
     if not request.replay:
         return []
+    # With share r of replay, old rows are r / (1 - r) of the new ones.
     share = request.replay / (1.0 - request.replay)
     wanted = {form: share * sum(num_bytes(one) for one in new if _form(one) == form) for form in _forms(new)}
     if request.own_model:
@@ -225,7 +231,7 @@ def _replayed(
             samples[form].add(document)
     for form, sample in samples.items():
         if not sample.num_texts:
-            raise DataError(f"--old: has no {form} to replay beside the new {form}; add some, or set --replay 0")
+            raise DataError(f"--old: lacks {form} to replay with the new {form}; add some, or set --replay 0")
         if sample.num_bytes < wanted[form]:
             times = wanted[form] / sample.num_bytes
             progress.note(f"replay: all {sample.num_texts:,} old documents ({form}) are read about {times:.1f} times")
@@ -233,7 +239,7 @@ def _replayed(
 
 
 def _old_documents(request: DataRequest) -> Iterator[Document]:
-    """What the model's runs have learned from, then what the request names."""
+    """Yields the texts of the model's runs, then those of the request's sources."""
     yield from chain.from_iterable(map(learned_texts, request.old_runs))
     if request.old:
         yield from _read(request.old, request)
@@ -248,12 +254,14 @@ def _form(document: Document) -> Form:
 
 
 def _as_new(document: Document) -> Document:
-    """The run holds some of the new ones out."""
+    """Marks a document as new. It keeps its split, since the run holds some new documents out."""
     return replace(document, id=f"{NEW}/{document.id}", source=NEW)
 
 
 def _as_old(document: Document, number: int) -> Document:
-    """Old ones are all trained on. number: tells those of one name from several runs apart."""
+    """Marks a document as old, for training only. number: distinguishes documents of the same id from
+    different runs.
+    """
     return replace(document, id=f"{OLD}/{number}/{document.id}", source=OLD, split="train")
 
 

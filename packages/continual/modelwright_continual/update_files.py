@@ -1,4 +1,4 @@
-"""Where the texts of an update lie in its run, and what they are called there."""
+"""Locations and names of an update's texts in its run."""
 
 from pathlib import Path
 
@@ -8,9 +8,10 @@ from modelwright.core.rundir import RunDir
 DATA_FOLDER, KIND = "data", "update-data"
 HELDOUT_FILE = "heldout.jsonl"
 CAPPED_FILE = "capped.jsonl"
-"""Texts beyond the cap of their template, which the update does not learn from: the gate asks whether the model did."""
+"""Texts beyond the cap of their template, which the update does not train on: the gate uses them to measure the
+influence of the others."""
 OLD, NEW = "old", "new"
-"""The sources of an update's documents; each has a file of its own, `old.jsonl` and `new.jsonl`."""
+"""Sources of an update's documents; each has a separate file, `old.jsonl` or `new.jsonl`."""
 
 
 def data_folder(run: RunDir) -> Path:
@@ -18,5 +19,5 @@ def data_folder(run: RunDir) -> Path:
 
 
 def is_update(run: RunDir) -> bool:
-    """Whether the run is an update whose texts are chosen."""
+    """Returns whether the run is an update whose texts have been prepared."""
     return is_finished(data_folder(run))

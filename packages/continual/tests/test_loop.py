@@ -235,7 +235,7 @@ def test_the_server_must_serve_the_champion_that_was_judged(
 
 def test_a_folder_near_the_root_is_traced_like_another(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lineage", "/"]) == 2
-    assert "is no model folder" in capsys.readouterr().err
+    assert "is neither a model folder" in capsys.readouterr().err
 
 
 def test_a_server_that_is_away_may_come_back() -> None:

@@ -283,7 +283,7 @@ def test_a_benchmark_is_frozen_and_its_uses_are_counted(world: World, tmp_path: 
     halves = [{d.text for d in benchmark.read("new", half)} for half in ("validation", "test")]
     assert [len(half) for half in halves] == [50, 50]
     assert not halves[0] & halves[1]
-    with pytest.raises(ConfigError, match="stays as it is"):
+    with pytest.raises(ConfigError, match="which never changes"):
         freeze_benchmark([old], [new], tmp_path / "bench")
     with pytest.raises(DataError, match="--new"):
         freeze_benchmark([old], [old], tmp_path / "other")

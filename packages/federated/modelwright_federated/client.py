@@ -1,6 +1,6 @@
-"""A client of a federated training: it keeps its data, and answers messages with updates, clipped and maybe masked.
+"""A client of a federated training: it keeps its data, and answers messages with updates, clipped and possibly masked.
 
-How much an update reveals follows from the client's own settings; a server with others gets none.
+How much an update reveals depends on the client's own settings; a server with other settings gets no update.
 """
 
 import sys
@@ -59,12 +59,12 @@ class FederatedClient:
 
     name: str
     config: FederatedConfig
-    """Its own settings."""
+    """Settings of the client, which the server's must equal."""
     training: Callable[[], LocalTraining]
-    """Makes what it trains with; only called to train, since many messages of secure aggregation only exchange keys."""
+    """Builds the local training; only called to train, since many messages of secure aggregation just exchange keys."""
 
     def answer(self, message: Message, context: Context) -> Message:
-        """Raises `ModelwrightError` for a server with other settings."""
+        """Answers a message. Raises `ModelwrightError` for a server with other settings."""
         if not self.config.secure_aggregation.enabled:
             return self._answer_plainly(message)
         told = message.content[RECORD_KEY_CONFIGS]
@@ -98,8 +98,9 @@ class FederatedClient:
         return Message(RecordDict(content), reply_to=message)
 
     def _answer_to_be_masked(self, message: Message, context: Context) -> Message:
-        """The update and, under no noise, the loss, which `secaggplus_mod` masks. The number of labels and the name are
-        not masked. With noise every update counts the same, and each client adds its part of the noise.
+        """Answers with the update and, without noise, the loss, which `secaggplus_mod` masks. The number of labels and
+        the name are not masked. With noise every update has the same weight, and each client adds its part of the
+        noise.
         """
         asked = recorddict_to_fitins(message.content, keep_input=True)
         (weights,) = parameters_to_ndarrays(asked.parameters)
@@ -120,9 +121,9 @@ class FederatedClient:
 
 
 def client_app(client_of: Callable[[Context], FederatedClient], note: Note) -> ClientApp:
-    """A ClientApp that trains. client_of: makes the client from its node's configuration, once for each message.
+    """Builds a ClientApp that trains. client_of: makes the client from its node's configuration, once for each message.
 
-    What goes wrong the server is told without details, which could be data; `note` gets them.
+    The server is told of a failure without details, which could contain data; `note` receives the details.
     """
     app = ClientApp()
 
@@ -138,15 +139,17 @@ def client_app(client_of: Callable[[Context], FederatedClient], note: Note) -> C
 
     @app.query()
     def is_there(message: Message, context: Context) -> Message:
-        """The server of a simulation asks before the first round, so that this process has started by then."""
+        """Answers the server of a simulation, which asks before the first round so that this process has started by
+        then.
+        """
         return Message(RecordDict(), reply_to=message)
 
     return app
 
 
 def client() -> ClientApp:
-    """The ClientApp of a SuperNode, whose configuration (`flower-supernode --node-config`) has `model` (a run or a
-    model folder), `rows` (a run), `settings` (the YAML file), `name` and `dir`, and may have `stage`.
+    """Returns the ClientApp of a SuperNode, whose configuration (`flower-supernode --node-config`) has `model` (a run
+    or a model folder), `rows` (a run), `settings` (the YAML file), `name` and `dir`, and may have `stage`.
     """
     check_flower()
     return client_app(_client_of_node, note)
@@ -165,7 +168,7 @@ def _client_of_node(context: Context) -> FederatedClient:
 
 
 def text_option(options: Mapping[str, Any], key: str, source: str) -> str:
-    """One of Flower's configuration values. Raises `ConfigError` that names it."""
+    """Reads a text from Flower's configuration values. Raises `ConfigError` that names the option."""
     if not (value := options.get(key)) or not isinstance(value, str):
         raise ConfigError(f'{source}: {key} must be a text in quotes, got {value!r}; write {key}="..."')
     return value
@@ -178,10 +181,10 @@ def note(line: str) -> None:
 def run_client(
     name: str, config: FederatedConfig, *, start: Path, rows: RunDir, stage: str, folder: Path
 ) -> FederatedClient:
-    """A client that learns the packed rows of a run.
+    """Returns a client that trains on the packed rows of a run.
 
-    start: the server's model, or one of the same shape and tokenizer; stage: the training stage whose rows are learned
-    by next-token prediction, "" for the run's last of that kind; folder: for its own files
+    start: the server's model, or one of the same shape and tokenizer; stage: the training stage whose rows are used, by
+    next-token prediction, "" for the run's last of that kind; folder: for the client's own files.
     """
 
     def training() -> LocalTraining:
@@ -205,8 +208,8 @@ def run_client(
 def rows_of(
     run: RunDir, config: FederatedConfig, start: Path, stage: str, name: str
 ) -> tuple[PackedLoader, TrainConfig]:
-    """The rows of a training stage, in an order of this client's, and the stage's settings. Only the stage `pack` of
-    the run has to be finished.
+    """Returns the rows of a training stage, in an order specific to this client, and the stage's settings. Of the run,
+    only the stage `pack` has to be finished.
     """
     settings, packed = read_run_config(run.config), run.stage(PACK.name).artifact
     read_manifest(packed, kind=PACK.name)
@@ -220,7 +223,7 @@ def rows_of(
     present = [name for name, folder in folders.items() if folder.is_dir()]
     if not present or (stage and stage not in present):
         raise ConfigError(
-            f"--stage: {run.path} has no rows of a stage {stage!r} that learns the next token; "
+            f"--stage: {run.path} lacks rows of a stage {stage!r} that learns the next token; "
             f"choose from {', '.join(present) or 'those of another run'}"
         )
     name_of_stage = stage or present[-1]

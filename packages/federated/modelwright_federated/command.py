@@ -31,7 +31,7 @@ dir = "{dir}"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of `modelwright federated`."""
+    """Returns the parser of `modelwright federated`."""
     parser = new_parser(
         "federated",
         "Fine-tune a model over clients that keep their data (docs/federated.md).",
@@ -42,20 +42,30 @@ def parser() -> argparse.ArgumentParser:
         "simulate", help="run server and clients on this machine, by Flower's simulation", allow_abbrev=False
     )
     simulate.add_argument(
-        "--rows", nargs="+", required=True, metavar="RUN", help="one client for each run, which learns its packed rows"
+        "--rows",
+        nargs="+",
+        required=True,
+        metavar="RUN",
+        help="runs whose packed rows are trained on, one for each client",
     )
-    simulate.add_argument("--stage", default="", help="the stage whose rows are learned (default: the last)")
+    simulate.add_argument("--stage", default="", help="stage whose rows are trained on (default: the last)")
     simulate.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="clients that train at a time"
+        "--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="number of clients that train at a time"
     )
     app = commands.add_parser(
         "app", help="write the app that `flwr run` starts on machines of your own", allow_abbrev=False
     )
-    app.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the app's folder")
+    app.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder of the app")
     for command in (simulate, app):
-        command.add_argument("model", metavar="RUN|MODEL_FOLDER", help="the model to start from")
-        command.add_argument("--settings", type=Path, required=True, metavar="YAML", help="equal on all sides")
-        command.add_argument("--dir", type=Path, required=True, metavar="DIR", help="for rounds and the model")
+        command.add_argument("model", metavar="RUN|MODEL_FOLDER", help="model to start from")
+        command.add_argument(
+            "--settings",
+            type=Path,
+            required=True,
+            metavar="YAML",
+            help="settings file, the same for the server and all clients",
+        )
+        command.add_argument("--dir", type=Path, required=True, metavar="DIR", help="folder for rounds and the model")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Settings of federated fine-tuning, equal for the server and all clients."""
+"""Settings of federated fine-tuning, which must be equal on the server and all clients."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +15,8 @@ class SecureAggregationConfig:
 
     enabled: bool = False
     threshold: int = field(default=2, metadata=only_for("enabled"))
-    """Clients that must stay to the end of a round; with fewer the round is given up. As many clients that show the
-    server their shares can unmask another one's update, so set more than half of the clients."""
+    """Minimum number of clients that stay until the end of a round, which is abandoned with fewer. As many clients that
+    reveal their shares to the server can unmask another client's update, so set more than half of the clients."""
 
     def __post_init__(self) -> None:
         if self.threshold < 2:
@@ -28,11 +28,11 @@ class PrivacyConfig:
     """Differential privacy of each client's data (DP-FedAvg, McMahan et al. 2018)."""
 
     epsilon: float = 0.0
-    """Largest privacy loss of all rounds together, from which the noise follows; 0 adds no noise."""
+    """Largest privacy loss of all rounds together, which determines the noise; 0 adds no noise."""
     clip_norm: float = 0.0
-    """Norm to which every client's update is scaled down; 0 leaves it to `max_norm_ratio`."""
+    """Norm to which every client's update is clipped; 0 leaves bounding to `max_norm_ratio`."""
     delta: float = field(default=1e-5, metadata=only_for("epsilon"))
-    """Probability with which the guarantee may fail; well below one over the number of clients."""
+    """Probability with which the guarantee may fail; choose it well below one over the number of clients."""
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "clip_norm"):
@@ -46,16 +46,16 @@ class PrivacyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FederatedLoraConfig:
-    """Low-rank adapters, which clients train in place of all weights."""
+    """Low-rank adapters, which clients train instead of all weights."""
 
     r: int = 0
     """Rank of the adapters of all projections; 0 trains the model's own weights."""
     lora_alpha: float = field(default=16.0, metadata=only_for("r"))
-    """The adapters' output is scaled by lora_alpha / r."""
+    """Numerator of the scale lora_alpha / r of the adapters' output."""
     aggregation: Literal["ffa", "fedex", "personal"] = field(default="ffa", metadata=only_for("r"))
-    """`ffa` trains B alone, whose mean is exact; `fedex` trains A and B, and moves what their means miss into the
-    frozen weights, which the server therefore sends in every round; `personal` averages A and leaves each client its
-    own B."""
+    """Treatment of the adapters: `ffa` trains B only, whose mean is exact; `fedex` trains A and B, and adds the error
+    of their separate means to the frozen weights, which the server therefore sends in every round; `personal` averages
+    A and leaves each client its own B."""
 
     def __post_init__(self) -> None:
         if self.r < 0:
@@ -70,30 +70,30 @@ class FederatedConfig:
 
     num_rounds: int = 10
     local_steps: int = 10
-    """Updates that a client makes in a round."""
+    """Number of optimizer steps of a client in a round."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """What clients train with, at a constant rate. Its state begins anew in every round. With `sgd`, which neither
-    clips nor decays, one step of all clients is one step on all their rows."""
+    """Optimizer of the clients, with a constant learning rate. Its state is reset in every round. With `sgd`, which
+    neither clips nor decays, one step of all clients equals one step on all their rows."""
     learning_rate: float = 1e-3
     batch_tokens: int = 4096
-    """Tokens of one update of a client, padding included."""
+    """Number of tokens of a client's optimizer step, padding included."""
     strategy: Literal["fedavg", "fedprox", "fedadam"] = "fedavg"
-    """How the server uses updates: `fedavg` takes their mean (McMahan et al. 2017); `fedprox` does, too, and pulls each
-    client to the global weights (Li et al. 2020); `fedadam` takes the mean as the gradient of Adam (Reddi et al.
+    """Aggregation of updates: `fedavg` takes their mean (McMahan et al. 2017); `fedprox` does, too, and pulls each
+    client towards the global weights (Li et al. 2020); `fedadam` uses the mean as the gradient of Adam (Reddi et al.
     2021)."""
     proximal_mu: float = field(default=0.1, metadata=only_for("strategy", "fedprox"))
-    """Strength of FedProx's pull."""
+    """Strength of FedProx's proximal term."""
     server_learning_rate: float = field(default=1e-3, metadata=only_for("strategy", "fedadam"))
-    """Rate of the server's Adam; its moments decay with 0.9 and 0.99."""
+    """Learning rate of the server's Adam, whose moments decay with 0.9 and 0.99."""
     clients_per_round: int = 0
-    """Clients that a round draws; 0 for all that are connected."""
+    """Number of clients that are drawn for a round; 0 takes all that are connected."""
     min_clients: int = 2
-    """Clients that must be connected before a round begins, and whose updates it needs to count."""
+    """Minimum number of clients that must be connected before a round begins, and of usable updates in a round."""
     round_timeout_s: float = 600.0
-    """A client that has not answered by then is left out of the round."""
+    """Seconds after which a client that has not answered is left out of the round."""
     max_norm_ratio: float = 3.0
-    """An update longer than so many times the lower median of its round is scaled down to that; a single one is
-    measured by the last round that had two. The server cannot do that under secure aggregation."""
+    """Maximum ratio of an update's norm to the lower median of its round; a longer update is scaled down. A single
+    update is compared with the last round that had two. The server cannot apply it under secure aggregation."""
     seed: int = 0
     lora: FederatedLoraConfig = field(default_factory=FederatedLoraConfig)
     secure_aggregation: SecureAggregationConfig = field(default_factory=SecureAggregationConfig)
@@ -133,12 +133,12 @@ class FederatedConfig:
 
     @property
     def num_awaited(self) -> int:
-        """Clients that have to be connected before a round begins."""
+        """Number of clients that must be connected before a round begins."""
         return self.clients_per_round or self.min_clients
 
     @property
     def noise_multiplier(self) -> float:
-        """Standard deviation of the noise on the sum of updates in units of `clip_norm`; 0 for none."""
+        """Standard deviation of the noise on the sum of updates in units of `clip_norm`; 0 without noise."""
         privacy = self.privacy
         if not privacy.epsilon:
             return 0.0
@@ -146,7 +146,7 @@ class FederatedConfig:
 
 
 def load_settings(path: Path) -> FederatedConfig:
-    """Read the settings. Raises `ConfigError` that names file and field."""
+    """Loads the settings. Raises `ConfigError` that names file and field."""
     data = load_yaml(path)
     try:
         config = parse(FederatedConfig, data)

@@ -1,4 +1,4 @@
-"""What is asked of Flower before it is used, and the form of its messages.
+"""Requirements on the Flower installation, and the form of Flower's messages.
 
 Weights travel as one array in the form of `GlobalWeights`, under the names that Flower's strategies look for.
 """
@@ -17,21 +17,22 @@ if TYPE_CHECKING:
 
 TELEMETRY, INSTALLATION = "FLWR_TELEMETRY_ENABLED", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"
 INSTALLS = "--allow-runtime-dependency-installation"
-"""Flower gives this option to the process of an app for which it has installed packages."""
+"""Option that Flower passes to the process of an app for which it has installed packages."""
 REMEDY = "pip install 'modelwright[federated]'"
 SUPPORTED = "1.42."
-"""Flower changes what this package builds on from one minor version to the next."""
+"""Required minor version: Flower changes the interfaces that this package builds on from one minor version
+to the next."""
 
 WEIGHTS, ARRAYS, CONFIG, METRICS, CLIENT = "weights", "arrays", "config", "metrics", "client"
-"""The array, and the records of a message."""
+"""Names of the weight array and of the records of a message."""
 NUM_LABELS = "num-examples"
-"""What an update counts, under the name by which Flower's strategies look for it."""
+"""Weight of an update, under the name by which Flower's strategies look for it."""
 SETTINGS = "settings"
-"""The digest of the server's settings, which it tells its clients beside Flower's `server-round`."""
+"""Digest of the server's settings, which is sent to clients along with Flower's `server-round`."""
 
 
 def check_flower() -> None:
-    """Raise `ConfigError` if Flower is missing, has another version, reports to its makers or installs packages."""
+    """Raises `ConfigError` if Flower is missing, has another version, reports to its makers or installs packages."""
     try:
         installed = version("flwr")
     except PackageNotFoundError:
@@ -51,14 +52,14 @@ def check_flower() -> None:
 
 
 def array_record(weights: np.ndarray) -> "ArrayRecord":
-    """Weights [N] as Flower sends them."""
+    """Wraps weights [N] in the form that Flower sends."""
     from flwr.app import Array, ArrayRecord
 
     return ArrayRecord({WEIGHTS: Array(weights)})
 
 
 def weights_of(arrays: "ArrayRecord") -> np.ndarray:
-    """The weights [N, float64] of a message. Raises `ModelwrightError` for other arrays."""
+    """Returns the weights [N, float64] of a message. Raises `ModelwrightError` for other arrays."""
     try:
         (array,) = arrays.values()
         weights = array.numpy()

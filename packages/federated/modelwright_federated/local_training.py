@@ -1,4 +1,4 @@
-"""A client's part of a round: some updates on its own rows from the global weights, by the training loop."""
+"""A client's part of a round: a few steps of the training loop on its own rows, from the global weights."""
 
 import shutil
 from collections.abc import Callable
@@ -26,15 +26,15 @@ from modelwright_federated.config import FederatedConfig
 from modelwright_federated.weights import GlobalWeights
 
 ROUND_FOLDER = "round"
-"""Where in its folder a client keeps the round at hand; emptied before each round."""
+"""Folder of the current round in a client's folder; emptied before each round."""
 PERSONAL, ADAPTER_FOLDER = "personal.safetensors", "adapter"
-"""A client's own B matrices, and its adapter in PEFT's layout."""
+"""Files of a client's own B matrices, and of its adapter in PEFT's layout."""
 
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """What a client makes of a round: the change of the weights that it trains and shares [N, float32], how much it
-    counts (its labels), and the mean loss of its steps in nats per label, NaN if unknown.
+    """A client's result of a round. change: difference of the weights that it trains and shares [N, float32]; weight:
+    number of its labels; loss: mean over its steps in nats per label, NaN if unknown.
     """
 
     change: np.ndarray
@@ -46,14 +46,14 @@ class ClientUpdate:
         return float(np.linalg.norm(self.change.astype(np.float64)))
 
     def clipped(self, most: float) -> "ClientUpdate":
-        """Scaled down to a norm of `most`, if it is longer."""
+        """Returns the update, scaled down to a norm of `most` if it is longer."""
         norm = self.norm
         return replace(self, change=self.change * np.float32(most / norm)) if norm > most else self
 
 
 @dataclass(frozen=True)
 class LaterBatches:
-    """A source that begins with a later batch: a round goes on where the last one ended."""
+    """A source that starts at a later batch, so that a round continues after the batches of the last one."""
 
     source: BatchSource
     first: int
@@ -68,18 +68,18 @@ class LaterBatches:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTraining:
-    """What a client trains with."""
+    """Model, data and settings of a client's training."""
 
     model: Decoder
     source: BatchSource
     objective: Callable[[BatchSource], Objective]
     config: FederatedConfig
     training: TrainConfig
-    """Precision and so on; optimizer, rate and length are those of `config`."""
+    """Settings of a stage such as its precision; optimizer, learning rate and length come from `config`."""
     folder: Path
-    """For the metrics of the round at hand, and what is personal."""
+    """Folder of the current round's metrics and of personal weights."""
     base: str = ""
-    """The model folder that personal adapters belong to, for their readers."""
+    """Model folder that personal adapters are based on, as recorded in them."""
     seed: int = 0
     weights: GlobalWeights = field(init=False)
 
@@ -87,7 +87,7 @@ class LocalTraining:
         object.__setattr__(self, "weights", GlobalWeights(self.model, self.config.lora))
 
     def round(self, weights: np.ndarray, *, number: int, proximal_mu: float) -> ClientUpdate:
-        """Train from the global weights [N, float32] in round `number` (from 0)."""
+        """Trains from the global weights [N, float32] in round `number` (from 0)."""
         self.weights.write(weights)
         self._read_personal()
         labels, losses = list[float](), list[float]()
@@ -137,8 +137,9 @@ class LocalTraining:
 
 
 def client_steps(training: TrainConfig, config: FederatedConfig) -> TrainConfig:
-    """A stage's settings with the steps of a federated round: no decay and a constant rate, because a few steps of many
-    clients are averaged; plain SGD does not clip, so that one step of all clients is one step on all their rows.
+    """Returns a stage's settings with the steps of a federated round: no decay and a constant rate, because a few steps
+    of many clients are averaged; plain SGD does not clip, so that one step of all clients equals one step on all their
+    rows.
     """
     precision = training.precision  # `auto` is measured by the stage itself, which need not have run
     return replace(
@@ -162,7 +163,7 @@ def client_steps(training: TrainConfig, config: FederatedConfig) -> TrainConfig:
 
 
 def round_figures(labels: list[float], losses: list[float]) -> TechniqueBuilder:
-    """Appends the normalizer of every step, how many labels its mean is over, and its loss."""
+    """Builds a technique that appends the normalizer of every step, the number of labels in its mean, and its loss."""
 
     def on_gradients(update: Update) -> None:
         labels.append(sum(update.weights.values()))
@@ -176,7 +177,9 @@ def round_figures(labels: list[float], losses: list[float]) -> TechniqueBuilder:
 
 
 def proximal_term(mu: float) -> TechniqueBuilder:
-    """FedProx: adds the gradient of mu/2 times the squared distance from the weights at the start of the round."""
+    """Builds FedProx: adds the gradient of mu/2 times the squared distance from the weights at the start of
+    the round.
+    """
 
     def build(run: Runtime) -> Technique:
         start = {view.name: view.tensor.detach().clone() for view in run.parameters()}

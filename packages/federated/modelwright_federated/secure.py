@@ -1,10 +1,10 @@
 """Secure aggregation: the mean of the clients' updates by Flower's SecAgg+ (Bonawitz et al. 2017, Bell et al. 2020).
 
-Flower has the protocol for its older strategies only. `secure_mean` runs one round of it between the messages that a
-strategy of today has made and the one reply, the mean, that the strategy gets.
+Flower supports the protocol for its older strategies only. `secure_mean` runs one round of it between the messages that
+a current strategy has made and the single reply, the mean, that the strategy receives.
 
-The numbers are integers modulo 2^32. A client's update is scaled by its weight and rounded, at random, to one of
-`target_range` steps from -r to r, so that the mean is off by less than one step for each client; see `mean_error`.
+The numbers are integers modulo 2^32. A client's update is scaled by its weight and rounded stochastically to one of
+`target_range` steps from -r to r, so the error of the mean is less than one step for each client; see `mean_error`.
 """
 
 import math
@@ -28,19 +28,21 @@ from modelwright_federated.flower import ARRAYS, CONFIG, weights_of
 from modelwright_federated.local_training import ClientUpdate
 
 MAX_LOSS = 32.0
-"""Nats per label; a client's loss is summed under masks, too, as this share of `clip_norm`."""
+"""Upper limit of a client's loss in nats per label; the loss is masked and summed like a weight, as this share of
+`clip_norm`."""
 HONEST_REFUSED = 1e-9
-"""Probability, at most, with which a round of honest clients is refused for the length of its noise."""
+"""Maximum probability with which a round of honest clients is refused because of the length of its noise."""
 FP32_SLACK = 1e-6
-"""Relative: an update that was scaled down in FP32 may exceed `clip_norm` by 2^-23."""
+"""Relative slack: an update that was scaled down in FP32 may exceed `clip_norm` by 2^-23."""
 NOISE_ROOM = 8.0
-"""Standard deviations of its own noise that a client's numbers may exceed `clip_norm` by: 1 in 10^15 does."""
+"""Margin above `clip_norm`, in standard deviations of a client's noise, before its numbers are clipped: 1
+in 10^15 is."""
 MODULUS_BITS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class SecureResult:
-    """The mean update, the clients that it is of, and those that a round has lost."""
+    """Result of a round: the mean update, the names of its clients, and the number of clients that were lost."""
 
     mean: ClientUpdate
     clients: Sequence[str]
@@ -48,15 +50,16 @@ class SecureResult:
 
 
 def client_noise_std(config: FederatedConfig) -> float:
-    """Standard deviation of the noise of one client, such that `threshold` of them make enough for the sum."""
+    """Returns the standard deviation of one client's noise, such that `threshold` clients add enough for the sum."""
     noise = config.noise_multiplier * config.privacy.clip_norm
     return noise / math.sqrt(config.secure_aggregation.threshold)
 
 
 def protocol(config: FederatedConfig, num_clients: int) -> dict[str, int | float]:
-    """What server and clients agree on, by Flower's names. With noise every update counts 1; else its labels.
+    """Returns the parameters that server and clients must share, by Flower's names. With noise every update has weight
+    1; without, the number of its labels.
 
-    The sum of all clients has to stay below the modulus: target_range is the largest power of 2 with which it does.
+    The sum of all clients has to stay below the modulus: target_range is the largest power of 2 for which it does.
     """
     return {
         Key.THRESHOLD: config.secure_aggregation.threshold,
@@ -67,16 +70,17 @@ def protocol(config: FederatedConfig, num_clients: int) -> dict[str, int | float
 
 
 def mean_error(config: FederatedConfig, *, num_drawn: int, num_clients: int, weight: float) -> float:
-    """What each number of the mean is off by, at most. weight: the sum of the clients' weights."""
+    """Returns the largest error of each number of the mean. weight: the sum of the clients' weights."""
     agreed = protocol(config, num_drawn)
     step = 2 * agreed[Key.CLIPPING_RANGE] / agreed[Key.TARGET_RANGE]
     return num_clients * step * agreed[Key.MAX_WEIGHT] / weight
 
 
 class _Workflow(SecAggPlusWorkflow):
-    """SecAgg+ that goes on without clients that were lost before they shared their keys.
+    """SecAgg+ that continues without clients that were lost before they shared their keys.
 
-    Flower 1.42 asks the others for shares of such a client's key in the end, which they never got, and fails.
+    In the last stage, Flower 1.42 asks the others for shares of such a client's key, which they never received, and
+    fails.
     """
 
     def share_keys_stage(self, grid, context, state):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -90,7 +94,7 @@ class _Workflow(SecAggPlusWorkflow):
 
 @dataclass
 class _Round:
-    """Stands where the workflow expects a strategy of Flower's older kind, for one round."""
+    """Takes the place of a strategy of Flower's older kind in the workflow, for one round."""
 
     messages: Sequence[Message]
     results: list[FitRes] = field(default_factory=list)
@@ -107,7 +111,7 @@ class _Round:
 
 
 def secure_mean(grid: Grid, context: Context, config: FederatedConfig, messages: Sequence[Message]) -> SecureResult:
-    """The mean of the updates of the clients that these messages go to, weighted by their labels.
+    """Returns the mean of the updates of the clients that these messages go to, weighted by their labels.
 
     Raises `ModelwrightError` if too few clients stayed, or if their mean is longer than clipped updates can make it.
     """
@@ -142,8 +146,8 @@ def secure_mean(grid: Grid, context: Context, config: FederatedConfig, messages:
 
 
 def _check_length(mean: ClientUpdate, config: FederatedConfig, *, names: Sequence[str], num_drawn: int) -> None:
-    """Raise `ModelwrightError` for a mean that clients that clip cannot have made. The server sees nothing else of a
-    client that does not.
+    """Raises `ModelwrightError` for a mean that clients cannot have produced if they clip. The server has no other way
+    to notice a client that does not clip.
 
     The norm of Gaussian noise of standard deviation d over N numbers exceeds d sqrt(N) by t with a probability of at
     most exp(-t^2 / 2 d^2) (Boucheron, Lugosi and Massart 2013, Concentration Inequalities, theorem 5.6).

@@ -1,7 +1,7 @@
-"""The server of a federated training: rounds of asking clients, checking what comes, and Flower's strategy making the
-next global weights of it. It holds no data.
+"""The server of a federated training: in each round it asks clients, checks their replies, and has Flower's strategy
+compute the next global weights. It holds no training data.
 
-The rounds are a loop of our own around Flower's strategies, because `Strategy.start` cannot go on after a round that a
+The rounds are a separate loop around Flower's strategies, because `Strategy.start` cannot resume after a round that a
 killed server has finished, and one reply with a NaN spoils its mean.
 """
 
@@ -49,35 +49,35 @@ from modelwright_federated.secure import secure_mean
 from modelwright_federated.weights import AdaptedProjection, GlobalWeights, add_missed_products, begin_model
 
 MOST_FAILED_ROUNDS = 5
-"""In a row, before the training gives up."""
+"""Number of consecutive failed rounds after which the training gives up."""
 LOG_FILE, STATE, GLOBAL, MODEL_FOLDER = "rounds.jsonl", "round.json", "global-{}.safetensors", "model"
 WAIT_S = 0.2
 START_TIMEOUT_S = 900.0
-"""Until the processes of a simulation have started."""
+"""Seconds within which the processes of a simulation must have started."""
 RAY_STARTS = 3
-"""Attempts. Ray's raylet ends if an agent of its own needs more than 15 s to start, which cannot be set
-(ray-project/ray, issue 65983); the next attempt finds the agent's files in memory."""
+"""Number of attempts to start Ray. Its raylet ends if one of its agents needs more than 15 s to start, which cannot be
+configured (ray-project/ray, issue 65983); the next attempt finds the agent's files in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundState:
-    """What a server keeps from round to round."""
+    """The server's state between rounds."""
 
     num_rounds: int = 0
-    """Rounds done, those included that gave no update."""
+    """Number of finished rounds, including those without an update."""
     arrays: Mapping[str, np.ndarray]
     """`weights`, the global weights [N, float32], and the moments `m` and `v` of a strategy that has them."""
     median_norm: float | None = None
-    """The lower median norm of the last round that had two updates; None before there was one."""
+    """Lower median norm of the last round with at least two updates; None before the first one."""
 
 
 @dataclass
 class RoundResult:
-    """Who took part in a round, and what was done with their updates."""
+    """Clients of a round, and the treatment of their updates."""
 
     clients: Sequence[str] = ()
     refused: Sequence[str] = ()
-    """Clients whose updates were not finite, counted for nothing, or did not come."""
+    """Clients whose updates were not finite, had no weight, or did not arrive."""
     scaled: Sequence[str] = ()
     update_norm: float = 0.0
     loss: float = math.nan
@@ -86,8 +86,8 @@ class RoundResult:
 
 
 def new_strategy(config: FederatedConfig) -> Strategy:
-    """Flower's strategy of these settings. Its noise is for a fixed number of clients; those of secure aggregation add
-    the noise themselves.
+    """Builds Flower's strategy for these settings. Its noise is scaled for a fixed number of clients; under secure
+    aggregation the clients add the noise themselves.
     """
     drawn = {
         "fraction_train": 1e-9 if config.clients_per_round else 1.0,  # 0 would switch training off
@@ -113,23 +113,23 @@ def new_strategy(config: FederatedConfig) -> Strategy:
 
 @dataclass(kw_only=True)
 class FederatedServer:
-    """Runs all rounds; goes on after the last round that is in `folder`."""
+    """Runs all rounds; continues after the last round that `folder` contains."""
 
     config: FederatedConfig
     grid: Grid
     context: Context
     weights: np.ndarray
-    """The global weights [N, float32]."""
+    """Global weights [N, float32]."""
     folder: Path
     note: Note
     projections: Sequence[AdaptedProjection] = ()
-    """Those of `fedex`."""
+    """Projections with adapters if `aggregation` is `fedex`, else ()."""
     num_frozen: int = 0
     median_norm: float | None = field(default=None, init=False)
 
     def run(self) -> np.ndarray:
-        """The global weights after all rounds. Raises `ModelwrightError` after too many rounds in a row that gave no
-        update.
+        """Runs the rounds and returns the final global weights. Raises `ModelwrightError` after too many consecutive
+        rounds without an update.
         """
         config, strategy = self.config, new_strategy(self.config)
         state = read_round(self.folder, config, start=self.weights)
@@ -170,7 +170,7 @@ class FederatedServer:
             self.note(f"warning: {warning}")
 
     def _round(self, number: int, strategy: Strategy) -> RoundResult:
-        """One round, which changes the weights. Raises `ModelwrightError` if too few clients answered."""
+        """Runs a round, which changes the weights. Raises `ModelwrightError` if too few clients answered."""
         config, deadline = self.config, time.monotonic() + self.config.round_timeout_s
         while (num_nodes := len(list(self.grid.get_node_ids()))) < config.num_awaited:  # Flower would wait without end
             if time.monotonic() > deadline:
@@ -200,8 +200,9 @@ class FederatedServer:
         return result
 
     def _checked(self, messages: Sequence[Message], answers: Sequence[Message]) -> tuple[RoundResult, list[Message]]:
-        """The replies that Flower's strategy gets: usable updates, bounded. With noise the other clients' count as no
-        change, so that the noise, which is for a fixed number of them, stays enough.
+        """Selects the replies for Flower's strategy: usable updates, bounded in norm. With noise, clients without a
+        usable update count as unchanged, so that the noise, which is scaled for a fixed number of clients, remains
+        sufficient.
         """
         config, names, updates = self.config, dict[int, str](), dict[int, ClientUpdate]()
         for answer in answers:
@@ -235,7 +236,7 @@ class FederatedServer:
         return len(self.weights) - self.num_frozen
 
     def _update(self, answer: Message) -> ClientUpdate:
-        """How a reply changes the weights. Raises `ModelwrightError` for one that cannot be used."""
+        """Reads the change of the weights from a reply. Raises `ModelwrightError` for an unusable one."""
         weights = weights_of(answer.content[ARRAYS])
         if weights.shape != self.weights.shape:
             raise ModelwrightError(f"{weights.shape} weights arrived for a model of {self.weights.shape}")
@@ -250,11 +251,11 @@ class FederatedServer:
         )
 
     def _bound(self, updates: Mapping[int, ClientUpdate]) -> float:
-        """The norm to which updates are scaled down. Raises `ModelwrightError` if nothing says how long one may be.
+        """Returns the norm to which updates are scaled down. Raises `ModelwrightError` if no bound is known.
 
-        The lower median, which of two updates is the shorter one: between them, a single huge one would raise its own
-        bound. A single update is measured by that of an earlier round; nor may it change what later ones are measured
-        by, or it could grow from round to round.
+        The bound is based on the lower median, which of two updates is the shorter one: with the mean of both, a single
+        huge update would raise its own bound. A single update is compared with those of an earlier round; it does not
+        change the median for later rounds either, or it could grow from round to round.
         """
         if len(updates) > 1:
             self.median_norm = statistics.median_low(update.norm for update in updates.values())
@@ -269,7 +270,9 @@ class FederatedServer:
         return min(bounds)
 
     def _reply(self, message: Message, update: ClientUpdate) -> Message:
-        """What Flower's strategy gets: the client's weights in 64 bits, so that their mean rounds once."""
+        """Builds the reply that Flower's strategy receives: the client's weights in 64 bits, so that their mean rounds
+        only once.
+        """
         weights = self.weights.astype(np.float64)
         weights[self.num_frozen :] += update.change
         if not update.change.any():  # Flower's clipping divides by the norm
@@ -279,10 +282,10 @@ class FederatedServer:
 
     def _check_number(self, num_clients: int) -> None:
         if num_clients < self.config.min_clients:
-            raise ModelwrightError(f"{num_clients} clients gave what was asked, {self.config.min_clients} are needed")
+            raise ModelwrightError(f"{num_clients} clients sent a usable update, {self.config.min_clients} are needed")
 
     def _write_round(self, num_rounds: int, strategy: Strategy) -> None:
-        """Write the arrays, then the file that names them, then remove the older arrays."""
+        """Writes the arrays, then the file that names them, then removes the older arrays."""
         make_folder(self.folder)
         moments = {"m": getattr(strategy, "m_t", None), "v": getattr(strategy, "v_t", None)}
         arrays = {"weights": self.weights} | {name: one[WEIGHTS] for name, one in moments.items() if one}
@@ -294,14 +297,15 @@ class FederatedServer:
             "noise_multiplier": self.config.noise_multiplier,
         }  # fmt: skip
         write_atomic(self.folder / STATE, json.dumps(plain))
+        # Only now: until the state names the new file, a resumed server needs the older one.
         for older in self.folder.glob(GLOBAL.format("*")):
             if older != path:
                 older.unlink(missing_ok=True)
 
 
 def read_round(folder: Path, config: FederatedConfig, *, start: np.ndarray) -> RoundState:
-    """The state after the last round; before the first one it has the weights `start` [N, float32]. Raises
-    `ArtifactError` for damaged files, and `ConfigError` if the rounds that are there had other noise.
+    """Reads the state after the last round; before the first one its weights are `start` [N, float32]. Raises
+    `ArtifactError` for damaged files, and `ConfigError` if the existing rounds had other noise.
     """
     if not (folder / STATE).exists():
         return RoundState(arrays={"weights": start})
@@ -321,7 +325,7 @@ def read_round(folder: Path, config: FederatedConfig, *, start: np.ndarray) -> R
 
 
 def train_from(start: Path, config: FederatedConfig, grid: Grid, context: Context, folder: Path) -> Path:
-    """Run the rounds from a model; returns the folder of the model that comes out. start: a run or a model folder."""
+    """Runs the rounds from a model; returns the folder of the resulting model. start: a run or a model folder."""
     weights = GlobalWeights(begin_model(start, config), config.lora)
     server = FederatedServer(
         config=config,
@@ -343,15 +347,15 @@ def train_from(start: Path, config: FederatedConfig, grid: Grid, context: Contex
 
 
 def server_app(main: Callable[[Grid, Context], None]) -> ServerApp:
-    """A ServerApp that runs a function."""
+    """Wraps a function in a ServerApp."""
     app = ServerApp()
     app.main()(main)
     return app
 
 
 def server() -> ServerApp:
-    """The ServerApp of a deployment, whose configuration (`[tool.flwr.app.config]`, or `flwr run --run-config`) has
-    `model` (a run or a model folder), `settings` (the YAML file) and `dir`.
+    """Returns the ServerApp of a deployment, whose configuration (`[tool.flwr.app.config]`, or `flwr run --run-config`)
+    has `model` (a run or a model folder), `settings` (the YAML file) and `dir`.
     """
 
     check_flower()
@@ -372,7 +376,7 @@ def simulate(
     num_clients: int,
     num_processes: int,
 ) -> None:
-    """Run a training in Flower's simulation: clients take turns in processes of Ray on this machine.
+    """Runs a training in Flower's simulation: clients take turns in processes of Ray on this machine.
 
     main: runs the rounds, once the processes have started; client_of: makes a client from its number, in such a
     process, once for each message. Raises `ModelwrightError` if the processes do not start.
@@ -392,7 +396,7 @@ def simulate(
 
 
 def _start_ray(num_processes: int) -> None:
-    """Start Ray, where Flower would start it later: if Ray fails there, Flower's server goes on, and every round waits
+    """Starts Ray before Flower would: if Ray fails to start there, Flower's server keeps running, and every round waits
     for clients that do not exist. Raises `ModelwrightError` if Ray does not start.
     """
     import ray
@@ -422,8 +426,9 @@ def _start_ray(num_processes: int) -> None:
 
 
 def _await_processes(grid: Grid, num_clients: int) -> None:
-    """Ask all clients whether they are there. Ray's processes start and import PyTorch for the first message; on a busy
-    machine that takes minutes, which would be taken from the time of the first round.
+    """Waits until all clients answer. Ray's processes start and import PyTorch for the first message; on a busy machine
+    that takes minutes, which would otherwise count against the timeout of the first round. Raises `ModelwrightError` if
+    a client does not answer in time.
     """
     deadline = time.monotonic() + START_TIMEOUT_S
     while len(nodes := list(grid.get_node_ids())) < num_clients and time.monotonic() < deadline:

@@ -1,9 +1,9 @@
-"""A model's weights as the one vector that server and clients exchange, with or without adapters.
+"""A model's weights as the single vector that server and clients exchange, with or without adapters.
 
-The mean of the clients' deltas is mean(B A), which is not mean(B) mean(A). FFA-LoRA (Sun et al. 2024) keeps A at its
-initial values, so that the mean of B is exact. FedEx-LoRA (Singhal et al. 2024, arXiv:2410.09432) averages A and B, and
-adds what the mean of the products exceeds the product of the means by to the frozen weights. FedSA-LoRA (Guo et al.
-2024, arXiv:2410.01463) averages A, and each client keeps a B of its own.
+The mean of the clients' deltas is mean(B A), which differs from mean(B) mean(A). FFA-LoRA (Sun et al. 2024) keeps A at
+its initial values, so that the mean of B is exact. FedEx-LoRA (Singhal et al. 2024, arXiv:2410.09432) averages A and B,
+and adds the difference between the mean of the products and the product of the means to the frozen weights. FedSA-LoRA
+(Guo et al. 2024, arXiv:2410.01463) averages A, and each client keeps its own B.
 
 Legend: A [R, I] and B [O, R] of a projection, s its scale.
 """
@@ -27,14 +27,16 @@ from modelwright_federated.config import FederatedConfig, FederatedLoraConfig
 
 
 def begin_model(start: Path, config: FederatedConfig) -> Decoder:
-    """The model that all sides begin with, adapters included. start: a run or a model folder."""
+    """Loads the model that server and clients begin with, adapters included. start: a run or a model folder."""
     model = load_model(find_model(start).source.folder)
     attach_federated(model, config.lora, derive_seed(config.seed, "lora"))
     return model
 
 
 def attach_federated(model: Decoder, config: FederatedLoraConfig, seed: int) -> None:
-    """Give the model adapters, in place; `r` 0 changes nothing. seed: equal on all sides."""
+    """Attaches adapters to the model, in place; with `r` 0 nothing changes. seed: must be equal on server
+    and clients.
+    """
     attach_adapters(model, AdapterConfig(r=config.r, lora_alpha=config.lora_alpha), seed)
     if config.r and config.aggregation == "ffa":
         for adapter in adapters_of(model).values():
@@ -42,10 +44,10 @@ def attach_federated(model: Decoder, config: FederatedLoraConfig, seed: int) -> 
 
 
 class GlobalWeights:
-    """The part of a model's weights that is exchanged: [N, float32], by the order of names, so that all sides agree.
+    """The exchanged part of a model's weights [N, float32], ordered by name so that server and clients agree.
 
-    `frozen`: names of weights that clients do not train but the server changes; they come first, and `num_frozen` is
-    how many numbers they have. `personal`: names of trained weights that stay with each client.
+    `frozen`: names of weights that clients do not train but the server changes; they come first and have `num_frozen`
+    numbers in all. `personal`: names of trained weights that stay with each client.
     """
 
     def __init__(self, model: Decoder, config: FederatedLoraConfig) -> None:
@@ -61,13 +63,13 @@ class GlobalWeights:
         self.size = sum(one.numel() for one in self.parameters.values())
 
     def read(self) -> np.ndarray:
-        """A copy [N, float32]."""
+        """Returns a copy of the weights [N, float32]."""
         parts = [one.detach().cpu().float().reshape(-1) for one in self.parameters.values()]
         return torch.cat(parts).numpy().copy()
 
     @torch.no_grad()
     def write(self, vector: np.ndarray) -> None:
-        """Put a vector of this form into the model. Raises `ModelwrightError` for one of another size."""
+        """Copies a vector of this form into the model. Raises `ModelwrightError` for a vector of another size."""
         if vector.shape != (self.size,):
             raise ModelwrightError(
                 f"federated: {vector.shape} weights arrived for a model of {self.size}; use the same model"
@@ -77,7 +79,7 @@ class GlobalWeights:
             parameter.copy_(torch.from_numpy(vector[place].copy()).view_as(parameter))
 
     def slices(self) -> dict[str, slice]:
-        """Where each weight is in the vector, by name."""
+        """Returns the slice of each weight in the vector, by name."""
         slices, first = dict[str, slice](), 0
         for name, parameter in self.parameters.items():
             slices[name] = slice(first, first + parameter.numel())
@@ -85,7 +87,7 @@ class GlobalWeights:
         return slices
 
     def projections(self) -> list["AdaptedProjection"]:
-        """Where the weight, A and B of each projection are, where the server changes frozen weights."""
+        """Returns the slices of each projection's weight, A and B, if the server changes frozen weights; else []."""
         places = self.slices() if self.num_frozen else {}
         return [
             AdaptedProjection(
@@ -111,15 +113,15 @@ class AdaptedProjection:
     scale: float
 
     def product(self, weights: np.ndarray) -> np.ndarray:
-        """s B A [O, I] of global weights [N]."""
+        """Computes s B A [O, I] of global weights [N]."""
         return self.scale * (weights[self.b].reshape(-1, self.rank) @ weights[self.a].reshape(self.rank, -1))
 
 
 def add_missed_products(
     mean: np.ndarray, clients: Sequence[np.ndarray], shares: Sequence[float], projections: Sequence[AdaptedProjection]
 ) -> None:
-    """FedEx-LoRA: add to the frozen weights of the mean [N, float64], in place, what the mean of the products exceeds
-    the product of the means by. clients: their weights, each [N, float64]; shares: add up to 1.
+    """FedEx-LoRA: adds to the frozen weights of the mean [N, float64], in place, the difference between the mean of the
+    products and the product of the means. clients: weights of each [N, float64]; shares: sum to 1.
     """
     for projection in projections:
         products = sum(share * projection.product(one) for one, share in zip(clients, shares, strict=True))

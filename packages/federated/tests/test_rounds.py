@@ -159,7 +159,7 @@ def test_too_few_updates_leave_the_weights_alone(tmp_path: Path) -> None:
     config = settings(min_clients=4)
     weights = server(MemoryGrid(config, trainings(ann=from_round_1(nan))), config, tmp_path).run()
     assert weights == pytest.approx(mean_of(NAMES, 0), abs=1e-6)
-    assert "3 clients gave what was asked, 4 are needed" in read_records(tmp_path / LOG_FILE)[1]["error"]
+    assert "3 clients sent a usable update, 4 are needed" in read_records(tmp_path / LOG_FILE)[1]["error"]
 
 
 def test_clients_insist_on_their_settings(tmp_path: Path) -> None:

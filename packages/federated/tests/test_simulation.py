@@ -225,7 +225,7 @@ def test_ray_that_does_not_start_ends_the_simulation(
         (
             {"--stage": "serve"},
             PLAIN,
-            "has no rows of a stage 'serve'",
+            "lacks rows of a stage 'serve'",
         ),
         ({}, PLAIN.replace("clients: 2", "clients: 5"), "--rows: has 2 runs, and a round needs 5"),
         ({}, PLAIN + "proximal_mu: 0.5\n", "without effect: proximal_mu"),

@@ -1,1 +1,3 @@
-"""Runs Python code that nobody has read: no network, no files but its own, bounded time, memory, processes, output."""
+"""Runs untrusted Python code without network and without other files than its own, within limits on time, memory,
+processes and output.
+"""

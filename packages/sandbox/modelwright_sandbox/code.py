@@ -13,16 +13,16 @@ from modelwright_sandbox.sandbox import Execution, Program, Sandbox, SandboxLimi
 
 @dataclass(frozen=True, kw_only=True)
 class CodeConfig:
-    """Execution of the answer's code against test cases."""
+    """Reward by execution of the answer's code against test cases."""
 
     field: str = "tests"
-    """The record's field with the test cases: inputs and outputs, or assert statements."""
+    """Name of the record's field with the test cases: inputs and outputs, or assert statements."""
     score: Literal["all", "fraction"] = "all"
-    """1 if all test cases pass and else 0, or the fraction that passes."""
+    """`all`: 1 if all test cases pass, else 0; `fraction`: the share of test cases that pass."""
     num_workers: int = 2
-    """Programs that run at a time."""
+    """Number of programs that run at a time."""
     limits: SandboxLimits = dataclasses.field(default_factory=SandboxLimits)
-    """What each program may use."""
+    """Resource limits of each program."""
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
@@ -40,6 +40,8 @@ class Code:
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         tasks = [self._task(sample) for sample in samples]
+        # One call for all samples, so that programs of different samples run in parallel; results come in the same
+        # order.
         executions = iter(self.sandbox.run([program for task in tasks for program in task.programs]))
         return [task.known_score or self._score(task, [next(executions) for _ in task.programs]) for task in tasks]
 
@@ -70,7 +72,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Task:
-    """The programs of one sample, or its score if there is nothing to run."""
+    """The programs of one sample, or its score if nothing has to run."""
 
     tests: CodeTests = dataclasses.field(default_factory=CodeTests)
     programs: Sequence[Program] = ()
@@ -78,5 +80,5 @@ class Task:
 
 
 def _worst(executions: Sequence[Execution]) -> str:
-    """The outcome of the first program that did not end well; `wrong` if all did."""
+    """Returns the outcome of the first program that failed; `wrong` if all ended normally."""
     return next((one.outcome for one in executions if one.outcome != "exit"), "wrong")

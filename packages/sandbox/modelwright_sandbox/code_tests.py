@@ -1,4 +1,4 @@
-"""Test cases of a record in the forms that data sets have, and the program in an answer."""
+"""Test cases of a record in the common forms of data sets, and extraction of the program from an answer."""
 
 import json
 import re
@@ -18,7 +18,7 @@ _PYTHON = {"python", "py", "python3", ""}
 
 @dataclass(frozen=True)
 class CodeTests:
-    """Either standard inputs with the outputs that are right, or checks that run after the program."""
+    """Test cases: either standard inputs with their correct outputs, or checks that run after the program."""
 
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
@@ -29,14 +29,14 @@ class CodeTests:
         return len(self.inputs) + len(self.checks)
 
     def programs(self, source: str) -> list[Program]:
-        """One for each input, or one for all checks."""
+        """Returns one program for each input, or a single one for all checks."""
         if self.checks:
             return [Program(source=source, checks=self.checks)]
         return [Program(source=source, stdin=text) for text in self.inputs]
 
 
 def read_tests(value: Any) -> CodeTests:
-    """Raises `ValueError` that says what is wrong."""
+    """Parses test cases. Raises `ValueError` that names the problem."""
     if isinstance(value, str):
         value = _from_text(value)
     if isinstance(value, Mapping):
@@ -45,7 +45,7 @@ def read_tests(value: Any) -> CodeTests:
             raise ValueError("inputs and outputs are not two lists of the same length")
         value = [{"input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
     if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(f"there are none; expected {FORMS}")
+        raise ValueError(f"not found; expected {FORMS}")
     if all(isinstance(case, str) and case.strip() for case in value):
         return CodeTests(checks=tuple(value))
     pairs = [_pair(number, case) for number, case in enumerate(value, start=1)]
@@ -53,7 +53,7 @@ def read_tests(value: Any) -> CodeTests:
 
 
 def extract_program(answer: str) -> str:
-    """The last block of Python code, or the whole answer if it has no code blocks; "" if a block does not end."""
+    """Returns the last block of Python code, or the whole answer if it contains none; "" if a block does not end."""
     blocks = [(language, code) for language, code in _FENCED.findall(answer) if language.lower() in _PYTHON]
     if blocks:
         return blocks[-1][1]
@@ -61,7 +61,7 @@ def extract_program(answer: str) -> str:
 
 
 def same_output(one: str, other: str) -> bool:
-    """Line by line, white space at the ends of lines and empty lines at the end apart."""
+    """Compares line by line, ignoring white space at the ends of lines and empty lines at the end."""
     return _lines(one) == _lines(other)
 
 
@@ -70,7 +70,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _from_text(text: str) -> Any:
-    """Test cases that a table has as JSON; other text is code."""
+    """Parses test cases that a table stores as JSON; other text is code."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,9 +1,8 @@
 """Two ways to confine a program, each with the system call filter on top.
 
-`namespaces`: the program sees a file system with the Python runtime, read-only, and a folder of its own; no other
-process and no network interface exists for it. `landlock` is for machines that do not let a process create namespaces,
-such as most containers: the program may read the Python runtime, and can neither write files nor start processes or
-threads.
+`namespaces`: the program sees a file system with the Python runtime, read-only, and a private folder; no other process
+and no network interface exists for it. `landlock` is for machines that do not let a process create namespaces, such as
+most containers: the program may read the Python runtime, and can neither write files nor start processes or threads.
 """
 
 import os
@@ -20,8 +19,8 @@ WORK_FOLDER = "/tmp"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 _ROOT_MOUNT = "/proc"
-"""Where the new root is mounted before it becomes the root: a folder that every machine has, so none is left behind.
-The program gets no /proc, which shows more than it has to know."""
+"""Mount point of the new root before it becomes the root: a folder that exists on every machine, so none is left
+behind. The program gets no /proc, which shows more than it needs to know."""
 _NOBODY = 65534
 _MAX_FILES = 1000
 _INODES = f"nr_inodes={_MAX_FILES}"
@@ -29,13 +28,13 @@ _MAX_DESCRIPTORS = 64
 
 
 class Confinement(Protocol):
-    """How a launcher keeps programs in."""
+    """A way for a launcher to confine programs."""
 
     has_processes: bool
-    """Whether programs run in a PID namespace of their own, whose first process ends them all."""
+    """True if programs run in a separate PID namespace, whose first process ends them all."""
 
     def enter(self) -> None:
-        """Called in the launcher, once. Raises `OSError` where the machine does not allow it."""
+        """Called once, in the launcher. Raises `OSError` if the machine does not allow it."""
         ...
 
     def prepare(self, limits: Mapping[str, Any]) -> None:
@@ -43,12 +42,12 @@ class Confinement(Protocol):
         ...
 
     def confine(self, limits: Mapping[str, Any]) -> None:
-        """Called in the program's process, which can do nothing more than the program afterwards."""
+        """Called in the program's process, which from then on can do nothing more than the program."""
         ...
 
 
 def runtime_folders() -> list[str]:
-    """What Python needs to run: its library and the machine's shared libraries."""
+    """Returns the folders that Python needs to run: its library and the machine's shared libraries."""
     names = ("stdlib", "platstdlib")
     base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix, "installed_base": sys.base_prefix}
     folders = [sysconfig.get_path(name, vars={**base, "installed_platbase": sys.base_exec_prefix}) for name in names]
@@ -57,7 +56,7 @@ def runtime_folders() -> list[str]:
 
 
 class Namespaces:
-    """User, mount, PID, network, IPC and UTS namespaces (Linux 5.14)."""
+    """Confinement by user, mount, PID, network, IPC and UTS namespaces (Linux 5.14)."""
 
     has_processes = True
 
@@ -101,7 +100,7 @@ class Namespaces:
 
 
 class Landlock:
-    """Landlock (Linux 5.13) and a filter without system calls for processes, threads and signals."""
+    """Confinement by Landlock (Linux 5.13) and a filter without system calls for processes, threads and signals."""
 
     has_processes = False
 
@@ -113,25 +112,27 @@ class Landlock:
         self._ruleset = linux.landlock_read_only([*runtime_folders(), *_DEVICES[3:]])
 
     def prepare(self, limits: Mapping[str, Any]) -> None:
-        """Nothing: this kind has no namespaces."""
+        """Does nothing: this kind does not use namespaces."""
 
     def confine(self, limits: Mapping[str, Any]) -> None:
         os.setsid()
         os.chdir("/")
         _limit_resources(limits)
+        # First, because it sets no_new_privs, without which the kernel refuses Landlock rules and filters.
         linux.drop_capabilities()
         linux.landlock_restrict(self._ruleset)
         linux.load_filter(self._filter)
 
 
 def _unshare_as_root_or_user() -> bool:
-    """Whether it worked without a user namespace, with the rights of root."""
+    """Creates the namespaces. Returns True if that worked with the rights of root, without a user namespace."""
     flags = linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
     try:
         linux.unshare(flags)
     except PermissionError:
         user, group = os.geteuid(), os.getegid()
         linux.unshare(flags | linux.CLONE_NEWUSER)
+        # `setgroups` has to be denied first, or the kernel refuses a group map written without privileges.
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)

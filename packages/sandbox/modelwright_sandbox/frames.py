@@ -1,4 +1,4 @@
-"""Messages between a training process and its launchers: a length and that many bytes of JSON."""
+"""Messages between a training process and its launchers: a length, then that many bytes of JSON."""
 
 import json
 import struct
@@ -8,14 +8,14 @@ _HEADER = struct.Struct("<Q")
 
 
 def write_frame(file: BinaryIO, message: dict[str, Any]) -> None:
-    """Raises `OSError` if the other side is gone."""
+    """Sends a message. Raises `OSError` if the other side is gone."""
     data = json.dumps(message).encode()
     file.write(_HEADER.pack(len(data)) + data)
     file.flush()
 
 
 def read_frame(file: BinaryIO) -> dict[str, Any] | None:
-    """The next message; None at the end of the file, also in the middle of a message."""
+    """Returns the next message; None at the end of the file, even in the middle of a message."""
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None

@@ -1,9 +1,9 @@
 """The launcher: a small process that starts programs in the sandbox, one after another, and watches them.
 
-It reads programs from its standard input and writes what became of them to its standard output. Each program runs in
-a process of its own, forked from the launcher, so that no interpreter starts anew.
-With namespaces there are two processes between: a keeper, which creates the namespaces, and the first process of the
-PID namespace, with whose end the kernel ends all others in it.
+It reads programs from its standard input and writes their results to its standard output. Each program runs in a
+separate process, forked from the launcher, so that no new interpreter has to start. With namespaces two processes are
+in between: a keeper, which creates the namespaces, and the first process of the PID namespace, with whose end the
+kernel ends all others in it.
 """
 
 import bisect  # noqa: F401 - programs often import these modules; they get them from the launcher's memory
@@ -41,13 +41,13 @@ _CHECK_INTERVAL_S = 0.1
 _MAX_REPORT_BYTES = 1 << 20
 _MAX_DESCRIPTOR = 1 << 20
 _COUNTED_MEMORY = ("RssAnon:", "RssShmem:", "VmSwap:")
-"""Lines of /proc/PID/status for memory that no file backs."""
+"""Lines of /proc/PID/status for memory that is not backed by a file."""
 _STREAMS = ("stdout", "stderr", "report", "status", "keeper")
 
 
 @dataclass
 class Pipes:
-    """The launcher's ends and the other ends of a program's pipes."""
+    """Pipes of a program: the launcher's ends and the other ends."""
 
     ours: dict[str, int] = field(default_factory=dict[str, int])
     theirs: dict[str, int] = field(default_factory=dict[str, int])
@@ -63,7 +63,7 @@ class Pipes:
 
 
 def main(kind: str) -> None:
-    """Serve until standard input ends. The first message says whether the confinement works here."""
+    """Serves until standard input ends. The first message tells whether the confinement works here."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process of a PID namespace then ignores it
     # Not closed with the objects: in the process of a program the descriptors are the program's.
     jobs, results = os.fdopen(os.dup(0), "rb", closefd=False), os.fdopen(os.dup(1), "wb", closefd=False)
@@ -95,7 +95,7 @@ def run_job(job: Mapping[str, Any], confinement: Confinement, jobs: BinaryIO, pr
 
 
 class Watch:
-    """Feeds a program, collects what it writes, and kills it at its limits."""
+    """Feeds a program, collects its output, and kills it at its limits."""
 
     def __init__(
         self, job: Mapping[str, Any], descriptors: Mapping[str, int], *, jobs: int, proc: int, keeper: int
@@ -113,7 +113,7 @@ class Watch:
         """Why the program was killed."""
 
     def run(self) -> None:
-        """Return when every process of the program has closed its pipes."""
+        """Returns when every process of the program has closed its pipes."""
         poll = select.poll()
         for descriptor, name in self.names.items():
             poll.register(descriptor, select.POLLOUT if name == "stdin" else select.POLLIN)
@@ -132,7 +132,7 @@ class Watch:
             os.close(descriptor)
 
     def _check_limits(self) -> None:
-        """Time and memory of all processes together, at intervals; the kernel holds the limits of each."""
+        """Checks time and memory of all processes together, at intervals; the kernel enforces the limits of each."""
         now = time.monotonic()
         if self.reason or now < self.next_check:
             return
@@ -143,11 +143,12 @@ class Watch:
             self._kill("memory")
 
     def _transfer(self, descriptor: int) -> bool:
-        """Read or write once; False at the end."""
+        """Reads or writes once; returns False at the end."""
         name = self.names[descriptor]
         if name == "stdin":
             return self._feed(descriptor)
         chunk = os.read(descriptor, _CHUNK)
+        # Output after the kill is read, so that the pipes reach their end, but not kept.
         if not self.reason:
             self.data[name] += chunk
         if len(self.data["stdout"]) + len(self.data["stderr"]) > self.limits["output_bytes"]:
@@ -187,10 +188,10 @@ class Watch:
 
 
 def memory_of_tree(process: int, proc: int) -> int:
-    """Bytes of a process and its descendants in memory or swap that no file backs. Pages that a fork shares count once
-    for each process. proc: descriptor of the folder /proc.
+    """Returns the bytes in memory or swap, not backed by files, of a process and its descendants. Pages that a fork
+    shares count once for each process. proc: descriptor of the folder /proc.
 
-    Processes that end meanwhile count 0, and so do descendants on a kernel without CONFIG_PROC_CHILDREN.
+    Processes that end in the meantime count 0, and so do descendants on a kernel without CONFIG_PROC_CHILDREN.
     """
     total, pending = 0, [process]
     while pending:
@@ -219,10 +220,10 @@ def _first_message(data: bytearray) -> dict[str, Any]:
 
 
 def keep(job: Mapping[str, Any], confinement: Confinement, pipes: Pipes, launcher: int) -> NoReturn:
-    """The keeper: forks the program's first process, tells the launcher which one it is, and outlives it.
+    """Runs the keeper: it forks the program's first process, tells the launcher its id, and outlives it.
 
-    It dies with the launcher, and the first process with it. The pipe between the two tells the first process whether
-    the keeper was still there after it asked to be killed with it.
+    The keeper dies with the launcher, and the first process with the keeper. The pipe between the two tells the first
+    process whether the keeper was still alive after it asked to be killed along with it.
     """
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
@@ -255,7 +256,7 @@ def keep(job: Mapping[str, Any], confinement: Confinement, pipes: Pipes, launche
 
 
 def be_first(job: Mapping[str, Any], confinement: Confinement, pipes: Pipes) -> NoReturn:
-    """The first process of a PID namespace: adopts what the program leaves behind until the program itself ends."""
+    """Runs the first process of a PID namespace: it adopts orphans of the program until the program itself ends."""
     program = os.fork()
     if program == 0:
         begin(job, confinement, pipes)
@@ -266,7 +267,7 @@ def be_first(job: Mapping[str, Any], confinement: Confinement, pipes: Pipes) -> 
 
 
 def report_end(process: int, told: int, *, is_program: bool) -> None:
-    """Wait for a child, and write how it ended if it is the program. Other children are adopted ones."""
+    """Waits for a child, and writes how it ended if it is the program. Other children are adopted ones."""
     if not is_program:
         os.close(told)
     while True:
@@ -279,7 +280,9 @@ def report_end(process: int, told: int, *, is_program: bool) -> None:
 
 
 def begin(job: Mapping[str, Any], confinement: Confinement, pipes: Pipes) -> NoReturn:
-    """Become the program: the pipes, then the confinement, then nothing else open, then its code."""
+    """Becomes the program, in this order: its pipes, the confinement, closing everything else that is open,
+    its code.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr", "report")):
         os.dup2(pipes.theirs[name], number, inheritable=number < REPORT_DESCRIPTOR)
     try:

@@ -1,4 +1,4 @@
-"""System calls of Linux that Python's `os` does not have, through ctypes. Each raises `OSError`.
+"""System calls of Linux that Python's `os` lacks, through ctypes. Each raises `OSError`.
 
 Constants are from the kernel's headers: sched.h, mount.h, prctl.h, capability.h, landlock.h.
 """
@@ -29,13 +29,13 @@ SYS_LANDLOCK_CREATE_RULESET, SYS_LANDLOCK_ADD_RULE, SYS_LANDLOCK_RESTRICT_SELF =
 LANDLOCK_CREATE_RULESET_VERSION = 1
 LANDLOCK_RULE_PATH_BENEATH = 1
 LANDLOCK_READ = 0b1101
-"""Execute, read files and list folders; the bit between them is for writing to files."""
+"""Rights to execute, read files and list folders; the bit between them is for writing to files."""
 LANDLOCK_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
-"""All rights on files, by version of the interface; 5 and later: `LANDLOCK_NEWEST_RIGHTS`."""
+"""All rights on files, by version of the interface; for 5 and later see `LANDLOCK_NEWEST_RIGHTS`."""
 LANDLOCK_NEWEST_RIGHTS = (1 << 16) - 1
 LANDLOCK_NET = 0b11
 LANDLOCK_SCOPES = 0b11
-"""Abstract sockets and signals stay among processes under the same rules."""
+"""Scopes that keep abstract sockets and signals among processes under the same rules."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -74,15 +74,18 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def restrict_mounts(path: str, attributes: int) -> None:
-    """Set attributes of the mount at `path` and of all below it; what they have already stays (Linux 5.12)."""
+    """Sets attributes of the mount at `path` and of all below it; attributes that are set already stay set (Linux
+    5.12).
+    """
     values = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
     arguments = (ctypes.c_int(AT_FDCWD), path.encode(), ctypes.c_uint(AT_RECURSIVE), values)
     _syscall(SYS_MOUNT_SETATTR, f"mount_setattr {path}", *arguments, ctypes.c_size_t(ctypes.sizeof(values)))
 
 
 def enter_root(path: str) -> None:
-    """Make the mount at `path` the root of this process's mount namespace, and unmount everything else."""
+    """Makes the mount at `path` the root of this process's mount namespace, and unmounts everything else."""
     os.chdir(path)
+    # With "." for both, the old root is stacked on the new one and can be unmounted there (pivot_root(2)).
     _checked(_libc.syscall(ctypes.c_long(_pivot_root_number()), b".", b"."), "pivot_root")
     _checked(_libc.umount2(b".", ctypes.c_int(MNT_DETACH)), "umount")
     os.chdir("/")
@@ -98,7 +101,7 @@ def prctl(option: int, value: int = 0, pointer: object = None) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up all capabilities, those that programs could gain by executing a file included."""
+    """Drops all capabilities, including those that programs could gain by executing a file."""
     for number in range(NUM_CAPABILITIES):
         try:
             prctl(PR_CAPBSET_DROP, number)
@@ -110,21 +113,25 @@ def drop_capabilities() -> None:
 
 
 def load_filter(program: bytes) -> None:
-    """Apply a compiled seccomp filter to this process and its descendants, for good."""
+    """Applies a compiled seccomp filter to this process and its descendants, irrevocably."""
+    # An instruction of BPF has 8 bytes.
     prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(_FilterProgram(len(program) // 8, program)))
 
 
 def landlock_version() -> int:
-    """Version of the interface; raises `OSError` on a kernel without Landlock (before 5.13, or switched off)."""
+    """Returns the version of the interface. Raises `OSError` on a kernel without Landlock (before 5.13, or
+    disabled).
+    """
     flags = ctypes.c_uint(LANDLOCK_CREATE_RULESET_VERSION)
     return _syscall(SYS_LANDLOCK_CREATE_RULESET, "landlock", None, ctypes.c_size_t(0), flags)
 
 
 def landlock_read_only(paths: list[str]) -> int:
-    """A ruleset, as a file descriptor, under which only the files below `paths` can be used, and only be read."""
+    """Returns a ruleset, as a file descriptor, that allows only reading files, and only those below `paths`."""
     version = landlock_version()
     rights = LANDLOCK_RIGHTS.get(version, LANDLOCK_NEWEST_RIGHTS)
     attributes = (ctypes.c_uint64 * 3)(rights, LANDLOCK_NET if version >= 4 else 0, LANDLOCK_SCOPES)
+    # Kernels refuse unknown fields that are not zero, so the structure ends with the last known one.
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     ruleset = _syscall(SYS_LANDLOCK_CREATE_RULESET, "landlock", attributes, ctypes.c_size_t(size), ctypes.c_uint(0))
     for path in paths:
@@ -139,5 +146,5 @@ def landlock_read_only(paths: list[str]) -> int:
 
 
 def landlock_restrict(ruleset: int) -> None:
-    """Apply a ruleset to this process and its descendants, for good."""
+    """Applies a ruleset to this process and its descendants, irrevocably."""
     _syscall(SYS_LANDLOCK_RESTRICT_SELF, "landlock", ctypes.c_int(ruleset), ctypes.c_uint(0))

@@ -1,4 +1,4 @@
-"""What happens in the process of a program: it runs as a script would, with checks after it if there are any."""
+"""The code in the process of a program, which runs like a script, followed by checks if there are any."""
 
 import atexit
 import io
@@ -12,15 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 REPORT_DESCRIPTOR = 3
-"""Where the results of checks go, one line each."""
+"""Descriptor to which the results of checks are written, one per line."""
 
 
 def run_program(source: str, checks: Sequence[str], key: str) -> NoReturn:
-    """Ends the process the way Python ends a script: threads are waited for, and exit handlers called.
+    """Runs a program and ends the process as Python ends a script: threads are joined, and exit handlers called.
 
     checks: statements that run after the program in its module; each that raises nothing is reported as passed. key:
-    begins the lines of the report, so that a program that writes to all of its descriptors does not pass by chance.
+    prefix of the report's lines, so that a program that writes to all of its descriptors does not pass by chance.
     """
+    # Hides the sandbox's modules from the program, which cannot import them again: their folder is not on sys.path.
     for name in [name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]]:
         del sys.modules[name]
     _open_streams()
@@ -36,8 +37,8 @@ def run_program(source: str, checks: Sequence[str], key: str) -> NoReturn:
 
 
 def _end(exit_code: int) -> NoReturn:
-    """What ends a script, in the same order: threads, exit handlers, buffers. Like the processes of `multiprocessing`,
-    it leaves out the interpreter's own clean-up, which would take longer than most programs.
+    """Ends the process like a script, in the same order: threads, exit handlers, buffers. Like the processes of
+    `multiprocessing`, it skips the interpreter's own clean-up, which would take longer than most programs.
     """
     try:
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
@@ -53,7 +54,7 @@ def _end(exit_code: int) -> NoReturn:
 
 
 def _open_streams() -> None:
-    """New text streams on descriptors 0, 1 and 2, which the launcher's own streams do not belong to."""
+    """Opens new text streams on descriptors 0, 1 and 2, which the launcher's own streams do not use."""
     make: Callable[..., Any] = io.TextIOWrapper
     files = [os.fdopen(number, mode, closefd=False) for number, mode in enumerate(("rb", "wb", "wb"))]
     sys.stdin = sys.__stdin__ = make(files[0], encoding="utf-8", errors="surrogateescape")
@@ -62,7 +63,9 @@ def _open_streams() -> None:
 
 
 def _execute(source: str, namespace: dict[str, Any], *, counts_exit: bool = False) -> int:
-    """The exit code that a script with this source would have. counts_exit: an exit without error is one, too."""
+    """Returns the exit code that a script with this source would have. counts_exit: an exit without error counts as a
+    failure, too.
+    """
     try:
         exec(compile(source, "answer.py", "exec", dont_inherit=True), namespace)
     except SystemExit as error:

@@ -1,7 +1,7 @@
-"""`Sandbox`: runs programs side by side, each confined and bounded. How is the concern of `launcher` and `confinement`.
+"""`Sandbox`: runs programs in parallel, each confined and limited. The mechanisms are in `launcher` and `confinement`.
 
-HumanEval's `reliability_guard` and its descendants, which take functions out of Python's modules, are no sandbox: a
-program gets at the system calls without them.
+HumanEval's `reliability_guard` and its descendants, which remove functions from Python's modules, do not confine a
+program: it can reach the system calls without them.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _START = (
     "sys.path.remove({folder!r}); main({kind!r})"
 )
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "HOME": "/tmp", "PATH": "/usr/bin:/bin"}
-"""All of a program's environment. Fixed hashes make the order of sets, and with it the score, the same every time."""
+"""Environment of a program. Fixed hashes make the order of sets, and with it the score, reproducible."""
 _SELF_TEST = Path(__file__).with_name("self_test.py")
 _REMEDY = (
     "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; "
@@ -42,20 +42,21 @@ _REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """What a program may use."""
+    """Resource limits of a program."""
 
     cpu_s: int = 4
     """CPU time of each process in seconds."""
     wall_s: float = 12.0
-    """Time until all processes are killed; it bounds waiting, and is long so that a busy machine changes no score."""
+    """Seconds until all processes are killed; the limit bounds waiting, and is long so that a busy machine changes no
+    score."""
     memory_bytes: int = 512 << 20
-    """Address space of each process, and memory that all of them use together."""
+    """Address space of each process, and memory of all of them together."""
     num_processes: int = 16
-    """Processes and threads at a time."""
+    """Number of processes and threads at a time."""
     disk_bytes: int = constant(16 << 20)
-    """Size of all files, which are in memory."""
+    """Total size of all files, which are in memory."""
     output_bytes: int = constant(1 << 20)
-    """What a program may write to its standard output and error together."""
+    """Total size of standard output and standard error."""
 
     def __post_init__(self) -> None:
         if self.cpu_s < 1 or self.wall_s <= 0 or self.num_processes < 1:
@@ -75,7 +76,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """What became of a program."""
+    """Result of a program."""
 
     outcome: str
     """`exit`, `error` (exit code other than 0), `memory` (a `MemoryError`, or too much in all processes), `signal`,
@@ -83,17 +84,18 @@ class Execution:
     stdout: str = ""
     stderr: str = ""
     num_passed: int = 0
-    """Checks that passed."""
+    """Number of checks that passed."""
 
 
 class SandboxError(Exception):
-    """The machine could not run a program; says nothing about the program."""
+    """A failure of the machine to run a program, independent of the program."""
 
 
 class Sandbox:
-    """Runs at most `num_workers` programs at a time. kind: one of `KINDS`; the first one that works by default.
+    """Runs at most `num_workers` programs at a time. kinds: subset of `KINDS` to try, in order; the first one that
+    works is used.
 
-    Raises `ConfigError` with the reasons and the remedy if none works: each is tried with a program that attacks it.
+    Raises `ConfigError` with the reasons and the remedy if none works: each is tested with a program that attacks it.
     """
 
     def __init__(self, limits: SandboxLimits, *, num_workers: int, kinds: Sequence[str] = KINDS) -> None:
@@ -103,7 +105,7 @@ class Sandbox:
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="sandbox")
         self._idle = queue.SimpleQueue[Launcher]()
         self.close = weakref.finalize(self, _close, self._pool, self._idle)
-        """Ends all processes; called when the object is gone, too."""
+        """Ends all processes; also called when the object is garbage-collected."""
         reasons = list[str]()
         for self.kind in kinds:
             if not (reason := self._reason_not_to_use()):
@@ -114,11 +116,11 @@ class Sandbox:
         raise ConfigError(f"code cannot be run in a sandbox on this machine ({'; '.join(reasons)}); {_REMEDY}")
 
     def run(self, programs: Sequence[Program]) -> list[Execution]:
-        """One result for each program, in order."""
+        """Runs the programs; returns one result for each, in order."""
         return list(self._pool.map(self._run_one, programs))
 
     def _run_one(self, program: Program) -> Execution:
-        """A launcher that is killed, as by a machine out of memory, is replaced once."""
+        """Runs a program; a launcher that is killed, for example because memory ran out, is replaced once."""
         reason = ""
         for _ in range(2):
             try:
@@ -141,7 +143,7 @@ class Sandbox:
         return execution
 
     def _reason_not_to_use(self) -> str:
-        """Why this kind does not work here, or ""."""
+        """Returns why this kind does not work here, or ""."""
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as canary:
             os.chmod(canary.name, 0o666)
             facts = json.dumps([canary.name, self.limits.num_processes])
@@ -158,7 +160,7 @@ class Sandbox:
 
 
 class Launcher:
-    """A launcher process. Raises `SandboxError` if it says that this kind does not work, or is gone."""
+    """A launcher process. Raises `SandboxError` if it reports that this kind does not work, or is gone."""
 
     def __init__(self, kind: str) -> None:
         folder = str(
@@ -192,7 +194,7 @@ class Launcher:
         return Execution(outcome=outcome, stdout=result["stdout"], stderr=result["stderr"], num_passed=num_passed)
 
     def close(self) -> None:
-        """The launcher ends with its standard input, and what it runs with it."""
+        """Closes the launcher's standard input, at which it ends together with the program that it runs."""
         with contextlib.suppress(OSError):  # a message that could not be sent
             self._jobs.close()
         self._process.wait()
@@ -201,7 +203,7 @@ class Launcher:
     def _receive(self) -> dict[str, Any]:
         message = read_frame(self._results)
         if message is None:
-            raise SandboxError("the launcher ended; what it wrote to standard error says why")
+            raise SandboxError("the launcher ended; its standard error says why")
         return message
 
 

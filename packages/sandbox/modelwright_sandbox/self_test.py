@@ -1,6 +1,6 @@
-"""Runs inside of the sandbox before anything else does, and writes "confined" if nothing that it tries works.
+"""Runs inside the sandbox before any other program, and writes "confined" if none of its attacks works.
 
-Reads the path of a file outside that everyone may read and write, and the limit on processes, as a list in JSON.
+Reads the path of an outside file that everyone may read and write, and the limit on processes, as a list in JSON.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The system calls that code in the sandbox may make, compiled to a seccomp filter by libseccomp.
 
-A list of what is allowed, like Docker's, so that calls that the kernel gains later stay out. Besides what is dangerous
-by itself, everything is left out that holds memory which no other limit counts (memfd, System V shared memory).
+Like Docker's, it is a list of allowed calls, so that calls that the kernel gains later stay excluded. Besides dangerous
+calls, all that allocate memory which no other limit counts are excluded (memfd, System V shared memory).
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _WRITING = (
     "chmod copy_file_range creat fallocate fchmod fchmodat fdatasync fsync ftruncate link linkat mkdir mkdirat rename "
     "renameat renameat2 rmdir symlink symlinkat truncate unlink unlinkat utime utimensat utimes"
 )
-"""Harmless where the files of the user do not exist."""
+"""Calls that are harmless where the user's files do not exist."""
 _MEMORY = "brk madvise membarrier mincore mmap mprotect mremap msync munmap"
 _WAITING = (
     "alarm clock_getres clock_gettime clock_nanosleep epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_pwait2 "
@@ -41,7 +41,7 @@ _OWN_PROCESS = (
 )
 _SOCKET_PAIRS = "socketpair sendto recvfrom shutdown getsockname getpeername getsockopt setsockopt"
 _PROCESSES = "clone fork vfork execve execveat kill tgkill tkill setpgid setsid rt_sigqueueinfo"
-"""Harmless in a PID namespace of their own, with a limit on processes."""
+"""Calls that are harmless in a separate PID namespace with a limit on processes."""
 
 READ_ONLY = tuple(f"{_READING} {_MEMORY} {_WAITING} {_OWN_PROCESS} {_SOCKET_PAIRS}".split())
 READ_WRITE = (*READ_ONLY, *f"{_WRITING} {_PROCESSES}".split())
@@ -71,8 +71,8 @@ class _Comparison(ctypes.Structure):
 
 
 def compile_filter(*, read_only: bool) -> bytes:
-    """The program for `linux.load_filter`; calls that are not allowed fail with EPERM. read_only: allow no call that
-    writes to files or starts processes or threads. Raises `OSError`, if libseccomp is missing too.
+    """Compiles the program for `linux.load_filter`; calls that are not allowed fail with EPERM. read_only: exclude
+    calls that write to files or start processes or threads. Raises `OSError`, also if libseccomp is missing.
     """
     library = ctypes.CDLL(LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
@@ -87,7 +87,7 @@ def compile_filter(*, read_only: bool) -> bytes:
 
 
 def _add(library: ctypes.CDLL, context: ctypes.c_void_p, action: int, name: str, *rule: int) -> None:
-    """rule: an argument's number, mask and value; without it the action is for any arguments."""
+    """Adds a rule. rule: an argument's number, mask and value; without it the action applies to all arguments."""
     number = library.seccomp_syscall_resolve_name(name.encode())
     if number < 0:  # another architecture's call, or one that this libseccomp does not know: it stays denied
         return
@@ -100,6 +100,7 @@ def _add(library: ctypes.CDLL, context: ctypes.c_void_p, action: int, name: str,
 
 
 def _exported(library: ctypes.CDLL, context: ctypes.c_void_p) -> bytes:
+    # An anonymous file, because this function of libseccomp writes to a descriptor.
     with open(os.memfd_create("filter"), "r+b") as file:
         result = library.seccomp_export_bpf(context, ctypes.c_int(file.fileno()))
         library.seccomp_release(context)

@@ -18,7 +18,8 @@ from modelwright_continual.commands.launched_runs import LaunchedRuns
 
 KEY_VARIABLE = "MODELWRIGHT_ADMIN_KEY"
 REFUSED = 5
-"""Exit code when the gate or the A/B test refused the update."""
+"""Exit code if the gate or the A/B test refused the update."""
+# Options of `run` itself; all others are settings of the update's run.
 _RUN_FLAGS = (
     "benchmark", "run-dir", "old", "replay", "self-replay", "source-cap", "user-cap", "template-cap", "no-average",
     "lora", "champion", "margin", "alpha",
@@ -31,22 +32,24 @@ def parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "continual",
         "Keep a served model up to date: train on new texts with a replay of old ones, let the gate judge the result "
-        "on a frozen benchmark, and promote it by an A/B test (docs/continual.md). The same command resumes what was "
-        "cut off; it exits with 5 if the update was refused.",
+        "on a frozen benchmark, and promote it by an A/B test (docs/continual.md). The same command resumes an "
+        "interrupted loop; it exits with 5 if the update was refused.",
         example="modelwright continual run runs/support new.jsonl --benchmark bench --run-dir runs/support-2",
         notes=(
             "Settings of the update's run are options of `run`: --sft.learning_rate 1e-5 --sft.num_epochs 3\n"
             f"The key of the server's administrator is read from {KEY_VARIABLE}.\n"
-            "With --nproc N the training of `run` is that of modelwright launch: lost processes begin again.\n"
+            "With --nproc N, `run` trains as modelwright launch does: lost processes are restarted.\n"
         ),
     )
     commands = parser.add_subparsers(dest="command", metavar="freeze|run|gate|demo", required=True)
     freeze = commands.add_parser("freeze", help="write a benchmark of old and new tasks", allow_abbrev=False)
-    freeze.add_argument("benchmark", metavar="BENCHMARK", type=Path, help="the folder to write")
-    freeze.add_argument("--old", nargs="+", required=True, metavar="DATA", help="texts of what the model can do")
-    freeze.add_argument("--new", nargs="+", required=True, metavar="DATA", help="texts of what it shall learn")
-    run = commands.add_parser("run", help="drift, update, gate, A/B test, promotion", allow_abbrev=False)
-    run.add_argument("model", metavar="MODEL", help="a run directory, its name, or a model folder to go on with")
+    freeze.add_argument("benchmark", metavar="BENCHMARK", type=Path, help="folder to write")
+    freeze.add_argument(
+        "--old", nargs="+", required=True, metavar="DATA", help="texts of tasks that the model can do already"
+    )
+    freeze.add_argument("--new", nargs="+", required=True, metavar="DATA", help="texts of tasks to learn")
+    run = commands.add_parser("run", help="check drift, update, judge, A/B test and promote", allow_abbrev=False)
+    run.add_argument("model", metavar="MODEL", help="model to update: a run directory, its name, or a model folder")
     run.add_argument("sources", metavar="DATA", nargs="+", help="new texts, as in data.sources")
     _add_update_options(run)
     _add_test_options(run)
@@ -55,49 +58,76 @@ def parser() -> argparse.ArgumentParser:
     gate = commands.add_parser("gate", help="judge the finished update in a run", allow_abbrev=False)
     gate.add_argument("run", metavar="RUN_DIR", type=Path, help="the update's run")
     gate.add_argument("--json", action="store_true", help="print everything as JSON")
-    demo = commands.add_parser("demo", help="the whole loop on texts of this machine", allow_abbrev=False)
-    demo.add_argument("--run-dir", metavar="DIR", type=Path, default=Path("runs/continual-demo"), help="where it lies")
+    demo = commands.add_parser("demo", help="run the whole loop on texts of this machine", allow_abbrev=False)
+    demo.add_argument(
+        "--run-dir", metavar="DIR", type=Path, default=Path("runs/continual-demo"), help="folder to write"
+    )
     for command in (run, gate):
-        command.add_argument("--benchmark", metavar="DIR", type=Path, required=True, help="of `continual freeze`")
-        command.add_argument("--champion", metavar="DIR", type=Path, help="the model folder in service")
-        command.add_argument("--margin", type=float, default=0.02, help="by how much old tasks may get worse (0.02)")
-        command.add_argument("--alpha", type=float, default=0.05, help="error over all uses of the benchmark (0.05)")
-        command.add_argument("--max-uses", type=int, default=20, metavar="N", help="of the benchmark's test half (20)")
+        command.add_argument(
+            "--benchmark",
+            metavar="DIR",
+            type=Path,
+            required=True,
+            help="benchmark folder written by `continual freeze`",
+        )
+        command.add_argument("--champion", metavar="DIR", type=Path, help="model folder in service")
+        command.add_argument("--margin", type=float, default=0.02, help="largest allowed loss on old tasks (0.02)")
+        command.add_argument(
+            "--alpha", type=float, default=0.05, help="largest error probability over all uses of the benchmark (0.05)"
+        )
+        command.add_argument(
+            "--max-uses",
+            type=int,
+            default=20,
+            metavar="N",
+            help="maximum number of uses of the benchmark's test half (20)",
+        )
     return parser
 
 
 def _add_update_options(run: argparse.ArgumentParser) -> None:
     add = run.add_argument
-    add("--run-dir", metavar="DIR", type=Path, required=True, help="where the update's run lies")
-    add("--old", nargs="+", default=[], metavar="DATA", help="texts to replay beside those of MODEL's runs")
-    add("--replay", type=float, default=0.05, metavar="SHARE", help="of old rows among all (0.05)")
+    add("--run-dir", metavar="DIR", type=Path, required=True, help="folder of the update's run")
+    add("--old", nargs="+", default=[], metavar="DATA", help="texts to replay besides those of MODEL's runs")
+    add("--replay", type=float, default=0.05, metavar="SHARE", help="share of old rows among all rows (0.05)")
     for name, default in (("source", 1.0), ("user", 0.05), ("template", 0.01)):
-        text = f"largest share of the new texts from one {name} ({default:g}; 1 is no cap)"
+        text = f"largest share of the new texts from one {name} ({default:g}; 1: no cap)"
         add(f"--{name}-cap", type=float, default=default, metavar="SHARE", help=text)
-    add("--self-replay", action="store_true", help="replay texts that MODEL writes itself, where its own are gone")
+    add("--self-replay", action="store_true", help="replay texts that MODEL generates, if its old texts are gone")
     add("--no-average", action="store_true", help="do not average the weights with those of MODEL")
     add("--lora", action="store_true", help="train low-rank adapters only")
-    add("--floor", action="store_true", help="also train on old and new texts from scratch, to compare (costs both)")
-    add("--drift-reference", metavar="DIR", type=Path, help="update only if --requests drifted from it")
-    add("--requests", nargs="+", default=[], metavar="REQUESTS", help="exported requests")
-    add("--drift-model", metavar="DIR", type=Path, help="the model that the reference was frozen with")
+    add(
+        "--floor",
+        action="store_true",
+        help="also train from scratch on old and new texts, for comparison (costs both trainings again)",
+    )
+    add(
+        "--drift-reference", metavar="DIR", type=Path, help="drift reference: update only if --requests drifted from it"
+    )
+    add("--requests", nargs="+", default=[], metavar="REQUESTS", help="exported requests to compare")
+    add("--drift-model", metavar="DIR", type=Path, help="model that the reference was frozen with")
 
 
 def _add_test_options(run: argparse.ArgumentParser) -> None:
     add = run.add_argument
-    add("--server", metavar="URL", default="", help="promote by an A/B test of this server")
-    add("--share", type=float, default=0.1, help="of units that get the new model (0.1)")
-    add("--unit", choices=("session", "user"), default="session", help="what keeps its model (session)")
-    add("--min-units", type=int, default=1000, metavar="N", help="in each arm before promotion (1,000)")
-    add("--poll", type=float, default=10.0, metavar="S", help="seconds between looks at the test (10)")
+    add("--server", metavar="URL", default="", help="server to promote on, after an A/B test")
+    add("--share", type=float, default=0.1, help="share of units that get the new model (0.1)")
+    add("--unit", choices=("session", "user"), default="session", help="unit that is assigned to one arm (session)")
+    add("--min-units", type=int, default=1000, metavar="N", help="units in each arm before promotion (1,000)")
+    add("--poll", type=float, default=10.0, metavar="S", help="seconds between polls of the test (10)")
     add("--current", metavar="LINK", type=Path, help="symbolic link to move to the promoted model")
 
 
 def _add_schedule_options(run: argparse.ArgumentParser) -> None:
     add = run.add_argument
-    add("--schedule", type=float, metavar="HOURS", help="update again and again, in folders below --run-dir")
-    add("--min-new", type=int, default=1, metavar="N", help="texts that a scheduled update waits for (1)")
-    add("--checks", type=int, default=0, metavar="N", help="end the schedule after so many checks (0: never)")
+    add(
+        "--schedule",
+        type=float,
+        metavar="HOURS",
+        help="hours between scheduled updates, each in a folder below --run-dir",
+    )
+    add("--min-new", type=int, default=1, metavar="N", help="new texts that a scheduled update needs (1)")
+    add("--checks", type=int, default=0, metavar="N", help="checks until the schedule ends (0: never)")
 
 
 def continual(words: Sequence[str]) -> int:
@@ -128,7 +158,9 @@ def _run(options: argparse.Namespace, settings: Mapping[str, Any], line: Sequenc
     from modelwright_continual.update import UpdateRequest
 
     if is_started():
-        raise ConfigError("continual: is one process, which starts those that train; run it alone, with --nproc N")
+        raise ConfigError(
+            "continual: runs as one process, which starts the training processes; run it alone, with --nproc N"
+        )
     start = launch_config(options)
     update = UpdateRequest(
         model=find_target(options.model),
@@ -166,7 +198,9 @@ def _run(options: argparse.Namespace, settings: Mapping[str, Any], line: Sequenc
 
 
 def _carry_out(start: Any, line: Sequence[str]) -> Any:
-    """How runs are carried out by the processes of a `LaunchConfig`; in this one if there are no others."""
+    """Returns the `CarryOut` for a `LaunchConfig`: in this process if it asks for one process only, else in launched
+    ones.
+    """
     from modelwright_continual.update import in_this_process
 
     if start.processes * start.max_hosts == 1:
@@ -237,7 +271,9 @@ def _drift_of(options: argparse.Namespace) -> Any:
     from modelwright_continual.drift_trigger import DriftTrigger
 
     if bool(options.drift_reference) != bool(options.requests):
-        raise ConfigError("--drift-reference: goes with --requests, the requests to compare with it; give both")
+        raise ConfigError(
+            "--drift-reference: needs --requests, the requests to compare with it, and vice versa; give both"
+        )
     if not options.drift_reference:
         return None
     return DriftTrigger(reference=options.drift_reference, requests=tuple(options.requests), model=options.drift_model)
@@ -273,6 +309,6 @@ COMMAND = Command(
     run=continual,
     parser=parser,
     settings=setting_names,
-    summary="update a served model: train on new texts, judge, test beside the old one, promote",
+    summary="update a served model: train on new texts, judge, test against the old one, promote",
     is_resumable=True,
 )

@@ -1,4 +1,4 @@
-"""`modelwright drift freeze|check|watch`: whether requests still look as they did when the model was released."""
+"""`modelwright drift freeze|check|watch`: detects requests that no longer look as they did at the model's release."""
 
 import argparse
 import json
@@ -17,37 +17,43 @@ WEBHOOK_VARIABLE = "MODELWRIGHT_DRIFT_WEBHOOK"
 def parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "drift",
-        "Compare requests with those that a frozen reference holds (docs/drift.md).",
+        "Compare requests with a frozen reference of earlier ones (docs/drift.md).",
         example="modelwright drift freeze requests.jsonl --reference drift/v1 --model models/my-model",
     )
     commands = parser.add_subparsers(dest="command", metavar="freeze|check|watch", required=True)
-    freeze = commands.add_parser("freeze", help="keep what requests look like now", allow_abbrev=False)
+    freeze = commands.add_parser("freeze", help="freeze a reference of current requests", allow_abbrev=False)
     freeze.add_argument("sources", metavar="REQUESTS", nargs="+", help="exported requests, .jsonl or .parquet")
-    freeze.add_argument("--window", type=int, default=1000, metavar="N", help="requests of a window (1,000)")
+    freeze.add_argument("--window", type=int, default=1000, metavar="N", help="requests per window (1,000)")
     freeze.add_argument(
-        "--run-length", type=float, default=200.0, metavar="N", help="windows between two false alarms (200)"
+        "--run-length", type=float, default=200.0, metavar="N", help="mean number of windows between false alarms (200)"
     )
     freeze.add_argument(
-        "--min-effect", type=float, default=0.03, metavar="SHARE", help="least shift that is an alarm (0.03)"
+        "--min-effect", type=float, default=0.03, metavar="SHARE", help="smallest shift that raises an alarm (0.03)"
     )
-    freeze.add_argument("--seed", type=int, default=0, help="of the resampling (0)")
+    freeze.add_argument("--seed", type=int, default=0, help="seed of the resampling (0)")
     check = commands.add_parser("check", help="report on each window; exits with 4 if one drifted", allow_abbrev=False)
     check.add_argument("sources", metavar="REQUESTS", nargs="+", help="exported requests, .jsonl or .parquet")
     check.add_argument("--json", action="store_true", help="print a JSON object for each window")
     watch = commands.add_parser("watch", help="follow a growing file and deliver alarms", allow_abbrev=False)
     watch.add_argument("source", metavar="REQUESTS", type=Path, help="a .jsonl file that grows")
-    watch.add_argument("--state", type=Path, required=True, metavar="DIR", help="what was read and is to be delivered")
+    watch.add_argument(
+        "--state",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder of the watcher's state: position in the file and undelivered alarms",
+    )
     watch.add_argument("--webhook", default="", metavar="URL", help=f"address for alarms; or set {WEBHOOK_VARIABLE}")
     watch.add_argument(
-        "--cooldown", type=int, default=10, metavar="N", help="windows without a second alarm of a feature (10)"
+        "--cooldown", type=int, default=10, metavar="N", help="windows until a feature can raise an alarm again (10)"
     )
-    watch.add_argument("--poll", type=float, default=5.0, metavar="S", help="seconds between looks at the file (5)")
+    watch.add_argument("--poll", type=float, default=5.0, metavar="S", help="seconds between polls of the file (5)")
     watch.add_argument("--first-retry", type=float, default=1.0, metavar="S", help="pause after a failed delivery (1)")
-    watch.add_argument("--max-retry", type=float, default=60.0, metavar="S", help="the longest pause (60)")
-    watch.add_argument("--once", action="store_true", help="end when all is checked and delivered")
+    watch.add_argument("--max-retry", type=float, default=60.0, metavar="S", help="longest pause between attempts (60)")
+    watch.add_argument("--once", action="store_true", help="end when everything is checked and delivered")
     for command in (freeze, check, watch):
         command.add_argument("--reference", type=Path, required=True, metavar="DIR", help="folder of the reference")
-        command.add_argument("--model", type=Path, metavar="MODEL_FOLDER", help="the served model, for perplexities")
+        command.add_argument("--model", type=Path, metavar="MODEL_FOLDER", help="served model, for perplexities")
     return parser
 
 
@@ -92,7 +98,7 @@ def _check(options: argparse.Namespace) -> int:
     size = reference.config.window_requests
     if len(records) < size:
         raise ConfigError(
-            f"{', '.join(options.sources)}: {len(records):,} requests are no window of {size:,}; wait for more"
+            f"{', '.join(options.sources)}: {len(records):,} requests do not fill a window of {size:,}; wait for more"
         )
     num_alarms, num_windows = 0, 0
     for report in check_windows(records, reference):
@@ -130,5 +136,5 @@ COMMAND = Command(
     name="drift",
     run=drift,
     parser=parser,
-    summary="watch whether requests still look as they did when the model was released",
+    summary="detect requests that no longer look as they did when the model was released",
 )

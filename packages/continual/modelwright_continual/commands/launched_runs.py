@@ -1,4 +1,4 @@
-"""Runs that a command makes on its way, in processes of their own: several, that may come and go."""
+"""Training runs that a command starts in separate processes, possibly on several hosts that come and go."""
 
 import signal
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from modelwright.cli.run import start_processes
 from modelwright.core.errors import ModelwrightError, Stopped
 
 CONFIG_FILE = "launch.yaml"
-"""In the run's folder: what its processes read."""
+"""File in the run's folder from which its processes read the configuration."""
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class ProcessesFailed(ModelwrightError):
-    """The processes of a run have ended without finishing it."""
+    """The processes of a run ended without finishing it."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -23,9 +23,9 @@ class ProcessesFailed(ModelwrightError):
 
 @dataclass(frozen=True)
 class LaunchedRuns:
-    """A `continual.update.CarryOut` as `modelwright launch` would do it: processes that are lost begin again from the
-    last checkpoint, with as many copies of the model as divide the rows of a batch. start: a `LaunchConfig`; options:
-    the words that stand for it.
+    """A `continual.update.CarryOut` that works like `modelwright launch`: lost processes restart from the last
+    checkpoint, with as many copies of the model as divide the rows of a batch. start: a `LaunchConfig`; options: the
+    command-line words that it was read from.
 
     Further hosts join with the same options: `modelwright launch ... run RUN_DIR/launch.yaml --run-dir RUN_DIR`.
     """
@@ -34,7 +34,9 @@ class LaunchedRuns:
     options: Sequence[str]
 
     def __call__(self, config: Any, run: Any, *, origin: str, words: Sequence[str], progress: Any) -> None:
-        """Raises `Stopped` if this process was asked to stop, `ProcessesFailed` for every other end but success."""
+        """Carries out the run. Raises `Stopped` if this process was asked to stop, and `ProcessesFailed` for any other
+        end than success.
+        """
         from modelwright.core.config import save_yaml
         from modelwright.pipeline.run import check_request, is_finished
 
@@ -54,6 +56,7 @@ class LaunchedRuns:
 
         line = ["launch", *self.options, "run", str(path), "--run-dir", str(run.path)]
         code = start_processes(self.start, line, config, run, say=say)
+        # Exit codes of 128 + n mean that signal n ended the processes, as in a shell.
         if code - 128 in _ASKED:
             raise Stopped(said[-1], code - 128)
         if code:

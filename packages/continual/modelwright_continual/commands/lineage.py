@@ -1,4 +1,4 @@
-"""`modelwright lineage`: where a model comes from."""
+"""`modelwright lineage`: the origin of a model."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from modelwright.cli.parsers import Command, new_parser
 def parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "lineage",
-        "Say where a model comes from: its data, configuration and commits, the gate that let it pass, and the same of "
+        "Show where a model comes from: its data, configuration and commits, the gate that it passed, and the same for "
         "each model before it, back to the first.",
         example="modelwright lineage runs/support-2/release --json",
     )
@@ -34,5 +34,5 @@ COMMAND = Command(
     name="lineage",
     run=lineage,
     parser=parser,
-    summary="say which data, configuration, commits and models a model comes from",
+    summary="show which data, configuration, commits and models a model comes from",
 )

@@ -1,1 +1,1 @@
-"""`modelwright continual demo`: the whole loop on texts of this machine."""
+"""`modelwright continual demo`: runs the whole loop on texts of this machine."""

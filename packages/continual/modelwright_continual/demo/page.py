@@ -1,4 +1,4 @@
-"""The report of the demonstration: what was measured, what happened when, and what of it was made up."""
+"""The report of the demonstration: its measurements, its timeline, and which parts are synthetic."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ FLOOR_LEAD = (
 
 
 def write_page(demo: Demo, result: DemoResult) -> Path:
-    """Write `report.html` and `report.json`; the page."""
+    """Writes `report.html` and `report.json`; returns the path of the page."""
     figures = {
         "ending": result.loop.ending,
         "handsoff_s": result.handsoff_s,

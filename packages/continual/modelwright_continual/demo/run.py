@@ -1,8 +1,9 @@
-"""The demonstration: a first model in service, traffic that changes, and the loop that notices it and mends the model.
+"""The demonstration: a first model in service, traffic that changes, and the loop that notices the change and updates
+the model.
 
-Everything runs as it does for a user: the server is a process of its own that is asked over HTTP, the drift monitor
-reads its request log, and the A/B test counts its answers. Only the users are made up (`traffic.py`). Every step is
-skipped when it is done, so the same command goes on after `kill -9`.
+Everything runs as it does for a user: the server is a separate process that is queried over HTTP, the drift monitor
+reads its request log, and the A/B test counts its answers. Only the users are synthetic (`traffic.py`). Every step is
+skipped once it is done, so the same command resumes after `kill -9`.
 """
 
 import json
@@ -45,11 +46,12 @@ from modelwright_continual.loop import PROMOTION, AbTest, LoopRequest, LoopResul
 from modelwright_continual.update import UpdateRequest, quantized_folder
 
 KEY_VARIABLE = "MODELWRIGHT_DEMO_KEY"
-"""Holds a key that lives as long as this process, because only a key's owner may begin a test."""
+"""Environment variable with an API key that is only valid while this process runs; an A/B test can be started by a
+key's owner only."""
 REPLAY = 0.25
 _SLACK = 0.005
-"""By how much the share of the average may let old texts get worse: a quarter of what the gate permits, because its
-interval must lie within the margin, too."""
+"""Loss on old texts that the choice of the average's weight may cause: a quarter of the gate's margin, because the
+gate's whole confidence interval must lie within that margin."""
 _START_TIMEOUT_S, _ANSWERS_TIMEOUT_S = 120.0, 600.0
 _UPDATE = {"num_epochs": 1.0, "learning_rate": 2e-3, "batch_tokens": 2048, "eval_every_steps": 0}
 """Settings of the update's training, for a model of the first one's size."""
@@ -57,7 +59,9 @@ _UPDATE = {"num_epochs": 1.0, "learning_rate": 2e-3, "batch_tokens": 2048, "eval
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Where the parts of the demonstration are. config: of the first model; words: the command line, for run.json."""
+    """The inputs and folders of the demonstration. config: of the first model's run; words: the command line, for
+    run.json.
+    """
 
     folder: Path
     config: RunConfig
@@ -79,7 +83,7 @@ class Demo:
 
     @property
     def current(self) -> Path:
-        """The link to the folder in service."""
+        """Symbolic link to the model folder in service."""
         return self.folder / "current"
 
     @property
@@ -89,9 +93,9 @@ class Demo:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """How it ended. handsoff_s: from the change of the traffic to the new model in service; total_s: from the first
-    command to the end; num_answered, failures: requests of the process in which the loop ended, and what the client was
-    told of those that failed.
+    """The result of the demonstration. handsoff_s: seconds from the change of the traffic to the new model in service,
+    None without a promotion; total_s: seconds from the first command to the end; num_answered: requests that were
+    answered in the process in which the loop ended; failures: error messages of those that failed.
     """
 
     loop: LoopResult
@@ -103,7 +107,7 @@ class DemoResult:
 
 
 def run_demo(demo: Demo) -> DemoResult:
-    """Carry the demonstration out, or what is left of it. Raises what the steps raise."""
+    """Runs the demonstration, or its remaining steps. Raises the errors of its steps."""
     RunDir(demo.folder).create()
     with lock_folder(demo.folder, "this demonstration; wait for it"):
         demo.timeline.mark("demonstration begun")
@@ -141,6 +145,7 @@ def _serve_and_update(demo: Demo, benchmark: Benchmark) -> LoopResult:
         prompts = {task: demo.texts.prompts(task) for task in demo.size.shifted}
         with DemoTraffic(running.url, key, prompts, {"old": 1.0, "new": 0.0}) as traffic:
             _freeze_reference(demo, traffic)
+            # In place, because the threads of the traffic read this dict.
             traffic.shares |= demo.size.shifted
             demo.timeline.mark("users ask about new libraries")
             _export_shifted(demo, traffic)
@@ -183,7 +188,7 @@ def _loop_request(demo: Demo, benchmark: Benchmark, server: AbClient) -> LoopReq
 
 
 def _freeze_reference(demo: Demo, traffic: DemoTraffic) -> None:
-    """What requests look like while users ask about what the model knows."""
+    """Freezes the drift reference while users ask about libraries that the model knows."""
     folder, requests = demo.folder / "drift", demo.folder / "reference.jsonl"
     if is_finished(folder):
         return
@@ -197,7 +202,7 @@ def _freeze_reference(demo: Demo, traffic: DemoTraffic) -> None:
 
 
 def _export_shifted(demo: Demo, traffic: DemoTraffic) -> None:
-    """A window of the changed traffic."""
+    """Exports a window of the changed traffic."""
     if not _shifted(demo).exists():
         since = demo.timeline.mark("users ask about new libraries")
         _await_requests(demo, traffic, since, demo.size.window, _shifted(demo))
@@ -205,8 +210,8 @@ def _export_shifted(demo: Demo, traffic: DemoTraffic) -> None:
 
 
 def _await_requests(demo: Demo, traffic: DemoTraffic, since: float, count: int, target: Path) -> None:
-    """Export the first requests since a moment once the server has logged so many. Raises `ModelwrightError` if it does
-    not.
+    """Waits until the server has logged `count` requests since a moment, then exports the first ones. Raises
+    `ModelwrightError` if that takes too long.
     """
     deadline = time.monotonic() + _ANSWERS_TIMEOUT_S
     demo.progress.begin("requests", count, "requests")
@@ -221,12 +226,15 @@ def _await_requests(demo: Demo, traffic: DemoTraffic, since: float, count: int, 
         time.sleep(0.1)
     partial = target.with_name(f"partial-{target.name}")
     _wait_until(lambda: _export(demo, since, partial) >= count, deadline, target)
+    # Moved when complete, because `_export_shifted` treats an existing file as done.
     os.replace(partial, target)
     demo.progress.end()
 
 
 def _wait_until(is_done: Callable[[], bool], deadline: float, target: Path) -> None:
-    """The log is written behind the answers."""
+    """Polls until `is_done`: the log is written after the answers are sent. Raises `ModelwrightError` after the
+    deadline.
+    """
     while not is_done():
         if time.monotonic() > deadline:
             raise ModelwrightError(f"{target}: the log has fewer requests than were answered")
@@ -242,7 +250,7 @@ def _export(demo: Demo, since: float, target: Path) -> int:
 
 
 def _require_served(url: str, demo: Demo) -> None:
-    """Raise `ModelwrightError` unless the server answers with the model that was promoted."""
+    """Raises `ModelwrightError` unless the server answers with the promoted model."""
     with urllib.request.urlopen(f"{url}/readyz", timeout=60) as reply:
         version = json.loads(reply.read())["version"]
     verdict = json.loads((demo.update.path / "gate" / "verdict.json").read_text(encoding="utf-8"))
@@ -254,11 +262,12 @@ def _require_served(url: str, demo: Demo) -> None:
 
 
 def _handsoff_s(demo: Demo) -> float | None:
-    """Seconds from the change of the traffic to the promotion; None without one."""
+    """Seconds from the change of the traffic to the promotion; None without a promotion."""
     path = demo.update.path / PROMOTION
     if not path.exists():
         return None
     moments: dict[str, Any] = demo.timeline.read()
+    # The record is written once, at the promotion.
     return path.stat().st_mtime - moments["users ask about new libraries"]["time"]
 
 

@@ -1,4 +1,4 @@
-"""How large the demonstration is: its texts, its traffic and its A/B test."""
+"""Size of the demonstration: its texts, its traffic and its A/B test."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSize:
-    """The defaults take about a quarter of an hour on two cores."""
+    """Size of the demonstration; the defaults take about a quarter of an hour on two cores."""
 
     fraction: float = 1.0
     """Share of the installed modules whose documentation is read."""
     most: Mapping[str, int] = field(default_factory=lambda: {"old": 5_000, "new": 1_500})
-    """Documents of each task that are trained on: an update learns less than the first training."""
+    """Maximum number of training documents by task: an update learns less than the first training."""
     most_heldout: int = 400
-    """Held-out documents of each task, of which the benchmark makes its halves."""
+    """Maximum number of held-out documents per task; the benchmark splits them into halves."""
     window: int = 200
-    """Requests of a window of the drift monitor."""
+    """Number of requests in a window of the drift monitor."""
     num_windows: int = 6
-    """Windows of its reference."""
+    """Number of windows in the drift reference."""
     run_length: float = 50.0
-    """Windows between false alarms."""
+    """Mean number of windows between false alarms."""
     shifted: Mapping[str, float] = field(default_factory=lambda: {"old": 0.5, "new": 0.5})
-    """Sessions by task once users have begun to ask about the new libraries."""
+    """Shares of sessions by task after users have begun to ask about the new libraries."""
     min_units: int = 100
-    """Sessions of each arm before the new model is promoted."""
+    """Number of sessions in each arm before the new model is promoted."""

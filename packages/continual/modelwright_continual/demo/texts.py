@@ -1,7 +1,7 @@
-"""The texts of the demonstration: documentation that every installation has.
+"""The texts of the demonstration: documentation that every installation includes.
 
-Old texts are docstrings of Python's standard library; new ones those of PyTorch and NumPy, which the first model has
-never seen. The split is by module, so that nothing of a held-out module is trained on.
+Old texts are docstrings of Python's standard library; new texts are docstrings of PyTorch and NumPy, which the first
+model has never seen. The split is by module, so that no part of a held-out module is trained on.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,11 +17,11 @@ from modelwright_continual.demo.size import DemoSize
 
 KIND = "demo-texts"
 SOURCES = {"old": ("python:stdlib", "python:topics"), "new": ("python:torch", "python:numpy")}
-"""The `source` of machine documents by task."""
+"""Values of `source` of machine documents, by task."""
 LONGEST_CHARS = 4_000
 FEWEST_CHARS = 100
 HELDOUT_FRACTION = 1 / 8
-"""Share of the modules that nothing is trained on."""
+"""Share of the modules that are held out of training."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class DemoTexts:
         return str((self.folder / f"{task}-heldout.jsonl").resolve())
 
     def prompts(self, task: str) -> list[str]:
-        """What users of the demonstration write: how held-out documents begin."""
+        """Returns the prompts of the demonstration's users: the beginnings of held-out documents."""
         with open(self.heldout(task), encoding="utf-8") as file:
             return [_beginning(Document.from_json(line).text) for line in file]
 
 
 def write_texts(folder: Path, size: DemoSize) -> DemoTexts:
-    """Write the files, or find those that were written. Raises `DataError` if this machine's libraries have too few."""
+    """Writes the files unless they exist. Raises `DataError` if this machine's libraries have too few texts."""
     if is_finished(folder):
         read_manifest(folder, kind=KIND, verify=True)
         return DemoTexts(folder)
@@ -55,15 +55,15 @@ def write_texts(folder: Path, size: DemoSize) -> DemoTexts:
             for name, limit in ((task, most), (f"{task}-heldout", size.most_heldout)):
                 chosen = _drawn(by_file.get(name, []), limit)
                 if not chosen:
-                    raise DataError(f"{name}: this machine has no such text; install Python with its sources")
+                    raise DataError(f"{name}: no such text was found on this machine; install Python with its sources")
                 _write(draft.path / f"{name}.jsonl", chosen)
                 draft.facts[name] = len(chosen)
     return DemoTexts(folder)
 
 
 def _documents(fraction: float) -> Iterator[tuple[str, Document]]:
-    """Prose with the name of its file, each text once: libraries repeat docstrings, and one could be both held out and
-    learned. Held-out documents come first, so that of two equal ones the held-out one stays.
+    """Yields prose with the name of its file, each text once: libraries repeat docstrings, and one could otherwise be
+    both held out and trained on. Held-out documents come first, so that of two equal ones the held-out one stays.
     """
     tasks = {source: task for task, sources in SOURCES.items() for source in sources}
     prose = [
@@ -74,6 +74,7 @@ def _documents(fraction: float) -> Iterator[tuple[str, Document]]:
     seen: set[str] = set()
     for suffix in ("-heldout", ""):
         for document in prose:
+            # The first paragraph is the document's title, which differs between modules that share a docstring.
             body = document.text.partition("\n\n")[2]
             if _is_heldout(document) == bool(suffix) and body not in seen:
                 seen.add(body)
@@ -81,6 +82,7 @@ def _documents(fraction: float) -> Iterator[tuple[str, Document]]:
 
 
 def _is_heldout(document: Document) -> bool:
+    # Seeds have 63 bits, so this holds for a share of `HELDOUT_FRACTION` of the modules.
     return derive_seed(0, KIND, "heldout", document.meta["module"]) < HELDOUT_FRACTION * 2**63
 
 
@@ -95,5 +97,5 @@ def _write(path: Path, documents: Iterable[Document]) -> None:
 
 
 def _beginning(text: str) -> str:
-    """About a quarter of a document, at most 160 characters, cut at a word."""
+    """Returns about a quarter of a document, at most 160 characters, cut at a word."""
     return text[: min(160, max(40, len(text) // 4))].rpartition(" ")[0] or text[:40]

@@ -1,4 +1,4 @@
-"""When the steps of the demonstration happened; kept on disk, so that a repeated command knows the first time."""
+"""Times of the demonstration's steps, kept on disk so that a repeated command keeps the time of the first one."""
 
 import json
 import time
@@ -11,7 +11,7 @@ from modelwright.core.artifacts import write_atomic
 
 @dataclass(frozen=True)
 class Timeline:
-    """Names of moments with their Unix times and figures, in the order in which they came."""
+    """Named moments with their Unix times and figures, in the order in which they happened."""
 
     path: Path
 
@@ -19,7 +19,7 @@ class Timeline:
         return json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
 
     def figures(self, name: str) -> dict[str, Any]:
-        """The figures of a moment that was marked."""
+        """Returns the figures of a recorded moment."""
         return {key: value for key, value in self.read()[name].items() if key != "time"}
 
     @property
@@ -29,7 +29,7 @@ class Timeline:
         return max(times) - min(times)
 
     def mark(self, name: str, **figures: Any) -> float:
-        """Record that it happens now, unless it happened before; returns when that was."""
+        """Records that a moment is now, unless it was recorded before; returns its Unix time."""
         moments = self.read()
         if name not in moments:
             moments[name] = {"time": time.time(), **figures}

@@ -1,4 +1,4 @@
-"""Users of the demonstration: sessions that ask a real server over HTTP, through the official client."""
+"""Synthetic users of the demonstration: sessions that query a real server over HTTP, through the official client."""
 
 import random
 import threading
@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 MOST_ASKED = 4
-"""Requests of a session are 1 to so many."""
+"""Maximum number of requests in a session."""
 _TOKENS = 8
 
 
 @dataclass
 class DemoTraffic:
-    """Sessions one after the other on some threads, until the block ends.
+    """Runs sessions on `num_threads` threads, one after another on each, until the `with` block ends.
 
-    prompts: what is asked, by task; shares: of the sessions that ask about each, which may be changed while it runs.
+    prompts: by task; shares: shares of the sessions by task, which may be changed while it runs.
     """
 
     url: str
@@ -48,6 +48,7 @@ class DemoTraffic:
     def _users(self) -> None:
         from openai import OpenAI
 
+        # Without retries, which would hide failed requests.
         with OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=60) as client:
             model = client.models.list().data[0].id
             while not self._over.is_set():
@@ -56,7 +57,9 @@ class DemoTraffic:
                 self._session(client, model, number)
 
     def _session(self, client, model: str, number: int) -> None:
-        """One user's requests, about one task. What fails is kept: the demonstration promises that nothing does."""
+        """Sends one user's requests, about one task. Failures are recorded: the demonstration promises to have
+        none.
+        """
         from openai import OpenAIError
 
         dice = random.Random(f"session {number}")

@@ -1,3 +1,3 @@
-"""The drift monitor: `freeze_reference` (`reference.py`) keeps what requests looked like when a model was released, and
-`check` (`check.py`) says whether later requests still look like that.
+"""The drift monitor: `freeze_reference` (`reference.py`) records requests at a model's release, and `check`
+(`check.py`) tests whether later requests still follow the same distribution.
 """

@@ -1,9 +1,9 @@
-"""Thresholds for a stated run-time between false alarms, by a block bootstrap over the reference's sessions.
+"""Thresholds for a given mean run length between false alarms, by a block bootstrap over the reference's sessions.
 
-A window that has not drifted is imitated by drawing sessions of the reference with replacement until they have as many
-requests as a window. What it is compared with is drawn too, because the reference is itself a sample: without that,
-later windows would differ from it more than resampled ones do. A session is a block as windows see it: its requests
-within one window of the reference.
+A window without drift is simulated by drawing sessions of the reference with replacement until they have as many
+requests as a window. The sample that it is compared with is drawn too, because the reference is itself a sample:
+otherwise, later windows would differ from it more than resampled ones do. A block is a session within one window of the
+reference, since a window never sees more of it.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,17 @@ from modelwright_continual.drift.sessions import Floats, Ints, Units, make_units
 from modelwright_continual.drift.statistics import adjusted_where_moved
 
 DRAWS_PER_WINDOW = 50
-"""Resampled windows for each window of the run length, so that fifty of them alarm."""
+"""Resampled windows for each window of the run length, so that about fifty of them alarm."""
 NUM_REFERENCES = 50
-"""Resampled references; each is compared with its share of the windows."""
+"""Number of resampled references; each is compared with an equal share of the windows."""
 
 
 @dataclass(frozen=True)
 class DriftCalibration:
-    """`nulls` [features, draws]: statistics of windows without drift, each row sorted; `level`: an alarm is an adjusted
-    p-value at or below it; `run_length`: windows between false alarms at that level; `low`, `high`: its 95% interval,
-    which covers the finite number of draws and how much references of this size differ.
+    """The calibrated thresholds. nulls [features, draws]: statistics of windows without drift, each row sorted; level:
+    an adjusted p-value at or below it is an alarm; run_length: mean number of windows between false alarms at that
+    level; low, high: its 95% interval, which covers the finite number of draws and the variation between references of
+    this size.
     """
 
     nulls: Floats
@@ -38,8 +39,8 @@ class DriftCalibration:
 
 
 class BlockSampler:
-    """Draws windows of whole sessions. blocks [N]: the session of each record, within its window of the reference;
-    users [F]: of each block.
+    """Draws windows of whole sessions. blocks [N]: session of each record, within its window of the reference; users
+    [F]: user of each block.
     """
 
     def __init__(self, blocks: Ints, users: Ints, max_user_share: float) -> None:
@@ -50,10 +51,11 @@ class BlockSampler:
         self.num_blocks = len(self._sizes)
 
     def draw(self, num_records: int, rng: np.random.Generator) -> tuple[Ints, Units]:
-        """Records [num_records] of a window and their units; the last session is cut."""
+        """Returns the indices [num_records] of a window's records and their units; the last session is cut to fit."""
         mean = len(self._members) / self.num_blocks
         blocks = np.empty(0, dtype=np.int64)
         while (total := int(self._sizes[blocks].sum())) < num_records:
+            # 20% more than the mean need, so that a second draw is rarely necessary.
             more = int((num_records - total) / mean * 1.2) + 10
             blocks = np.concatenate([blocks, rng.integers(0, self.num_blocks, more)])
         ends = np.cumsum(self._sizes[blocks])
@@ -75,8 +77,9 @@ def calibrate(
     with_embedding: bool,
     progress: Progress,
 ) -> DriftCalibration:
-    """Draw windows and choose the level. with_embedding: the classifier two-sample test is among the features; its
-    p-values come from permutations, so they are uniform without drift. They are taken as independent of the others.
+    """Draws windows and chooses the level. with_embedding: whether the classifier two-sample test is among the
+    features; its p-values come from permutations, so they are uniform without drift. They are treated as independent of
+    the others.
     """
     rng = np.random.default_rng(config.seed)
     per_reference = max(1, round(DRAWS_PER_WINDOW * config.run_length / NUM_REFERENCES))
@@ -97,6 +100,7 @@ def calibrate(
     if with_embedding:
         shape = (*p_values.shape[:2], 1)
         p_values = np.concatenate([p_values, rng.random(shape)], axis=2)
+        # No effect is drawn for the embedding, so it always counts as moved, which makes the level stricter.
         effects = np.concatenate([effects, np.full(shape, np.inf)], axis=2)
     least = adjusted_where_moved(p_values, effects, config.min_effect).min(axis=2)
     level = alarm_level(least, config.run_length)
@@ -104,16 +108,19 @@ def calibrate(
 
 
 def alarm_level(least: Floats, run_length: float) -> float:
-    """The level at which one drawn window in `run_length` alarms. least: of the adjusted p-values of each, infinite
-    where no feature has moved by the smallest effect. If fewer windows have moved than that, all of these alarm, since
-    the smallest effect alone is rare enough.
+    """Returns the level at which one drawn window in `run_length` alarms. least: smallest adjusted p-value of each
+    window, infinite if no feature has moved by the smallest effect. If fewer windows than that have moved, all of these
+    alarm, since the smallest effect alone is rare enough.
     """
     level = float(np.quantile(least, 1 / run_length, method="lower"))
+    # The largest finite number: every window that has moved alarms, and one with infinite p-values does not.
     return level if np.isfinite(level) else float(np.finfo(np.float64).max)
 
 
 def null_p_values(statistics: Floats, nulls: Floats) -> Floats:
-    """(1 + number of draws at least as large) / (1 + draws) for statistics [..., features]; nulls [features, draws]."""
+    """Returns (1 + number of draws at least as large) / (1 + draws) for statistics [..., features]; nulls [features,
+    draws].
+    """
     columns = [
         (1 + len(null) - np.searchsorted(null, statistics[..., column], side="left")) / (1 + len(null))
         for column, null in enumerate(nulls)
@@ -122,11 +129,12 @@ def null_p_values(statistics: Floats, nulls: Floats) -> Floats:
 
 
 def run_length(alarms: Floats) -> tuple[float, float, float]:
-    """Windows between false alarms and their 95% interval. alarms [references, draws]: which draws alarm.
+    """Returns the mean number of windows between false alarms and its 95% interval. alarms [references, draws]: draws
+    that alarm.
 
-    The rate's variance is that of its estimate, plus the variance of the rate between references beyond what the draws
-    of each explain; the interval is normal for the logarithm. Without an alarm the run-time is at least the number of
-    draws, and the interval begins at the exact bound of a rate of which nothing was seen.
+    The variance of the rate is that of its estimate plus the variance between references beyond sampling noise of the
+    draws; the interval is normal for the logarithm. Without any alarm the run length is at least the number of draws,
+    and the interval begins at the exact bound for a rate with no observed event.
     """
     rates = alarms.mean(axis=1)
     rate = float(rates.mean())

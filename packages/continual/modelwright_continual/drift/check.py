@@ -1,4 +1,4 @@
-"""Compares requests with a frozen reference."""
+"""Comparison of requests with a frozen reference."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,22 +22,22 @@ from modelwright_continual.drift.statistics import Floats, adjusted_where_moved,
 
 NUM_EXAMPLES = 3
 REFERENCE_UNITS = 4
-"""Sessions of the reference for each session of the window in the classifier test."""
+"""Number of reference sessions for each session of the window in the classifier test."""
 _OWN_LABELS = {NO_LABEL: "have no label", UNKNOWN: "have a label that the reference has not"}
 _MOST_UNITS = 1000
-"""Sessions of a window that the classifier test takes; from more it draws."""
+"""Maximum number of a window's sessions in the classifier test; from more, that many are drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureDrift:
-    """One feature of a window against the reference.
+    """Comparison of one feature in a window with the reference.
 
-    `statistic`: the effect in standard errors, or the classifier test's; `effect`: KS distance, total variation, or
-    KS distance of the classifier's logits, each the least probability mass that has moved; `p_value`: before the
-    adjustment for several features, for prompts of this window and those before it (`RecentWindows`); `adjusted_p`:
-    by Benjamini and Yekutieli; `cause`: one sentence without a word of a user; `category`: what the cause speaks of
-    where that is a label, in the users' words, "" otherwise; examples: prompts and answers typical for what the
-    window has more of, and for what the reference has more of.
+    statistic: the effect in standard errors, or the classifier test's statistic; effect: KS distance, total variation,
+    or KS distance of the classifier's logits, each a lower bound of the probability mass that has moved; p_value:
+    before the adjustment for several features, for prompts over this window and those before it (`RecentWindows`);
+    adjusted_p: by Benjamini and Yekutieli; cause: a sentence without any words of a user; category: the label named by
+    the cause, in the users' words, "" if there is none; window_examples, reference_examples: prompts and answers
+    typical of the increase in the window, and of the decrease.
     """
 
     name: str
@@ -55,7 +55,7 @@ class FeatureDrift:
 
 @dataclass(frozen=True, kw_only=True)
 class DriftReport:
-    """A window compared with a reference (`reference`: its digest). Times in Unix seconds."""
+    """Comparison of a window with a reference. reference: its digest; first_time, last_time: Unix seconds."""
 
     reference: str
     first_id: str
@@ -84,7 +84,7 @@ class DriftReport:
 
 @dataclass(frozen=True)
 class _Finding:
-    """A feature's figures before the adjustment, and how typical each record is for what has changed."""
+    """A feature's figures before the adjustment, and how typical each record is of the change."""
 
     name: str
     statistic: float
@@ -95,14 +95,15 @@ class _Finding:
     category: str
     window_scores: Floats
     reference_scores: Floats
-    """Higher: more typical for what the window has more of [n]; for what the reference has more of [examples]."""
+    """Scores of the window's records [n] and of the reference's examples [examples]; higher is more typical of the
+    increase in the window, or of the decrease."""
 
 
 def check_windows(
     records: Sequence[RequestRecord], reference: DriftReference, progress: Progress | None = None
 ) -> Iterator[DriftReport]:
-    """A report for each whole window of the records, in order of time; a rest that is no window is left out. Each one
-    is looked at by itself and together with those before it.
+    """Yields a report for each whole window of the records, in order of time; an incomplete last window is left out.
+    Each window is tested alone and together with those before it.
     """
     ordered = in_order(checked((f"record {number}", record) for number, record in enumerate(records, start=1)))
     size, recent = reference.config.window_requests, RecentWindows()
@@ -117,8 +118,8 @@ def check(
     *,
     recent: RecentWindows | None = None,
 ) -> DriftReport:
-    """Compare records, as one window, with the reference. recent: of the windows before, to which this one is added.
-    Raises `DataError` for records that are no requests.
+    """Compares records, as one window, with the reference. recent: statistics of the windows before it, to which this
+    one is added. Raises `DataError` for invalid request records.
     """
     progress, recent = progress or SilentProgress(), RecentWindows() if recent is None else recent
     records = in_order(checked((f"record {number}", record) for number, record in enumerate(records, start=1)))
@@ -198,7 +199,7 @@ def _judged(
 
 
 def _shown(texts: Sequence[tuple[str, str, str]], scores: Floats) -> tuple[str, ...]:
-    """The records with the highest scores, each of another session."""
+    """Returns the records with the highest scores, each from a different session."""
     shown: dict[str, str] = {}
     for number in np.argsort(-scores, kind="stable").tolist():
         session, prompt, answer = texts[number]
@@ -234,14 +235,14 @@ def _compare(
 
 
 def _scores_by_bin(values: Floats, edges: Floats, gains: Floats) -> Floats:
-    """How much each value's bin has gained; minus infinity where there is no value or the bin has lost."""
+    """Returns the gain of each value's bin; minus infinity for a missing value or a bin that has not gained."""
     bins = np.searchsorted(edges, np.nan_to_num(values), side="left")
     scores = gains[bins]
     return np.where(np.isnan(values) | (scores <= 0), -np.inf, scores)
 
 
 def _cause(marginal: Marginal, shares: Floats, unit: str) -> tuple[str, str]:
-    """Where the window has gained most, in words, and the label if it is one of the users'."""
+    """Describes the bin that gained most; also returns its label if that is one of the users' labels, else ""."""
     gains = shares - marginal.reference_shares
     best = int(gains.argmax())
     category = ""
@@ -261,9 +262,10 @@ def _classify(
     embeddings: NDArray[np.float32], units: Units, records: Sequence[RequestRecord], reference: DriftReference,
     recent: RecentWindows,
 ) -> _Finding:  # fmt: skip
-    """The classifier test between the window and a sample of the reference's sessions of like sizes. recent: the window
-    is added to it.
+    """Runs the classifier test between the window and a sample of the reference's sessions of similar sizes. recent:
+    statistics of the windows before it, to which this window is added.
     """
+    # Seeded by the window, so that a repeated check draws the same sessions and reports the same alarm.
     rng = np.random.default_rng(derive_seed(reference.config.seed, reference.digest, records[0]["id"], len(records)))
     window = np.arange(len(records))
     if len(units.weights) > _MOST_UNITS:
@@ -273,6 +275,7 @@ def _classify(
         reference.blocks[reference.embedded], np.bincount(codes), REFERENCE_UNITS * len(kept), rng
     )
     num_reference = int(reference_codes.max()) + 1
+    # The window's units come first.
     both = Units(
         np.concatenate([codes, len(kept) + reference_codes]),
         np.concatenate([units.weights[kept], np.ones(num_reference)]),
@@ -308,17 +311,19 @@ def _classify(
 
 
 def like_sized(blocks: Ints, sizes: Ints, count: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
-    """At most `count` randomly chosen blocks, cut so that their sizes are distributed as `sizes` where they are larger:
-    with means of fewer requests on one side, a permutation test would compare precision and not location. blocks [N].
-    Returns places of records and their blocks, numbered from 0.
+    """Draws at most `count` blocks and cuts them to the distribution of `sizes` where they are larger: if means on one
+    side were over fewer requests, a permutation test would compare precision instead of location. blocks [N]. Returns
+    the indices of records and their blocks, numbered from 0.
     """
     distinct, codes = np.unique(blocks, return_inverse=True)
     own_sizes = np.bincount(codes)
     chosen = rng.permutation(len(distinct))[:count]
     by_size = chosen[np.argsort(own_sizes[chosen], kind="stable")]
+    # The i-th smallest block is cut to the i-th quantile of `sizes`.
     limits = np.quantile(sizes, (np.arange(len(by_size)) + 0.5) / len(by_size), method="inverted_cdf").astype(np.int64)
     limit_of = np.zeros(len(distinct), dtype=np.int64)
     limit_of[by_size] = limits
+    # A random order within each block, whose first records are kept.
     order = rng.permutation(len(codes))
     order = order[np.argsort(codes[order], kind="stable")]
     rank = np.arange(len(codes)) - (np.cumsum(own_sizes) - own_sizes)[codes[order]]

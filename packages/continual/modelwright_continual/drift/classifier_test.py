@@ -1,10 +1,10 @@
 """The classifier two-sample test: can a classifier tell the requests of a window from those of the reference?
 
-A logistic regression learns on one half of the sessions and gives logits to the other, and the other way round. The
+A logistic regression is trained on one half of the sessions and gives logits to the other half, and vice versa. The
 statistic is the difference between the mean logits of the two samples (Cheng & Cloninger, IEEE Trans. Inf. Theory 68,
-2022) in standard errors; it sees a rare topic, with which classification accuracy (Lopez-Paz & Oquab, ICLR 2017) hardly
-changes. Both halves' statistics depend on each other, so the classifiers are trained anew for each permutation of the
-labels over sessions.
+2022) in standard errors; it detects a rare topic, which hardly changes classification accuracy (Lopez-Paz & Oquab, ICLR
+2017). The statistics of the two halves depend on each other, so the classifiers are retrained for each permutation of
+the labels over sessions.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,10 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class SeparationTest:
-    """`statistic`: difference of mean logits in standard errors; `permuted`: that of each permutation; `effect`: KS
-    distance between the logits of the two samples, a lower bound of the probability mass that has moved; `logits` [N]:
-    of each record, by the classifier that has not seen it, higher where it looks like the window.
+    """Result of the test. statistic: difference of mean logits in standard errors; permuted: the statistic of each
+    permutation; effect: KS distance between the logits of the two samples, a lower bound of the probability mass that
+    has moved; logits [N]: of each record, by the classifier that was not trained on it, higher if it looks like the
+    window.
     """
 
     statistic: float
@@ -41,7 +42,7 @@ class SeparationTest:
 def separation_test(
     embeddings: NDArray[np.float32], units: Units, is_window: NDArray[np.bool_], rng: np.random.Generator
 ) -> SeparationTest:
-    """Test whether window and reference differ. embeddings [N, D], of about unit variance; is_window [U]."""
+    """Tests whether window and reference differ. embeddings [N, D], of about unit variance; is_window [U]."""
     folds = _folds(is_window, rng)
     labels = _permuted(is_window, folds, rng)
     weights = units.weights[units.of_record] / units.sizes[units.of_record]
@@ -70,21 +71,24 @@ def separation_test(
 
 
 def fit_logistic(design: NDArray[np.float32], labels: Floats, weights: Floats) -> NDArray[np.float32]:
-    """Weights [D, P] of P ridge-penalized logistic regressions on the same records, each with labels of its own.
+    """Returns the weights [D, P] of P ridge-penalized logistic regressions on the same records, each with different
+    labels.
 
-    design [N, D]: the last column is the intercept, which has no penalty; labels [N, P]: 0 or 1; weights [N]. Newton's
-    method with the bound of Böhning & Lindsay (Ann. Inst. Statist. Math. 40, 1988) in place of the Hessian: it is the
-    same for all P and in all iterations, so 200 fits cost little more than one.
+    design [N, D]: the last column is the intercept, which is not penalized; labels [N, P]: 0 or 1; weights [N].
+    Newton's method with the bound of Böhning & Lindsay (Ann. Inst. Statist. Math. 40, 1988) in place of the Hessian: it
+    is the same for all P and in all iterations, so 200 fits cost little more than one.
     """
     penalty = np.full(design.shape[1], RIDGE * weights.sum() / 4)
     penalty[-1] = 0.0
     weighted = (design * weights[:, None]).astype(np.float32)
+    # The small ridge on every column, the intercept included, keeps the bound invertible.
     bound = weighted.T.astype(np.float64) @ design / 4 + np.diag(penalty + 1e-9 * weights.sum())
     inverse = np.linalg.inv(bound).astype(np.float32)
     penalty = penalty.astype(np.float32)
     target = labels.astype(np.float32)
     fitted = np.zeros((design.shape[1], labels.shape[1]), np.float32)
     for _ in range(_MOST_ITERATIONS):
+        # Clipped so that exp cannot overflow in FP32.
         probabilities = 1 / (1 + np.exp(-np.clip(design @ fitted, -30, 30)))
         step = inverse @ (weighted.T @ (target - probabilities) - penalty[:, None] * fitted)
         fitted += step
@@ -94,7 +98,7 @@ def fit_logistic(design: NDArray[np.float32], labels: Floats, weights: Floats) -
 
 
 def _means_of_units(scores: NDArray[np.float32], of_record: NDArray[np.int64], sizes: NDArray[np.int64]) -> Floats:
-    """Mean scores [U, P] of the records [N, P] of each unit; 0 for units without a record here."""
+    """Returns the mean scores [U, P] of each unit's records [N, P]; 0 for units without a record here."""
     from scipy.sparse import csr_array
 
     shares = 1 / sizes[of_record]
@@ -103,7 +107,7 @@ def _means_of_units(scores: NDArray[np.float32], of_record: NDArray[np.int64], s
 
 
 def _folds(is_window: NDArray[np.bool_], rng: np.random.Generator) -> NDArray[np.int64]:
-    """0 or 1 for each unit, half of each sample in each fold."""
+    """Assigns each unit to fold 0 or 1, half of each sample to each."""
     folds = np.empty(len(is_window), dtype=np.int64)
     for side in (False, True):
         members = rng.permutation(np.flatnonzero(is_window == side))
@@ -112,7 +116,7 @@ def _folds(is_window: NDArray[np.bool_], rng: np.random.Generator) -> NDArray[np
 
 
 def _permuted(is_window: NDArray[np.bool_], folds: NDArray[np.int64], rng: np.random.Generator) -> Floats:
-    """Labels [U, 1 + PERMUTATIONS]: the true ones, then permutations within each fold."""
+    """Returns labels [U, 1 + PERMUTATIONS]: the true ones, then permutations within each fold."""
     labels = np.repeat(is_window[:, None].astype(np.float64), 1 + PERMUTATIONS, axis=1)
     for fold in (0, 1):
         members = np.flatnonzero(folds == fold)
@@ -121,8 +125,9 @@ def _permuted(is_window: NDArray[np.bool_], folds: NDArray[np.int64], rng: np.ra
 
 
 def _difference(means: Floats, labels: Floats, weights: Floats) -> tuple[Floats, Floats]:
-    """Difference of the weighted means of both samples, and its variance if they are alike, for each column of labels
-    [U, P]. The variance is that of all units together: a group that only the window has would otherwise raise it.
+    """Returns the difference of the weighted means of both samples, and its variance if they are alike, for each column
+    of labels [U, P]. The variance is that of all units together, since a group that exists in the window only would
+    otherwise raise it.
     """
     shares = weights[:, None] / weights.sum()
     center = (shares * means).sum(axis=0)

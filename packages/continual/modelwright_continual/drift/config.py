@@ -1,4 +1,4 @@
-"""Settings of the drift monitor. Those of the reference are frozen with it, because its thresholds follow from them."""
+"""Settings of the drift monitor. The reference's settings are frozen with it, because its thresholds depend on them."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,16 @@ from modelwright.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class DriftConfig:
-    """What is compared, and how rarely it may alarm without a cause."""
+    """Settings of a reference: the size of a window, and how often and for how small a shift it may alarm."""
 
     window_requests: int = 1000
-    """Requests of a window. Traffic sets how long a window lasts, so twice the traffic gives twice as many windows."""
+    """Number of requests in a window. Traffic determines how long a window lasts: twice the traffic, twice as many
+    windows."""
     run_length: float = 200.0
-    """Windows between two false alarms, on average. The thresholds of all features together follow from it."""
+    """Mean number of windows between two false alarms. The thresholds of all features together follow from it."""
     min_effect: float = 0.03
-    """Least share of the probability mass that must have moved for an alarm, however significant a smaller shift is."""
+    """Smallest share of the probability mass that must have moved for an alarm, however significant a
+    smaller shift is."""
     seed: int = 0
     """Seed of the resampling."""
 
@@ -31,18 +33,18 @@ class DriftConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """How `modelwright drift watch` delivers alarms."""
+    """Settings for checking a growing file and delivering alarms (`modelwright drift watch`)."""
 
     cooldown_windows: int = 10
-    """Windows after an alarm in which the same features raise no other one; 0 reports every window."""
+    """Windows after an alarm in which the same features raise no further alarm; 0 reports every window."""
     poll_s: float = 5.0
-    """Seconds between two looks at the file of requests."""
+    """Seconds between two polls of the file of requests."""
     timeout_s: float = 10.0
-    """Seconds that the webhook may take to answer."""
+    """Seconds within which the webhook must answer."""
     first_retry_s: float = 1.0
-    """Seconds before a failed delivery is tried again; doubled after every failure."""
+    """Seconds before a failed delivery is retried; doubled after every failure."""
     max_retry_s: float = 60.0
-    """Most seconds between two attempts."""
+    """Maximum number of seconds between two attempts."""
 
     def __post_init__(self) -> None:
         if self.cooldown_windows < 0:

@@ -16,28 +16,28 @@ from modelwright.core.progress import Progress
 Embedding = NDArray[np.float32]
 
 WIDTH = 128
-"""Most components of an embedding; wider ones are projected."""
+"""Maximum number of components of an embedding; wider ones are projected."""
 RARITY_EDGES = (1, 3, 9, 27)
-"""Words that fewer than so many sessions of the reference have are counted by these steps, none at all first. A rare
-topic moves few components of an embedding, and many of these words."""
+"""Exclusive upper edges, in sessions of the reference, of the bins in which rare words are counted; words of no session
+come first. A rare topic changes few components of an embedding, but many of these words."""
 _BUCKETS = 2**18
 _SPREAD = 4
-"""Components that one n-gram goes to, so that no two n-grams share all of them."""
+"""Components to which one n-gram contributes, so that no two n-grams share all of them."""
 _MOST_CHARS = 4000
-"""Characters at the beginning of a prompt that are embedded."""
+"""Number of characters at the beginning of a prompt that are embedded."""
 _MOST_TOKENS = 1024
 _BATCH_TOKENS = 8192
 _CHUNK = 2000
 _PROJECTION_SEED = 20
-"""Fixed, because a reference's embeddings and later ones must have the same projection."""
+"""Fixed seed, because a reference's embeddings and later ones must have the same projection."""
 
 
 @dataclass(frozen=True)
 class NgramEmbedder:
     """Hashed words and groups of three characters, weighted by their rarity (TF-IDF) and randomly projected (Achlioptas
-    2003), and the shares of a prompt's words that are rare.
+    2003), and the shares of rare words in a prompt.
 
-    frequencies [2 * 2^18]: sessions of the reference that have an n-gram of each bucket, `num_sessions` in all.
+    frequencies [2 * 2^18]: number of sessions of the reference with an n-gram of each bucket, out of `num_sessions`.
     """
 
     frequencies: NDArray[np.int32]
@@ -45,7 +45,7 @@ class NgramEmbedder:
 
     @classmethod
     def fit(cls, texts: Sequence[str], sessions: NDArray[np.int64]) -> "NgramEmbedder":
-        """sessions [N]: the number of each prompt's session."""
+        """Counts n-grams in the reference. sessions [N]: session number of each prompt."""
         from scipy.sparse import csr_array
 
         num_sessions = int(sessions.max()) + 1 if len(sessions) else 0
@@ -54,10 +54,10 @@ class NgramEmbedder:
         return cls(frequencies.astype(np.int32), num_sessions)
 
     def embed(self, texts: Sequence[str], progress: Progress, *, is_reference: bool) -> tuple[Embedding, Embedding]:
-        """Projected n-grams [N, WIDTH] and shares of rare words [N, len(RARITY_EDGES)].
+        """Returns projected n-grams [N, WIDTH] and shares of rare words [N, len(RARITY_EDGES)].
 
-        is_reference: the texts are those that the frequencies count; then a text's own session is not counted, or no
-        word of the reference would be as new as those of later requests.
+        is_reference: the texts are those that the frequencies count; then a text's own session is not counted, since
+        otherwise no word of the reference would be as rare as new words of later requests.
         """
         parts: list[tuple[Embedding, Embedding]] = []
         progress.begin("embed prompts", len(texts), "prompts")
@@ -85,10 +85,11 @@ class NgramEmbedder:
 
 
 def _ngrams(texts: Sequence[str]) -> Any:
-    """Counts of hashed n-grams [N, 2 * _BUCKETS], sparse: words, then groups of three characters."""
+    """Counts hashed n-grams [N, 2 * _BUCKETS], sparse: words, then groups of three characters."""
     from scipy.sparse import hstack
     from sklearn.feature_extraction.text import HashingVectorizer
 
+    # Without alternating signs, because TF-IDF takes the logarithm of the counts.
     options: Any = {"n_features": _BUCKETS, "norm": None, "alternate_sign": False, "dtype": np.float32}
     words = HashingVectorizer(token_pattern=r"\w+", **options)
     chars = HashingVectorizer(analyzer="char_wb", ngram_range=(3, 3), **options)
@@ -97,7 +98,7 @@ def _ngrams(texts: Sequence[str]) -> Any:
 
 
 def _projection(num_inputs: int) -> Any:
-    """A sparse random projection to `WIDTH` components, the same in every process [num_inputs, WIDTH]."""
+    """Returns a sparse random projection [num_inputs, WIDTH], the same in every process."""
     from scipy.sparse import csr_array
 
     rng = np.random.default_rng(_PROJECTION_SEED)
@@ -107,10 +108,10 @@ def _projection(num_inputs: int) -> Any:
 
 
 class ModelEmbedder:
-    """The mean hidden states of a model's last layer over a prompt's first tokens."""
+    """Mean hidden states of a model's last layer over a prompt's first tokens."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `ModelError` if the folder holds no model that can be loaded."""
+        """Loads the model. Raises `ModelError` if the folder does not contain one that can be loaded."""
         from modelwright.data.tokenizer.tokenizer import Tokenizer
         from modelwright.model.hf import load_model
         from modelwright.pipeline.resolve import resolved_device
@@ -142,13 +143,14 @@ class ModelEmbedder:
         return result if result.shape[1] <= WIDTH else result @ _dense_projection(result.shape[1])
 
     def nats_per_token(self, texts: Sequence[str], progress: Progress) -> NDArray[np.float64]:
-        """The mean negative log-likelihood of each prompt's tokens [N], the logarithm of its perplexity; NaN for an
-        empty prompt.
+        """Returns the mean negative log-likelihood of each prompt's tokens [N], the logarithm of its perplexity; NaN
+        for an empty prompt.
         """
         from modelwright.evaluate.config import EvaluateConfig
         from modelwright.evaluate.scoring import Scored, sequence_nats
 
         config = EvaluateConfig()
+        # The start token is context and is not scored.
         sequences = [Scored(sequence, 1) for sequence in self._encode(texts)]
         nats = sequence_nats(
             self._model,
@@ -174,6 +176,7 @@ class ModelEmbedder:
 
         length = max(map(len, rows))
         ids_BT = torch.zeros((len(rows), length), dtype=torch.int64)
+        # Segment -1 marks padding.
         segments_BT = torch.full((len(rows), length), -1, dtype=torch.int32)
         for number, row in enumerate(rows):
             ids_BT[number, : len(row)] = torch.tensor(row)

@@ -1,4 +1,4 @@
-"""What is compared of requests besides their embeddings. `FEATURES` is the only list; a feature is one entry."""
+"""The features of requests that are compared besides their embeddings, all listed in `FEATURES`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,27 +8,31 @@ from modelwright.core.event_log import EventKind
 from modelwright_continual.drift.requests import RequestRecord
 
 Value = float | str | None
-"""A number, a category, or None where a record has no value."""
+"""A number, a category, or None for a missing value."""
 NO_LABEL = "(none)"
 
 
 @dataclass(frozen=True)
 class RequestFeature:
-    """A distribution over requests. Numbers are compared by Kolmogorov-Smirnov, categories by total variation."""
+    """A feature whose distribution over requests is compared: numbers by Kolmogorov-Smirnov, categories by total
+    variation.
+    """
 
     name: str
     kind: Literal["number", "category"]
     unit: str
-    """What its numbers count, for people."""
+    """Unit of the numbers, as reports show it."""
     values: Callable[[Sequence[RequestRecord], "TextScores"], Sequence[Value]]
-    """Takes records and what the model says of their prompts."""
+    """Function from records and the model's scores of their prompts to values."""
     alarm: EventKind
-    """What it means that the distribution has moved."""
+    """Explanation of an alarm in this feature."""
 
 
 @dataclass(frozen=True)
 class TextScores:
-    """`prompt_nats`: mean negative log-likelihood of each prompt's tokens, by the served model; empty without one."""
+    """Scores of the prompts by the served model. prompt_nats: mean negative log-likelihood of each prompt's tokens;
+    empty without a model.
+    """
 
     prompt_nats: Sequence[float] = ()
 
@@ -110,7 +114,7 @@ FEATURES = (
     ),
 )
 EMBEDDING = "prompt_embedding"
-"""The name of the classifier two-sample test among the features of a report."""
+"""Name of the classifier two-sample test among the features of a report."""
 ALARMS: Mapping[str, EventKind] = {
     **{feature.name: feature.alarm for feature in FEATURES},
     EMBEDDING: EventKind(
@@ -119,4 +123,4 @@ ALARMS: Mapping[str, EventKind] = {
         "requests (modelwright continual run).",
     ),
 }
-"""By the name of what has moved."""
+"""Explanations of alarms, by the name of the feature."""

@@ -14,14 +14,14 @@ from modelwright_continual.drift.sessions import Floats, Ints, Units, correlatio
 from modelwright_continual.drift.statistics import bin_shares, cdf_at, decile_edges, psi, total_variation
 
 LEAST_UNITS = 10
-"""A feature that fewer sessions of a window have is not tested there."""
+"""Minimum number of a window's sessions with a value; a feature with fewer is not tested there."""
 UNKNOWN = "(new)"
-"""The category of labels that the reference does not have."""
+"""Category of labels that do not occur in the reference."""
 
 
 @dataclass(frozen=True, eq=False)
 class Marginal:
-    """Values [N] of the reference's records: numbers, or places in `categories`; NaN where there is none."""
+    """One feature of the reference. values [N]: numbers, or indices into `categories`; NaN for a missing value."""
 
     name: str
     kind: Literal["number", "category"]
@@ -36,7 +36,7 @@ class Marginal:
         return cls(name, kind, empty.coded(values), units, categories)
 
     def coded(self, values: Sequence[Value]) -> Floats:
-        """Values as numbers; a category that the reference lacks is the last one."""
+        """Encodes values as numbers; a category that is missing from the reference gets the last index."""
         if self.kind == "number":
             return np.array([np.nan if one is None else one for one in values], dtype=np.float64)
         codes = {category: code for code, category in enumerate(self.categories)}
@@ -52,7 +52,7 @@ class Marginal:
 
     @cached_property
     def correlation(self) -> float:
-        """Within sessions; of the ranks of numbers, and of the indicators of categories."""
+        """Intraclass correlation within sessions, of the ranks of numbers or of the indicators of categories."""
         values = self.values[self.present]
         if self.kind == "number":
             indicators = (rankdata(values) / len(values))[:, None]
@@ -72,7 +72,7 @@ class Marginal:
         return decile_edges(self.values[self.present], self.present_units.record_weights)
 
     def shares(self, values: Floats, units: Units) -> Floats:
-        """Shares of the bins among values without NaN."""
+        """Returns the weight of each bin among values without NaN."""
         return bin_shares(values, units.record_weights, self.edges)
 
     @cached_property
@@ -80,10 +80,11 @@ class Marginal:
         return self.shares(self.values[self.present], self.present_units)
 
     def compare(self, values: Floats, units: Units) -> "Distance":
-        """The distance between the reference and a window's values [n], NaN where there is none."""
+        """Returns the distance between the reference and a window's values [n], NaN for missing ones."""
         mask = ~np.isnan(values)
         values, units = values[mask], units.present(mask)
         if len(units.weights) < LEAST_UNITS:
+            # A statistic of 0 has a p-value of 1, so the feature cannot alarm.
             return Distance(0.0, 0.0, 0.0)
         if self.kind == "number":
             mine = self.values[self.present]
@@ -98,8 +99,8 @@ class Marginal:
 
 @dataclass(frozen=True)
 class Distance:
-    """`effect`: KS distance or total variation; `statistic`: the effect in standard errors of a share near one half;
-    `psi`: of the reference's deciles or categories.
+    """Distance between two distributions. effect: KS distance or total variation; statistic: the effect in standard
+    errors of a share near one half; psi: over the reference's deciles or categories.
     """
 
     effect: float
@@ -109,8 +110,8 @@ class Distance:
 
 @dataclass(frozen=True, eq=False)
 class ResampledMarginal:
-    """A marginal prepared for many windows that consist of the reference's own records. positions [N]: place of each
-    record's value in the order of values, -1 where there is none.
+    """A marginal prepared for many windows that are drawn from the reference's own records. positions [N]: rank of each
+    record's value among the distinct values, -1 for a missing value.
     """
 
     source: Marginal
@@ -125,8 +126,8 @@ class ResampledMarginal:
         return cls(source, positions, len(distinct))
 
     def cumulative(self, multiplicities: Floats) -> Floats:
-        """The distribution function at each place, with a 0 before the first, of a reference that has each unit so many
-        times [U].
+        """Returns the distribution function at each distinct value, with a leading 0, of a reference in which unit u is
+        repeated multiplicities[u] times [U].
         """
         owners = self.source.units.of_record[self.source.present]
         sizes = np.bincount(owners, minlength=len(multiplicities))
@@ -135,8 +136,8 @@ class ResampledMarginal:
         return np.concatenate([[0.0], sums / sums[-1]])
 
     def compare(self, records: Ints, units: Units, reference: Floats) -> tuple[float, float]:
-        """Effect and statistic of the window of these records [n], as `Marginal.compare` gives them. reference: from
-        `cumulative`.
+        """Returns effect and statistic of the window of these records [n], as `Marginal.compare` does. reference:
+        result of `cumulative`.
         """
         positions = self.positions[records]
         if self.source.present.all():

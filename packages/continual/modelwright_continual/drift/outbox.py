@@ -1,5 +1,6 @@
-"""What a watcher has to remember: how far it has read, and alarms that are not delivered yet. One small file, replaced
-whole after each window, so that a process that is killed at any moment loses no alarm and raises none twice.
+"""The state of a watcher: its position in the file, and alarms that are not delivered yet. It is one small file,
+replaced as a whole after each window, so that a process killed at any moment neither loses an alarm nor raises it
+twice.
 """
 
 import fcntl
@@ -14,15 +15,15 @@ from modelwright.core.artifacts import make_folder, write_atomic
 from modelwright.core.errors import ArtifactError, ConfigError
 
 _REMEMBERED = 1000
-"""Delivered alarms whose ids are kept."""
+"""Number of delivered alarms whose ids are kept."""
 
 
 @dataclass
 class WatchState:
-    """`reference`: its digest; `file`, `offset`, `line`: where the next window begins; `windows`: how many there
-    were; `recent`: their latest statistics, as `RecentWindows` has them; `last_alarm`: for each feature, the window
-    of its last alarm that was not held back; `pending`: messages by the id of their alarm, the oldest first;
-    `delivered`: ids.
+    """A watcher's state. reference: its digest; file, offset, line: position of the next window; windows: number of
+    windows so far; recent: their latest statistics, as in `RecentWindows`; last_alarm: window of each feature's last
+    alarm that was reported; pending: messages by the id of their alarm, oldest first; delivered: ids of delivered
+    alarms.
     """
 
     reference: str = ""
@@ -37,14 +38,17 @@ class WatchState:
 
 
 class Outbox:
-    """The state in `folder`, which one process has at a time."""
+    """The state in `folder`, which one process at a time can open."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `ConfigError` if another process watches with this folder, `ArtifactError` if its state is damaged."""
+        """Opens the state. Raises `ConfigError` if another process watches with this folder, and `ArtifactError` if the
+        state is damaged.
+        """
         make_folder(folder)
         self.folder, self._path = folder, folder / "state.json"
         self._lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
         try:
+            # The kernel releases this lock when the process ends, even by `kill -9`.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._lock)
@@ -63,7 +67,7 @@ class Outbox:
         write_atomic(self._path, json.dumps(asdict(self.state), ensure_ascii=False))
 
     def put(self, key: str, message: Mapping[str, Any]) -> bool:
-        """Add a message unless one with this key is pending or was delivered. `save` makes it last."""
+        """Adds a message unless one with this key is pending or was delivered; `save` makes it permanent."""
         if key in self.state.pending or key in self.state.delivered:
             return False
         self.state.pending[key] = dict(message)

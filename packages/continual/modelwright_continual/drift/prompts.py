@@ -1,4 +1,4 @@
-"""Embeddings of prompts in the reference's units, and what the served model says of them."""
+"""Embeddings of prompts in the reference's units, and their scores by the served model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,12 @@ from modelwright.core.progress import Progress
 from modelwright_continual.drift.embedding import Embedding, NgramEmbedder
 from modelwright_continual.drift.features import TextScores
 
+# Lower bound of the deviation that components are divided by: one that hardly varies in the reference would otherwise
+# dominate.
 _LEAST_DEVIATION = 0.01
 _MOST_DEVIATIONS = 10.0
-"""Components are cut there: a rare word that no session of the reference has would otherwise outweigh all else."""
+"""Limit to which components are clipped: a rare word that occurs in no session of the reference would otherwise
+outweigh all else."""
 
 
 class PromptModel(Protocol):
@@ -26,13 +29,15 @@ class PromptModel(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PromptReader:
-    """Reads prompts: with the model if there is one, and always for rare words."""
+    """Embeds and scores prompts: shares of rare words always come from the n-grams, the rest from the model if there is
+    one.
+    """
 
     ngrams: NgramEmbedder
     model: PromptModel | None
 
     def embed(self, texts: Sequence[str], progress: Progress, *, is_reference: bool) -> Embedding:
-        """Mean hidden states or projected n-grams, and shares of rare words [N, D]."""
+        """Returns mean hidden states or projected n-grams, followed by shares of rare words [N, D]."""
         projected, rarity = self.ngrams.embed(texts, progress, is_reference=is_reference)
         if self.model is not None:
             projected = self.model.embed(texts, progress)
@@ -46,7 +51,7 @@ class PromptReader:
 
 @dataclass(frozen=True, eq=False)
 class Standard:
-    """Brings embeddings to the reference's mean and unit variance. center, scale [D]."""
+    """Scales embeddings to zero mean and unit variance in the reference. center, scale [D]."""
 
     center: NDArray[np.float32]
     scale: NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""The reference: what requests looked like when a model was released. It is frozen; a new model gets a new one."""
+"""The reference: the distribution of requests at a model's release. It is frozen; a new model gets a new reference."""
 
 import hashlib
 import json
@@ -29,20 +29,20 @@ from modelwright_continual.model_files import model_digest
 
 KIND = "drift-reference"
 LEAST_WINDOWS = 5
-"""Windows that a reference must have, or its own error would dominate every comparison."""
+"""Minimum number of windows in a reference; with fewer, its own error would dominate every comparison."""
 _LEAST_SHARE_PRESENT = 0.02
-"""A feature that a smaller share of the reference's records has is left out."""
+"""Minimum share of the reference's records with a value; a feature with fewer is left out."""
 _SUSPICIOUS = 0.01
-"""Probability of as many alarms in the reference itself, below which they are no chance."""
+"""Probability threshold for the number of alarms within the reference itself; below it they are not due to chance."""
 _MOST_EMBEDDED = 20_000
-"""Records whose embeddings the reference keeps; whole sessions are drawn from longer ones."""
+"""Maximum number of records whose embeddings the reference keeps; from more, whole sessions are drawn."""
 _NUM_EXAMPLES = 2000
 _EXAMPLE_CHARS = 300
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A record of the reference that can be shown. number: its place among the reference's records."""
+    """A record of the reference that reports can show. number: its index among the reference's records."""
 
     number: int
     session: str
@@ -52,8 +52,8 @@ class Example:
 
 @dataclass(frozen=True, eq=False)
 class DriftReference:
-    """A frozen reference. `blocks` [N]: the session, within its window, of each record; `embedded` [E]: records that
-    `embeddings` [E, D] are of, standardized; `model_digest`: "" if it was frozen without a model.
+    """A frozen reference. blocks [N]: session, within its window, of each record; embedded [E]: indices of the records
+    with `embeddings` [E, D], which are standardized; model_digest: "" if it was frozen without a model.
     """
 
     config: DriftConfig
@@ -70,7 +70,7 @@ class DriftReference:
     model_digest: str
     digest: str
     self_alarms: int
-    """Windows of the reference itself that alarm when they are compared with all of it."""
+    """Number of the reference's own windows that alarm when they are compared with the whole reference."""
 
     @property
     def has_embedding(self) -> bool:
@@ -81,7 +81,7 @@ class DriftReference:
         return len(self.blocks) // self.config.window_requests
 
     def calibration_line(self) -> str:
-        """The stated run-time, for people."""
+        """Describes the calibrated run length for the terminal."""
         one = self.calibration
         return (
             f"one false alarm in {one.run_length:.0f} windows of {self.config.window_requests:,} requests is expected "
@@ -89,7 +89,7 @@ class DriftReference:
         )
 
     def warning(self) -> str:
-        """What a user must know before the run-time is relied on; "" if there is nothing."""
+        """Returns a warning that the calibrated run length is not reliable, or "" if it is."""
         expected = self.num_windows / self.calibration.run_length
         if float(poisson.sf(self.self_alarms - 1, expected)) > _SUSPICIOUS:
             return ""
@@ -106,14 +106,16 @@ def freeze_reference(
     config: DriftConfig | None = None,
     progress: Progress | None = None,
 ) -> DriftReference:
-    """Write the reference of `records` to `folder` and return it.
+    """Writes the reference of `records` to `folder` and returns it.
 
-    model_folder: of the served model, for perplexities and embeddings. Raises `ConfigError` if `folder` has a reference
-    already, and `DataError` for records that are no requests or too few.
+    model_folder: folder of the served model, for perplexities and embeddings. Raises `ConfigError` if `folder` already
+    contains a reference, and `DataError` for invalid or too few request records.
     """
     config, progress = config or DriftConfig(), progress or SilentProgress()
     if is_finished(folder):
-        raise ConfigError(f"{folder}: holds a reference, which stays as it is; choose another folder for a new one")
+        raise ConfigError(
+            f"{folder}: already contains a reference, which never changes; choose another folder for a new one"
+        )
     records = in_order(checked((f"record {number}", record) for number, record in enumerate(records, start=1)))
     if len(records) < LEAST_WINDOWS * config.window_requests:
         raise DataError(
@@ -125,11 +127,12 @@ def freeze_reference(
     with write_artifact(folder, kind=KIND, digest=built.digest, inputs={"model": built.model_digest}) as draft:
         _save(built, draft.path)
         draft.facts.update(requests=len(records), self_alarms=built.self_alarms, level=built.calibration.level)
+    # Loading it checks the files that were just written, and gives the same object as later commands get.
     return load_reference(folder, model_folder)
 
 
 def load_reference(folder: Path, model_folder: Path | None = None) -> DriftReference:
-    """Read a reference. model_folder: where the model is now, if the reference was frozen with one.
+    """Loads a reference. model_folder: current folder of the model, if the reference was frozen with one.
 
     Raises `ArtifactError` if files are damaged, and `ConfigError` for another model than the reference's.
     """
@@ -215,27 +218,28 @@ def _build(
 
 
 def _is_usable(values: Sequence[Any]) -> bool:
-    """Whether enough records have a value, and not all the same."""
+    """Returns whether enough records have a value, and not all have the same one."""
     present = [one for one in values if one is not None]
     return len(present) >= max(1, _LEAST_SHARE_PRESENT * len(values)) and len(set(present)) > 1
 
 
 def _blocks(sessions: Ints, users_of_session: Ints, window_requests: int) -> tuple[Ints, Ints]:
-    """The block of each record [N], a session within a window, and the user of each block [F]."""
+    """Returns the block of each record [N], a session within a window, and the user of each block [F]."""
     windows = np.arange(len(sessions)) // window_requests
+    # One number for each pair of window and session.
     keys, blocks = np.unique(windows * len(users_of_session) + sessions, return_inverse=True)
     return blocks, users_of_session[keys % len(users_of_session)]
 
 
 def _busiest_user(blocks: Ints, users: Ints, window_requests: int) -> float:
-    """The largest share that any user's sessions had of a whole window of the reference."""
+    """Returns the largest share of a whole window's sessions that belonged to one user."""
     starts = range(0, len(blocks) - window_requests + 1, window_requests)
     of_windows = [users[np.unique(blocks[start : start + window_requests])] for start in starts]
     return max(float(np.bincount(owners).max() / len(owners)) for owners in of_windows)
 
 
 def _whole_blocks(blocks: Ints, num_blocks: int, most: int, rng: np.random.Generator) -> Ints:
-    """Records of randomly drawn blocks, at most about `most`, in their order."""
+    """Returns the records of randomly drawn blocks, at most about `most`, in their original order."""
     sizes = np.bincount(blocks, minlength=num_blocks)
     order = rng.permutation(num_blocks)
     chosen = order[: max(1, int(np.searchsorted(np.cumsum(sizes[order]), most, side="right")))]
@@ -250,8 +254,8 @@ def _self_alarms(
     calibration: DriftCalibration,
     config: DriftConfig,
 ) -> int:
-    """How many windows of the reference alarm by their marginals: many do if traffic changes in slow rhythms, which the
-    bootstrap of sessions does not imitate.
+    """Counts the reference's windows that alarm by their marginals: many do if traffic changes in slow rhythms, which
+    the bootstrap of sessions does not reproduce.
     """
     count = 0
     for start in range(0, len(blocks) - config.window_requests + 1, config.window_requests):
@@ -271,7 +275,7 @@ def _examples(records: Sequence[RequestRecord], numbers: NDArray[np.int64]) -> l
 
 
 def example_texts(record: RequestRecord) -> tuple[str, str, str]:
-    """Session, prompt and answer of a record, cut to what a report shows."""
+    """Returns session, prompt and answer of a record, shortened for reports."""
     prompt, answer = ((record.get(name) or "")[:_EXAMPLE_CHARS] for name in ("prompt", "answer"))
     return str(record.get("session") or record["id"]), prompt, answer
 

@@ -1,4 +1,4 @@
-"""Reports as text for a terminal."""
+"""Drift reports as text for a terminal."""
 
 from datetime import UTC, datetime
 
@@ -8,7 +8,7 @@ _SHOWN_CHARS = 100
 
 
 def as_text(report: DriftReport) -> str:
-    """A table of all features, then cause and examples of those that drifted."""
+    """Formats a table of all features, then cause and examples of those that drifted."""
     times = [
         datetime.fromtimestamp(one, UTC).strftime("%Y-%m-%d %H:%M:%S") for one in (report.first_time, report.last_time)
     ]

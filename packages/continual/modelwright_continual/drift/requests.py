@@ -1,4 +1,4 @@
-"""Reads and checks exported request records: JSON Lines or Parquet, one flat record for each request."""
+"""Reading and validation of exported request records: JSON Lines or Parquet, one flat record per request."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,38 +10,43 @@ from modelwright.data.sources.find_files import locate
 from modelwright.data.sources.readers import File, Limit, read_jsonl, read_parquet
 
 RequestRecord = Mapping[str, Any]
-"""One exported request. Read are `id`, `time` (Unix seconds), `session`, `user`, `version`, `prompt`, `answer`,
-`prompt_tokens`, `completion_tokens`, `feedback_label` and `feedback_score`; all but the first two may be null."""
+"""Exported request. The fields `id`, `time` (Unix seconds), `session`, `user`, `version`, `prompt`, `answer`,
+`prompt_tokens`, `completion_tokens`, `feedback_label` and `feedback_score` are read; all but the first two may be null.
+"""
 
 _TEXTS = ("session", "user", "version", "prompt", "answer", "feedback_label")
 _NUMBERS = ("prompt_tokens", "completion_tokens", "feedback_score")
 _REQUIRED = ("id", "time", "session", "prompt")
 _LIMIT = Limit(16 * 2**20, "leave the request out")
 _END_OF_TIME = 32_503_680_000
-"""Unix seconds of the year 3000; times in milliseconds lie beyond it."""
+"""Unix seconds of the year 3000; a larger time is in milliseconds."""
 COLUMNS = ("id", "time", *_TEXTS, *_NUMBERS)
 
 
 def read_requests(sources: Sequence[str]) -> list[RequestRecord]:
-    """All records of files, folders or patterns, in order of time. Raises `DataError` that names file and line."""
+    """Reads all records of files, folders or patterns, in order of time. Raises `DataError` that names file
+    and line.
+    """
     for source in sources:
         if "://" not in source and not any(mark in source for mark in "*?[") and not Path(source).exists():
             raise DataError(f"{source}: no such file; write it with modelwright requests export")
     files = list(locate(tuple(sources), lambda reason, name: None))
     records = in_order(record for file in files for record in checked(_records(file)))
     if not records:
-        raise DataError(f"{', '.join(sources)}: holds no request; write one with modelwright requests export")
+        raise DataError(
+            f"{', '.join(sources)}: does not contain any request; write them with modelwright requests export"
+        )
     return records
 
 
 def in_order(records: Iterable[RequestRecord]) -> list[RequestRecord]:
-    """Records by time, then by id: the order in which they stand in a file does not matter."""
+    """Sorts records by time, then by id, so that their order in a file does not matter."""
     return sorted(records, key=lambda record: (record["time"], record["id"]))
 
 
 def checked(records: Iterable[tuple[str, RequestRecord]]) -> Iterator[RequestRecord]:
-    """The records, given with where they stand. Raises `DataError` at the first one that is not a request, or that was
-    there before.
+    """Yields the records. records: pairs of a record's location and the record. Raises `DataError` at the first one
+    that is not a valid request or repeats an id.
     """
     places: dict[str, str] = {}
     for where, record in records:
@@ -54,7 +59,7 @@ def checked(records: Iterable[tuple[str, RequestRecord]]) -> Iterator[RequestRec
 
 
 def problem_of(record: RequestRecord) -> str:
-    """What is wrong with a record and the remedy, "" if nothing is."""
+    """Describes the first problem of a record and its remedy; "" for a valid record."""
     for name in _REQUIRED:
         if name not in record:
             return f"has no {name!r}; export the requests with modelwright requests export"
@@ -86,5 +91,5 @@ def _records(file: File) -> Iterator[tuple[str, RequestRecord]]:
 
 
 def complain(reason: str, where: str, problem: str, remedy: str) -> NoReturn:
-    """Raise `DataError`: a record that cannot be read is no small matter for a distribution."""
+    """Raises `DataError`, since every record that cannot be read changes a distribution."""
     raise DataError(f"{where}: {problem}; {remedy}")

@@ -23,7 +23,7 @@ from modelwright_continual.drift.webhook import post_json
 
 @dataclass(frozen=True)
 class _Window:
-    """Records of a window, and where the next one begins."""
+    """Records of a window, and the position of the next one."""
 
     records: list[RequestRecord]
     offset: int
@@ -42,11 +42,11 @@ def watch(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Check windows of the JSON Lines file `path` as it grows, until the process is stopped.
+    """Checks windows of the JSON Lines file `path` as it grows, until the process is stopped.
 
     webhook: the address, "" for none; once: end when all whole windows are checked and all alarms delivered; clock,
-    sleep: in seconds, for tests. Raises `DataError` with file and line for a record that is no request, `ConfigError`
-    if the state is of another watch.
+    sleep: in seconds, for tests. Raises `DataError` with file and line for an invalid request record, and `ConfigError`
+    if the state belongs to another watch.
     """
     outbox = Outbox(state_folder)
     try:
@@ -57,6 +57,7 @@ def watch(
             if window is not None:
                 _check_window(window, reference, outbox, config, progress)
             courier.deliver_due()
+            # Catches up with the file before sleeping.
             if window is not None:
                 continue
             if once and not (webhook and outbox.state.pending):
@@ -76,9 +77,10 @@ def _claim(outbox: Outbox, path: Path, reference: DriftReference) -> None:
 
 
 def read_window(path: Path, offset: int, line: int, num_requests: int) -> _Window | None:
-    """The next window of a JSON Lines file; None while it has too few whole lines. line: number of the one at `offset`.
+    """Reads the next window of a JSON Lines file; None while it has too few complete lines. line: number of the line at
+    `offset`.
 
-    Raises `DataError` if the file is shorter than what was read already.
+    Raises `DataError` if the file has become shorter than `offset`.
     """
     if path.suffix != ".jsonl":
         raise DataError(f"{path}: cannot be followed; give a .jsonl file, or use modelwright drift check")
@@ -86,7 +88,7 @@ def read_window(path: Path, offset: int, line: int, num_requests: int) -> _Windo
     try:
         with open(path, "rb") as file:
             if file.seek(0, 2) < offset:
-                raise DataError(f"{path}: is shorter than what was read of it; watch a new file with a new --state")
+                raise DataError(f"{path}: is shorter than the part that was read; watch a new file with a new --state")
             file.seek(offset)
             while len(lines) < num_requests and (text := file.readline()).endswith(b"\n"):
                 lines.append(text)
@@ -112,7 +114,7 @@ def _parsed(where: str, text: bytes) -> tuple[str, RequestRecord]:
 def _check_window(
     window: _Window, reference: DriftReference, outbox: Outbox, config: WatchConfig, progress: Progress
 ) -> None:
-    """Check a window and save, in one step, that it was checked and what is to be delivered."""
+    """Checks a window and saves its result in one step: the new position together with the alarms to deliver."""
     state, recent = outbox.state, RecentWindows(outbox.state.recent)
     report = check(window.records, reference, recent=recent)
     state.recent = recent.statistics
@@ -123,6 +125,7 @@ def _check_window(
         key = alarm_key(report)
         file = outbox.folder / "alarms" / f"{key}.json"
         make_folder(file.parent)
+        # The file is written before the state, so that a saved alarm always has its report.
         write_atomic(file, json.dumps(report.as_json(), indent=1, ensure_ascii=False))
         outbox.put(key, message(report, key, state.windows, file))
         progress.note(f"window {state.windows}: {', '.join(report.alarmed)} drifted; {file}")
@@ -134,19 +137,21 @@ def _check_window(
 def fresh_features(
     alarmed: tuple[str, ...], last_alarm: Mapping[str, int], window: int, cooldown_windows: int
 ) -> list[str]:
-    """The features whose alarm is news: none of theirs within the cool-down. One is enough for a message."""
+    """Returns the features whose alarm is new: without an alarm within the cool-down. One is enough for a message."""
     return [name for name in alarmed if name not in last_alarm or window - last_alarm[name] > cooldown_windows]
 
 
 def alarm_key(report: DriftReport) -> str:
-    """The same for the same window and reference, whoever finds the alarm and how often."""
+    """Returns an id that depends on the window and the reference only, so that repeated deliveries of an alarm are
+    recognized.
+    """
     text = "\n".join([report.reference, report.first_id, report.last_id, str(report.num_requests)])
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def message(report: DriftReport, key: str, window: int, file: Path) -> dict[str, Any]:
-    """What the webhook gets: figures and causes, but no text of a user; that is in `file`. `text` is what chat services
-    show.
+    """Builds the webhook's message: figures and causes, but no text of a user, which is only in `file`. The key `text`
+    is what chat services show.
     """
     drifted = [feature for feature in report.features if feature.alarm]
     return {
@@ -171,8 +176,8 @@ def message(report: DriftReport, key: str, window: int, file: Path) -> dict[str,
 
 
 class _Courier:
-    """Delivers pending messages in order, with a pause after each failure that doubles up to a limit. Nothing is given
-    up: what cannot be delivered stays in the outbox.
+    """Delivers pending messages in order, with a pause after each failure that doubles up to a limit. It never gives
+    up: a message that cannot be delivered stays in the outbox.
     """
 
     def __init__(
@@ -198,7 +203,7 @@ class _Courier:
                 self._progress.note(f"alarm {key} delivered to {shown_host(self._webhook)}")
 
     def wait_s(self) -> float:
-        """Seconds until the next attempt, if there is something to deliver."""
+        """Returns the seconds until the next attempt, or until the next poll if nothing is pending."""
         if not (self._webhook and self._outbox.state.pending):
             return self._config.poll_s
         return max(0.0, self._due - self._clock())

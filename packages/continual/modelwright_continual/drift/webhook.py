@@ -1,4 +1,4 @@
-"""Sends one JSON message to a webhook. The caller decides what is sent again after a failure, and when."""
+"""Sends one JSON message to a webhook. Retries are the caller's concern."""
 
 import http.client
 import json
@@ -13,18 +13,22 @@ from modelwright.serve.ab.client import NoRedirects
 
 
 def check_webhook(url: str) -> None:
-    """Raise `ConfigError` unless `url` is an HTTP address. The error does not repeat it, since it may hold a secret."""
+    """Raises `ConfigError` unless `url` is an HTTP address. The error does not quote it, since it may
+    contain a secret.
+    """
     try:
         parts = urllib.parse.urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_address = False
     if not is_address:
-        raise ConfigError("--webhook: is no address; write https://HOST/PATH")
+        raise ConfigError("--webhook: is not an address; write https://HOST/PATH")
 
 
 def post_json(url: str, message: Mapping[str, Any], *, idempotency_key: str, timeout_s: float) -> str:
-    """POST a message; "" if the answer's status is 2xx, else what went wrong, without the address."""
+    """POSTs a message; returns "" if the answer's status is 2xx, else a description of the failure without
+    the address.
+    """
     request = urllib.request.Request(
         url,
         data=json.dumps(message, ensure_ascii=False).encode(),
@@ -32,6 +36,7 @@ def post_json(url: str, message: Mapping[str, Any], *, idempotency_key: str, tim
         method="POST",
     )
     try:
+        # A redirect would send the message to an address that the user did not name.
         with urllib.request.build_opener(NoRedirects()).open(request, timeout=timeout_s) as answer:
             answer.read(1)
             return ""

@@ -1,1 +1,1 @@
-"""The gate: whether an updated model may take the place of the one in service."""
+"""The gate, which decides whether an updated model may replace the one in service."""

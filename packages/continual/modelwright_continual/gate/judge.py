@@ -1,7 +1,8 @@
-"""Judges an update: checks of its texts, then both models on the benchmark's test half, each as it is served.
+"""Judgment of an update: checks of its texts, then both models on the benchmark's test half, each in the form in which
+it is served.
 
-Old tasks must not get worse by more than a margin (non-inferiority), new ones must get better (superiority), at the
-level that is left for this use of the test half. Each measure has to pass, so several need no correction
+Old tasks must not get worse by more than a margin (non-inferiority) and new ones must get better (superiority), at the
+level that remains for this use of the test half. All measures have to pass, so testing several needs no correction
 (intersection-union test, Berger 1982).
 """
 
@@ -54,14 +55,14 @@ KIND = "gate"
 FOLDER = "gate"
 VERDICT = "verdict.json"
 MOST_CHECKED = 2000
-"""New texts, and old ones, whose costs are measured; from more, so many are drawn."""
+"""Maximum number of new texts, and of old ones, that are scored; from more, that many are drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateConfig:
-    """What a candidate has to show. margin: by how much costs on old tasks may grow, relative to the champion's, and
-    accuracies fall; alpha: probability of an error over all uses of a benchmark together; max_uses: after which its
-    test half is used up.
+    """Requirements on a candidate. margin: largest relative growth of costs on old tasks over the champion's, and
+    largest fall of accuracies; alpha: probability of an error over all uses of a benchmark together; max_uses: number
+    of uses after which its test half is exhausted.
     """
 
     margin: float = 0.02
@@ -82,8 +83,8 @@ class GateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the gate found about two models, by their digests; the versions are what a server calls them. use: the
-    number of this use of the test half, 0 if the texts were refused before.
+    """The gate's verdict on two models, which are identified by their digests; candidate_version, champion_version: the
+    names by which a server knows them. use: number of this use of the test half, 0 if the texts were refused first.
     """
 
     passed: bool
@@ -99,7 +100,7 @@ class Verdict:
 
     @property
     def reasons(self) -> list[str]:
-        """Why the candidate was refused; [] if it was not."""
+        """Reasons for the refusal of the candidate; [] if it was not refused."""
         failed = [f"{check.name}: {check.text}" for check in self.checks if not check.passed]
         return [*failed, *(measure.describe() for measure in self.measures if not measure.passed)]
 
@@ -107,7 +108,7 @@ class Verdict:
         return asdict(self) | {"reasons": self.reasons}
 
     def table(self) -> str:
-        """For a terminal."""
+        """Formats the verdict for a terminal."""
         lines = [f"{check.name}: {check.text}: {'passed' if check.passed else 'REFUSED'}" for check in self.checks]
         lines += [measure.describe() for measure in self.measures]
         if self.use:
@@ -116,7 +117,7 @@ class Verdict:
 
     @classmethod
     def read(cls, folder: Path) -> "Verdict":
-        """The verdict in a finished folder. Raises `ArtifactError` if it was changed since."""
+        """Reads the verdict in a finished folder. Raises `ArtifactError` if it was changed since it was written."""
         read_manifest(folder, kind=KIND, verify=True)
         plain = json.loads((folder / VERDICT).read_text(encoding="utf-8"))
         plain.pop("reasons")
@@ -127,8 +128,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class JudgedModel:
-    """A model as it is served. digest: of the folder's files that decide what it says; version: what a server that
-    has loaded it calls it.
+    """A model in the form in which it is served. digest: of the folder's files that determine its answers; version:
+    name of the model on a server that has loaded it.
     """
 
     model: Decoder
@@ -138,10 +139,11 @@ class JudgedModel:
 
 
 def judge(run: RunDir, champion: Path, benchmark: Benchmark, config: GateConfig, progress: Progress) -> Verdict:
-    """Judge the quantized model of an update against `champion`, the folder in service; a verdict that exists is taken.
+    """Judges the quantized model of an update against `champion`, the folder in service; reuses an existing verdict on
+    the same inputs.
 
-    The test half is used, and that is counted, only by texts and models that passed the checks. Raises `ConfigError`
-    when it is used up.
+    The test half is used, and the use counted, only if texts and models passed the checks. Raises `ConfigError` if it
+    is exhausted.
     """
     folder = run.path / FOLDER
     candidate_folder = quantized_folder(run)
@@ -154,6 +156,7 @@ def judge(run: RunDir, champion: Path, benchmark: Benchmark, config: GateConfig,
     measures: list[GateMeasure] = []
     number, level = 0, 0.0
     if all(check.passed for check in checks):
+        # Counted before the comparison, since a process that is killed later may have seen results.
         number = _use(benchmark, candidate.digest, old_model.digest, config)
         level = level_of_use(number, config.alpha)
         comparison = PairedComparison(level=level, margin=config.margin, resamples=config.resamples, seed=config.seed)
@@ -178,7 +181,7 @@ def judge(run: RunDir, champion: Path, benchmark: Benchmark, config: GateConfig,
 
 
 def load_judged(folder: Path, kernels: Int8WeightsConfig) -> JudgedModel:
-    """The model in a folder, quantized or not, in memory as the server has it."""
+    """Loads the model in a folder, quantized or not, in the form that the server has in memory."""
     model: Any = load_int8(folder, kernels) if is_int8_folder(folder) else load_model(folder)
     model = model.to(resolved_device("auto")).eval()
     return JudgedModel(model, Tokenizer.load(folder), model_digest(folder), weights_fingerprint(model))
@@ -187,8 +190,8 @@ def load_judged(folder: Path, kernels: Int8WeightsConfig) -> JudgedModel:
 def check_texts(
     run: RunDir, champion: JudgedModel, candidate: JudgedModel, benchmark: Benchmark, progress: Progress
 ) -> list[PoisonCheck]:
-    """The checks of the texts that the run has learned from, as they were after cleaning. A replay that the model wrote
-    itself is compared with held-out texts alone: how predictable it is to its own author says nothing.
+    """Runs the checks of the cleaned texts that the run was trained on. A replay that the model generated is compared
+    with held-out texts only: its predictability to the model that wrote it is meaningless.
     """
     trained = list(read_kept(run.stage(CLEAN.name).artifact, split="train"))
     bodies = {
@@ -196,7 +199,9 @@ def check_texts(
         OLD: [one for one in trained if one.source == OLD and not is_own(one.meta)],
     }
     if not bodies[NEW]:
-        raise DataError(f"{run.stage(CLEAN.name).artifact}: no new text is left after cleaning; see what was dropped")
+        raise DataError(
+            f"{run.stage(CLEAN.name).artifact}: no new text is left after cleaning; see its report of dropped texts"
+        )
     with open(data_folder(run) / HELDOUT_FILE, encoding="utf-8") as file:
         heldout = HeldoutTexts.of(Document.from_json(line) for line in file)
     trusted = {task: benchmark.read(task, "validation") for task in TASKS}
@@ -223,7 +228,9 @@ def check_texts(
 def _check_templates(
     run: RunDir, champion: JudgedModel, candidate: JudgedModel, trusted: Sequence[Document], progress: Progress
 ) -> list[PoisonCheck]:
-    """One check if templates were capped: of how many texts they had, and of what the update made of those left out."""
+    """Returns one check if templates were capped, else none: of the number of texts that they had, and of the update's
+    influence on the texts that were left out.
+    """
     facts = read_manifest(data_folder(run)).facts
     capped = facts["capped"].get("template")
     if not capped:
@@ -231,6 +238,7 @@ def _check_templates(
     left_out = drawn_texts(_read(data_folder(run) / CAPPED_FILE))
     groups = template_groups([*left_out, *trusted])
     usual = [group in set(groups[: len(left_out)]) - {""} for group in groups[len(left_out) :]]
+    # Each capped template kept `limit` texts. The test needs counts only, so the order of `found` is arbitrary.
     num_alike, num_texts = capped["capped"] + capped["groups"] * capped["limit"], capped["capped"] + facts["new"]
     found = [number < num_alike for number in range(num_texts)]
     frequency = check_share(
@@ -249,13 +257,15 @@ def _read(path: Path) -> list[Document]:
 
 
 def drawn_texts(documents: Sequence[Document]) -> list[Document]:
-    """At most `MOST_CHECKED` of the documents, wherever they stand: a source that comes last is checked like others."""
+    """Draws at most `MOST_CHECKED` documents, independent of their order, so that a source at the end is checked like
+    the others.
+    """
     ranked = sorted(documents, key=lambda document: derive_seed(0, "gate", document.id, document.text))
     return ranked[:MOST_CHECKED]
 
 
 def _bits(judged: JudgedModel, documents: Sequence[Document], progress: Progress) -> list[float]:
-    """Bits per byte of the whole text of each document; of a conversation the questions, too."""
+    """Returns bits per byte of the whole text of each document; questions of a conversation are included."""
     rows = text_costs(judged.model, judged.tokenizer, documents, EvaluateConfig(), progress=progress)
     return [row["nats"] / math.log(2) / max(1, row["num_bytes"]) for row in rows]
 
@@ -280,7 +290,9 @@ def _compare(
     config: GateConfig,
     progress: Progress,
 ) -> list[GateMeasure]:
-    """Old tasks are not worse in anything; new ones are better in bits per byte and not clearly worse in accuracy."""
+    """Compares the models on a task: no measure of an old task may be worse; a new task must be better in bits per byte
+    and not clearly worse in accuracy.
+    """
     documents = benchmark.read(task, "test")
     scores = [_scores(judged, documents, config, progress) for judged in (champion, candidate)]
     measures = []
@@ -295,7 +307,7 @@ def _compare(
 def _scores(
     judged: JudgedModel, documents: Sequence[Document], config: GateConfig, progress: Progress
 ) -> Mapping[str, list[dict[str, Any]]]:
-    """Rows for each measure that the documents allow."""
+    """Returns rows of scores for each measure that the documents allow."""
     model, tokenizer, settings = judged.model, judged.tokenizer, EvaluateConfig()
     costs = record_costs(model, tokenizer, documents, settings, progress=progress)
     spoken = [document for document in documents if document.kind == "qa"]

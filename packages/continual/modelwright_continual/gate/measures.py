@@ -1,9 +1,9 @@
-"""Two models on a benchmark: differences between their scores of the same records, with one-sided bounds.
+"""Comparison of two models on a benchmark: differences between their scores of the same records, with one-sided bounds.
 
-Bounds of costs are those of a paired bootstrap, widened as Student's t is wider than the normal distribution, because
+Bounds of costs are those of a paired bootstrap, widened by the ratio of Student's t to the normal distribution, because
 percentiles of few records are too narrow (Hesterberg 2015, What teachers should know about the bootstrap, section 4).
-Bounds of accuracies are score bounds for paired proportions (Tango, Statistics in Medicine 17, 1998), because a
-bootstrap has an interval without width where no answer has changed.
+Bounds of accuracies are score bounds for paired proportions (Tango, Statistics in Medicine 17, 1998), because the
+interval of a bootstrap has zero width if no answer has changed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,17 +18,19 @@ from modelwright.core.seeds import derive_seed
 from modelwright.evaluate.bits_per_byte import resampled_ratios
 
 LEAST_TAIL = 20
-"""Resamples beyond a bound, or the bound itself would be noise."""
+"""Minimum number of resamples beyond a bound; with fewer, the bound itself would be noise."""
 _ABOVE = 1e-9
-"""How far above the estimate the search for a score bound begins; without changed answers the estimate is a root."""
+"""Offset above the estimate at which the search for a score bound begins; without changed answers the estimate itself
+is a root."""
 Rule = Literal["not worse", "better", "not clearly worse"]
 Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateMeasure:
-    """One measure of one task. Differences are the candidate's figure minus the champion's: of costs relative to the
-    champion's, of accuracies absolute; positive is worse. low, high: one-sided bounds, each at the level of the use.
+    """A measure on a task. Differences are the candidate's figure minus the champion's: for costs relative to the
+    champion's, for accuracies absolute, as a difference of error rates; positive is worse. low, high: one-sided bounds,
+    each at the level of the use.
     """
 
     task: str
@@ -44,8 +46,8 @@ class GateMeasure:
 
     @property
     def passed(self) -> bool:
-        """`not worse`: the upper bound lies within the margin; `better`: it is below zero; `not clearly worse`: the
-        lower bound is not above zero.
+        """True if the measure passes its rule. `not worse`: the upper bound is within the margin; `better`: it is below
+        zero; `not clearly worse`: the lower bound is not above zero.
         """
         match self.rule:
             case "not worse":
@@ -66,7 +68,7 @@ class GateMeasure:
 
 @dataclass(frozen=True, kw_only=True)
 class PairedComparison:
-    """How two models are compared. level: of each one-sided bound."""
+    """Settings of a comparison of two models. level: of each one-sided bound."""
 
     level: float
     margin: float
@@ -78,7 +80,7 @@ class PairedComparison:
         return max(self.resamples, int(np.ceil(LEAST_TAIL / self.level)))
 
     def costs(self, task: str, name: str, rule: Rule, champion: Rows, candidate: Rows) -> GateMeasure:
-        """Compare nats, shown as bits per byte. Raises `ValueError` for scores of different records."""
+        """Compares nats, which are shown as bits per byte. Raises `ValueError` for scores of different records."""
         _require_same(champion, candidate)
         before, after = (np.array([float(row["nats"]) for row in rows]) for rows in (champion, candidate))
         num_bits = np.log(2) * sum(int(row["num_bytes"]) for row in champion)
@@ -103,8 +105,8 @@ class PairedComparison:
         )
 
     def accuracy(self, task: str, name: str, rule: Rule, champion: Rows, candidate: Rows) -> GateMeasure:
-        """Compare right answers; the difference is in wrong ones, so that positive is worse, as with costs. Raises as
-        `costs` does.
+        """Compares accuracies, as a difference of error rates (positive: the candidate is worse, as for costs). Raises
+        `ValueError` for scores of different records.
         """
         _require_same(champion, candidate)
         before, after = (np.array([bool(row["correct"]) for row in rows]) for rows in (champion, candidate))
@@ -124,24 +126,27 @@ class PairedComparison:
 
 
 def widening(num_records: int, level: float) -> float:
-    """The factor by which the distance of a percentile from the estimate is too small for so many records."""
+    """Returns the factor by which a percentile of that many records is too close to the estimate."""
     quantile = float(t.ppf(1.0 - level, num_records - 1) / norm.ppf(1.0 - level))
+    # The second factor corrects the bootstrap's variance, which divides by n instead of n - 1.
     return quantile * float(np.sqrt(num_records / (num_records - 1)))
 
 
 def upper_difference(lost: int, won: int, total: int, level: float) -> float:
-    """The upper bound at `level` of the difference d between the probabilities of a lost and of a won answer: the d at
-    which Tango's score statistic is the normal quantile.
+    """Returns the upper bound at `level` of the difference d between the probabilities of a lost and of a won answer:
+    the d at which Tango's score statistic is the normal quantile.
     """
     quantile = float(norm.ppf(1.0 - level))
 
     def excess(d: float) -> float:
         linear = (2 * total - lost + won) * d - lost - won
         root = np.sqrt(max(0.0, linear**2 + 8 * total * won * d * (1 - d)))
+        # Maximum likelihood estimate of the probability of a won answer under the constraint d (Tango 1998).
         won_given_d = (root - linear) / (4 * total)
         variance = total * (2 * won_given_d + d * (1 - d))
         return float(lost - won - total * d + quantile * np.sqrt(max(0.0, variance)))
 
+    # The search below would begin above 1.
     if lost == total:
         return 1.0
     return float(brentq(excess, (lost - won) / total + _ABOVE, 1.0))  # pyright: ignore[reportArgumentType]

@@ -1,9 +1,10 @@
-"""Whether the words of a text have an order: finds word salads, whose words are usual and whose costs are, too.
+"""Detection of word salads, texts whose words have no order: their words are common and so are their costs.
 
-The cost of a salad to a small model lies within that of other texts, so the order is judged by pairs of adjacent words.
-A text's score is the mean log-ratio of the probability of a word after the one before it to that of the word anywhere.
-It is compared with the scores of the same words in other orders, so neither the subject, nor the vocabulary, nor the
-length of a text matters: the words of a salad are exchangeable, and its own order wins no more often than another one.
+The cost of a salad to a small model is within the range of other texts, so the order is judged by pairs of adjacent
+words. A text's score is the mean log-ratio of the probability of a word after the preceding one to its probability
+anywhere. It is compared with the scores of the same words in other orders, so the subject, the vocabulary and the
+length of a text do not matter: the words of a salad are exchangeable, and its actual order wins no more often than any
+other.
 """
 
 from collections.abc import Sequence
@@ -17,21 +18,21 @@ from modelwright.data.clean.words import hash_words, split_words
 from modelwright.data.document import Document
 
 NUM_ORDERS = 39
-"""Other orders of a text's words that its own is compared with."""
+"""Number of random orders of a text's words with which its actual order is compared."""
 _MOST_ALIKE = 1
-"""Other orders that may score as high as the text's own one; of salads 5% have no more (permutation test)."""
+"""Number of random orders that may score as high as the actual one; 5% of salads have no more (permutation test)."""
 _MOST_WORDS = 400
-"""Words of a text that are read."""
+"""Maximum number of words of a text that are read."""
 _PRIOR_PAIRS = 1.0
-"""Pairs that the distribution of words anywhere adds to that after a word."""
+"""Pseudo-count, in pairs, with which the overall distribution of words smooths that after a word."""
 
 Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class WordPairs:
-    """In how many texts each pair of adjacent words occurs. keys [P]: `first * len(first_counts) + second`, ascending;
-    counts [P]; first_counts, second_counts [V]: sums of the counts by the first and by the second word.
+    """Counts of the texts in which each pair of adjacent words occurs. keys [P]: `first * len(first_counts) + second`,
+    ascending; counts [P]; first_counts, second_counts [V]: sums of the counts by the first and by the second word.
     """
 
     keys: Ids
@@ -41,13 +42,17 @@ class WordPairs:
 
     @classmethod
     def of(cls, texts: Sequence[Ids], num_words: int) -> "WordPairs":
-        """texts: of each text [2, W] how its words begin and end, below num_words."""
+        """Counts the pairs. texts: for each text, the ids [2, W] of the first and last parts of its words, below
+        num_words.
+        """
         keys, counts = np.unique(np.concatenate([_pairs(text, num_words) for text in texts]), return_counts=True)
         firsts, seconds = (np.bincount(words, counts, num_words) for words in np.divmod(keys, num_words))
         return cls(keys, counts, firsts.astype(np.int64), seconds.astype(np.int64))
 
     def scores(self, text: Ids, orders: Ids) -> NDArray[np.float64]:
-        """The scores [O] of a text [2, W] in some orders [O, W], without what it has added to the counts itself."""
+        """Returns the scores [O] of a text [2, W] in the given orders [O, W], excluding the text's contribution to the
+        counts.
+        """
         num_words = len(self.first_counts)
         own = _pairs(text, num_words)
         own_firsts, own_seconds = np.divmod(own, num_words)
@@ -62,8 +67,8 @@ class WordPairs:
 
 
 def without_order(documents: Sequence[Document]) -> list[bool]:
-    """For each document whether the order of its words is like any other. Pairs are counted in the other documents: a
-    new subject brings pairs of its own.
+    """Returns, for each document, whether its word order is indistinguishable from a random one. Pairs are counted in
+    the other documents, so the documents of a new subject supply its pairs to each other.
     """
     words = [_words(document) for document in documents]
     unique, flat = np.unique(np.concatenate(words, axis=1), return_inverse=True)
@@ -79,12 +84,14 @@ def _has_no_order(document: Document, text: Ids, pairs: WordPairs) -> bool:
     draw = np.random.default_rng(derive_seed(0, "order", document.id, document.text))
     others = draw.permuted(np.tile(own, (NUM_ORDERS, 1)), axis=1)
     scores = pairs.scores(text, np.concatenate([own[None], others]))
+    # Ties count against the text; the tolerance keeps rounding from breaking them.
     return int(np.count_nonzero(scores[1:] >= scores[0] - 1e-9)) > _MOST_ALIKE
 
 
 def _words(document: Document) -> NDArray[np.uint64]:
-    """Hashes [2, W] of how words begin and end. Whatever has no space inside, such as `torch.nn` or a path, is one
-    word, because a salad leaves it whole; in scripts without spaces each character is one. All numbers are the same.
+    """Hashes [2, W] the first and last parts of words. Everything without a space, such as `torch.nn` or a path, is one
+    word, because a salad leaves it intact; in scripts without spaces each character is one. All numbers are the same
+    word.
     """
     parts = [split_words(unit) for unit in document.text.split()]
     units = [unit for one in parts for unit in ([one] if " ".join(one).isascii() else [[word] for word in one]) if unit]
@@ -97,11 +104,11 @@ def _masked(word: str) -> str:
 
 
 def _pairs(text: Ids, num_words: int) -> Ids:
-    """The different pairs of a text's words, ascending."""
+    """Returns the distinct pairs of a text's words, ascending."""
     return np.unique(text[1, :-1] * num_words + text[0, 1:])
 
 
 def _occurrences(wanted: Ids, values: Ids) -> Ids:
-    """How often each of the wanted numbers is among the values."""
+    """Counts how often each wanted number occurs in `values`."""
     ordered = np.sort(values)
     return np.searchsorted(ordered, wanted, "right") - np.searchsorted(ordered, wanted, "left")

@@ -1,8 +1,8 @@
-"""Checks of the texts that an update learned from: held-out ones, garbage, templates, labels that contradict the
-benchmark. Word salads are found by `order.py`.
+"""Checks of the texts that an update was trained on: held-out ones, garbage, templates, labels that contradict the
+benchmark. `order.py` detects word salads.
 
-A benchmark alone would not do: a model may learn from a few bad texts what no question of the benchmark asks for.
-Each check says how many texts of a kind without fault it would refuse.
+A benchmark alone would not suffice: a few bad texts can teach a model something that no question of the benchmark asks
+for. Each check has a bounded probability of refusing harmless texts.
 """
 
 from collections import Counter
@@ -25,25 +25,27 @@ from modelwright_continual.heldout import HeldoutTexts, question_key
 from modelwright_continual.update_files import NEW
 
 ERROR = 0.01
-"""Probability with which texts like those of the benchmark are refused by any check."""
+"""Probability that texts like those of the benchmark are refused by any of the checks."""
 NUM_CHECKS = 7
-"""Checks with a random result: cost, quality and templates of new texts, order and labels of new and of old ones."""
+"""Number of checks with a random result: cost, quality and templates of new texts, order and labels of new and of old
+ones."""
 LEVEL = ERROR / NUM_CHECKS
-"""Of each check (Bonferroni)."""
+"""Level of each check (Bonferroni)."""
 LEAST_GAP = 0.1
-"""Difference between shares that matters, however sure it is: the honest documentation of another library has up to 8
-points more texts of a line or two, whose order does not show."""
+"""Smallest difference between shares that matters, however significant it is: the harmless documentation of another
+library has up to 8 points more texts of a line or two, in which no order is visible."""
 _LEAST_OF_LABEL = 3
-"""Documents that an answer must have to be a label, and parts of the cross-validation."""
+"""Minimum number of documents with an answer that counts as a label; also the number of folds of the
+cross-validation."""
 _LEAST_LABELED = 0.8
-"""Share of the conversations that have such an answer, from which on answers are taken for labels."""
+"""Minimum share of the conversations with such an answer for answers to be treated as labels."""
 _LEAST_LABEL_GAP = 0.05
-"""`LEAST_GAP` of contradicted labels, which no subject explains."""
+"""`LEAST_GAP` for contradicted labels; it is smaller, because no difference in subject explains them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoisonCheck:
-    """The result of one check. limit: the largest share that passes; text: one sentence."""
+    """Result of a check. limit: the largest share that passes; text: one sentence."""
 
     name: str
     passed: bool
@@ -53,7 +55,7 @@ class PoisonCheck:
 
 
 def check_heldout(trained: Sequence[Document], heldout: HeldoutTexts) -> PoisonCheck:
-    """No text that was learned from may have a question or a passage of a held-out one."""
+    """Checks that no training text has a question or a passage of a held-out one."""
     found = [(document, what) for document in trained if (what := heldout.found_in(document))]
     text = "no training text has a question or a passage of a held-out one"
     if found:
@@ -64,10 +66,10 @@ def check_heldout(trained: Sequence[Document], heldout: HeldoutTexts) -> PoisonC
 
 
 def check_garbage(costs: Sequence[float], trusted: Sequence[float]) -> PoisonCheck:
-    """Few new texts may be less or more predictable to the model before the update than all trusted ones are.
+    """Checks that few new texts are less or more predictable than all trusted ones, to the model before the update.
 
-    costs, trusted: bits per byte of the new texts and of the benchmark's. If both are drawn alike, the share of texts
-    outside of the range of n trusted ones is Beta(2, n - 1) distributed (Wilks 1941), and their number is
+    costs, trusted: bits per byte of the new texts and of the benchmark's. If both come from the same distribution, the
+    share of texts outside the range of n trusted ones is Beta(2, n - 1) distributed (Wilks 1941), and their number is
     beta-binomial; the limit is its quantile at 1 - `LEVEL`.
     """
     low, high = min(trusted), max(trusted)
@@ -86,8 +88,8 @@ def check_garbage(costs: Sequence[float], trusted: Sequence[float]) -> PoisonChe
 def check_share(
     name: str, what: str, suspicious: Sequence[bool], usual: Sequence[bool], *, least_gap: float = LEAST_GAP
 ) -> PoisonCheck:
-    """Suspicious texts may not be more frequent than among trusted ones: Fisher's exact test at `LEVEL`, and a
-    difference of at least `least_gap`. what: what a suspicious text is or does, after "of 100".
+    """Checks that suspicious texts are not more frequent than among trusted ones. Refuses a share that is larger by
+    Fisher's exact test at `LEVEL` and by at least `least_gap`. what: phrase for suspicious texts, after "of 100".
     """
     found, common = sum(suspicious), sum(usual)
     result: Any = fisher_exact([[found, len(suspicious) - found], [common, len(usual) - common]], alternative="greater")
@@ -101,10 +103,10 @@ def check_share(
 
 
 def check_influence(frequency: PoisonCheck, falls: Sequence[float], honest: Sequence[float]) -> PoisonCheck:
-    """A template that is more frequent than among trusted texts may not be learned better than what is to be learned.
+    """Checks that a template that is more frequent than among trusted texts was not learned better than the new task.
 
-    frequency: the comparison of shares; falls, honest: by how many bits per byte texts became more predictable with
-    the update: copies that it has not read, and the benchmark's new texts. Mann-Whitney test at `LEVEL`.
+    frequency: the comparison of shares; falls, honest: decrease in bits per byte through the update, of copies that
+    were left out of it, and of the benchmark's new texts. Mann-Whitney test at `LEVEL`.
     """
     result: Any = mannwhitneyu(falls, honest, alternative="greater")
     p_value = float(result.pvalue)
@@ -116,8 +118,8 @@ def check_influence(frequency: PoisonCheck, falls: Sequence[float], honest: Sequ
 
 
 def dropped_by_quality(documents: Sequence[Document], config: QualityConfig) -> list[bool]:
-    """Whether the cleaning step `quality` would drop each document, by its fixed limits: automatic ones depend on the
-    texts themselves.
+    """Returns, for each document, whether the cleaning step `quality` would drop it by its fixed limits; automatic
+    limits are not applied, because they depend on the texts themselves.
     """
     features = np.array([measure(one) for one in documents], np.float32).reshape(-1, len(FEATURES))
     kinds = judged_kinds(features, np.array([KINDS.index(one.kind) for one in documents], np.int8))
@@ -133,22 +135,25 @@ def dropped_by_quality(documents: Sequence[Document], config: QualityConfig) -> 
 
 
 def check_labels(trained: Sequence[Document], trusted: Sequence[Document], *, of: str = NEW) -> PoisonCheck:
-    """Where answers are labels, a classifier of the benchmark's questions should contradict the answers that were
-    learned no more often than it contradicts the benchmark's own in cross-validation. of: the source of the texts.
+    """Checks labels, if answers are labels: a classifier of the benchmark's questions should contradict the answers
+    that were learned no more often than the benchmark's own in cross-validation. of: the source of the texts.
 
-    Passes where answers are no labels or the questions do not tell them.
+    Passes if answers are not labels or cannot be predicted from the questions.
     """
     known = _labeled(trusted)
     texts, labels = [text for text, _ in known], [label for _, label in known]
     if len(set(labels)) < 2:
         return _no_labels(of, "answers are no labels")
     model = make_pipeline(
-        TfidfVectorizer(analyzer="word", token_pattern=r"\S+"), LogisticRegression(C=100.0, max_iter=1000)
+        # Question keys are words separated by spaces already.
+        TfidfVectorizer(analyzer="word", token_pattern=r"\S+"),
+        LogisticRegression(C=100.0, max_iter=1000),
     )
     folds = StratifiedKFold(_LEAST_OF_LABEL, shuffle=True, random_state=0)
     guessed = np.array(cross_val_predict(model, texts, labels, cv=folds))
     wrong = int(np.count_nonzero(guessed != np.array(labels)))
     most_frequent = Counter(labels).most_common(1)[0][1]
+    # The classifier is no better than always guessing the most frequent label.
     if wrong >= len(labels) - most_frequent:
         return _no_labels(of, "questions do not tell the labels")
     answered = [(question_key(one), _answer(one)) for one in trained if one.kind == "qa"]
@@ -171,7 +176,7 @@ def _no_labels(of: str, why: str) -> PoisonCheck:
 
 
 def _labeled(documents: Sequence[Document]) -> list[tuple[str, str]]:
-    """Question and answer of the conversations with a frequent answer; [] if these are few."""
+    """Returns question and answer of the conversations with a frequent answer; [] if these are few."""
     pairs = [(question_key(one), _answer(one)) for one in documents if one.kind == "qa"]
     counts = Counter(answer for _, answer in pairs)
     frequent = [(question, answer) for question, answer in pairs if counts[answer] >= _LEAST_OF_LABEL]
@@ -179,6 +184,6 @@ def _labeled(documents: Sequence[Document]) -> list[tuple[str, str]]:
 
 
 def _answer(document: Document) -> str:
-    """The words of the last answer."""
+    """Returns the words of the last answer."""
     said = [turn["content"] for turn in document.messages if turn["role"] == "assistant"]
     return " ".join(split_words(said[-1])) if said else ""

@@ -159,7 +159,7 @@ def test_windows_are_drawn_of_whole_sessions() -> None:
 def test_a_reference_is_frozen(reference: DriftReference, reference_folder: Path, traffic: Traffic) -> None:
     records = traffic.requests(WINDOW, 9)
     assert check(records, load_reference(reference_folder)) == check(records, reference)
-    with pytest.raises(ConfigError, match="holds a reference, which stays as it is"):
+    with pytest.raises(ConfigError, match="already contains a reference, which never changes"):
         freeze_reference(records, None, reference_folder, CONFIG)
     other = [record | {"version": "2"} for record in records]
     assert "version 2, and the reference is of version 1" in check(other, reference).notes[0]

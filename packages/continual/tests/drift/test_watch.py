@@ -235,7 +235,7 @@ def test_windows_of_a_file_that_grows(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"live\.jsonl:5: is not valid JSON"):
         read_window(path, first.offset, first.line, 3)
     path.write_text("")
-    with pytest.raises(DataError, match="is shorter than what was read of it"):
+    with pytest.raises(DataError, match="is shorter than the part that was read"):
         read_window(path, first.offset, first.line, 3)
     with pytest.raises(DataError, match="cannot be followed"):
         read_window(tmp_path / "a.parquet", 0, 1, 3)
@@ -258,7 +258,7 @@ def test_a_state_belongs_to_one_watcher(reference: DriftReference, tmp_path: Pat
 
 def test_addresses() -> None:
     for address in ("ftp://secret@host/x", "http://[secret", "http://host:secret/"):
-        with pytest.raises(ConfigError, match="--webhook: is no address") as caught:
+        with pytest.raises(ConfigError, match="--webhook: is not an address") as caught:
             check_webhook(address)
         assert "secret" not in str(caught.value)
     check_webhook("https://host/x")
