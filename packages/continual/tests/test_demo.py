@@ -127,7 +127,7 @@ def test_the_report_says_what_is_made_up_and_has_the_figures(shown: Shown) -> No
 def test_a_floor_needs_a_run_from_random_weights(world: World, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did not begin with random weights"):
         require_from_scratch(world.base)
-    with pytest.raises(ConfigError, match="is no run"):
+    with pytest.raises(ConfigError, match="is not a run"):
         require_from_scratch(world.folder / "model")
 
 

@@ -185,7 +185,7 @@ def test_what_would_keep_a_release_from_being_promoted_is_said_first(
     run, link = tmp_path / "next", tmp_path / "link"
     link.write_text("a file")
     assert main(words_of(world, run, "--server", server.url, "--current", link)) == 2
-    assert "no symbolic link" in capsys.readouterr().err
+    assert "not a symbolic link" in capsys.readouterr().err
     server.stop()
     assert main(words_of(world, run, "--server", server.url)) == 2
     assert "is the server running?" in capsys.readouterr().err

@@ -256,13 +256,13 @@ def test_text_is_learned_by_pretraining_and_conversations_by_fine_tuning(world: 
 
 
 def test_bad_requests_name_the_remedy(world: World, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--old: the model is no run.*--replay 0"):
+    with pytest.raises(ConfigError, match=r"--old: the model is not a run.*--replay 0"):
         _ = request_of(world, world.file("new"), model=world.folder / "model").data
     with pytest.raises(ConfigError, match="--replay"):
         _ = request_of(world, world.file("new"), replay=1.0).data
     text = tmp_path / "new.txt"
     text.write_text("Some prose, which the first model never saw.\n\n" * 40)
-    with pytest.raises(DataError, match="no text to replay"):
+    with pytest.raises(DataError, match="lacks text to replay"):
         prepare_data(request_of(world, text).data, world.benchmark, tmp_path / "data", SILENT)
     with pytest.raises(ConfigError, match="seed: must be a whole number, got 'abc'"):
         _ = request_of(world, world.file("new"), settings={"seed": "abc"}).data

@@ -166,7 +166,7 @@ def test_clients_insist_on_their_settings(tmp_path: Path) -> None:
     """A server with others gets no update, keeps its weights, and gives up after five rounds."""
     grid = MemoryGrid(settings(local_steps=3), trainings())
     made = server(grid, settings(num_rounds=9), tmp_path, np.ones(SIZE, np.float32))
-    with pytest.raises(ModelwrightError, match="5 rounds in a row gave no update; the last: 0 clients gave"):
+    with pytest.raises(ModelwrightError, match="5 rounds in a row gave no update; the last: 0 clients sent"):
         made.run()
     assert made.weights.tolist() == [1.0] * SIZE
     assert "the server has other settings" in grid.notes[0]
