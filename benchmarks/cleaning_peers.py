@@ -41,9 +41,9 @@ from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.duplicates.corpus import DuplicatesConfig
 from modelwright.data.clean.duplicates.shingles import SHINGLE_WORDS
+from modelwright.data.clean.features import split_words
 from modelwright.data.clean.folder import read_dropped
 from modelwright.data.clean.steps.duplicates import Duplicates
-from modelwright.data.clean.words import split_words
 from modelwright.data.document import Document
 from modelwright_claims.cleaning_scores import document_of
 from modelwright_claims.results import circumstances, machine_slug

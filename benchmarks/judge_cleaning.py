@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.cli.clean import CleanCommandConfig
-from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.core.config import parse
+from modelwright.core.overrides import read_overrides, split_settings
 from modelwright_claims.cleaning_scores import Result, judge_cleaning, read_spoiled
 
 

@@ -21,12 +21,11 @@ from typing import Any
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import RunDir
+from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.pipeline.estimate.plan import stage_estimates
 from modelwright.pipeline.resolve import resolve
-from modelwright.pipeline.run import previous_config
+from modelwright.pipeline.run_config import previous_config
 from modelwright.pipeline.stage import Rates
-from modelwright.pipeline.stage_log import read_attempts
 from modelwright_claims.results import circumstances, machine_slug
 
 RESULTS = Path(__file__).parent / "results"

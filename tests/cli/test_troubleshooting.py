@@ -7,9 +7,8 @@ from typing import get_args
 
 import modelwright
 from modelwright.pipeline.report.learning import EVENT_KINDS
-from modelwright.serve.ab.guards import GUARDS, REASONS
+from modelwright.serve.ab.state import GUARDS, REASONS
 from modelwright.serve.engines.client import ENGINE_LOSSES, EngineEnd
-from modelwright.serve.engines.routing import EJECTIONS, EjectionReason
 from modelwright_continual.drift.features import ALARMS, EMBEDDING, FEATURES
 
 ROOT = Path(__file__).parents[2]
@@ -42,8 +41,7 @@ def test_the_alarms_of_all_monitors_are_on_the_page() -> None:
     assert set(ALARMS) == {*(feature.name for feature in FEATURES), EMBEDDING}
     assert set(REASONS) == {*GUARDS, "sample_ratio"}
     assert set(ENGINE_LOSSES) == {*get_args(EngineEnd)} - {"stopped"}
-    assert set(EJECTIONS) == {*get_args(EjectionReason)}
-    for kinds in (EVENT_KINDS, ALARMS, REASONS, ENGINE_LOSSES, EJECTIONS):
+    for kinds in (EVENT_KINDS, ALARMS, REASONS, ENGINE_LOSSES):
         for name, kind in kinds.items():
             assert f"| {kind.name} | `{name}` | {kind.advice} |" in PAGE
 

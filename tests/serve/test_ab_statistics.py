@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from modelwright.serve.ab import guards
-from modelwright.serve.ab.guards import GUARD_ALPHA, GUARDS, GuardLimits, mismatch, verdict
+from modelwright.serve.ab import state as guards
 from modelwright.serve.ab.state import (
     CONTROL,
+    GUARD_ALPHA,
+    GUARDS,
     LATENCY_SAMPLE,
     TREATMENT,
     ExperimentState,
     RequestEvent,
     arm_of,
+    mismatch,
     position,
+    verdict,
 )
 from modelwright.serve.ab.statistics import (
     BURN_IN,
@@ -37,7 +40,7 @@ from modelwright.serve.ab.statistics import (
     welch,
 )
 
-LIMITS = GuardLimits(max_error_rate=0.01)
+MAX_ERROR_RATE = 0.01
 UNITS = [f"unit {number}" for number in range(20_000)]
 
 
@@ -165,7 +168,7 @@ def units_seen(share: float, count: int, in_treatment: int) -> ExperimentState:
 def test_a_lost_eighth_of_an_arm_is_found():
     """Of 5,000,000 units to each arm B has 4,400,000: no grid with 1.33 as the neighbor of 1 finds that."""
     state = units_seen(0.5, 9_400_000, 4_400_000)
-    assert verdict(state, LIMITS) == "sample_ratio"
+    assert verdict(state, MAX_ERROR_RATE) == "sample_ratio"
     low, high = ratio_interval(state.events["seen"].as_epochs(), 0.05)
     assert 0.87 < low < 0.88 < high < 0.89
 
@@ -197,14 +200,14 @@ def test_the_small_increase_that_a_grid_of_ratios_is_blind_to_is_found():
     """By the guards, too: 10% more errors than A, and 15% more than the limit, from enough units on."""
     state = ExperimentState()
     state.events["failed"].epochs = [[0.5, 21_000, 11_000]]
-    assert GUARDS["errors"].fires(state, LIMITS)
+    assert GUARDS["errors"].fires(state, MAX_ERROR_RATE)
     state.events["failed"].epochs = [[0.5, 21_000, 10_000]]
-    assert not GUARDS["errors"].fires(state, LIMITS), "fewer errors are no reason"
+    assert not GUARDS["errors"].fires(state, MAX_ERROR_RATE), "fewer errors are no reason"
     assert float(log_e_rate(300_000, 3_450, 0.01)) > math.log(1 / GUARD_ALPHA)
     assert float(log_e_rate(300_000, 2_900, 0.01)) < 0
     for failed in (0, 1, 500, 9_000):
         state.events["failed"].epochs = [[0.5, 21_000, failed]]
-        assert not GUARDS["errors"].fires(state, LIMITS), "however many fewer"
+        assert not GUARDS["errors"].fires(state, MAX_ERROR_RATE), "however many fewer"
 
 
 @pytest.mark.parametrize("share", [0.5, 0.01])
@@ -289,7 +292,7 @@ def equal_verdicts(num_runs: int, num_units: int) -> Counter[str]:
                 had = state.take_request(RequestEvent(arm=arm, share=0.2, is_error=is_error, latency_s=latency_s), had)
             if number % 2:
                 state.take_score(arm, float(np.sign(draw.random() - 0.3)), had)
-            if reason := verdict(state, LIMITS):
+            if reason := verdict(state, MAX_ERROR_RATE):
                 reasons[reason] += 1
                 break
     return reasons
@@ -310,7 +313,7 @@ def run_until_verdict(events, state: ExperimentState | None = None) -> tuple[str
     state = state or ExperimentState()
     for event in events:
         state.take_request(event, 0)
-        if event.is_error and (reason := verdict(state, LIMITS)):
+        if event.is_error and (reason := verdict(state, MAX_ERROR_RATE)):
             return reason, state.requests[TREATMENT]
     return "", state.requests[TREATMENT]
 
@@ -324,7 +327,7 @@ def requests(seed: int, rates: dict[str, float], count: int, share: float = 0.5)
 
 
 def test_a_version_with_5_percent_errors_goes_within_the_promised_number_of_requests():
-    promised = promised_requests(0.05, LIMITS.max_error_rate, GUARD_ALPHA, power=0.99)
+    promised = promised_requests(0.05, MAX_ERROR_RATE, GUARD_ALPHA, power=0.99)
     assert promised is not None
     assert 150 < promised < 600
     found = [run_until_verdict(requests(seed, {"A": 0.001, "B": 0.05}, 3 * promised)) for seed in range(100)]
@@ -358,14 +361,14 @@ def test_each_guard_fires_for_its_own_reason():
         arm = (CONTROL, TREATMENT)[number % 2]
         state.take_request(RequestEvent(arm=arm, share=0.5, is_error=False, latency_s=0.9 + 0.1 * (arm == "B")), 0)
     assert state.events["slow"].of_arm(TREATMENT) == 150
-    assert GUARDS["latency"].fires(state, LIMITS)
-    assert not GUARDS["errors"].fires(state, LIMITS)
+    assert GUARDS["latency"].fires(state, MAX_ERROR_RATE)
+    assert not GUARDS["errors"].fires(state, MAX_ERROR_RATE)
 
     state = ExperimentState()
     for number in range(400):
         arm = (CONTROL, TREATMENT)[number % 2]
         state.take_score(arm, -1.0 if arm == TREATMENT and number % 4 == 1 else 1.0, 0)
-    assert verdict(state, LIMITS) == "quality"
+    assert verdict(state, MAX_ERROR_RATE) == "quality"
     low, high = difference_interval(state.scores[CONTROL], state.scores[TREATMENT], 0.05)
     assert low < -1 < high < 0
 
@@ -373,7 +376,7 @@ def test_each_guard_fires_for_its_own_reason():
     for _ in range(200):
         state.take_request(RequestEvent(arm=CONTROL, share=0.5, is_error=False, latency_s=None), 0)
     assert mismatch(state)
-    assert verdict(state, LIMITS) == "sample_ratio"
+    assert verdict(state, MAX_ERROR_RATE) == "sample_ratio"
 
 
 def test_a_unit_counts_once_for_each_kind_of_event():

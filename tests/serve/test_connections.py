@@ -19,11 +19,10 @@ import httpx
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.serve import connections
+from modelwright.serve import server as server_module
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.connections import MIN_CONNECTIONS, connection_limits
-from modelwright.serve.engines.handle import EngineLink
-from modelwright.serve.server import ServerThread
+from modelwright.serve.engines.process import EngineLink
+from modelwright.serve.server import MIN_CONNECTIONS, ServerThread, connection_limits
 from serve.patience import held, wait_until
 
 HALF_HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "
@@ -153,7 +152,7 @@ def test_an_answer_that_nobody_reads_is_dropped(slow_server):
 
 
 def few_connections(monkeypatch: pytest.MonkeyPatch, total: int, per_address: int) -> None:
-    limits = connections.ConnectionLimits(total=total, per_address=per_address)
+    limits = server_module.ConnectionLimits(total=total, per_address=per_address)
     monkeypatch.setattr("modelwright.serve.server.connection_limits", lambda config: limits)
 
 
@@ -209,7 +208,7 @@ def test_a_client_that_ends_its_side_after_a_whole_request_gets_the_answer(slow_
 
 
 def test_interim_responses_to_a_half_closed_client_are_skipped_by_clients(slow_server, monkeypatch):
-    monkeypatch.setattr(connections, "PROBE_AFTER_S", 0.0)
+    monkeypatch.setattr(server_module, "PROBE_AFTER_S", 0.0)
     server = slow_server()
     parts = urlsplit(server.url)
     client = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
@@ -244,7 +243,7 @@ def test_writes_to_lost_connections_do_not_flood_the_log(caplog: pytest.LogCaptu
         transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
         link = EngineLink(lambda message: None)
         link.connection_made(transport)
-        http = connections._OpenTransport(transport)
+        http = server_module._OpenTransport(transport)
         theirs.close()
         for _ in range(20):
             link.send({"abort": ["1"]})

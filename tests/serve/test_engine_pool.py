@@ -28,11 +28,10 @@ from modelwright.infer.sequence import SamplingParams, ScoredToken
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines import process as engine_process
 from modelwright.serve.engines.backends import load_engines
+from modelwright.serve.engines.client import EmbeddingJob, GenerationJob, job_of, output_message, output_of
 from modelwright.serve.engines.grammars import CompiledGrammar, GrammarSource
-from modelwright.serve.engines.jobs import EmbeddingJob, GenerationJob, job_of, output_message, output_of
-from modelwright.serve.engines.pool import EnginePool
+from modelwright.serve.engines.pool import EnginePool, RetryBudget, choose_engine, prompt_key
 from modelwright.serve.engines.process import BlockingChannel, EngineSetup, LineDecoder, encode, threads_for
-from modelwright.serve.engines.routing import RetryBudget, choose_engine, prompt_key
 from modelwright.serve.load import ModelSource, load_folder
 from modelwright.serve.server import ServerThread
 from serve.conftest import make_model, write_model

@@ -21,12 +21,11 @@ from modelwright.data.sources.sources import SourceConfig, SourceReport, read_do
 from modelwright.recipes.load import recipe
 from modelwright.serve.account import request_store
 from modelwright.serve.account.database import DatabaseWriter, SqliteDatabase, UrlDatabase, WriterBusy, open_database
-from modelwright.serve.account.exchange import pseudonym
-from modelwright.serve.account.export import SCHEMA
 from modelwright.serve.account.request_log import RedactionFailed, TextRedaction
-from modelwright.serve.account.request_store import FIELDS, RequestRecord
+from modelwright.serve.account.request_store import FIELDS, SCHEMA, RequestRecord
 from modelwright.serve.config import RequestsConfig
 from modelwright.serve.server import ServerThread
+from modelwright.serve.service import pseudonym
 from planted_values import planted_values
 from serve.patience import held, wait_until
 from serve.test_keys import write_keys

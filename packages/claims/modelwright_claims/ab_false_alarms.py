@@ -13,8 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from modelwright.core.seeds import derive_seed
-from modelwright.serve.ab.guards import REPORT_ALPHA, GuardLimits, verdict
-from modelwright.serve.ab.state import CONTROL, TREATMENT, EventKind, ExperimentState, RequestEvent, arm_of
+from modelwright.serve.ab.state import (
+    CONTROL,
+    REPORT_ALPHA,
+    TREATMENT,
+    EventKind,
+    ExperimentState,
+    RequestEvent,
+    arm_of,
+    verdict,
+)
 from modelwright.serve.ab.statistics import BURN_IN, difference_interval, log_e_value, two_proportions, welch
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.judging import Judgment
@@ -25,7 +33,7 @@ MOST_ALARMS = 5.0
 """Percent of runs, for each interval."""
 MOST_ROLLBACKS = 0.5
 """Percent of runs, for all guards together: what `guards.GUARD_ALPHA` promises."""
-LIMITS = GuardLimits(max_error_rate=0.02)
+MAX_ERROR_RATE = 0.02
 SHARES = ((0.5, 0.5), (0.1, 0.5))
 """B's share in the first third of a run and afterwards; runs take them in turn."""
 ALARM, ROLLED_BACK, REPEATED = "false alarm, ", "rolled back", "repeated fixed-number test, "
@@ -189,7 +197,7 @@ SIGNS: Mapping[str, Sign] = {
     ALARM + ERRORS: _events_differ("failed"),
     ALARM + LATENCY: _events_differ("slow"),
     ALARM + SCORES: Sign(_num_scores, _scores_differ),
-    ROLLED_BACK: Sign(_num_requests, lambda state: bool(verdict(state, LIMITS))),
+    ROLLED_BACK: Sign(_num_requests, lambda state: bool(verdict(state, MAX_ERROR_RATE))),
     REPEATED + ERRORS: Sign(lambda state: _num_units(state, "seen", "failed"), _errors_by_fixed_number),
     REPEATED + SCORES: Sign(_num_scores, _scores_by_fixed_number),
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.config import load_yaml, save_yaml
-from modelwright.recipes.load import recipe_file
+from modelwright.recipes.load import RECIPES
 from modelwright_claims import product_runs
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.experiment import open_cache
@@ -68,7 +68,7 @@ def align(job: AlignJob) -> Mapping[str, Any]:
     if job.quick:
         short = {"num_steps": 4, "eval_every_steps": 2}
         settings |= {"data": {"stdlib_fraction": 0.05}, "pretrain": {"num_steps": 4}, "align": short}
-    recipe = load_yaml(recipe_file("multimodal"))
+    recipe = load_yaml(RECIPES["multimodal"])
     recipe["align"]["batching"] = {"mixture": dict(WEIGHTS[job.weights])}
     folder = job.folder / f"{job.weights}-{job.seed}".replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)

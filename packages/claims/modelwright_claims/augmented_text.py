@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from modelwright.core.seeds import derive_seed
-from modelwright.data.augment.row_copies import CopyRecipe
+from modelwright.data.augment.augmenter import CopyRecipe
 from modelwright.data.document import Document
 from modelwright.data.rows.batching.augmented import AugmentedLoader
 from modelwright.data.rows.loader import PackedLoader, PackedRows

@@ -13,8 +13,7 @@ from scipy import stats
 
 from modelwright.core.progress import SilentProgress
 from modelwright.data.document import Document
-from modelwright.serve.ab.guards import REPORT_ALPHA
-from modelwright.serve.ab.state import CONTROL, TREATMENT, ExperimentState, RequestEvent
+from modelwright.serve.ab.state import CONTROL, REPORT_ALPHA, TREATMENT, ExperimentState, RequestEvent
 from modelwright.serve.ab.statistics import ratio_interval
 from modelwright_claims import (
     ab_false_alarms,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.cli.overrides import read_overrides
 from modelwright.cli.run import _read, parser
+from modelwright.core.overrides import read_overrides
 from modelwright.data.sources.conversations import RECORD_TYPES
 from modelwright.pipeline.run import check_request
 from modelwright.pipeline.run_config import run_schema

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from modelwright.data.clean.features import split_words
 from modelwright.data.clean.steps.decontamination import passage_hashes
-from modelwright.data.clean.words import split_words
 from modelwright.data.document import Document, join_turns
 
 QUESTION, PASSAGE, SHORT_TEXT = "held-out question", "held-out passage", "held-out text"

@@ -12,9 +12,9 @@ import torch
 
 from continual_update import QUICK, new_records, old_records, write_records
 from continual_world import World
-from modelwright.cli.overrides import read_overrides, split_words
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
+from modelwright.core.overrides import read_overrides, split_words
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import read_records
 from modelwright.core.rundir import RunDir

@@ -5,9 +5,8 @@ from typing import Any
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import RunDir
-from modelwright.pipeline.run import previous_config
-from modelwright.pipeline.stage_log import read_attempts
+from modelwright.core.rundir import RunDir, read_attempts
+from modelwright.pipeline.run_config import previous_config
 from modelwright.train.monitors.energy import ENERGY_FILE, read_energy, total_energy
 from modelwright.train.monitors.recovery_time import ANNOUNCED, FAULT, RECOVERIES_FILE
 from modelwright_plan.cost.prices import Purchase

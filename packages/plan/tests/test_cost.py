@@ -12,7 +12,7 @@ import pytest
 from modelwright.cli.main import main
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
-from modelwright.recipes.load import recipe_file
+from modelwright.recipes.load import RECIPES
 from modelwright_plan.cost.bill import Bill, make_bill
 from modelwright_plan.cost.prices import OLD_AFTER_DAYS, Price, PriceTable, age_warnings, load_prices, shipped_prices
 from modelwright_plan.cost.sensitivity import bill_tornado
@@ -236,7 +236,7 @@ def test_the_documented_workload_has_a_bill(tmp_path: Path) -> None:
 def test_a_run_is_priced_by_its_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     (run / "pretrain").mkdir(parents=True)
-    shutil.copy(recipe_file("tiny"), run / "config.yaml")
+    shutil.copy(RECIPES["tiny"], run / "config.yaml")
     (run / "run.json").write_text('{"invocations": [], "stages": {}}')
     attempts = [{"state": "killed", "wall_s": 1800.0}, {"state": "done", "wall_s": 5400.0}]
     (run / "pretrain" / "stage.json").write_text(json.dumps({"digest": "d", "attempts": attempts}))

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from modelwright.cli.config import setting_names
 from modelwright.cli.display import choose_display
-from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.recipes import recipe_names
 from modelwright.core.config_docs import field_docs
 from modelwright.core.errors import ConfigError
+from modelwright.core.overrides import read_overrides, split_settings
 from modelwright_search.config import SearchConfig, option
 
 FIELDS = dataclasses.fields(SearchConfig)

@@ -16,8 +16,7 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.process_group import use_threads
 from modelwright.pipeline.report.blocks import plural
 from modelwright.pipeline.resolve import resolve
-from modelwright.pipeline.run import previous_config
-from modelwright.pipeline.run_config import read_run_config
+from modelwright.pipeline.run_config import previous_config, read_run_config
 from modelwright.pipeline.stages.model_folder import folder_fingerprint
 from modelwright.pipeline.stages.pack import PACK
 from modelwright_search.candidates import JOURNAL, Candidates, Journal

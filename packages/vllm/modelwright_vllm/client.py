@@ -25,8 +25,7 @@ import httpx
 from modelwright.core.errors import ModelError
 from modelwright.infer.engine import EngineStats
 from modelwright.serve.account.metrics import NO_LOAD
-from modelwright.serve.engines.client import EngineEnd, EngineEvents, EngineInfo
-from modelwright.serve.engines.jobs import Job, refusing
+from modelwright.serve.engines.client import EngineEnd, EngineEvents, EngineInfo, Job, refusing
 from modelwright.serve.engines.pool import FIRST_PAUSE_S, LONGEST_PAUSE_S, STABLE_S
 from modelwright.serve.errors import ApiError, engine_lost
 from modelwright_vllm.figures import VllmFigures, read_figures

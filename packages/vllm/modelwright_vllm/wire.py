@@ -12,8 +12,8 @@ from typing import Any
 from modelwright.infer.engine import StepOutput
 from modelwright.infer.sequence import ScoredToken
 from modelwright.serve.api.answers import ID_PREFIX
+from modelwright.serve.engines.client import Job
 from modelwright.serve.engines.grammars import JSON_FORM
-from modelwright.serve.engines.jobs import Job
 from modelwright.serve.errors import ApiError
 
 SERVED_NAME = "model"

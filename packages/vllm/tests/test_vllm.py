@@ -21,7 +21,7 @@ from modelwright.infer.engine import EngineConfig
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import load_engines
-from modelwright.serve.engines.jobs import GenerationJob
+from modelwright.serve.engines.client import GenerationJob
 from modelwright.serve.errors import ApiError
 from modelwright.serve.load import ModelSource
 from modelwright.serve.server import ServerThread

@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from modelwright.cli.display import choose_display
-from modelwright.cli.overrides import all_paths, read_overrides, split_settings
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError
+from modelwright.core.overrides import all_paths, read_overrides, split_settings
 from modelwright.data.augment.augmenter import AugmentConfig
 from modelwright.data.augment.methods import known_methods
 from modelwright.data.sources.sources import SourceConfig

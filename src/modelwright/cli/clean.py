@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from modelwright.cli.display import choose_display
-from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.config import merge, parse
 from modelwright.core.errors import ConfigError
+from modelwright.core.overrides import read_overrides, split_settings
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.sources.sources import SourceConfig
 

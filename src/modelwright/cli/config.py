@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.recipes import recipe_names
 from modelwright.core.errors import ConfigError
+from modelwright.core.overrides import read_overrides, split_settings
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.core.config_docs import Setting

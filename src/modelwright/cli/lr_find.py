@@ -7,10 +7,10 @@ from pathlib import Path
 
 from modelwright.cli.config import setting_names
 from modelwright.cli.display import choose_display
-from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.recipes import recipe_names
 from modelwright.core.errors import ConfigError
+from modelwright.core.overrides import read_overrides, split_settings
 
 _FLAGS = ("min-lr", "max-lr", "steps", "run-dir", "out", "help")
 

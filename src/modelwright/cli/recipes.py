@@ -10,7 +10,7 @@ def recipe_names() -> tuple[str, ...]:
     """Names of the recipes, as targets of a command."""
     from modelwright.recipes.load import RECIPES
 
-    return RECIPES
+    return tuple(RECIPES)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,10 +19,10 @@ def parser() -> argparse.ArgumentParser:
 
 def recipes(words: Sequence[str]) -> int:
     parser().parse_args(words)
-    from modelwright.recipes.load import RECIPES, recipe_file
+    from modelwright.recipes.load import RECIPES
 
-    for name in RECIPES:
-        summary = recipe_file(name).read_text(encoding="utf-8").partition("\n#\n")[0].partition("\nname:")[0]
+    for name, path in RECIPES.items():
+        summary = path.read_text(encoding="utf-8").partition("\n#\n")[0].partition("\nname:")[0]
         print(f"{name:<12} {' '.join(line.removeprefix('#').strip() for line in summary.splitlines())}")
     return 0
 

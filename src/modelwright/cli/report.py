@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
 
 def report(words: Sequence[str]) -> int:
     options = parser().parse_args(words)
-    from modelwright.pipeline.run import previous_config
+    from modelwright.pipeline.run_config import previous_config
     from modelwright.pipeline.stages.report import write_report
     from modelwright.recipes.load import find_run
 

@@ -67,7 +67,7 @@ def requests(words: Sequence[str]) -> int:
             database.close()
         print(f"{count:,} records deleted")
         return 0
-    from modelwright.serve.account.export import export_records
+    from modelwright.serve.account.request_store import export_records
 
     display = choose_display(sys.stderr)
     try:

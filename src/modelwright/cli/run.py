@@ -10,11 +10,11 @@ from typing import Any
 
 from modelwright.cli.config import setting_names
 from modelwright.cli.display import choose_display, duration
-from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.recipes import recipe_names
 from modelwright.cli.supervise import Say, is_first, is_started, print_ending, supervise
 from modelwright.core.errors import ConfigError
+from modelwright.core.overrides import read_overrides, split_settings
 
 _FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "help")
 

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Sequence
 
-from modelwright.cli.overrides import split_settings
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.serving import (
     MODEL_OPTIONS,
@@ -14,6 +13,7 @@ from modelwright.cli.serving import (
     show_remark,
 )
 from modelwright.cli.stopping import leave_with_parent
+from modelwright.core.overrides import split_settings
 
 
 def parser() -> argparse.ArgumentParser:

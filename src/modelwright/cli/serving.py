@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from modelwright.cli.overrides import read_overrides
 from modelwright.core.errors import ConfigError
+from modelwright.core.overrides import read_overrides
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.core.config_docs import Setting

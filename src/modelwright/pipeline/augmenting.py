@@ -25,11 +25,10 @@ from modelwright.core.resources import num_usable_cores
 from modelwright.core.rundir import LOCK_FILE, lock_folder
 from modelwright.core.seeds import derive_seed
 from modelwright.data.augment.augmentation import Augmentation
-from modelwright.data.augment.augmenter import AugmentConfig, Augmenter, MethodCost
+from modelwright.data.augment.augmenter import AugmentConfig, Augmenter, CopyRecipe, MethodCost
 from modelwright.data.augment.methods import build_methods, known_methods
-from modelwright.data.augment.row_copies import CopyRecipe
 from modelwright.data.clean.config import CleanConfig
-from modelwright.data.clean.measured_corpus import ShardFiles, numbered, pack_lines, unpack_documents, unpack_lines
+from modelwright.data.clean.steps.step import ShardFiles, numbered, pack_lines, unpack_documents, unpack_lines
 from modelwright.data.document import Document
 from modelwright.data.rows.batching.augmented import AugmentedLoader, PlannedRows
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents

@@ -29,7 +29,8 @@ from modelwright.pipeline.process_group import use_threads
 from modelwright.pipeline.report.blocks import Chart, Fact, Page, Section, Table, number
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
 from modelwright.pipeline.report.page import render
-from modelwright.pipeline.run import resolve_config
+from modelwright.pipeline.resolve import resolve
+from modelwright.pipeline.run_config import previous_config
 from modelwright.pipeline.stage import StageInputs
 from modelwright.train.build import train
 from modelwright.train.job import TrainJob
@@ -113,7 +114,7 @@ def range_test(
         raise ConfigError(
             f"stages: {first.name} generates its training data, which lr-find does not; name an earlier stage"
         )
-    config = resolve_config(config, run, progress)
+    config = resolve(config, previous_config(run), progress)
     rows = borrowed_rows(config, run, folder, words, progress)
     use_threads(config.hardware.num_threads)
     result = sweep(config, rows, test, progress)

@@ -7,7 +7,7 @@ settled here, before any group is built.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modelwright.core.errors import ConfigError, ModelwrightError, prefix_errors
+from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, prefix_errors
+from modelwright.core.progress import Progress
+from modelwright.core.rundir import RunDir
+from modelwright.ops import cpu_kernels
+from modelwright.ops.kernel_speed import KERNELS
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.elastic import join_as_fits
 from modelwright.parallel.heartbeat import Heartbeat
@@ -154,3 +158,52 @@ def use_threads(num_threads: int) -> int:
     share = max(1, num_threads // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch.set_num_threads(share)
     return share
+
+
+@contextmanager
+def kernels_of_run(run: RunDir, world: World, progress: Progress) -> Iterator[Mapping[str, Any]]:
+    """Makes all ranks, and the processes that they start, use the kernels of the first rank within the block. Yields
+    `{"instruction_set", "used"}` of the first rank, for run.json.
+    """
+    choices = world.gather_json(_choice(run, progress))
+    choice = choices[0]
+    if others := {other["instruction_set"] for other in choices} - {choice["instruction_set"]}:
+        names = ", ".join(sorted(_shown(name) for name in others))
+        progress.note(f"kernels: ranks compute with {_shown(choice['instruction_set'])} and {names}")
+    # As environment variables, which the processes that a rank starts inherit.
+    variables = cpu_kernels.as_setting(choice["used"])
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield choice
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _choice(run: RunDir, progress: Progress) -> dict[str, Any]:
+    """Returns the kernels that the run used last, on the same instruction set; else the faster ones here. The user's
+    own setting wins.
+    """
+    now = {"instruction_set": cpu_kernels.instruction_set(), "used": sorted(cpu_kernels.used())}
+    try:
+        invocations = run.read_info()["invocations"]
+    except ArtifactError:
+        invocations = []  # a new run
+    last: dict[str, Any] | None = next((one["kernels"] for one in reversed(invocations) if "kernels" in one), None)
+    if last is None or last == now:
+        return now
+    if last["instruction_set"] != now["instruction_set"]:
+        before, here = _shown(last["instruction_set"]), _shown(now["instruction_set"])
+        progress.note(f"kernels: the run began with {before} and continues with {here}; last bits of results differ")
+        return now
+    if cpu_kernels.SWITCH in os.environ:
+        progress.note(f"kernels: {cpu_kernels.SWITCH} differs from what the run used; last bits of results differ")
+        return now
+    return {**now, "used": [name for name in last["used"] if name in KERNELS]}
+
+
+def _shown(instruction_set: str) -> str:
+    return instruction_set or "no kernels"

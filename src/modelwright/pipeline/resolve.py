@@ -1,14 +1,13 @@
-"""Resolves `auto` settings once, when a run is created: device, threads, precision, GEMM kernels; makes paths absolute.
+"""Resolves a configuration once, when a run is created: paths become absolute, the model is that of the folder it starts
+from, and `auto` becomes a device, threads, a precision or GEMM kernels of this machine.
 
-Resolved values are kept while the setting stays `auto`, so that a rerun on a busier machine cannot change them. The
-kernels for CPUs are written to run.json and are the same on all processes of the run, so that its bits stay the same
-when it is resumed.
+Resolved values are kept while the setting stays `auto`, so that a rerun on a busier machine cannot change them. Two
+configurations are the same run if their sources and the model that is trained are the same.
 """
 
 import glob
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,19 +17,18 @@ import torch
 
 from modelwright.compress.int8 import HOPELESS, backend_times
 from modelwright.compress.int8_linear import quantize_rows
+from modelwright.core.artifacts import is_finished
 from modelwright.core.busy import OtherProcesses
 from modelwright.core.config import dump, flatten
-from modelwright.core.errors import ArtifactError, ConfigError
+from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
+from modelwright.core.redact import redact_text
 from modelwright.core.resources import default_num_threads, hardware, num_usable_cores
 from modelwright.core.rundir import RunDir
 from modelwright.data.clean.config import CleanConfig
 from modelwright.model.config import ModelConfig
-from modelwright.ops import cpu_kernels
-from modelwright.ops.kernel_speed import KERNELS
 from modelwright.ops.lowp_emulation import is_emulated
 from modelwright.ops.microbenchmark import undisturbed
-from modelwright.parallel.mesh import World
 from modelwright.pipeline.config import HardwareConfig, RunConfig
 from modelwright.pipeline.estimate.cost import size
 from modelwright.pipeline.estimate.doctor import busy_note, measure_rates
@@ -50,6 +48,8 @@ CLEARLY_FASTER = 1.2
 """Speed-up from which oneDNN makes FP32 products: 1.9 to 2.2 on AMD EPYC with AVX-512 (`docs/claims.md`,
 adaptive_precision), and no measurement of equally fast ones is off by so much."""
 INT8_ROUNDS = 3
+SHOWN = 3
+"""Number of differences that the error about another run lists."""
 _REMEDY = "run again when the machine is quiet, or set precision.policy yourself"
 
 
@@ -133,6 +133,46 @@ def resolve_paths(config: RunConfig) -> RunConfig:
         return config
     clean: CleanConfig = config.section(CLEAN)
     return config.with_sections({CLEAN.name: clean.replace_paths(_absolute, _absolute_path)})
+
+
+def is_same_run(config: RunConfig, previous: RunConfig) -> bool:
+    """Returns True if both describe the same run: the sources and the model that is trained are the same."""
+    return not _differences(config, previous)
+
+
+def check_same_run(config: RunConfig, previous: RunConfig | None, run: RunDir) -> None:
+    """Raises `ConfigError` if `run` has results of another run, which this one would replace. previous: the
+    configuration that the folder was last used with, None for a new folder.
+    """
+    if not (changes := _differences(config, previous) if previous else []):
+        return
+    # Results are finished stages, and checkpoints of a training.
+    stages = [run.stage(path.parent.name) for path in run.path.glob("*/stage.json")]
+    if not any(is_finished(one.artifact) or any(one.checkpoints.glob("*")) for one in stages):
+        return
+    more = [f"{len(changes) - SHOWN} more"] if len(changes) > SHOWN else []
+    raise ConfigError(
+        f"{run.path}: contains another run ({'; '.join([*changes[:SHOWN], *more])}); choose another --run-dir, or "
+        "replace that run with --restart"
+    )
+
+
+def _differences(config: RunConfig, previous: RunConfig) -> list[str]:
+    """Returns each setting in which two runs differ, as `model.num_layers: was 6, now 2`. previous: as it was saved."""
+    config = resolve_paths(resolve_model(config))
+    identities: list[dict[str, Any]] = []
+    for one in (previous, config):
+        model = {f"model.{name}": value for name, value in dump(one.model).items()}
+        sources = list(one.data.sources) if not one.rows_from else []
+        identities.append({"rows_from": one.rows_from, "data.sources": sources, "init_from": one.init_from, **model})
+    before, now = identities
+    changes: list[str] = []
+    for key in dict.fromkeys([*before, *now]):
+        if before[key] != now[key]:
+            values = (one if isinstance(one, list) else [one] for one in (before[key], now[key]))
+            old, new = (redact_text(" ".join(map(str, value))) or "''" for value in values)
+            changes.append(f"{key}: was {old}, now {new}")
+    return changes
 
 
 def local_inputs(config: RunConfig) -> dict[str, str]:
@@ -284,52 +324,3 @@ def _absolute(source: str) -> str:
         return source
     looks_local = os.sep in source or "." in source or glob.has_magic(source) or Path(source).exists()
     return str(Path(source).expanduser().absolute()) if looks_local else source
-
-
-@contextmanager
-def kernels_of_run(run: RunDir, world: World, progress: Progress) -> Iterator[Mapping[str, Any]]:
-    """Makes all ranks, and the processes that they start, use the kernels of the first rank within the block. Yields
-    `{"instruction_set", "used"}` of the first rank, for run.json.
-    """
-    choices = world.gather_json(_choice(run, progress))
-    choice = choices[0]
-    if others := {other["instruction_set"] for other in choices} - {choice["instruction_set"]}:
-        names = ", ".join(sorted(_shown(name) for name in others))
-        progress.note(f"kernels: ranks compute with {_shown(choice['instruction_set'])} and {names}")
-    # As environment variables, which the processes that a rank starts inherit.
-    variables = cpu_kernels.as_setting(choice["used"])
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield choice
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
-def _choice(run: RunDir, progress: Progress) -> dict[str, Any]:
-    """Returns the kernels that the run used last, on the same instruction set; else the faster ones here. The user's
-    own setting wins.
-    """
-    now = {"instruction_set": cpu_kernels.instruction_set(), "used": sorted(cpu_kernels.used())}
-    try:
-        invocations = run.read_info()["invocations"]
-    except ArtifactError:
-        invocations = []  # a new run
-    last: dict[str, Any] | None = next((one["kernels"] for one in reversed(invocations) if "kernels" in one), None)
-    if last is None or last == now:
-        return now
-    if last["instruction_set"] != now["instruction_set"]:
-        before, here = _shown(last["instruction_set"]), _shown(now["instruction_set"])
-        progress.note(f"kernels: the run began with {before} and continues with {here}; last bits of results differ")
-        return now
-    if cpu_kernels.SWITCH in os.environ:
-        progress.note(f"kernels: {cpu_kernels.SWITCH} differs from what the run used; last bits of results differ")
-        return now
-    return {**now, "used": [name for name in last["used"] if name in KERNELS]}
-
-
-def _shown(instruction_set: str) -> str:
-    return instruction_set or "no kernels"

@@ -13,7 +13,7 @@ from typing import Any
 from modelwright import __version__
 from modelwright.core.artifacts import Manifest
 from modelwright.core.busy import OtherProcesses, busy_machine
-from modelwright.core.compatibility import feature
+from modelwright.core.compatibility import Feature
 from modelwright.core.config import save_yaml
 from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError, prefix_errors
 from modelwright.core.progress import Progress, SilentProgress
@@ -29,18 +29,24 @@ from modelwright.parallel.tensor_parallel import check_shape, stage_tokens
 from modelwright.pipeline.augmenting import is_augmented
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.time_budget import fit_to_minutes, with_lengths_of
-from modelwright.pipeline.process_group import RunGroup, as_lost_peer, join_ranks, shared_rows, use_threads
+from modelwright.pipeline.process_group import (
+    RunGroup,
+    as_lost_peer,
+    join_ranks,
+    kernels_of_run,
+    shared_rows,
+    use_threads,
+)
 from modelwright.pipeline.report.page import closing_lines
 from modelwright.pipeline.resolve import (
     check_device,
+    check_same_run,
     check_size,
-    kernels_of_run,
     resolve,
     resolve_model,
-    resolve_paths,
     resolved_device,
 )
-from modelwright.pipeline.run_config import check_same_run, read_run_config
+from modelwright.pipeline.run_config import previous_config, read_run_config
 from modelwright.pipeline.runner import Outcome, run_stages, survey
 from modelwright.pipeline.stage import Stage, StageSpec
 from modelwright.pipeline.stage_log import now
@@ -58,44 +64,55 @@ def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: 
     """Checks that `num_processes` laid out as `layout` can do the trainings among `stages` (names). `config.model` is
     the model that is trained. Raises `ConfigError`.
     """
-    trainings = {stage.name: stage for stage in config.trainings if stage.name in stages}
+    trainings = [stage for stage in config.trainings if stage.name in stages]
     if not trainings:
         return
-    check_size(config.model)
+    model, row_len = config.model, config.section(PACK).seq_len
+    check_size(model)
+    on_cpu = resolved_device(config.hardware.device) == "cpu"
+    augmented = [stage for stage in trainings if is_augmented(config, stage)]
+    from_scratch = [stage for stage in trainings if not model_before(config, stage.name)]
     with prefix_errors("parallel"):
         axes = layout.axes(num_processes)
     try:
-        check_shape(config.model, layout.tensor)
+        check_shape(model, layout.tensor)
     except ConfigError as error:
         raise ConfigError(f"parallel.tensor: {layout.tensor} does not fit the model (model.{error})") from None
-    row_len = config.section(PACK).seq_len
     with prefix_errors("parallel"):
         if layout.pipeline > 1:
-            layers_of_stages(config.model, layout)
-            check_ties(config.model, layout)
+            layers_of_stages(model, layout)
+            check_ties(model, layout)
         if layout.context > 1:
             local_spans(row_len, layout.context, 0)
-            check_context(config.model, layout.context, layout.context_attention)
+            check_context(model, layout.context, layout.context_attention)
         stage_tokens(row_len // layout.context, layout.tensor, sequence_parallel=layout.sequence_parallel)
-    for name, stage in trainings.items():
-        learned = [feature(name, needs=stage.run_needs)]
-        if is_augmented(config, stage):
-            learned.append(feature("augmentation.methods", needs=AUGMENTATION_NEEDS))
-        with prefix_errors(name):
-            check_layout(config.section(name), layout, num_processes=math.prod(axes.values()))
+    for stage in trainings:
+        training: TrainConfig = config.section(stage)
+        further = [Feature(key=stage.name, needs=stage.run_needs)]
+        if stage in augmented:
+            further.append(Feature(key="augmentation.methods", needs=frozenset(AUGMENTATION_NEEDS)))
+        with prefix_errors(stage.name):
+            check_layout(training, layout, num_processes=math.prod(axes.values()))
         # Outside of the prefix: these are no settings of the stage.
-        check_layout(config.section(name), layout, num_processes=math.prod(axes.values()), further=learned)
-        with prefix_errors(name):
-            _check_stage(stage, layout, config, axes)
-            if not model_before(config, name) and config.section(name).batch_selection.max_initial_loss:
+        check_layout(training, layout, num_processes=math.prod(axes.values()), further=further)
+        with prefix_errors(stage.name):
+            _check_stage(stage, training, layout, row_len=row_len, axes=axes, on_cpu=on_cpu)
+            if stage in from_scratch and training.batch_selection.max_initial_loss:
                 raise ConfigError(
                     "batch_selection.max_initial_loss: the initial weights of a run from scratch have the loss "
                     "of a random guess everywhere; start from a trained model with init_from, or leave it at 0"
                 )
 
 
-def _check_stage(stage: StageSpec, layout: ParallelConfig, config: RunConfig, axes: Mapping[str, int]) -> None:
-    training: TrainConfig = config.section(stage)
+def _check_stage(
+    stage: StageSpec,
+    training: TrainConfig,
+    layout: ParallelConfig,
+    *,
+    row_len: int,
+    axes: Mapping[str, int],
+    on_cpu: bool,
+) -> None:
     learns_tokens = type(training) is TrainConfig and stage.rows is not None and stage.rows.learned == "tokens"
     if training.objective and not learns_tokens:
         raise ConfigError(
@@ -103,12 +120,10 @@ def _check_stage(stage: StageSpec, layout: ParallelConfig, config: RunConfig, ax
             "own settings and rows; name it in a stage that learns the next token, such as pretrain or sft"
         )
     num_copies = training.num_copies(axes)
-    group_tokens = config.section(PACK).seq_len * stage.trained_rows
-    num_groups = training.batch_rows(group_tokens, num_copies=num_copies) // num_copies
+    num_groups = training.batch_rows(row_len * stage.trained_rows, num_copies=num_copies) // num_copies
     if training.batch_selection.signal != "none":
         training.batch_selection.num_chosen(num_groups, training.gradient_accumulation_steps)
     check_microbatches(layout, training.gradient_accumulation_steps)
-    kept, on_cpu = training.activation_checkpointing, resolved_device(config.hardware.device) == "cpu"
     if training.precision.fp32_matmul == "onednn" and not on_cpu:
         raise ConfigError("precision.fp32_matmul: onednn needs a CPU, and this run uses a GPU; choose default or tf32")
     if training.optimizer_cpu_offload and on_cpu:
@@ -120,8 +135,9 @@ def _check_stage(stage: StageSpec, layout: ParallelConfig, config: RunConfig, ax
     if training.energy.country:
         known_country(training.energy.country, "energy.country")
     with prefix_errors("activation_checkpointing"):
-        check_tier(kept, on_cpu=on_cpu)
+        check_tier(training.activation_checkpointing, on_cpu=on_cpu)
     zero_bubble = layout.pipeline > 1 and layout.schedule == "zero_bubble"
+    kept = training.activation_checkpointing
     if zero_bubble and (training.compile or kept.offload != "none" or kept.mode in ("full", "selective")):
         name = "compile" if training.compile else "activation_checkpointing"
         raise ConfigError(
@@ -180,8 +196,8 @@ def execute(
         if ranks.rank == 0:
             _hold(run, held, LOCK_PATIENCE_S if elastic else 0.0)
             if not restart:
-                check_same_run(resolve_paths(resolve_model(config)), previous_config(run), run)
-            config = resolve_config(config, run, shown)
+                check_same_run(config, previous_config(run), run)
+            config = resolve(config, previous_config(run), shown)
             stages = _stages(config, run, only, ranks)
             to_do = _to_do(run, stages, only)
             # Checked first: a run that is refused must not replace the configuration in the folder.
@@ -240,13 +256,13 @@ def check_request(
     """
     previous = previous_config(run)
     if not restart:
-        check_same_run(resolve_paths(resolve_model(config)), previous, run)
+        check_same_run(config, previous, run)
     if previous is None:
         config = resolve_model(config)
         check_device(resolved_device(config.hardware.device))
         to_do: Sequence[str] = config.stage_names
     else:
-        config = resolve_config(config, run, SilentProgress())
+        config = resolve(config, previous, SilentProgress())
         to_do = _to_do(run, build_stages(config, run, only), only)
     layout = config.parallel
     if elastic:
@@ -263,12 +279,7 @@ def is_finished(config: RunConfig, run: RunDir, only: Sequence[str]) -> bool:
         return False
     if config.minutes:
         config = with_lengths_of(config, previous)
-    return not _to_do(run, build_stages(resolve_config(config, run, SilentProgress()), run, only), only)
-
-
-def resolve_config(config: RunConfig, run: RunDir, progress: Progress) -> RunConfig:
-    """Returns the configuration resolved for this machine and the contents of the folder."""
-    return resolve(config, previous_config(run), progress)
+    return not _to_do(run, build_stages(resolve(config, previous, SilentProgress()), run, only), only)
 
 
 def _stages(config: RunConfig, run: RunDir, only: Sequence[str], ranks: RunGroup) -> list[Stage]:
@@ -294,16 +305,6 @@ def _hold(run: RunDir, held: ExitStack, patience_s: float) -> None:
             if time.monotonic() >= give_up:
                 raise
         time.sleep(1.0)
-
-
-def previous_config(run: RunDir) -> RunConfig | None:
-    """Returns the configuration that the run last used, `None` for a new run."""
-    if not run.config.exists():
-        return None
-    try:
-        return read_run_config(run.config)
-    except ConfigError as error:
-        raise ArtifactError(f"{error}; mend or remove it, or choose another --run-dir") from None
 
 
 @contextmanager

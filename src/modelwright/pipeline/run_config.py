@@ -1,21 +1,19 @@
 """Reads a run's configuration from its plain form: its stages, their sections, and the checks that they agree.
 
 A stage's section is a top-level key of its name. The section of a stage that the run does not have is checked and left
-out. A training stage inherits from the sections `training`, `lora`, `ewc` and `energy`. Two configurations are the
-same run if their sources and the model that is trained are the same.
+out. A training stage inherits from the sections `training`, `lora`, `ewc` and `energy`. What depends on the machine and
+on the run's folder is decided in `pipeline.resolve`.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_type_hints
 
-from modelwright.core.artifacts import is_finished
 from modelwright.core.config import dump, load_yaml, merge, parse
 from modelwright.core.config_docs import field_docs
-from modelwright.core.errors import ConfigError
-from modelwright.core.redact import redact_text
+from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.model.hf import load_config
 from modelwright.pipeline.config import INHERITED, RunConfig
@@ -24,6 +22,7 @@ from modelwright.pipeline.stages.model_folder import initial_folder
 from modelwright.pipeline.stages.pack import PACK, check_context
 from modelwright.pipeline.stages.specs import STAGES, known_stages, stage_names
 from modelwright.pipeline.stages.tokenize import TOKENIZE
+from modelwright.train.config import LENGTHS
 
 
 @functools.cache
@@ -57,10 +56,9 @@ def parse_run(data: Mapping[str, Any]) -> RunConfig:
 
     A run with `init_from` needs no section `model`: it is that of the folder.
     """
-    schema, start = run_schema(), data.get("init_from")
+    stages, start = stages_of(data), data.get("init_from")
     if "model" not in data and start and isinstance(start, str):
         data = {**data, "model": dump(load_config(initial_folder(start)))}
-    stages = stages_of(data)
     names = {part.name for stage in stages for part in (stage, *stage.reads) if part.config}
     sections = {stage.name: stage.config for stage in known_stages() if stage.config}
     for name, config in sections.items():
@@ -74,7 +72,7 @@ def parse_run(data: Mapping[str, Any]) -> RunConfig:
         shared = {**shared, **others}
         of_trainings = {stage.name: kept.get(stage.name, {}) for stage in stages if stage.objective}
         kept |= {name: merge(shared, one) for name, one in of_trainings.items() if isinstance(one, Mapping)}
-    settings = parse(schema, kept)
+    settings = parse(run_schema(), kept)
     common = {one.name: getattr(settings, one.name) for one in fields(RunConfig) if hasattr(settings, one.name)}
     own = {name: getattr(settings, name) for name in sections if name in names}
     config = RunConfig(**{**common, "stages": stages, "sections": own})
@@ -92,6 +90,16 @@ def read_run_config(path: Path) -> RunConfig:
         return replace(config, further_sections={name: data[name] for name in left_out(data, config)})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def previous_config(run: RunDir) -> RunConfig | None:
+    """Returns the configuration that the run last used, `None` for a new run."""
+    if not run.config.exists():
+        return None
+    try:
+        return read_run_config(run.config)
+    except ConfigError as error:
+        raise ArtifactError(f"{error}; mend or remove it, or choose another --run-dir") from None
 
 
 def left_out(data: Mapping[str, Any], config: RunConfig) -> list[str]:
@@ -116,6 +124,35 @@ def stages_of(data: Mapping[str, Any]) -> tuple[StageSpec, ...]:
     return tuple(
         stage for stage in known_stages() if (stage.name in names or stage.is_implied) and stage.with_init_from != wrong
     )
+
+
+def select_stages(only: Sequence[str], previous: Sequence[str]) -> list[str]:
+    """Returns the stages of a run when `--stages` names `only`, in the pipeline's order: these, and those that the run
+    in the same folder (`previous`) already has. The same command therefore means the same when it is repeated.
+    """
+    for name in only:
+        if name not in stage_names():
+            raise ConfigError(f"stages: {name!r} is not one of {', '.join(stage_names())}")
+    return [name for name in stage_names() if name in only or name in previous]
+
+
+def lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges two plain configurations; a training length in `over` replaces one that `base` gives in another unit, or
+    as the time of the whole run.
+    """
+    given = [name for name in training_names() if has_length(over.get(name))]
+    # A length clears the time budget only if its stage is part of the run.
+    of_run = {stage.name for stage in stages_of({**base, **over}) if stage.objective}
+    cleared = {name: value for name, value in base.items() if name != "minutes" or of_run.isdisjoint(given)}
+    for name in given:
+        if isinstance(before := base.get(name), Mapping):
+            cleared[name] = {key: value for key, value in before.items() if key not in LENGTHS}
+    return merge(cleared, over)
+
+
+def has_length(section: Any) -> bool:
+    """True if the plain section of a training stage sets the length of the training."""
+    return isinstance(section, Mapping) and any(section.get(name) for name in LENGTHS)
 
 
 @functools.cache
@@ -151,49 +188,3 @@ def _check_lengths(config: RunConfig) -> None:
             config.section(stage).batch_rows(config.section(PACK).seq_len * stage.trained_rows)
         except ConfigError as error:
             raise ConfigError(f"{stage.name}.{error}") from None
-
-
-SHOWN = 3
-"""Number of differences that an error lists."""
-
-
-def is_same_run(config: RunConfig, previous: RunConfig) -> bool:
-    """Returns True if both, with their paths and models resolved, describe the same run."""
-    return not _differences(config, previous)
-
-
-def check_same_run(config: RunConfig, previous: RunConfig | None, run: RunDir) -> None:
-    """Raises `ConfigError` if `run` has results of another run, which this one would replace.
-
-    config: with paths and model resolved
-    previous: the configuration that the folder was last used with, None for a new folder
-    """
-    if not (changes := _differences(config, previous) if previous else []):
-        return
-    # Results are finished stages, and checkpoints of a training.
-    stages = [run.stage(path.parent.name) for path in run.path.glob("*/stage.json")]
-    if not any(is_finished(one.artifact) or any(one.checkpoints.glob("*")) for one in stages):
-        return
-    more = [f"{len(changes) - SHOWN} more"] if len(changes) > SHOWN else []
-    raise ConfigError(
-        f"{run.path}: contains another run ({'; '.join([*changes[:SHOWN], *more])}); choose another --run-dir, or "
-        "replace that run with --restart"
-    )
-
-
-def _differences(config: RunConfig, previous: RunConfig) -> list[str]:
-    """Returns each differing setting, as `model.num_layers: was 6, now 2`."""
-    before, now = _identity(previous), _identity(config)
-    keys = dict.fromkeys([*before, *now])
-    return [f"{key}: was {_text(before[key])}, now {_text(now[key])}" for key in keys if before[key] != now[key]]
-
-
-def _identity(config: RunConfig) -> dict[str, Any]:
-    model = {f"model.{name}": value for name, value in dump(config.model).items()}
-    data = {"rows_from": config.rows_from} if config.rows_from else {"data.sources": dump(config.data)["sources"]}
-    return {"rows_from": "", "data.sources": [], **data, "init_from": config.init_from, **model}
-
-
-def _text(value: Any) -> str:
-    words = value if isinstance(value, list) else [value]
-    return redact_text(" ".join(map(str, words))) or "''"

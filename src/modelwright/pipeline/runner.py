@@ -14,10 +14,10 @@ from typing import Literal
 from modelwright.core.artifacts import ArtifactDraft, Manifest, is_finished, read_manifest, write_artifact
 from modelwright.core.errors import ArtifactError, ConfigError, writing
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir
+from modelwright.core.rundir import RunDir, read_stage_digest
 from modelwright.ops.tensor_heap import give_back_memory
 from modelwright.pipeline.stage import Ranks, Stage, StageContext
-from modelwright.pipeline.stage_log import StageLog, begin_attempt, read_stage_digest
+from modelwright.pipeline.stage_log import StageLog, begin_attempt
 
 State = Literal["done", "begun", "changed", "new"]
 
@@ -150,11 +150,3 @@ def _work(
     ):
         stage.run(context(output=draft, progress=log))
         attempt.child_peak_bytes = int(draft.facts.get("child_peak_bytes", 0))
-
-
-def check_order(stages: Sequence[Stage]) -> None:
-    """Checks that every parent precedes its child, which only a bug in the chain can break."""
-    seen: set[str] = set()
-    for stage in stages:
-        assert set(stage.parents) <= seen, f"{stage.name} precedes one of {stage.parents}"
-        seen.add(stage.name)

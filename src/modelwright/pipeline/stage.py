@@ -20,7 +20,7 @@ from modelwright.core.rundir import RunDir, StageDir
 from modelwright.data.document import Split
 
 if TYPE_CHECKING:
-    from modelwright.data.augment.row_copies import RowEncoder
+    from modelwright.data.augment.augmenter import RowEncoder
     from modelwright.data.images.store import ImageStore
     from modelwright.data.rows.batching.augmented import PlannedRows
     from modelwright.data.rows.pack import PackConfig

@@ -19,7 +19,7 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import STOPPING, ModelwrightError, writing
 from modelwright.core.progress import Progress
 from modelwright.core.resources import ResourceUse
-from modelwright.core.rundir import StageDir
+from modelwright.core.rundir import StageDir, read_attempts
 
 LOG_EVERY_S = 5.0
 
@@ -43,16 +43,6 @@ class Attempt:
 def now() -> str:
     """Returns the current UTC time, to the second, as ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def read_stage_digest(folder: StageDir) -> str:
-    """Returns the digest to which the stage's folder belongs, "" if nothing was started there."""
-    return str(_read(folder).get("digest", ""))
-
-
-def read_attempts(folder: StageDir) -> list[dict[str, Any]]:
-    """Returns all attempts at the stage, oldest first."""
-    return list(_read(folder).get("attempts", []))
 
 
 @contextmanager
@@ -132,17 +122,6 @@ class StageLog:
         with nullcontext() if must else suppress(OSError), writing(self._path):
             self._file.write(f"{now()} {text}\n")
             self._file.flush()
-
-
-def _read(folder: StageDir) -> dict[str, Any]:
-    """Reads `stage.json`; empty, so that the stage starts over, if it is missing or damaged."""
-    try:
-        result = json.loads((folder.path / "stage.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    attempts = result.get("attempts") if isinstance(result, dict) else None
-    is_list = isinstance(attempts, list) and all(isinstance(one, dict) and "state" in one for one in attempts)
-    return result if is_list else {}
 
 
 def _write(folder: StageDir, digest: str, attempts: list[dict[str, Any]]) -> None:

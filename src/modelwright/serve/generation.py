@@ -19,15 +19,25 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.infer.engine import StepOutput
 from modelwright.infer.sequence import MAX_TEMPERATURE, Pixels, SamplingParams, ScoredToken
-from modelwright.serve.api.fields import LogitBias, NumLogprobs, Penalty, RequestModel, StopTexts, Strict, TokenIds
-from modelwright.serve.api.structured import CallText, ForcedCall, ResponseFormat, StructuredOutputs
+from modelwright.serve.api.fields import (
+    CallText,
+    ForcedCall,
+    LogitBias,
+    NumLogprobs,
+    Penalty,
+    RequestModel,
+    ResponseFormat,
+    StopTexts,
+    Strict,
+    StructuredOutputs,
+    TokenIds,
+)
+from modelwright.serve.engines.client import GenerationJob
 from modelwright.serve.engines.grammars import CompiledGrammar, GrammarSource
-from modelwright.serve.engines.jobs import GenerationJob
-from modelwright.serve.engines.worker import Stream
 from modelwright.serve.errors import ApiError
 from modelwright.serve.keys import Caller
 from modelwright.serve.limits import too_many_answers
-from modelwright.serve.served_model import ServedModel
+from modelwright.serve.served_model import ServedModel, Stream
 from modelwright.serve.tokenizer import Delta, IncrementalDetokenizer, TokenInfo
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.account.metrics import Metrics
-from modelwright.serve.engines.jobs import EmbeddingJob, GenerationJob, Job
+from modelwright.serve.engines.client import EmbeddingJob, GenerationJob, Job
 from modelwright.serve.errors import ApiError
 from modelwright.serve.keys import ANYONE, Caller
 from modelwright.serve.load import ModelSource

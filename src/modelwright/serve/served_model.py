@@ -1,19 +1,206 @@
-"""A version of the model in service: its engines, tokenizer and limits."""
+"""A version of the model in service: its engines, tokenizer and limits.
 
+Answers in progress: the streams through which engines report to the event loop, and the limit on open ones.
+
+The event loop never waits for an engine; see `EngineClient`.
+"""
+
+import asyncio
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from modelwright.serve.account.metrics import Metrics
+from modelwright.infer.engine import EngineStats, StepOutput
+from modelwright.serve.account.metrics import Metrics, RequestTimer
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines.client import EngineClient, EngineInfo
+from modelwright.serve.engines.client import EngineClient, EngineEnd, EngineInfo, Job, MoveOutcome
 from modelwright.serve.engines.grammars import GrammarCompiler
-from modelwright.serve.engines.worker import EngineWorker
-from modelwright.serve.errors import ApiError
+from modelwright.serve.errors import ApiError, limit_reached, shutting_down
+from modelwright.serve.keys import Caller, Reservation
 from modelwright.serve.limits import Limits
 from modelwright.serve.load import ModelSource, adapted_fingerprint
 from modelwright.serve.tokenizer import ServedTokenizer
+
+RETRY_AFTER_S = 2
+"""Retry-After of a server that shuts down or is out of connections. It is short, because another one may answer."""
+TYPICAL_SHARE = 0.1
+"""Weight of the newest answer in the running average of the duration of answers."""
+
+
+class Stream:
+    """The tokens of the answers to one request, in order of arrival. Iterate inside the event loop, and call `close` at
+    the end, also after an early exit.
+    """
+
+    def __init__(self, worker: "EngineWorker", jobs: Mapping[str, Job], reservation: Reservation) -> None:
+        self._worker = worker
+        self._reservation = reservation
+        self._num_used_tokens = sum(len(job.prompt_ids) for job in jobs.values())
+        self._open = dict(enumerate(jobs))
+        self._clocks = [RequestTimer(worker.metrics.answers) for _ in jobs]
+        self._inbox: asyncio.Queue[tuple[int, StepOutput] | ApiError] = asyncio.Queue()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, StepOutput]]:
+        """Yields `(number of the answer, token)` until all are finished. Raises `ApiError` if the engine fails."""
+        while self._open:
+            item = await self._inbox.get()
+            if isinstance(item, ApiError):
+                self.close("error")
+                raise item
+            index, output = item
+            if index not in self._open:  # tokens that arrived before the answer was finished by a stop string
+                continue
+            yield index, output
+            if output.finished:
+                self.finish(index, output.finish_reason)
+
+    def put_token(self, index: int, output: StepOutput) -> None:
+        if index in self._open:
+            if not output.embedding:  # a pooled output is not a generated token
+                self._clocks[index].token()
+                self._num_used_tokens += 1
+            self._inbox.put_nowait((index, output))
+
+    def put_error(self, error: ApiError) -> None:
+        self._inbox.put_nowait(error)
+
+    def finish(self, index: int, reason: str) -> None:
+        """Marks an answer as finished, and aborts it in an engine that still computes it."""
+        request_id = self._open.pop(index, "")
+        if request_id:
+            self._worker.release(request_id, self._clocks[index].end(reason))
+            if not self._open:
+                self._reservation.settle(self._num_used_tokens)
+
+    def close(self, reason: str = "aborted") -> None:
+        """Aborts running answers and frees their slots."""
+        for index in list(self._open):
+            self.finish(index, reason)
+
+
+class EngineWorker:
+    """The answers that the engines of `client` compute for one version of the model. Belongs to the event loop."""
+
+    def __init__(self, client: EngineClient, metrics: Metrics, *, max_queue: int, max_tokens: int) -> None:
+        self.client = client
+        self.metrics = metrics
+        self.failed = False
+        self.typical_answer_s = 1.0
+        self.num_held = 0
+        self._capacity = client.info.max_num_seqs + max_queue
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._streams: dict[str, tuple[Stream, int]] = {}
+        self._jobs: dict[str, Job] = {}
+        self._numbers = itertools.count()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def start(self) -> None:
+        """Starts the engines. Call it inside the running event loop."""
+        self.client.start(self)
+
+    @property
+    def num_open(self) -> int:
+        """Number of answers that are running or waiting."""
+        return len(self._streams)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps the engines running while a request is read, before its answers are open."""
+        self.num_held += 1
+        try:
+            yield
+        finally:
+            self.num_held -= 1
+
+    def require_room(self, count: int, num_tokens: int = 0) -> None:
+        """Raises `ApiError` 429 if `count` more answers with `num_tokens` in all do not fit in the queue, 503 without a
+        running engine. An empty queue accepts a request of any size.
+        """
+        if self.failed:
+            raise ApiError(503, self.client.unavailable, code="engine_failed")
+        if self.client.unavailable and not self.client.is_back_soon:
+            raise shutting_down(self.client.unavailable, RETRY_AFTER_S)
+        excess = self.num_open + count - self._capacity
+        if excess > 0:
+            # `max_num_seqs` answers finish in the time of a typical one
+            raise limit_reached("The queue is full.", self.typical_answer_s * excess / self.client.info.max_num_seqs)
+        if self.num_open and self._num_tokens + num_tokens > self._max_tokens:
+            raise limit_reached("The queue holds as many tokens as it may.", self.typical_answer_s)
+
+    def submit(self, jobs: Sequence[Job], caller: Caller) -> Stream:
+        """Starts all answers of a request, or raises like `EngineClient.check`, `require_room`, `Caller.reserve`."""
+        for job in jobs:
+            self.client.check(job)
+        num_tokens = sum(job.max_total_tokens for job in jobs)
+        self.require_room(len(jobs), num_tokens)
+        # last of the checks: what it takes from the key's limits is given back only by the stream
+        reservation = caller.reserve(len(jobs), num_tokens, typical_answer_s=self.typical_answer_s)
+        number = next(self._numbers)
+        named = {f"{number}.{index}": job for index, job in enumerate(jobs)}
+        stream = Stream(self, named, reservation)
+        # registered before `add`, because an engine may deliver as soon as it has the jobs
+        self._idle.clear()
+        self._jobs |= named
+        self._num_tokens += num_tokens
+        self._streams |= {request_id: (stream, index) for index, request_id in enumerate(named)}
+        self.client.add(named)
+        return stream
+
+    def release(self, request_id: str, answer_s: float) -> None:
+        """Forgets an answer, and aborts it if an engine still computes it. answer_s: its duration."""
+        if self._streams.pop(request_id, None) is None:
+            return
+        self._num_tokens -= self._jobs.pop(request_id).max_total_tokens
+        # an exponential moving average, from which waits for a free place are estimated
+        self.typical_answer_s += TYPICAL_SHARE * (answer_s - self.typical_answer_s)
+        self.client.abort(request_id)
+        if not self._streams:
+            self._idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until no answer is open. Returns false if that takes longer than `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def abort_all(self, error: ApiError) -> None:
+        """Ends every open answer with `error`."""
+        for stream in {stream for stream, _ in self._streams.values()}:
+            stream.put_error(error)
+
+    async def stop(self) -> None:
+        """Stops the engines after their current step."""
+        await self.client.stop()
+
+    def deliver(self, engine_name: str, outputs: Sequence[StepOutput], stats: EngineStats) -> None:
+        self.metrics.engines.observe(engine_name, stats)
+        for output in outputs:
+            if output.request_id in self._streams:
+                stream, index = self._streams[output.request_id]
+                stream.put_token(index, output)
+
+    def engine_lost(self, engine_name: str, reason: EngineEnd) -> None:
+        self.metrics.engines.forget(engine_name)
+        if reason != "stopped":
+            self.metrics.engines.failures.labels(reason).inc()
+
+    def answer_moved(self, outcome: MoveOutcome) -> None:
+        self.metrics.engines.moved_answers.labels(outcome).inc()
+
+    def refuse(self, request_id: str, error: ApiError) -> None:
+        if request_id in self._streams:
+            self._streams[request_id][0].put_error(error)
+
+    def fail(self) -> None:
+        self.failed = True
+        self.abort_all(ApiError(500, "The engine has failed; see the server's log.", code="engine_failed"))
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,269 @@
-"""Runs the server in a thread (`ServerThread`), or as the whole process until SIGTERM (`run_server`)."""
+"""Runs the server in a thread (`ServerThread`), or as the whole process until SIGTERM (`run_server`).
+
+Limits on connections: their number, the time for a request to arrive, and the time for an answer to be read. uvicorn
+itself limits only the pause between two requests.
+
+Each connection's protocol is wrapped. When there is no room, a new connection replaces the one that has waited longest
+for a complete request, as nginx reuses idle connections, so that idle clients cannot lock out active ones.
+"""
 
 import asyncio
 import contextlib
 import gc
+import ipaddress
+import logging
+import os
+import resource
 import signal
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from modelwright.core.errors import ConfigError
-from modelwright.serve.account.logs import log_to_stderr
+from modelwright.serve.account.metrics import Metrics, log_to_stderr
 from modelwright.serve.application import NOTHING_KEPT, Application
 from modelwright.serve.config import RequestsConfig, ServeConfig
-from modelwright.serve.connections import ACCEPTS_PER_ROUND, ConnectionTable, connection_limits
 from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.engines.client import EngineClient, discarded_on_error
+from modelwright.serve.errors import busy_response
 from modelwright.serve.load import ModelSource
 from modelwright.serve.reload import Locate
+from modelwright.serve.served_model import RETRY_AFTER_S
 from modelwright.serve.service import Service
 from modelwright.serve.tokenizer import ServedTokenizer
+
+log = logging.getLogger("modelwright.serve")
+
+ACCEPTS_PER_ROUND = 8
+"""Connections that the event loop accepts in one round. They take their descriptors before any of our code runs, and up
+to four rounds pass until a replaced connection has released its descriptor."""
+SPARE_DESCRIPTORS = 4 * ACCEPTS_PER_ROUND + 16
+"""File descriptors that are not for connections: those of accepted ones that are not counted yet, and those of files.
+"""
+IDLE_CONNECTIONS = 1024
+"""Connections in addition to those of answers that may run and wait at once."""
+MIN_CONNECTIONS = 8
+"""Fewest connections with which a server starts."""
+LEAVING_POLL_S = 0.2
+"""Seconds between two checks of a client that has closed its sending side."""
+PROBE_AFTER_S = 2.0
+"""Seconds before a client that has closed its sending side is probed. Programs that close their side after a request
+and then read to the end (`nc -N`) would show the probe, so answers that take less time come without one."""
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""Interim response that clients skip (RFC 9110, section 15.2). A closed socket answers it with a reset."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """Limits on simultaneous connections. `total`: all of them; `per_address`: those of one client address."""
+
+    total: int
+    per_address: int
+
+
+def connection_limits(config: ServeConfig) -> ConnectionLimits:
+    """Returns limits that leave this process enough file descriptors. Raises `ConfigError` if it may open too few."""
+    answers = config.engines * config.engine.max_num_seqs + config.max_queued
+    total = answers + IDLE_CONNECTIONS
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        # this process has model files, engines and databases open already
+        total = min(total, soft - len(os.listdir("/dev/fd")) - SPARE_DESCRIPTORS)
+    if total < MIN_CONNECTIONS:
+        raise ConfigError(
+            f"serve: this process may open {soft} files, too few for a server; raise the limit (ulimit -n 1024)"
+        )
+    if total < answers:
+        text = "%d connections fit into the %d files that may be open (ulimit -n), but up to %d answers may need one"
+        log.warning(text, total, soft, answers)
+    # one address cannot take all connections, but a proxy in front of the server needs most of them
+    return ConnectionLimits(total=total, per_address=total - total // 4)
+
+
+class ConnectionTable:
+    """All connections of a server. `open` creates a connection's protocol, `watch` enforces the time limits."""
+
+    def __init__(self, limits: ConnectionLimits, config: ServeConfig, metrics: Metrics) -> None:
+        self._limits = limits
+        self._header_timeout_s, self._send_timeout_s = config.header_timeout_s, config.send_timeout_s
+        self._metrics = metrics
+        self._connections: set[Connection] = set()
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def open(self, *, config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> asyncio.Protocol:
+        """Creates the protocol of an accepted connection. Called by uvicorn."""
+        return Connection(self, H11Protocol(config, server_state, app_state, _loop))
+
+    def admit(self, connection: "Connection") -> bool:
+        """Adds a connection, if necessary in place of another one. Returns false if all others are being answered."""
+        same_address = [other for other in self._connections if other.address == connection.address]
+        full = same_address if len(same_address) >= self._limits.per_address else []
+        full = full or (self._connections if len(self) >= self._limits.total else [])
+        if full:
+            # never one that is being answered
+            replaceable = [other for other in full if other.awaits_request()]
+            if not replaceable:
+                self._metrics.http.closed_connections.labels("refused").inc()
+                return False
+            self._close(min(replaceable, key=lambda other: other.waiting_since), "replaced")
+        self._connections.add(connection)
+        self._metrics.http.connections.set(len(self))
+        return True
+
+    def remove(self, connection: "Connection") -> None:
+        self._connections.discard(connection)
+        self._metrics.http.connections.set(len(self))
+
+    async def watch(self) -> None:
+        """Closes connections that exceed a time limit. Runs until canceled."""
+        while True:
+            await asyncio.sleep(min(1.0, self._header_timeout_s / 4, self._send_timeout_s / 4))
+            now = asyncio.get_running_loop().time()
+            for connection in list(self._connections):
+                connection.note_progress(now)
+                if connection.is_between_requests() and now - connection.waiting_since > self._header_timeout_s:
+                    self._close(connection, "header_timeout")
+                elif 0 < connection.blocked_since < now - self._send_timeout_s:
+                    self._close(connection, "send_timeout")
+
+    def _close(self, connection: "Connection", reason: str) -> None:
+        self._metrics.http.closed_connections.labels(reason).inc()
+        self.remove(connection)  # at once, because `connection_lost` follows only in a later round of the event loop
+        connection.abort()
+
+
+class _OpenTransport:
+    """A transport that drops writes once the connection is lost. A protocol learns of the loss only in the event loop's
+    next round, and asyncio logs a warning for every write until then.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class Connection(asyncio.Protocol):
+    """A connection: forwards events to uvicorn's protocol, and tracks the state of the client.
+
+    The state of the current request is uvicorn's: `cycle` is None before the first request's headers have arrived.
+    """
+
+    def __init__(self, table: ConnectionTable, http: H11Protocol) -> None:
+        self._table = table
+        self._http = http
+        self._transport: asyncio.Transport
+        self._seen_cycle: object = None
+        self._leaving: asyncio.Task[None] | None = None
+        self._is_admitted = False
+        self.address = ""
+        self.waiting_since = 0.0
+        """Time of the event loop at which the connection began to wait for its next request."""
+        self.blocked_since = 0.0
+        """Time of the event loop since which the client has not read what was sent; 0 if it reads."""
+
+    def is_between_requests(self) -> bool:
+        """Returns true unless the headers of an unanswered request have arrived."""
+        return self._http.cycle is None or self._http.cycle.response_complete
+
+    def awaits_request(self) -> bool:
+        """Returns true unless a complete unanswered request has arrived."""
+        return self.is_between_requests() or self._http.cycle.more_body
+
+    def note_progress(self, now: float) -> None:
+        """Restarts the clock of the wait for a request with every request."""
+        # not with every byte, because a client can send headers one byte at a time
+        if not self.is_between_requests() or self._http.cycle is not self._seen_cycle:
+            self._seen_cycle, self.waiting_since = self._http.cycle, now
+
+    def abort(self) -> None:
+        """Closes without waiting for the client to read."""
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        peer = transport.get_extra_info("peername")
+        if peer:
+            # one client usually has a whole /64 of IPv6
+            address = ipaddress.ip_address(peer[0])
+            network = ipaddress.ip_network((address, 64), strict=False) if address.version == 6 else address
+            self.address = str(network)
+        self.waiting_since = asyncio.get_running_loop().time()
+        self._is_admitted = self._table.admit(self)
+        if self._is_admitted:
+            self._http.connection_made(cast(asyncio.Transport, _OpenTransport(transport)))
+        else:
+            transport.write(busy_response(RETRY_AFTER_S))
+            transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._http.data_received(data)
+
+    def eof_received(self) -> bool:
+        """Keeps the connection for the answer if the client has closed its sending side after a complete request."""
+        if self.awaits_request() or self._transport.get_extra_info("sslcontext"):
+            return False  # TLS has no half-closed connections
+        self._leaving = self._leaving or asyncio.get_running_loop().create_task(self._answer_and_close())
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._table.remove(self)
+        if self._leaving:
+            self._leaving.cancel()
+        if self._is_admitted:
+            self._http.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self.blocked_since = asyncio.get_running_loop().time()
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.blocked_since = 0.0
+        self._http.resume_writing()
+
+    async def _answer_and_close(self) -> None:
+        """Waits until the answer is written, then closes; closes at once if the client has left."""
+        # A client that has only closed its sending side and one that has closed its socket look the same until
+        # something is sent to them: a closed socket resets the connection, which the socket's error then shows.
+        cycle, is_probed = self._http.cycle, False
+        loop = asyncio.get_running_loop()
+        left_at = loop.time()
+        while not cycle.response_complete:
+            if not is_probed and (cycle.response_started or loop.time() - left_at > PROBE_AFTER_S):
+                is_probed = await self._probe()
+            await asyncio.sleep(LEAVING_POLL_S)
+            if self._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.abort()
+                return
+        self._transport.close()
+
+    async def _probe(self) -> bool:
+        """Sends data without meaning, and returns true."""
+        cycle = self._http.cycle
+        if cycle.scope["http_version"] != "1.1":  # older versions have no interim responses
+            return True
+        if cycle.response_started:
+            # only event streams stay open after their start, in which this is a comment
+            with contextlib.suppress(RuntimeError):
+                await cycle.send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
+        else:
+            self._transport.write(PROBE)
+        return True
+
 
 _CLOSE_TIMEOUT_S = 2
 _LISTEN_BACKLOG = 256

@@ -10,10 +10,10 @@ from typing import Any
 from modelwright.cli.config import setting_names
 from modelwright.cli.display import choose_display
 from modelwright.cli.launch import LAUNCH_FLAGS, add_launch_options, launch_config
-from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.supervise import is_started
 from modelwright.core.errors import ConfigError
+from modelwright.core.overrides import read_overrides, split_settings
 from modelwright_continual.commands.launched_runs import LaunchedRuns
 
 KEY_VARIABLE = "MODELWRIGHT_ADMIN_KEY"

@@ -30,7 +30,7 @@ from modelwright.pipeline.stages.pretrain import PRETRAIN
 from modelwright.pipeline.stages.serve import start_server
 from modelwright.serve.ab.client import AbClient
 from modelwright.serve.account.database import open_database
-from modelwright.serve.account.export import export_records
+from modelwright.serve.account.request_store import export_records
 from modelwright.serve.config import RequestsConfig
 from modelwright_continual.benchmark import Benchmark, freeze_benchmark, load_benchmark
 from modelwright_continual.demo.size import DemoSize

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modelwright.core.seeds import derive_seed
-from modelwright.data.clean.words import hash_words, split_words
+from modelwright.data.clean.features import hash_words, split_words
 from modelwright.data.document import Document
 
 NUM_ORDERS = 39

@@ -17,9 +17,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold, cross_val_predict
 from sklearn.pipeline import make_pipeline
 
-from modelwright.data.clean.features import FEATURES, measure
+from modelwright.data.clean.features import FEATURES, measure, split_words
 from modelwright.data.clean.steps.quality import QualityConfig, has_language, judge, judged_kinds, limits_by_kind
-from modelwright.data.clean.words import split_words
 from modelwright.data.document import KINDS, Document
 from modelwright_continual.heldout import HeldoutTexts, question_key
 from modelwright_continual.update_files import NEW

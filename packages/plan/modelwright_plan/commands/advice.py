@@ -9,8 +9,8 @@ from pathlib import Path
 
 from modelwright.cli.display import choose_display
 from modelwright.cli.doctor import add_measuring_options, check_seconds
-from modelwright.cli.overrides import read_overrides
 from modelwright.core.errors import ConfigError
+from modelwright.core.overrides import read_overrides
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -20,9 +20,8 @@ from modelwright.pipeline.estimate.time_budget import (
     with_lengths_of,
 )
 from modelwright.pipeline.report.blocks import plural
-from modelwright.pipeline.resolve import measured_rates, resolve
-from modelwright.pipeline.run import previous_config
-from modelwright.pipeline.run_config import is_same_run
+from modelwright.pipeline.resolve import is_same_run, measured_rates, resolve
+from modelwright.pipeline.run_config import previous_config
 from modelwright.pipeline.runner import survey
 from modelwright.pipeline.stage import Rates
 from modelwright.pipeline.stages.specs import build_stages

@@ -26,8 +26,8 @@ from modelwright.objectives.next_token import NextToken
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import TRAINING_OVERHEAD_S, duration
 from modelwright.pipeline.process_group import RunGroup, use_threads
-from modelwright.pipeline.resolve import measured_rates, resolve, resolve_model, resolve_paths
-from modelwright.pipeline.run_config import is_same_run, read_run_config
+from modelwright.pipeline.resolve import is_same_run, measured_rates, resolve
+from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stage import Rates, StageSpec
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.train.build import train
@@ -50,7 +50,7 @@ def fit_to_minutes(config: RunConfig, run: RunDir, ranks: RunGroup, progress: Pr
     """
     previous = read_run_config(run.config) if run.config.exists() else None
     ranks.barrier()  # all have read it before the first rank may write another one
-    if previous and is_same_run(resolve_paths(resolve_model(config)), previous):
+    if previous and is_same_run(config, previous):
         config = with_lengths_of(config, previous)
         new = [stage for stage in config.trainings if not previous.has(stage)]
     else:

@@ -8,9 +8,8 @@ from typing import Any
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.errors import ArtifactError
 from modelwright.core.records import read_records
-from modelwright.core.rundir import RunDir, StageDir
+from modelwright.core.rundir import RunDir, StageDir, read_attempts
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage_log import read_attempts
 
 
 @dataclass(frozen=True)

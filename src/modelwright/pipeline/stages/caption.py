@@ -22,9 +22,18 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import SPLITS, Document, Message, Split
 from modelwright.data.images.decode import KEY, StoredImage
-from modelwright.data.images.labeled import LABELS, LabeledImages, write_labels
 from modelwright.data.images.read import LABEL_FIELD
-from modelwright.data.images.store import FORMAT, ImageStore, StoreWriter, images_folder, open_images, write_images
+from modelwright.data.images.store import (
+    FORMAT,
+    LABELS,
+    ImageStore,
+    LabeledImages,
+    StoreWriter,
+    images_folder,
+    open_images,
+    write_images,
+    write_labels,
+)
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.fit import ConversationFit
 from modelwright.data.rows.loader import PackedRows

@@ -16,7 +16,7 @@ from modelwright.data.clean.folder import read_kept
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.bits_per_byte import score_documents, select_documents, summarize_scores
 from modelwright.evaluate.config import EvaluateConfig
-from modelwright.infer.speed import measure_speed
+from modelwright.infer.generate import measure_speed
 from modelwright.objectives.attention_targets import AttentionForm
 from modelwright.objectives.distillation import (
     PART_NEEDS,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.data.images.labeled import LabeledImages
+from modelwright.data.images.store import LabeledImages
 from modelwright.evaluate.statistics import log10_sign_test, wilson_interval
 from modelwright.objectives.image_classifier import TrainedClassifier
 from modelwright.pipeline.report.blocks import Fact, Table, count, number, percent

@@ -28,7 +28,7 @@ from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.suite import compare_evaluations, evaluate_model
-from modelwright.infer.speed import SpeedPair, measure_speed
+from modelwright.infer.generate import SpeedPair, measure_speed
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.ops.int_grid import WeightGrid

@@ -17,7 +17,7 @@ import numpy as np
 
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.seeds import derive_seed
-from modelwright.data.augment.row_copies import Encode
+from modelwright.data.augment.augmenter import Encode
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document, Kind, Message, Split, says_something
 from modelwright.data.rows.batch import TokenBatch

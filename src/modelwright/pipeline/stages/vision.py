@@ -22,8 +22,16 @@ from modelwright.core.seeds import derive_seed
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Split
 from modelwright.data.images.decode import KEY, StoredImage
-from modelwright.data.images.labeled import LabeledImages, class_of, write_labels
-from modelwright.data.images.store import FORMAT, StoreWriter, images_folder, open_images, write_images
+from modelwright.data.images.store import (
+    FORMAT,
+    LabeledImages,
+    StoreWriter,
+    class_of,
+    images_folder,
+    open_images,
+    write_images,
+    write_labels,
+)
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.model.vision.classifier import ImageClassifier, forward_flops
 from modelwright.objectives.image_classification import (

@@ -11,12 +11,12 @@ from modelwright.data.clean.steps.privacy import Privacy, PrivacyConfig
 from modelwright.data.document import Document
 from modelwright.serve.account import request_store
 from modelwright.serve.account.database import Database, DatabaseWriter, WriterBusy, open_database
-from modelwright.serve.account.exchange import Exchange, FeedbackRequest, FinishedRequest, pseudonym
 from modelwright.serve.account.metrics import Metrics
 from modelwright.serve.account.request_store import RequestRecord
 from modelwright.serve.config import RequestsConfig
-from modelwright.serve.engines.worker import RETRY_AFTER_S
 from modelwright.serve.errors import shutting_down
+from modelwright.serve.served_model import RETRY_AFTER_S
+from modelwright.serve.service import Exchange, FeedbackRequest, FinishedRequest, pseudonym
 
 log = logging.getLogger("modelwright.serve")
 

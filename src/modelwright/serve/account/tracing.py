@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelwright import __version__
 from modelwright.core.errors import ConfigError
-from modelwright.serve.account.exchange import CLIENT_LEFT, Exchange, FeedbackRequest, FinishedRequest
 from modelwright.serve.api.chat import ChatRequest
 from modelwright.serve.generation import Generation, GenerationRequest
+from modelwright.serve.service import CLIENT_LEFT, Exchange, FeedbackRequest, FinishedRequest
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

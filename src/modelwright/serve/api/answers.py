@@ -11,14 +11,12 @@ from typing import Any, Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from modelwright.serve.account.exchange import Exchange, RouteName, subject_of
 from modelwright.serve.api.parsing import admit, parse_request, parsed
-from modelwright.serve.engines.worker import Stream
 from modelwright.serve.errors import ApiError
 from modelwright.serve.generation import Answer, Generation, GenerationRequest, Prompt, start
 from modelwright.serve.keys import Caller
-from modelwright.serve.served_model import ServedModel
-from modelwright.serve.service import Lease, service_of, version_header
+from modelwright.serve.served_model import ServedModel, Stream
+from modelwright.serve.service import Exchange, Lease, RouteName, service_of, subject_of, version_header
 from modelwright.serve.tokenizer import Delta
 
 G = TypeVar("G", bound=GenerationRequest)

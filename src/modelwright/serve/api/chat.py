@@ -14,12 +14,15 @@ from starlette.responses import Response
 from modelwright.data.images.decode import STORED_SIDE, ImageFault, decode, squared
 from modelwright.infer.sequence import Pixels
 from modelwright.serve.api.answers import AnswerKind, finite, prompt_logprobs, read_generation, respond, token_name
-from modelwright.serve.api.fields import Content, NumLogprobs, Strict, Unsupported
-from modelwright.serve.api.structured import (
+from modelwright.serve.api.fields import (
+    Content,
     ForcedCall,
     NamedTool,
+    NumLogprobs,
+    Strict,
     Tool,
     ToolCall,
+    Unsupported,
 )
 from modelwright.serve.config import PromptImagesConfig
 from modelwright.serve.engines.client import EngineInfo

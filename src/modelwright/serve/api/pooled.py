@@ -19,18 +19,12 @@ from starlette.responses import JSONResponse, Response
 
 from modelwright.serve.api.answers import unless_disconnected
 from modelwright.serve.api.fields import PromptEntries, RequestModel, Texts, as_list
-from modelwright.serve.api.parsing import (
-    admit,
-    parse_request,
-    parsed,
-    require_fitting,
-    token_ids,
-)
-from modelwright.serve.engines.jobs import EmbeddingJob
-from modelwright.serve.engines.worker import Stream
+from modelwright.serve.api.parsing import admit, parse_request, parsed, require_fitting, token_ids
+from modelwright.serve.engines.client import EmbeddingJob
 from modelwright.serve.errors import ApiError
 from modelwright.serve.keys import Caller
 from modelwright.serve.limits import MAX_INPUTS
+from modelwright.serve.served_model import Stream
 from modelwright.serve.service import Lease, service_of, version_header
 
 

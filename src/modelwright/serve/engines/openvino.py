@@ -24,8 +24,7 @@ from modelwright.infer.sequence import Pixels, Pooling, SamplingParams, TokenCon
 from modelwright.model.hf import is_sequence_classifier, load_config
 from modelwright.serve.account.metrics import NO_LOAD
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines.client import EngineClient, EngineInfo
-from modelwright.serve.engines.jobs import ABILITIES, refusing
+from modelwright.serve.engines.client import ABILITIES, EngineClient, EngineInfo, refusing
 from modelwright.serve.engines.thread import EngineThread
 from modelwright.serve.load import FINGERPRINT_LEN, ModelSource
 from modelwright.serve.tokenizer import ServedTokenizer

@@ -4,18 +4,20 @@ The end of its socket shows at once that an engine has died, silence that it han
 if that happens often. Engines of one version give the same bits, so its answers continue on another engine: their
 tokens are computed again, and those that the client has are compared and not sent again. Engines that are not
 batch-invariant retry an answer only if the client has seen nothing of it, within a budget; otherwise it ends with an
-error. The same holds for an answer whose first token an engine could not compute. `routing` handles engines that run
-but should get no new answers.
+error. The same holds for an answer whose first token an engine could not compute.
 """
 
 import asyncio
 import contextlib
 import functools
+import hashlib
 import itertools
 import logging
 import math
+import random
 import secrets
 import subprocess
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -23,15 +25,55 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.infer.engine import EngineStats, StepOutput
-from modelwright.serve.engines.client import EngineEnd, EngineEvents
-from modelwright.serve.engines.handle import SILENCE_S, SILENCE_STEPS, EngineHandle, EngineLink, relaunch
-from modelwright.serve.engines.jobs import Job, output_of
-from modelwright.serve.engines.process import EngineSetup
-from modelwright.serve.engines.routing import EjectionReason, EngineHealth, RetryBudget, Router, cache_salt
+from modelwright.serve.engines.client import EngineEnd, EngineEvents, Job, output_of
+from modelwright.serve.engines.process import SILENCE_S, SILENCE_STEPS, EngineHandle, EngineLink, EngineSetup, relaunch
 from modelwright.serve.engines.thread import can_do_all
 from modelwright.serve.errors import ENGINE_LOST, ApiError, engine_lost
 
 log = logging.getLogger("modelwright.serve")
+
+RETRY_SHARE = 0.1
+"""Retries per request, as in the budgets of Finagle and Envoy: more would turn a fault into an overload."""
+MAX_SAVED_RETRIES = 100.0
+
+
+def cache_salt(job: Job) -> str:
+    """Returns the salt of the prefix cache. Jobs with different salts do not share cached prompts."""
+    return f"{job.cache_salt} {job.adapter}"
+
+
+def prompt_key(prompt_ids: Sequence[int], salt: str, prefill_chunk: int) -> bytes:
+    """Returns a key that is equal for prompts which can share the first chunk in the prefix cache."""
+    return salt.encode() + array("q", prompt_ids[:prefill_chunk]).tobytes()
+
+
+def choose_engine(loads: Mapping[int, int], key: bytes, tie_tokens: int, draw: random.Random) -> int:
+    """Returns the less loaded of two random engines (power of two choices, Mitzenmacher 2001). If their loads differ by
+    at most `tie_tokens`, returns the one that rendezvous hashing assigns to the key, because it may have the prompt in
+    its cache. loads: outstanding tokens by engine.
+    """
+    pair = draw.sample(sorted(loads), min(2, len(loads)))
+    lightest, heaviest = min(pair, key=loads.__getitem__), max(pair, key=loads.__getitem__)
+    if loads[heaviest] - loads[lightest] > tie_tokens:
+        return lightest
+    return max(pair, key=lambda number: hashlib.sha256(key + b"%d" % number).digest())
+
+
+@dataclass
+class RetryBudget:
+    """Allows one retry at first, and `RETRY_SHARE` of a retry more with every request."""
+
+    _balance: float = 1.0
+
+    def note_request(self) -> None:
+        self._balance = min(MAX_SAVED_RETRIES, self._balance + RETRY_SHARE)
+
+    def take(self) -> bool:
+        """Returns whether another retry is allowed, and counts it."""
+        is_allowed = self._balance >= 1
+        self._balance -= is_allowed
+        return is_allowed
+
 
 MAX_MOVES = 2
 """Limits the damage of a request that crashes every engine that computes it."""
@@ -123,8 +165,8 @@ class EnginePool:
         self._answers: dict[str, PooledAnswer] = {}
         self._orphans: dict[str, PooledAnswer] = {}
         self._budget = RetryBudget()
-        self._health = EngineHealth(range(len(handles)), self._note_ejection)
-        self._router = Router(self._health, setup.engine["prefill_chunk_size"])
+        self._chunk = setup.engine["prefill_chunk_size"]
+        self._draw = random.Random(0)
         self._tasks: list[asyncio.Task[None]] = []
         self._lost_at = -math.inf
         self._starting: dict[int, subprocess.Popen[bytes]] = {}
@@ -213,7 +255,21 @@ class EnginePool:
         pause_s, loop = FIRST_PAUSE_S, asyncio.get_running_loop()
         while True:
             started = loop.time()
-            end = await self._attend(slot)
+            slot.name = f"engine-{slot.number}-{secrets.token_hex(4)}"
+            link = EngineLink(functools.partial(self._receive, slot))
+            slot.handle.connection.setblocking(False)
+            await loop.create_unix_connection(lambda link=link: link, sock=slot.handle.connection)
+            end: EngineEnd = "outdated"
+            try:
+                if slot.handle.report == self._report:  # otherwise adapters changed while it started
+                    if slot.is_lost:
+                        log.warning("engine %s (process %d) has taken its place", slot.name, slot.handle.process.pid)
+                    slot.link, slot.is_lost = link, False
+                    self._place_all(list(self._orphans.values()))
+                    end = await link.watch(max(SILENCE_S, SILENCE_STEPS * slot.handle.full_step_s))
+            finally:
+                slot.link = None
+                link.close()
             log.error("engine %s (process %d) %s", slot.name, slot.handle.process.pid, end)
             self._lose(slot, end)
             with contextlib.suppress(ProcessLookupError):  # a process that hangs does not end when its socket closes
@@ -231,28 +287,7 @@ class EnginePool:
                     self._starting.pop(slot.number, None)
             slot.handle = handle
 
-    async def _attend(self, slot: Slot) -> EngineEnd:
-        """Stays connected to a slot's engine until it is lost, and returns how."""
-        slot.name = f"engine-{slot.number}-{secrets.token_hex(4)}"
-        link = EngineLink(lambda message: self._receive(slot, message))
-        slot.handle.connection.setblocking(False)
-        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=slot.handle.connection)
-        if slot.handle.report != self._report:  # adapters changed while it started
-            link.close()
-            return "outdated"
-        if slot.is_lost:
-            log.warning("engine %s (process %d) has taken its place", slot.name, slot.handle.process.pid)
-        slot.link, slot.is_lost = link, False
-        self._place_all(list(self._orphans.values()))
-        try:
-            return await link.watch(max(SILENCE_S, SILENCE_STEPS * slot.handle.full_step_s))
-        finally:
-            slot.link = None
-            link.close()
-
     def _receive(self, slot: Slot, message: Mapping[str, Any]) -> None:
-        if message["step_s"]:
-            self._health.stepped(slot.number, message["step_s"], slot.handle.full_step_s)
         outputs = [output for plain in message["outputs"] if self._take(slot, output := output_of(plain))]
         self._events.deliver(slot.name, outputs, EngineStats(**message["stats"]))
         for request_id, (status, text, code) in message["refused"].items():
@@ -271,12 +306,10 @@ class EnginePool:
         if answer.num_repeated < len(answer.token_ids):
             if output.token_id != answer.token_ids[answer.num_repeated]:
                 self._give_up(answer)
-                self._health.answered(slot.number, is_good=False)
             answer.num_repeated += 1
             return False
         if output.finished:
             self._forget(answer)
-            self._health.answered(slot.number, is_good=output.finish_reason != "error")
             # "error" means an output that is not finite, which may come from damaged memory of this process alone
             if output.finish_reason == "error" and self._may_retry(answer):
                 self._answers[answer.request_id] = answer
@@ -305,7 +338,11 @@ class EnginePool:
             number: sum(answer.job.max_total_tokens - len(answer.token_ids) for answer in slot.answers.values())
             for number, slot in slots.items()
         }
-        slot = slots[self._router.choose(loads, group[0].job)]
+        job = group[0].job
+        # a prompt within one chunk is not cached, so its place does not matter
+        tie_tokens = self._chunk if len(job.prompt_ids) > self._chunk else 0
+        key = prompt_key(job.prompt_ids, cache_salt(job), self._chunk)
+        slot = slots[choose_engine(loads, key, tie_tokens, self._draw)]
         for answer in group:
             self._orphans.pop(answer.request_id, None)
             answer.engine, answer.num_repeated, answer.orphaned_at = slot, 0, 0.0
@@ -317,7 +354,6 @@ class EnginePool:
         if not slot.is_lost:  # one that was outdated before it took answers ends no outage and begins none
             self._lost_at = asyncio.get_running_loop().time()
         slot.is_lost = True
-        self._health.lost(slot.number)
         answers, slot.answers = list(slot.answers.values()), {}
         self._events.engine_lost(slot.name, end)
         self._adapter_calls.lose(slot.name)
@@ -338,10 +374,6 @@ class EnginePool:
         answer.num_moves += 1
         self._events.answer_moved("retried")
         return True
-
-    def _note_ejection(self, number: int, reason: EjectionReason) -> None:
-        log.warning("engine %s gets no new answers for a while (%s)", self._slots[number].name, reason)
-        self._events.engine_ejected(reason)
 
     def _give_up(self, answer: PooledAnswer, text: str = ENGINE_LOST) -> None:
         self.abort(answer.request_id)

@@ -1,11 +1,12 @@
-"""An engine in a separate process: `python -m modelwright.serve.engines.process FD`, started by `pool`.
+"""An engine in a separate process, `python -m modelwright.serve.engines.process FD`, and the gateway's side of it.
 
 FD is its end of a Unix socket. The first message that it reads is an `EngineSetup`, the first that it sends an
-`EngineReport` or an error. Then it sends one message per step: new tokens, load, refusals, and the duration of the step
-(0 without work). Without work it sends one every `HEARTBEAT_S`, from the same loop, so that a process whose engine
-hangs falls silent. It ends when the gateway closes the socket or exits. Messages are JSON objects, one per line.
+`EngineReport` or an error. Then it sends one message per step: new tokens, load and refusals. Without work it sends one
+every `HEARTBEAT_S`, from the same loop, so that a process whose engine hangs falls silent. It ends when the gateway
+closes the socket or exits. Messages are JSON objects, one per line.
 """
 
+import asyncio
 import contextlib
 import functools
 import gc
@@ -13,26 +14,26 @@ import json
 import logging
 import select
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.compress.int8_linear import Backend, Int8Linear
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.errors import ConfigError, ModelError, ModelwrightError
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.products import HeadKind, fastest_head_kind, head_of
 from modelwright.model.adapter_bank import PreparedAdapter, load_adapters, prepare_adapter
 from modelwright.model.decoder import Decoder
-from modelwright.serve.engines.client import EngineInfo, engine_info
+from modelwright.serve.engines.client import EngineEnd, EngineInfo, engine_info, job_of, output_message
 from modelwright.serve.engines.grammars import GrammarCompiler
-from modelwright.serve.engines.jobs import job_of, output_message
 from modelwright.serve.errors import ApiError
 from modelwright.serve.load import load_folder, weights_fingerprint
 from modelwright.serve.tokenizer import ServedTokenizer
@@ -49,6 +50,17 @@ tokens a second at a 99th percentile of 150 ms with one thread, and fewer than 8
 measured."""
 
 RECEIVE_BYTES = 1 << 20
+
+
+START_TIMEOUT_S = 600.0
+"""Time for loading the model and measuring the fastest kernels."""
+SILENCE_S = 2.5
+"""Time without a message, ten heartbeats, after which an engine counts as hung ..."""
+SILENCE_STEPS = 10.0
+"""... or this many of its longest steps, if that takes longer."""
+
+WATCH_PERIOD_S = 0.1
+EXIT_TIMEOUT_S = 5.0
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -133,6 +145,126 @@ class EngineReport:
 
 
 @dataclass
+class EngineHandle:
+    """A process whose engine is ready. `full_step_s`: seconds of a step with the most prompt tokens."""
+
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+    report: EngineReport
+    full_step_s: float
+
+    @classmethod
+    def launch(
+        cls, setup: EngineSetup, on_start: Callable[[subprocess.Popen[bytes]], None] = lambda process: None
+    ) -> Self:
+        """Starts a process and waits until its engine is ready. on_start: called with the process before the wait, so
+        that another thread can end it. Raises `ModelError` if the engine does not become ready, `ConfigError` if a
+        setting is the reason.
+        """
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "modelwright.serve.engines.process", str(theirs.fileno())]
+        # Our copy of the other end is closed at once, so that the end of the process closes the connection. The process
+        # gets a new session, so that Ctrl-C reaches only the gateway, which drains first.
+        with theirs:
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        on_start(process)
+        try:
+            channel = BlockingChannel(ours)
+            channel.send(asdict(setup))
+            message = channel.receive_one(START_TIMEOUT_S)
+            if "failed" in message:
+                raise (ConfigError if message["is_setting"] else ModelError)(message["failed"])
+        except BaseException as error:
+            _end(process, ours)
+            if not isinstance(error, (EOFError, OSError)):  # TimeoutError is an OSError
+                raise
+            what = f"within {START_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else "at all; see its messages"
+            raise ModelError(f"{setup.folder}: an engine process did not start {what}") from None
+        fields = message["report"]
+        report = EngineReport(**{**fields, "info": EngineInfo(**fields["info"])})
+        return cls(process, ours, report, message["full_step_s"])
+
+    def end(self) -> None:
+        """Waits for the process to end after its socket is closed, and kills it if it does not."""
+        _end(self.process, self.connection)
+
+
+def relaunch(
+    setup: EngineSetup, expected: Callable[[], EngineReport], on_start: Callable[[subprocess.Popen[bytes]], None]
+) -> EngineHandle | None:
+    """Starts a process that replaces a lost one. Returns None, with the reason in the log, if it cannot be started or
+    if its report differs. expected: report of the other engines, which may change meanwhile.
+    """
+    try:
+        handle = EngineHandle.launch(setup, on_start)
+    except ModelwrightError as error:
+        log.error("an engine could not be started again: %s", error)
+        return None
+    except Exception:  # an exception would end the task that restarts this engine
+        log.exception("an engine could not be started again")
+        return None
+    if handle.report != expected():
+        text = "an engine was started again with %s instead of %s: the files have changed; reload the model"
+        log.error(text, handle.report, expected())
+        handle.end()
+        return None
+    return handle
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    connection.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(EXIT_TIMEOUT_S)
+        return
+    process.kill()
+    process.wait()
+
+
+class EngineLink(asyncio.Protocol):
+    """The connection to a ready engine inside the event loop."""
+
+    def __init__(self, receive: Callable[[dict[str, Any]], None]) -> None:
+        self._receive = receive
+        self._decoder = LineDecoder()
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.WriteTransport
+        self._heard_at = self._loop.time()
+        self._ended = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's transports are not a subclass
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_at = self._loop.time()
+        for message in self._decoder.feed(data):
+            self._receive(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended.set()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends a message, or drops it if the engine is gone: `watch` ends next, and its answers move."""
+        if not self._transport.is_closing():
+            self._transport.write(encode(message))
+
+    def close(self) -> None:
+        self._transport.abort()
+
+    async def watch(self, silence_s: float) -> EngineEnd:
+        """Waits until the engine has died or has been silent for `silence_s`, and returns which."""
+        while not self._ended.is_set():
+            before = self._loop.time()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), WATCH_PERIOD_S)
+            now = self._loop.time()
+            # time in which this loop was blocked does not count, because it could not receive anything
+            self._heard_at += max(0.0, now - before - WATCH_PERIOD_S)
+            if now - self._heard_at > silence_s:
+                return "wedged"
+        return "died"
+
+
+@dataclass
 class AdapterLoader:
     """Loads and unloads adapters for the gateway (`EnginePool`), between two steps of the engine. Files are read in a
     thread, so that the engine continues meanwhile.
@@ -192,10 +324,8 @@ def run(channel: BlockingChannel, engine: Engine, tokenizer: ServedTokenizer) ->
                 engine.abort(request_id)
             for number, name, folder in message.get("adapters", []):
                 adapters.begin(number, name, folder)
-        has_work, began = engine.has_work, time.monotonic()
         outputs = [output_message(output) for output in engine.step()]
-        step_s = time.monotonic() - began if has_work else 0.0
-        report = {"outputs": outputs, "stats": asdict(engine.stats()), "refused": refused, "step_s": step_s}
+        report = {"outputs": outputs, "stats": asdict(engine.stats()), "refused": refused}
         channel.send(report | {"adapters": adapters.replies()})
 
 

@@ -15,8 +15,7 @@ from modelwright.core.errors import ModelwrightError
 from modelwright.infer.engine import Engine
 from modelwright.model.adapter_bank import PreparedAdapter, prepare_adapter
 from modelwright.ops.tensor_heap import give_back_memory
-from modelwright.serve.engines.client import EngineEvents, EngineInfo
-from modelwright.serve.engines.jobs import Job, StepEngine
+from modelwright.serve.engines.client import EngineEvents, EngineInfo, Job, StepEngine
 from modelwright.serve.errors import ApiError
 
 log = logging.getLogger("modelwright.serve")
