@@ -51,8 +51,8 @@ from modelwright.model.hf import SCORE
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import engine_in_thread
 from modelwright.serve.keys import ALL_SCOPES, key_hash
+from modelwright.serve.load import ServedTokenizer
 from modelwright.serve.server import ServerThread
-from modelwright.serve.tokenizer import ServedTokenizer
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 KEY = "root"

@@ -28,9 +28,8 @@ from typing import Any
 from clean_scale import RESULTS, descendants, write_documents
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import num_usable_cores
-from modelwright.data.clean.clean import SHARD_DOCUMENTS
+from modelwright.data.clean.clean import SHARD_DOCUMENTS, measured
 from modelwright.data.clean.folder import DROPPED, ORDER, REPORT, kept_files
-from modelwright.data.clean.shards import measured
 from modelwright_claims.results import circumstances, machine_slug
 
 DOCUMENTS = 50_000

@@ -39,9 +39,8 @@ from typing import Any
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.clean import clean_documents
-from modelwright.data.clean.duplicates.corpus import DuplicatesConfig
-from modelwright.data.clean.duplicates.shingles import SHINGLE_WORDS
 from modelwright.data.clean.features import split_words
+from modelwright.data.clean.fingerprints import SHINGLE_WORDS, DuplicatesConfig
 from modelwright.data.clean.folder import read_dropped
 from modelwright.data.clean.steps.duplicates import Duplicates
 from modelwright.data.document import Document

@@ -130,8 +130,7 @@ def wrong(texts: Sequence[str], labels: Sequence[Sequence[Span]], found: Sequenc
 
 
 def run_modelwright(texts: Sequence[str], codes: Sequence[bool]) -> tuple[list[list[Span]], float]:
-    from modelwright.data.clean.personal_data.find import find
-    from modelwright.data.clean.steps.privacy import PrivacyConfig
+    from modelwright.data.clean.steps.privacy import PrivacyConfig, find
 
     config = PrivacyConfig()
     failures = Counter[str]()

@@ -32,9 +32,9 @@ from pathlib import Path
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
-from modelwright.data.clean.duplicates.corpus import DuplicatesConfig
+from modelwright.data.clean.fingerprints import DuplicatesConfig
 from modelwright.data.clean.folder import read_dropped
-from modelwright.data.clean.noise.cascade import NoiseConfig
+from modelwright.data.clean.steps.noise import NoiseConfig
 from modelwright.data.clean.steps.privacy import PrivacyConfig
 from modelwright.data.document import Document
 

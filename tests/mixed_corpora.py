@@ -8,7 +8,7 @@ from pathlib import Path
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
-from modelwright.data.clean.duplicates.corpus import DuplicatesConfig
+from modelwright.data.clean.fingerprints import DuplicatesConfig
 from modelwright.data.clean.folder import read_dropped
 from modelwright.data.clean.steps.quality import QualityConfig
 from modelwright.data.document import Document, Kind, Split

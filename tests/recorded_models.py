@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from modelwright.data.augment.augmentation import Span
 from modelwright.data.augment.masked_replacement import Fill
-from modelwright.data.augment.word_spans import Span
 
 
 @dataclass

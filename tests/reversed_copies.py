@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from random import Random
 
 from modelwright.data.augment.augmentation import Augmentation, prose_augmentation
-from modelwright.data.augment.row_copies import Encode
+from modelwright.data.augment.augmenter import Encode
 from modelwright.data.document import Document
 from modelwright.data.rows.pack import TokenSequence
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from modelwright.data.clean.measured_corpus import MeasuredCorpus
-from modelwright.data.clean.steps.step import Columns, Decisions, Drop
+from modelwright.data.clean.steps.step import Columns, Decisions, Drop, MeasuredCorpus
 from modelwright.data.document import Document
 
 

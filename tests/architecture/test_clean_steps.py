@@ -14,10 +14,9 @@ from modelwright.cli.main import main
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.clean import clean_documents
-from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.config import CleanConfig, build_steps, load_step
 from modelwright.data.clean.folder import read_dropped, read_kept
 from modelwright.data.clean.report import CleanReport, describe_drops
-from modelwright.data.clean.step_files import load_step
 from modelwright.data.clean.steps.format import Format, FormatConfig
 from modelwright.data.clean.steps.step import Step
 from modelwright.data.document import Document

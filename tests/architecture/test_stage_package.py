@@ -11,8 +11,7 @@ import yaml
 
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.records import read_records
-from modelwright.core.rundir import RunDir
-from modelwright.pipeline.stage_log import read_attempts
+from modelwright.core.rundir import RunDir, read_attempts
 from rank_processes import Started, start_process
 
 COMMAND = Path(__file__).parent / "stage_package" / "command.py"

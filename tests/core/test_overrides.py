@@ -5,8 +5,8 @@ from typing import Literal
 
 import pytest
 
-from modelwright.cli.overrides import all_paths, read_overrides, split_words
 from modelwright.core.errors import ConfigError
+from modelwright.core.overrides import all_paths, read_overrides, split_words
 
 
 @dataclass(frozen=True, kw_only=True)

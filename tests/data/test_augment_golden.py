@@ -21,11 +21,10 @@ import wordnet_subset
 from augment_promises import ANSWERS, check_promises, renamed
 from modelwright.core.seeds import derive_seed
 from modelwright.data.augment import masked_replacement, related_words
-from modelwright.data.augment.augmentation import Augmentation
+from modelwright.data.augment.augmentation import Augmentation, find_words
+from modelwright.data.augment.back_translation import EndpointConfig
 from modelwright.data.augment.methods import AUGMENTATIONS, Method
 from modelwright.data.augment.related_words import DEFAULT_FOLDER
-from modelwright.data.augment.translators import EndpointConfig
-from modelwright.data.augment.word_spans import find_words
 from modelwright.data.document import Document
 from recorded_models import RecordedFills, RecordedWriter, serve_translations, translations
 

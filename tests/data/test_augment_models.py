@@ -16,12 +16,18 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 import augment_texts
 from marian_folders import write_marian
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.data.augment import translators
-from modelwright.data.augment.back_translation import BackTranslationConfig, back_translation, problem_of
+from modelwright.data.augment import back_translation as translators
+from modelwright.data.augment.augmentation import find_words
+from modelwright.data.augment.back_translation import (
+    BackTranslationConfig,
+    EndpointConfig,
+    EndpointTranslator,
+    MarianTranslator,
+    back_translation,
+    problem_of,
+)
 from modelwright.data.augment.masked_replacement import MaskedModel, MaskedReplacementConfig, masked_replacement
 from modelwright.data.augment.span_infilling import SpanInfillingConfig, first_words, span_infilling
-from modelwright.data.augment.translators import EndpointConfig, EndpointTranslator, MarianTranslator
-from modelwright.data.augment.word_spans import find_words
 from modelwright.data.document import Document
 from recorded_models import Endpoint, serve_translations, translations
 

@@ -18,8 +18,7 @@ import torch
 from global_batches import rows_read
 from modelwright.core.config import parse
 from modelwright.core.errors import ArtifactError, ConfigError
-from modelwright.data.augment.augmenter import Augmenter
-from modelwright.data.augment.row_copies import CopyRecipe
+from modelwright.data.augment.augmenter import Augmenter, CopyRecipe
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.data.rows.batching.augmented import AHEAD, AugmentedLoader

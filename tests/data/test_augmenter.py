@@ -9,13 +9,13 @@ import pytest
 import augment_texts
 from added_package import add_package
 from modelwright.core.errors import ConfigError, DataError
+from modelwright.data.augment.augmentation import repair_articles
 from modelwright.data.augment.augmenter import Augmenter
 from modelwright.data.augment.keyboard_typos import KeyboardTyposConfig, keyboard_typos, neighbors
 from modelwright.data.augment.methods import AUGMENTATIONS, build_methods, no_language_model
 from modelwright.data.augment.random_deletion import RandomDeletionConfig, random_deletion
 from modelwright.data.augment.sentence_shuffle import shuffle_sentences
 from modelwright.data.augment.synonym_replacement import SynonymReplacementConfig, synonym_replacement
-from modelwright.data.augment.word_spans import repair_articles
 from modelwright.data.document import Document
 from modelwright.pipeline.augmentation_config import AugmentationConfig
 

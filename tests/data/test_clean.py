@@ -9,13 +9,13 @@ from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
-from modelwright.data.clean.duplicates.corpus import DuplicatesConfig
 from modelwright.data.clean.features import data_share, duplicate_share, is_data_line
+from modelwright.data.clean.fingerprints import DuplicatesConfig
 from modelwright.data.clean.folder import kept_files, read_dropped, read_kept
-from modelwright.data.clean.measured_corpus import pack_lines, unpack_lines
 from modelwright.data.clean.report import CleanReport
 from modelwright.data.clean.steps.format import normalize
 from modelwright.data.clean.steps.quality import QualityConfig
+from modelwright.data.clean.steps.step import pack_lines, unpack_lines
 from modelwright.data.document import Document
 
 

@@ -10,18 +10,16 @@ import pytest
 from numpy.typing import NDArray
 
 from modelwright.core.progress import SilentProgress
-from modelwright.data.clean import clean
+from modelwright.data.clean import clean, deduplicate, fingerprints
+from modelwright.data.clean.clean import measured
 from modelwright.data.clean.config import CleanConfig, build_steps
-from modelwright.data.clean.duplicates import corpus, deduplicate, index, near_duplicates
-from modelwright.data.clean.duplicates.corpus import BandFiles, DuplicatesConfig
-from modelwright.data.clean.duplicates.near_duplicates import GroupJob, group_band
-from modelwright.data.clean.duplicates.shingles import band_hashes
+from modelwright.data.clean.deduplicate import GroupJob, group_band
 from modelwright.data.clean.features import FEATURES
-from modelwright.data.clean.measured_corpus import ShardFiles, as_array, numbered
-from modelwright.data.clean.shards import measured
+from modelwright.data.clean.fingerprints import BandFiles, DuplicatesConfig, band_hashes
+from modelwright.data.clean.steps import duplicates as duplicates_step
 from modelwright.data.clean.steps.duplicates import quality_score
 from modelwright.data.clean.steps.quality import QualityConfig
-from modelwright.data.clean.steps.step import divide
+from modelwright.data.clean.steps.step import ShardFiles, as_array, divide, numbered
 from modelwright.data.workers import InProcess
 
 SHARD, WORDS = 1000, 40
@@ -101,11 +99,11 @@ def peak_of_decisions(work: Path, count: int, config: CleanConfig, num_changed: 
 def small_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not grow with the corpus is made small, so that it hides nothing that does."""
     monkeypatch.setattr(deduplicate, "_FILTER_BITS", 20)
-    monkeypatch.setattr(near_duplicates, "_REMEMBERED_BITS", 10)
-    monkeypatch.setattr(near_duplicates, "_READ_AT_ONCE", 256)
-    monkeypatch.setattr(corpus, "_CACHED_BYTES", 2**16)
-    monkeypatch.setattr(corpus, "_READ_AT_ONCE", 2**16)
-    monkeypatch.setattr(index, "_AT_ONCE", 128)
+    monkeypatch.setattr(deduplicate, "_REMEMBERED_BITS", 10)
+    monkeypatch.setattr(deduplicate, "_READ_AT_ONCE", 256)
+    monkeypatch.setattr(fingerprints, "_CACHED_BYTES", 2**16)
+    monkeypatch.setattr(fingerprints, "_READ_AT_ONCE", 2**16)
+    monkeypatch.setattr(duplicates_step, "_AT_ONCE", 128)
 
 
 @pytest.mark.slow

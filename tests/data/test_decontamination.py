@@ -10,9 +10,9 @@ from modelwright.core.errors import DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.features import split_words
 from modelwright.data.clean.folder import read_dropped
 from modelwright.data.clean.steps.decontamination import PASSAGE_WORDS, DecontaminationConfig
-from modelwright.data.clean.words import split_words
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig
 from modelwright.pipeline.cleaning import fingerprint

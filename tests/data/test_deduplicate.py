@@ -15,17 +15,25 @@ from safetensors.numpy import load_file
 
 from modelwright.core.errors import ArtifactError
 from modelwright.core.progress import SilentProgress
+from modelwright.data.clean import deduplicate
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
-from modelwright.data.clean.duplicates import index as duplicate_index
-from modelwright.data.clean.duplicates import near_duplicates
-from modelwright.data.clean.duplicates.corpus import NO_NUMBER, BandFiles, DuplicatesConfig
-from modelwright.data.clean.duplicates.index import DuplicateIndex
-from modelwright.data.clean.duplicates.shingles import NUM_BANDS, SHINGLE_WORDS, fingerprints, jaccard, shingles
+from modelwright.data.clean.features import split_words
+from modelwright.data.clean.fingerprints import (
+    NO_NUMBER,
+    NUM_BANDS,
+    SHINGLE_WORDS,
+    BandFiles,
+    DuplicatesConfig,
+    fingerprints,
+    jaccard,
+    shingles,
+)
 from modelwright.data.clean.folder import read_dropped, read_kept
+from modelwright.data.clean.steps import duplicates as duplicates_step
+from modelwright.data.clean.steps.duplicates import DuplicateIndex
 from modelwright.data.clean.steps.privacy import PrivacyConfig
 from modelwright.data.clean.steps.quality import QualityConfig
-from modelwright.data.clean.words import split_words
 from modelwright.data.document import Document
 from modelwright.data.workers import InProcess, LocalProcesses, ShardEngine
 from watched_engine import WatchedEngine
@@ -182,7 +190,7 @@ def test_documents_of_earlier_runs(tmp_path: Path) -> None:
 
 def write_index_and_die(folder: str, moment: int) -> None:
     """Cleans into an index, and is killed before a certain array of it is written, or at the end before it counts."""
-    tensors = duplicate_index._tensors
+    tensors = duplicates_step._tensors
 
     def dying(*arguments: Any) -> Iterator[Any]:
         for number, values in enumerate(tensors(*arguments)):
@@ -192,7 +200,7 @@ def write_index_and_die(folder: str, moment: int) -> None:
         if moment < 0:
             Path.replace = lambda path, target: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
 
-    duplicate_index._tensors = dying  # type: ignore[assignment]
+    duplicates_step._tensors = dying  # type: ignore[assignment]
     clean(Path(folder) / "out", corpus_of_a_day(2), key="monday", index=str(Path(folder) / "index"))
 
 
@@ -355,18 +363,18 @@ def test_candidates_through_a_band_are_few_and_the_kept_set_is_that_of_all(
 ) -> None:
     """Otherwise pages of one template take quadratic time."""
     fills: list[int] = []
-    add_all = near_duplicates.NearDuplicates.add_all
+    add_all = deduplicate.NearDuplicates.add_all
 
     def watched(self: Any, members: Any) -> None:
         add_all(self, members)
         slots = [pair for _, places in self._groups for pair in zip(self._groups.slots, places, strict=True)]
         fills.append(max(band[place] & 0xFFFF for band, place in slots if place != NO_NUMBER))
 
-    monkeypatch.setattr(near_duplicates.NearDuplicates, "add_all", watched)
+    monkeypatch.setattr(deduplicate.NearDuplicates, "add_all", watched)
     pages = templated_pages(500, 60)
     results = {}
     for most in (10**9, 5):
-        monkeypatch.setattr(near_duplicates, "_MOST_PER_BAND", most)
+        monkeypatch.setattr(deduplicate, "_MOST_PER_BAND", most)
         results[most] = clean(tmp_path / str(most), pages)[0]
     assert results[5] == results[10**9]
     assert len(results[5]) == 500
@@ -383,7 +391,7 @@ def test_groups_that_processes_make_drop_the_same(tmp_path: Path, monkeypatch: p
     expected = clean(tmp_path / "here", documents, engine=alone)
     assert sum(reason == "near-duplicate" for reason, _ in expected[1].values()) > 30
     assert "group_band" not in alone.processes, "for so few documents no engine is asked"
-    monkeypatch.setattr(near_duplicates, "_FEWEST_IN_WORKERS", 1)
+    monkeypatch.setattr(deduplicate, "_FEWEST_IN_WORKERS", 1)
     assert clean(tmp_path / "two", documents, engine=in_processes) == expected
     assert len(in_processes.processes["group_band"]) == NUM_BANDS
     assert os.getpid() not in in_processes.processes["group_band"]
@@ -391,7 +399,7 @@ def test_groups_that_processes_make_drop_the_same(tmp_path: Path, monkeypatch: p
 
 def write_index_slowly(folder: str, started: Event, other: Event) -> None:
     """Cleans into an index, and waits for another process while it writes."""
-    tensors = duplicate_index._tensors
+    tensors = duplicates_step._tensors
 
     def slow(*arguments: Any) -> Iterator[Any]:
         for number, values in enumerate(tensors(*arguments)):
@@ -400,7 +408,7 @@ def write_index_slowly(folder: str, started: Event, other: Event) -> None:
                 other.wait(timeout=1.0)
             yield values
 
-    duplicate_index._tensors = slow  # type: ignore[assignment]
+    duplicates_step._tensors = slow  # type: ignore[assignment]
     clean(Path(folder) / "slow", corpus_of_a_day(1), key="monday", index=str(Path(folder) / "index"))
 
 

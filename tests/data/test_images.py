@@ -19,9 +19,9 @@ from PIL import Image
 
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
+from modelwright.data.clean import deduplicate
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
-from modelwright.data.clean.duplicates import near_duplicates as near_module
 from modelwright.data.clean.folder import read_dropped, read_kept
 from modelwright.data.clean.steps.images import NEAR, TOO_LONG, TOO_SMALL, near_duplicates
 from modelwright.data.clean.steps.quality import QualityConfig
@@ -423,7 +423,7 @@ def test_many_images_may_share_a_caption(tmp_path: Path) -> None:
 
 
 def test_near_duplicates_are_those_of_every_pair_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near_module, "_FEWEST_IN_WORKERS", 1)
+    monkeypatch.setattr(deduplicate, "_FEWEST_IN_WORKERS", 1)
     random = np.random.default_rng(1)
     bases = random.integers(0, 2**63, 12, dtype=np.uint64)
     flips = [

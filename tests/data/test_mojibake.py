@@ -4,8 +4,7 @@ import pytest
 from faker import Faker
 
 from mistaken_text import MISTAKES, SENTENCES, broken, mistakes
-from modelwright.data.clean.mojibake import repair
-from modelwright.data.clean.steps.format import Format, FormatConfig, normalize
+from modelwright.data.clean.steps.format import Format, FormatConfig, normalize, repair
 from modelwright.data.clean.steps.step import Drop
 from modelwright.data.document import Document
 

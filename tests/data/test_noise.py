@@ -14,20 +14,21 @@ from sklearn.model_selection import GroupKFold, cross_val_predict
 
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import SilentProgress
+from modelwright.data.clean import noise as noise_classifier
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.data.clean.folder import read_dropped
-from modelwright.data.clean.noise import classifier as noise_classifier
-from modelwright.data.clean.noise.cascade import (
+from modelwright.data.clean.noise import (
     TEST_CORRUPTIONS,
     TRAINING_CORRUPTIONS,
     Corruption,
-    NoiseConfig,
-    heldout_report,
+    LinearClassifier,
+    NoiseModel,
+    layout_of,
+    threshold_for,
 )
-from modelwright.data.clean.noise.classifier import LinearClassifier, layout_of, threshold_for
-from modelwright.data.clean.noise.model import NoiseModel
 from modelwright.data.clean.report import CleanReport
+from modelwright.data.clean.steps.noise import NoiseConfig, heldout_report
 from modelwright.data.document import Document
 from modelwright.pipeline.cleaning import noise_warnings
 

@@ -10,11 +10,11 @@ from faker import Faker
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
+from modelwright.data.clean import personal_data
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
-from modelwright.data.clean.personal_data import find as find_module
-from modelwright.data.clean.personal_data import numbers
-from modelwright.data.clean.personal_data.pattern import KINDS, Finding
+from modelwright.data.clean.patterns import KINDS, Finding
+from modelwright.data.clean.steps import privacy
 from modelwright.data.clean.steps.privacy import Privacy, PrivacyConfig
 from modelwright.data.document import Document
 from modelwright.pipeline.report import corpus
@@ -93,7 +93,7 @@ HARMLESS = [
 def found_in(text: str, config: PrivacyConfig | None = None, *, is_code: bool = False) -> list[Finding]:
     config = config or PrivacyConfig()
     failures = Counter[str]()
-    findings = find_module.find(text, config.replace, is_code=is_code, regions=config.phone_regions, failures=failures)
+    findings = privacy.find(text, config.replace, is_code=is_code, regions=config.phone_regions, failures=failures)
     assert not failures
     return findings
 
@@ -216,9 +216,9 @@ def examples() -> list[Example]:
 def test_the_prefilter_hides_no_match(examples: list[Example], monkeypatch: pytest.MonkeyPatch) -> None:
     """Anchors and shapes skip most searches; without them the findings are the same."""
     with_prefilter = [found_in(example.text, is_code=example.is_code) for example in examples]
-    searched = sum(len(find_module.patterns_for(example.text, KINDS)) for example in examples)
-    assert searched < 0.6 * len(examples) * len(find_module.PATTERNS), "the prefilter skips nothing"
-    monkeypatch.setattr(find_module, "patterns_for", lambda text, kinds: find_module.PATTERNS)
+    searched = sum(len(privacy.patterns_for(example.text, KINDS)) for example in examples)
+    assert searched < 0.6 * len(examples) * len(privacy.PATTERNS), "the prefilter skips nothing"
+    monkeypatch.setattr(privacy, "patterns_for", lambda text, kinds: privacy.PATTERNS)
     assert [found_in(example.text, is_code=example.is_code) for example in examples] == with_prefilter
 
 
@@ -244,19 +244,23 @@ def test_every_marker_is_stable(examples: list[Example]) -> None:
 
 def test_every_validator_that_a_pattern_names_can_be_imported() -> None:
     """A module that `python-stdnum` lacks once ended every run on a text with a British insurance number."""
-    names = [pattern.name for pattern in numbers.NUMBERS if getattr(pattern.check, "func", None) is numbers._stdnum]
+    names = [
+        pattern.name
+        for pattern in personal_data.NUMBERS
+        if getattr(pattern.check, "func", None) is personal_data._stdnum
+    ]
     assert len(names) >= 12
     for name in names:
-        assert numbers.validator(name.partition(" ")[0])("") is False, name
+        assert personal_data.validator(name.partition(" ")[0])("") is False, name
     for module in ("iban", "us.ssn", "us.itin"):
-        assert numbers.validator(module)("") is False, module
+        assert personal_data.validator(module)("") is False, module
 
 
 def test_a_validator_that_raises_is_counted_and_its_value_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     def validator(module: str):
         raise ModuleNotFoundError(f"No module named 'stdnum.{module}'")
 
-    monkeypatch.setattr(numbers, "validator", validator)
+    monkeypatch.setattr(personal_data, "validator", validator)
     step = Privacy(PrivacyConfig())
     changed = step(document("DNI 54362315K of ann@example.org"))
     assert changed.text == "DNI 54362315K of <EMAIL_1>"
@@ -268,7 +272,7 @@ def test_the_report_counts_validators_that_failed(tmp_path: Path, monkeypatch: p
     def validator(module: str):
         raise IndexError(module)
 
-    monkeypatch.setattr(numbers, "validator", validator)
+    monkeypatch.setattr(personal_data, "validator", validator)
     text = "The number of the man who came yesterday is 54362315K, as he says himself."
     documents = iter([document(text), document(f"Again. {text}", id="e")])
     report, _ = clean_documents(documents, build_steps(CleanConfig()), tmp_path, SilentProgress())

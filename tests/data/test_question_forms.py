@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from modelwright.data.clean.duplicates.shingles import fingerprints
+from modelwright.data.clean.fingerprints import fingerprints
 from modelwright.data.document import Document
 from modelwright.data.sources.docstrings import (
     Docstring,

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from test_ray_tasks import KilledOnce, clean
 from modelwright.core.errors import ModelwrightError
-from modelwright.data.clean.duplicates import near_duplicates
+from modelwright.data.clean import deduplicate
 from modelwright.data.workers import RayTasks
 from watched_engine import WatchedEngine
 
@@ -36,7 +36,7 @@ def fail(number):
     raise ModelwrightError(f"shard {number} is damaged")
 
 out, engine = Path(sys.argv[1]), WatchedEngine(RayTasks(2))
-near_duplicates._FEWEST_IN_WORKERS = 1
+deduplicate._FEWEST_IN_WORKERS = 1
 clean(out, [KilledOnce(str(out))], engine)
 processes = engine.processes["group_band"]
 (out / "bands").write_text(f"{len(processes)} in workers: {os.getpid() not in processes}")

@@ -7,7 +7,7 @@ import pytest
 
 from chat_templates import CALL, TOOL_CHAT, WEATHER
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.data.clean.duplicates.shingles import identity
+from modelwright.data.clean.fingerprints import identity
 from modelwright.data.clean.steps.privacy import Privacy, PrivacyConfig
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents

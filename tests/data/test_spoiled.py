@@ -10,11 +10,10 @@ import pytest
 
 from judge_cleaning import lines
 from modelwright.data.clean.config import CleanConfig
-from modelwright.data.clean.duplicates.corpus import DuplicatesConfig
-from modelwright.data.clean.duplicates.shingles import SHINGLE_WORDS
+from modelwright.data.clean.features import split_words
+from modelwright.data.clean.fingerprints import SHINGLE_WORDS, DuplicatesConfig
 from modelwright.data.clean.steps.privacy import PrivacyConfig
 from modelwright.data.clean.steps.quality import QualityConfig
-from modelwright.data.clean.words import split_words
 from modelwright.data.document import Document
 from modelwright_claims.cleaning_scores import judge_cleaning, read_spoiled
 from modelwright_claims.spoiled_corpus import BROKEN, COPY, JUNK, PERSONAL, Label, clean_texts, spoil, write

@@ -20,8 +20,7 @@ from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.data.images import store as image_store
 from modelwright.data.images.decode import encode
-from modelwright.data.images.labeled import LabeledImages, write_labels
-from modelwright.data.images.store import ImageStore, image_layout, write_images
+from modelwright.data.images.store import ImageStore, LabeledImages, image_layout, write_images, write_labels
 from modelwright.data.rows.cache import layout as block_layout
 from modelwright.data.rows.cache import row_cache
 from modelwright.data.rows.cache.lookahead import LookaheadLoader

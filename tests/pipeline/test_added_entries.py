@@ -24,7 +24,7 @@ from modelwright.data.sources.sources import SourceConfig, SourceReport, read_do
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.cleaning import fingerprint
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.resolve import local_inputs, resolve_paths
+from modelwright.pipeline.resolve import local_inputs, resolve_inputs
 from modelwright.pipeline.run import check_training
 from modelwright.pipeline.run_config import parse_run
 from modelwright.reward.build import build_reward
@@ -163,7 +163,7 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse
 from modelwright.serve.config import OWN_BACKEND
 from modelwright.serve.engines.backends import BACKENDS, Backend
-from modelwright.serve.api.openapi import Operation
+from modelwright.serve.api.operations import Operation
 from modelwright.serve.api.operations import RouteSpec
 from modelwright.serve.service import service_of
 
@@ -250,12 +250,12 @@ def test_paths_of_a_step_become_absolute_and_decide_the_result(
     (tmp_path / "texts.txt").write_text("a line\n")
     steps = ["mine.py:Step", {"banned_words": {"lists": ["listed.txt"], "words": ["river"]}}]
     config = tiny_run(data={"sources": ["texts.txt"]}, clean={"steps": steps})
-    resolved = resolve_paths(config)
+    resolved = resolve_inputs(config)
     clean: CleanConfig = resolved.sections["clean"]
     listed = str(tmp_path / "listed.txt")
     assert clean.steps == (str(tmp_path / "mine.py:Step"), {"banned_words": {"words": ["river"], "lists": [listed]}})
     assert parse(CleanConfig, dump(clean)) == clean
-    assert resolve_paths(resolved).sections["clean"] == clean
+    assert resolve_inputs(resolved).sections["clean"] == clean
     assert listed in local_inputs(config).values()
     without_file = parse(CleanConfig, {"steps": [{"banned_words": {"lists": [listed]}}]})
     assert listed in [entry[0] for entry in fingerprint(resolved.data, without_file)]

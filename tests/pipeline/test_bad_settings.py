@@ -15,10 +15,9 @@ from modelwright.core.config import load_yaml, save_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.resources import num_usable_cores
-from modelwright.core.rundir import RunDir
+from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.pipeline import resolve
 from modelwright.pipeline.config import HardwareConfig
-from modelwright.pipeline.stage_log import read_attempts
 from modelwright.recipes.load import load, recipe
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -17,8 +17,8 @@ from modelwright.data.clean import clean as clean_module
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.data.clean.folder import read_kept
-from modelwright.data.clean.measured_corpus import ShardFiles
-from modelwright.data.clean.noise.cascade import NoiseConfig
+from modelwright.data.clean.steps.noise import NoiseConfig
+from modelwright.data.clean.steps.step import ShardFiles
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig
 from modelwright.data.workers import LocalProcesses

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.data.clean.folder import read_dropped, read_kept
-from modelwright.data.clean.noise.cascade import FEWEST_SAMPLES, NoiseConfig
-from modelwright.data.clean.steps.noise import read_trusted
+from modelwright.data.clean.steps.noise import FEWEST_SAMPLES, NoiseConfig, read_trusted
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 NOUNS = ("river", "letter", "market", "garden", "window", "teacher", "harbor", "winter", "engine", "village")

@@ -11,8 +11,8 @@ import yaml
 
 from modelwright.cli.clean import CleanCommandConfig
 from modelwright.cli.clean import parser as clean_parser
-from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.core.config import parse
+from modelwright.core.overrides import read_overrides, split_settings
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 SLURM, KUBERNETES = EXAMPLES / "clean_ray.sbatch", EXAMPLES / "clean_ray.yaml"

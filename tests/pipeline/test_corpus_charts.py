@@ -9,7 +9,7 @@ import pytest
 
 from mistaken_text import SENTENCES
 from modelwright.core.progress import SilentProgress
-from modelwright.data.clean import shards
+from modelwright.data.clean import clean as clean_module
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.data.clean.folder import read_dropped, read_kept
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def report(folder: Path) -> CleanReport:
     steps = build_steps(CleanConfig())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "_FEWEST_FOR_LANGUAGES", 1)
+        patch.setattr(clean_module, "_FEWEST_FOR_LANGUAGES", 1)
         return clean_documents(iter(documents()), steps, folder, SilentProgress(), shard_documents=40)[0]
 
 
@@ -92,7 +92,7 @@ def test_a_report_without_figures_has_no_charts() -> None:
 
 def test_languages_are_sampled_though_kinds_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second document is code, the first one, too, so that the 20th, the 40th and so on are all code."""
-    monkeypatch.setattr(shards, "_FEWEST_FOR_LANGUAGES", 1)
+    monkeypatch.setattr(clean_module, "_FEWEST_FOR_LANGUAGES", 1)
     rng = random.Random(3)
     mixed: list[Document] = []
     for number in range(60):

@@ -13,10 +13,9 @@ import pytest
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.config import load_yaml
 from modelwright.core.records import read_records
-from modelwright.core.rundir import RunDir
+from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.pipeline.report.page import closing_lines
 from modelwright.pipeline.run_config import read_run_config
-from modelwright.pipeline.stage_log import read_attempts
 from modelwright.pipeline.text_samples import FILE
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

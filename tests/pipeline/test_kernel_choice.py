@@ -10,7 +10,7 @@ from distributed import run_distributed
 from modelwright.core.rundir import RunDir
 from modelwright.ops import cpu_kernels
 from modelwright.parallel.mesh import World, single
-from modelwright.pipeline.resolve import kernels_of_run
+from modelwright.pipeline.process_group import kernels_of_run
 
 
 class Notes:

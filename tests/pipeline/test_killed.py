@@ -15,8 +15,8 @@ import pytest
 
 from modelwright.compress.grid_model import GRID
 from modelwright.compress.grid_model import STEPS as STEPS_FILE
+from modelwright.core.rundir import read_attempts
 from modelwright.pipeline.runner import RunDir
-from modelwright.pipeline.stage_log import read_attempts
 from rank_processes import Started, start_process
 
 NUM_RUNS = int(os.environ.get("MODELWRIGHT_KILLS", "0"))

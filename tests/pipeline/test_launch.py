@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import RunDir
+from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.pipeline.process_group import PeerLost, as_lost_peer
-from modelwright.pipeline.stage_log import read_attempts
 from rank_processes import Started, start_process
 from tolerances import TOLERANCES
 

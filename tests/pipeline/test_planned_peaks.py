@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import RunDir
+from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.pipeline.estimate.plan import stage_estimates
 from modelwright.pipeline.resolve import resolve
-from modelwright.pipeline.run import previous_config
+from modelwright.pipeline.run_config import previous_config
 from modelwright.pipeline.stage import Rates
-from modelwright.pipeline.stage_log import read_attempts
 
 TOLERANCE = 0.15
 NO_RATES = Rates(flops_per_s={"fp32": 1.0, "bf16": 1.0})

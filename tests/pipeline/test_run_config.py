@@ -12,7 +12,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.pipeline.run_config import parse_run
 from modelwright.pipeline.stages.pretrain import PRETRAIN
 from modelwright.pipeline.stages.sft import SFT
-from modelwright.recipes.load import load, recipe_file
+from modelwright.recipes.load import RECIPES, load
 from modelwright.train.config import TrainConfig
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -68,7 +68,7 @@ def test_the_section_of_a_stage_that_is_left_out_is_checked_and_ignored(inside: 
 
 def test_a_stage_that_is_added_to_a_run_says_whose_settings_it_takes(tmp_path: Path) -> None:
     part = ("clean", "tokenize", "pack")
-    save_yaml(tmp_path / "config.yaml", parse_run({**load_yaml(recipe_file("tiny")), "stages": part}))
+    save_yaml(tmp_path / "config.yaml", parse_run({**load_yaml(RECIPES["tiny"]), "stages": part}))
     added = load(str(tmp_path), {}, only=("pretrain",))
     assert added.config.section("pretrain").num_steps == 0
     assert [note.partition(":")[0] for note in added.notes] == ["pretrain"]

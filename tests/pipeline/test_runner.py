@@ -10,11 +10,10 @@ import pytest
 from modelwright.core import artifacts
 from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, Stopped
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import RunDir
+from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.runner import run_stages, survey
 from modelwright.pipeline.stage import Stage, StageContext
-from modelwright.pipeline.stage_log import read_attempts
 
 
 class Chain:

@@ -10,7 +10,7 @@ import pytest
 from modelwright.core.config import load_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
-from modelwright.pipeline.run_config import check_same_run
+from modelwright.pipeline.resolve import check_same_run
 from modelwright.recipes.load import load, recipe
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -24,7 +24,7 @@ from modelwright.pipeline.estimate.time_budget import (
     with_lengths,
 )
 from modelwright.pipeline.process_group import join_ranks
-from modelwright.pipeline.resolve import resolve, resolve_paths
+from modelwright.pipeline.resolve import resolve, resolve_inputs
 from modelwright.pipeline.run_config import parse_run
 from modelwright.pipeline.stage import Rates
 from modelwright.recipes.load import load, recipe
@@ -154,7 +154,7 @@ def test_a_length_of_a_stage_that_does_not_take_part_leaves_the_time(tmp_path: P
 def test_a_length_of_one_training_leaves_those_that_were_measured_for_the_others(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("recipe: tiny\nminutes: 7\n", encoding="utf-8")
     target, run = str(tmp_path / "mine.yaml"), tmp_path / "run"
-    created = resolve_paths(with_lengths(load(target, {}).config, {"pretrain": 17, "sft": 11}))
+    created = resolve_inputs(with_lengths(load(target, {}).config, {"pretrain": 17, "sft": 11}))
     run.mkdir()
     save_yaml(run / "config.yaml", created)
     for overrides in ({"sft": {"num_steps": 50}}, {"sft": {"num_steps": 50}}):

@@ -20,8 +20,7 @@ from modelwright.core.artifacts import read_manifest
 from modelwright.core.errors import ConfigError, DataError, ModelError
 from modelwright.data.document import Document
 from modelwright.data.images.decode import StoredImage, encode
-from modelwright.data.images.labeled import LabeledImages, class_of, write_labels
-from modelwright.data.images.store import ImageStore, write_images
+from modelwright.data.images.store import ImageStore, LabeledImages, class_of, write_images, write_labels
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.sources.digits import digit_images
 from modelwright.model.vision.batch_norm import BatchNorm

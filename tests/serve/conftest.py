@@ -19,9 +19,8 @@ from modelwright.model.hf import save_model
 from modelwright.serve.config import OWN_BACKEND, RequestsConfig, ServeConfig
 from modelwright.serve.engines.backends import BACKENDS, Backend, engine_in_thread
 from modelwright.serve.engines.client import EngineClient
-from modelwright.serve.load import ModelSource, load_folder
+from modelwright.serve.load import ModelSource, ServedTokenizer, load_folder
 from modelwright.serve.server import ServerThread
-from modelwright.serve.tokenizer import ServedTokenizer
 
 TEXT = [
     "the quick brown fox jumps over the lazy dog",

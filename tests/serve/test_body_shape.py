@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from modelwright.serve.api import parsing
 from modelwright.serve.api.chat import ChatRequest
 from modelwright.serve.api.completions import CompletionRequest
+from modelwright.serve.api.encode import DetokenizeRequest
 from modelwright.serve.api.parsing import MAX_DEPTH, PAUSE_NUMBERS, parse_request
-from modelwright.serve.api.tokens import DetokenizeRequest
 from modelwright.serve.errors import ApiError
 from modelwright.serve.limits import KEYS_PER_TOKEN, SPARE_ENTRIES, BodyShape, Limits, body_shape, lone_surrogate
 

@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from modelwright.serve.account.metrics import JsonLines, log_to_stderr
+from modelwright.serve.account.monitoring import JsonLines, log_to_stderr
 from modelwright.serve.server import ServerThread
 from serve.patience import held, wait_until
 

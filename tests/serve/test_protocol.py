@@ -7,9 +7,8 @@ import pytest
 
 from modelwright.serve.api.chat import ChatRequest
 from modelwright.serve.api.completions import CompletionRequest
+from modelwright.serve.api.encode import EmbeddingRequest, TokenizeRequest
 from modelwright.serve.api.parsing import parse_request
-from modelwright.serve.api.pooled import EmbeddingRequest
-from modelwright.serve.api.tokens import TokenizeRequest
 from modelwright.serve.errors import ApiError
 from modelwright.serve.generation import GenerationRequest
 from modelwright.serve.limits import Limits

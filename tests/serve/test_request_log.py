@@ -21,7 +21,7 @@ from modelwright.data.sources.sources import SourceConfig, SourceReport, read_do
 from modelwright.recipes.load import recipe
 from modelwright.serve.account import request_store
 from modelwright.serve.account.database import DatabaseWriter, SqliteDatabase, UrlDatabase, WriterBusy, open_database
-from modelwright.serve.account.request_log import RedactionFailed, TextRedaction
+from modelwright.serve.account.observers import RedactionFailed, TextRedaction
 from modelwright.serve.account.request_store import FIELDS, SCHEMA, RequestRecord
 from modelwright.serve.config import RequestsConfig
 from modelwright.serve.server import ServerThread

@@ -14,7 +14,7 @@ from typing import Any
 
 from modelwright.infer.engine import EngineConfig, StepOutput
 from modelwright.infer.sequence import SamplingParams
-from modelwright.serve.account.metrics import NO_LOAD
+from modelwright.serve.account.monitoring import NO_LOAD
 from modelwright.serve.engines.client import EngineInfo, GenerationJob, output_message
 from modelwright.serve.engines.pool import EnginePool, choose_engine, prompt_key
 from modelwright.serve.engines.process import BlockingChannel, EngineHandle, EngineReport, EngineSetup

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from modelwright.data.tokenizer.tokenizer import ByteStream
-from modelwright.serve.tokenizer import IncrementalDetokenizer
+from modelwright.serve.load import IncrementalDetokenizer
 
 
 def of_bytes() -> ByteStream:

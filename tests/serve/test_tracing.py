@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from modelwright.core.errors import ConfigError
 from modelwright.serve import application
-from modelwright.serve.account.tracing import Tracing, tracing_to
+from modelwright.serve.account.observers import Tracing, tracing_to
 from modelwright.serve.config import RequestsConfig
 from modelwright.serve.server import ServerThread
 from serve.patience import held, wait_until
@@ -221,7 +221,7 @@ def test_an_exporter_that_hangs_and_fails_delays_no_answer(traced, monkeypatch, 
     assert [reply.status_code for reply in replies] == [200] * 20
     assert all(reply.text.endswith("data: [DONE]\n\n") for reply in replies)
     assert exporter.is_called.wait(60)
-    monkeypatch.setattr("modelwright.serve.account.tracing.CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("modelwright.serve.account.observers.CLOSE_TIMEOUT_S", 0.2)
     server.stop()
     assert "some spans could not be exported" in caplog.text
     exporter.may_go_on.set()

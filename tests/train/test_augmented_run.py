@@ -20,7 +20,7 @@ from global_batches import rows_read
 from modelwright.core.config import parse
 from modelwright.core.errors import Stopped
 from modelwright.core.records import column, read_records
-from modelwright.data.augment.row_copies import CopyRecipe
+from modelwright.data.augment.augmenter import CopyRecipe
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.batching.augmented import AHEAD, AugmentedLoader

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.seeds import derive_seed
 from modelwright.data.clean.config import CleanConfig
-from modelwright.data.clean.noise.cascade import NoiseConfig
 from modelwright.data.clean.steps.format import normalize
+from modelwright.data.clean.steps.noise import NoiseConfig
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright_claims import stability_bench as bench

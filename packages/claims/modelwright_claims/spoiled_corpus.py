@@ -19,8 +19,8 @@ import numpy as np
 from faker import Faker
 
 from modelwright.core.seeds import derive_seed
-from modelwright.data.clean.duplicates.shingles import jaccard, shingles
-from modelwright.data.clean.noise.cascade import keyword_spam, menus, shuffled_words
+from modelwright.data.clean.fingerprints import jaccard, shingles
+from modelwright.data.clean.noise import keyword_spam, menus, shuffled_words
 from modelwright.data.clean.steps.format import normalize
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents

@@ -15,7 +15,7 @@ import numpy as np
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
-from modelwright.data.clean.duplicates.shingles import fingerprints, jaccard
+from modelwright.data.clean.fingerprints import fingerprints, jaccard
 from modelwright.data.document import Document
 
 USER_FIELD = "user"

@@ -12,8 +12,7 @@ from modelwright.model.vision.llava import is_llava_folder
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import Backend
 from modelwright.serve.engines.client import EngineClient, EngineInfo
-from modelwright.serve.load import FINGERPRINT_LEN, ModelSource, require_folder
-from modelwright.serve.tokenizer import ServedTokenizer
+from modelwright.serve.load import FINGERPRINT_LEN, ModelSource, ServedTokenizer, require_folder
 from modelwright_vllm.command import VARIABLE, vllm_command
 
 DTYPES = ("bfloat16", "float16", "float32")

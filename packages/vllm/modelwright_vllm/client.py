@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ import httpx
 
 from modelwright.core.errors import ModelError
 from modelwright.infer.engine import EngineStats
-from modelwright.serve.account.metrics import NO_LOAD
-from modelwright.serve.engines.client import EngineEnd, EngineEvents, EngineInfo, Job, refusing
+from modelwright.serve.account.monitoring import NO_LOAD
+from modelwright.serve.engines.client import EngineEnd, EngineEvents, EngineInfo, Job, refuse_lacking
 from modelwright.serve.engines.pool import FIRST_PAUSE_S, LONGEST_PAUSE_S, STABLE_S
 from modelwright.serve.errors import ApiError, engine_lost
 from modelwright_vllm.figures import VllmFigures, read_figures
@@ -56,7 +57,7 @@ class VllmClient:
         self.info = info
         self.unavailable = ""
         self.is_back_soon = False  # it takes minutes to start
-        self.check = refusing("vllm", LACKS)
+        self.check = partial(refuse_lacking, "vllm", LACKS)
         self._launch = launch
         self._process = process
         self._fingerprint = fingerprint

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from modelwright.cli.config import setting_names
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.cli.run import add_run_options, carry_out, named_stages
+from modelwright.cli.run import add_run_options, carry_out
 from modelwright.core.errors import ConfigError
-from modelwright.core.overrides import read_overrides, split_settings
+from modelwright.core.overrides import named_stages, read_overrides, split_settings
 
 _FLAGS = ("lora", "stages", "run-dir", "dry-run", "restart", "nproc", "help")
 

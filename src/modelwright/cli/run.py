@@ -14,7 +14,7 @@ from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.recipes import recipe_names
 from modelwright.cli.supervise import Say, is_first, is_started, print_ending, supervise
 from modelwright.core.errors import ConfigError
-from modelwright.core.overrides import read_overrides, split_settings
+from modelwright.core.overrides import named_stages, read_overrides, split_settings
 
 _FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "help")
 
@@ -149,14 +149,6 @@ def carry_out(
     if done.is_first:
         print(_summary(done, request, time.monotonic() - started))
     return 0
-
-
-def named_stages(text: str | None) -> tuple[str, ...]:
-    """Returns the names in `--stages A,B`; empty if the option was not given."""
-    names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
-    if text is not None and not names:
-        raise ConfigError("--stages: names no stage; write --stages clean,tokenize, or leave it out for all of them")
-    return names
 
 
 def start_processes(

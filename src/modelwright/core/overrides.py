@@ -48,6 +48,14 @@ def split_settings(
     return leading, spelled, [option for option in options if option[0] not in own]
 
 
+def named_stages(text: str | None) -> tuple[str, ...]:
+    """Returns the names in `--stages A,B`; empty if the option was not given."""
+    names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
+    if text is not None and not names:
+        raise ConfigError("--stages: names no stage; write --stages clean,tokenize, or leave it out for all of them")
+    return names
+
+
 def read_overrides(config: type, options: Sequence[tuple[str, list[str]]], own: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the mapping that the options describe, for the dataclass `config`. An option without a value means
     `true`. own: options of the command itself. Raises `ConfigError` for a setting that does not exist, with the nearest

@@ -44,6 +44,27 @@ class StageDir:
         return self.path / "log.txt"
 
 
+def read_stage_digest(folder: StageDir) -> str:
+    """Returns the digest to which the stage's folder belongs, "" if nothing was started there."""
+    return str(_read_stage(folder).get("digest", ""))
+
+
+def read_attempts(folder: StageDir) -> list[dict[str, Any]]:
+    """Returns all attempts at the stage, oldest first."""
+    return list(_read_stage(folder).get("attempts", []))
+
+
+def _read_stage(folder: StageDir) -> dict[str, Any]:
+    """Reads `stage.json`; empty, so that the stage starts over, if it is missing or damaged."""
+    try:
+        result = json.loads((folder.path / "stage.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    attempts = result.get("attempts") if isinstance(result, dict) else None
+    is_list = isinstance(attempts, list) and all(isinstance(one, dict) and "state" in one for one in attempts)
+    return result if is_list else {}
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The folder of one run."""

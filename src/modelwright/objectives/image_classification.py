@@ -36,7 +36,7 @@ from modelwright.core.compatibility import (
 )
 from modelwright.core.config import only_for
 from modelwright.core.errors import ConfigError
-from modelwright.data.images.labeled import LabeledImages
+from modelwright.data.images.store import LabeledImages
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.batching.augmented import PlannedRows
 from modelwright.data.rows.cache.lookahead import images_of, own_images

@@ -17,8 +17,8 @@ from modelwright.core.redact import redact_text
 from modelwright.core.resources import num_usable_cores
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
-from modelwright.data.clean.noise.cascade import low_recall, refusal
 from modelwright.data.clean.report import CleanReport
+from modelwright.data.clean.steps.noise import low_recall, refusal
 from modelwright.data.images.read import companions
 from modelwright.data.sources.corpora import corpus_words, find_corpus, without_corpora
 from modelwright.data.sources.find_files import locate

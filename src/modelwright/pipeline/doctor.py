@@ -12,7 +12,7 @@ from modelwright.core.progress import Progress
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.doctor import survey, survey_text
 from modelwright.pipeline.estimate.probes.survey import MachineProbes, measure_machine, probe_lines
-from modelwright.pipeline.resolve import check_device, check_size, check_threads, resolve_model, resolved_device
+from modelwright.pipeline.resolve import check_device, check_size, check_threads, resolve_inputs, resolved_device
 
 RUNS = Path("runs")
 RATES = "rates"
@@ -47,7 +47,7 @@ def examine(
     budget_s: seconds for the rates of each format; folder: folder whose disk is measured, None for the folder of runs;
     skipped: parts that are left out
     """
-    config = resolve_model(config)
+    config = resolve_inputs(config)
     check_size(config.model)
     training, device = config.first_training, resolved_device(config.hardware.device)
     check_device(device)

@@ -30,7 +30,7 @@ from modelwright.parallel.topology.link_costs import LinksConfig
 from modelwright.parallel.topology.rank_mapping import DEFAULT_TRAFFIC, AxisTraffic, Placement, find_places, take_places
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.layout import expected_traffic, planned
-from modelwright.pipeline.resolve import check_device, resolve_model, resolved_device
+from modelwright.pipeline.resolve import check_device, resolve_inputs, resolved_device
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.train.config import TrainConfig
 
@@ -127,7 +127,7 @@ def _traffic(config: RunConfig, layout: ParallelConfig, num_processes: int) -> d
     """Estimates the traffic along each axis in the first training of the run, before its data exists."""
     if not config.trainings:
         return DEFAULT_TRAFFIC
-    config = resolve_model(config)
+    config = resolve_inputs(config)
     try:
         job, placed = planned(config, config.first_training, layout, num_processes)
         return DEFAULT_TRAFFIC | expected_traffic(job, placed)

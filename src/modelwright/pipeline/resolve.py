@@ -1,4 +1,4 @@
-"""Resolves a configuration once, when a run is created: paths become absolute, the model is that of the folder it starts
+"""Resolves a configuration once, when a run is created: paths become absolute, the model is that of the folder to start
 from, and `auto` becomes a device, threads, a precision or GEMM kernels of this machine.
 
 Resolved values are kept while the setting stays `auto`, so that a rerun on a busier machine cannot change them. Two
@@ -34,7 +34,7 @@ from modelwright.pipeline.estimate.cost import size
 from modelwright.pipeline.estimate.doctor import busy_note, measure_rates
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.model_folder import initial_folder
-from modelwright.pipeline.stages.pack import check_context
+from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.student import STUDENT, StudentConfig
 from modelwright.train.precision.apply import fp32_products
 from modelwright.train.precision.hardware import onednn_speed_up
@@ -58,7 +58,7 @@ def resolve(config: RunConfig, previous: RunConfig | None, progress: Progress) -
 
     `previous`: the resolved configuration of the same run folder; its choices are kept if the model is the same.
     """
-    config = resolve_paths(resolve_model(config))
+    config = resolve_inputs(config)
     wish, kept = config.hardware, previous.hardware if previous else None
     check_threads(wish.num_threads)
     # A resumed run keeps its threads, because its bits depend on them, unless fewer cores exist now.
@@ -105,34 +105,37 @@ def check_size(model: ModelConfig) -> None:
         )
 
 
-def resolve_model(config: RunConfig) -> RunConfig:
-    """Returns the configuration with the model's shape, with `init_from` that of the folder. Raises `ConfigError` if
-    rows exceed its context.
+def resolve_inputs(config: RunConfig) -> RunConfig:
+    """Returns the configuration as it means the same from any folder: paths that the data stages read are absolute, and
+    with `init_from` the model's shape is that of the folder. Raises `ConfigError` if rows exceed its context.
     """
-    if not config.init_from:
-        return config
-    from modelwright.model.hf import load_config
+    data, other, cache = config.data, config.rows_from, config.cache
+    row_len, cleans = config.section(PACK).seq_len if config.has(PACK) else 0, config.has(CLEAN)
+    config = replace(
+        config,
+        data=replace(data, sources=tuple(map(_absolute, data.sources)), schema=_absolute_path(data.schema)),
+        rows_from=other.rstrip("/") if "://" in other else _absolute_path(other),
+        cache=replace(cache, folder=_absolute_path(cache.folder)),
+    )
+    if config.init_from:
+        from modelwright.model.hf import load_config
 
-    folder = initial_folder(config.init_from)
-    config = replace(config, model=load_config(folder), init_from=str(folder))
-    check_context(config)
-    return config
-
-
-def resolve_paths(config: RunConfig) -> RunConfig:
-    """Makes the paths that the data stages read absolute, so that config.yaml means the same from any folder."""
-    data, other = config.data, config.rows_from
-    data = replace(data, sources=tuple(map(_absolute, data.sources)), schema=_absolute_path(data.schema))
-    config = replace(config, data=data, rows_from=other.rstrip("/") if "://" in other else _absolute_path(other))
-    config = replace(config, cache=replace(config.cache, folder=_absolute_path(config.cache.folder)))
+        folder = initial_folder(config.init_from)
+        model = load_config(folder)
+        if row_len > model.max_seq_len:
+            raise ConfigError(
+                f"pack.seq_len: {row_len} is more than the model's context of {folder} "
+                f"({model.max_seq_len}); lower pack.seq_len"
+            )
+        config = replace(config, model=model, init_from=str(folder))
     if STUDENT.name in config.sections:
         student: StudentConfig = config.section(STUDENT)
         student = replace(student, teacher=_absolute_path(student.teacher))
         config = config.with_sections({STUDENT.name: student})
-    if not config.has(CLEAN):
-        return config
-    clean: CleanConfig = config.section(CLEAN)
-    return config.with_sections({CLEAN.name: clean.replace_paths(_absolute, _absolute_path)})
+    if cleans:
+        clean: CleanConfig = config.section(CLEAN)
+        config = config.with_sections({CLEAN.name: clean.replace_paths(_absolute, _absolute_path)})
+    return config
 
 
 def is_same_run(config: RunConfig, previous: RunConfig) -> bool:
@@ -159,7 +162,7 @@ def check_same_run(config: RunConfig, previous: RunConfig | None, run: RunDir) -
 
 def _differences(config: RunConfig, previous: RunConfig) -> list[str]:
     """Returns each setting in which two runs differ, as `model.num_layers: was 6, now 2`. previous: as it was saved."""
-    config = resolve_paths(resolve_model(config))
+    config = resolve_inputs(config)
     identities: list[dict[str, Any]] = []
     for one in (previous, config):
         model = {f"model.{name}": value for name, value in dump(one.model).items()}
@@ -178,7 +181,7 @@ def _differences(config: RunConfig, previous: RunConfig) -> list[str]:
 def local_inputs(config: RunConfig) -> dict[str, str]:
     """Returns the files and folders of this machine that a run reads, by setting; other machines may lack them."""
     inputs: dict[str, str] = {}
-    for name, value in flatten(dump(resolve_paths(config))):
+    for name, value in flatten(dump(resolve_inputs(config))):
         words = [value]
         for word in words:  # which grows by the entries of lists and their settings
             if isinstance(word, (list, dict)):
@@ -203,9 +206,9 @@ def measured_rates(config: RunConfig, precision: PrecisionConfig, note: Callable
     with the kernels that `precision` selects. note: called if other processes kept the machine busy throughout.
     """
     check_size(config.model)
-    device = resolved_device(config.hardware.device)
+    device, num_tokens = resolved_device(config.hardware.device), _probe_tokens(config)
     with fp32_products(onednn=precision.fp32_matmul == "onednn"):
-        result = measure_rates(config.model, num_tokens=_probe_tokens(config), device=device, budget_s=BUDGET_S)
+        result = measure_rates(config.model, num_tokens=num_tokens, device=device, budget_s=BUDGET_S)
     if busy := busy_note(result["busy_cores"], remedy=_REMEDY):
         note(busy)
     return result["effective"]

@@ -43,7 +43,7 @@ from modelwright.pipeline.resolve import (
     check_same_run,
     check_size,
     resolve,
-    resolve_model,
+    resolve_inputs,
     resolved_device,
 )
 from modelwright.pipeline.run_config import previous_config, read_run_config
@@ -91,10 +91,7 @@ def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: 
         further = [Feature(key=stage.name, needs=stage.run_needs)]
         if stage in augmented:
             further.append(Feature(key="augmentation.methods", needs=frozenset(AUGMENTATION_NEEDS)))
-        with prefix_errors(stage.name):
-            check_layout(training, layout, num_processes=math.prod(axes.values()))
-        # Outside of the prefix: these are no settings of the stage.
-        check_layout(training, layout, num_processes=math.prod(axes.values()), further=further)
+        check_layout(training, layout, num_processes=math.prod(axes.values()), further=further, section=stage.name)
         with prefix_errors(stage.name):
             _check_stage(stage, training, layout, row_len=row_len, axes=axes, on_cpu=on_cpu)
             if stage in from_scratch and training.batch_selection.max_initial_loss:
@@ -123,7 +120,6 @@ def _check_stage(
     num_groups = training.batch_rows(row_len * stage.trained_rows, num_copies=num_copies) // num_copies
     if training.batch_selection.signal != "none":
         training.batch_selection.num_chosen(num_groups, training.gradient_accumulation_steps)
-    check_microbatches(layout, training.gradient_accumulation_steps)
     if training.precision.fp32_matmul == "onednn" and not on_cpu:
         raise ConfigError("precision.fp32_matmul: onednn needs a CPU, and this run uses a GPU; choose default or tf32")
     if training.optimizer_cpu_offload and on_cpu:
@@ -144,6 +140,7 @@ def _check_stage(
             f"{name}: is incompatible with parallel.schedule zero_bubble, which splits blocks; disable it, or use "
             "1f1b or interleaved"
         )
+    check_microbatches(layout, training.gradient_accumulation_steps)
 
 
 PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "openai", "transformers")
@@ -258,16 +255,18 @@ def check_request(
     if not restart:
         check_same_run(config, previous, run)
     if previous is None:
-        config = resolve_model(config)
+        config = resolve_inputs(config)
         check_device(resolved_device(config.hardware.device))
         to_do: Sequence[str] = config.stage_names
     else:
         config = resolve(config, previous, SilentProgress())
-        to_do = _to_do(run, build_stages(config, run, only), only)
+        stages = build_stages(config, run, only)
+        to_do = _to_do(run, stages, only)
     layout = config.parallel
     if elastic:
+        num_rows = shared_rows(config)
         with prefix_errors("parallel"):
-            layout = fit(layout, num_processes=num_processes, num_rows=shared_rows(config))
+            layout = fit(layout, num_processes=num_processes, num_rows=num_rows)
         num_processes = num_used(layout)
     check_training(config, layout, num_processes=num_processes, stages=to_do)
 
@@ -279,7 +278,8 @@ def is_finished(config: RunConfig, run: RunDir, only: Sequence[str]) -> bool:
         return False
     if config.minutes:
         config = with_lengths_of(config, previous)
-    return not _to_do(run, build_stages(resolve(config, previous, SilentProgress()), run, only), only)
+    stages = build_stages(resolve(config, previous, SilentProgress()), run, only)
+    return not _to_do(run, stages, only)
 
 
 def _stages(config: RunConfig, run: RunDir, only: Sequence[str], ranks: RunGroup) -> list[Stage]:

@@ -19,7 +19,7 @@ from modelwright.model.hf import load_config
 from modelwright.pipeline.config import INHERITED, RunConfig
 from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.model_folder import initial_folder
-from modelwright.pipeline.stages.pack import PACK, check_context
+from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.specs import STAGES, known_stages, stage_names
 from modelwright.pipeline.stages.tokenize import TOKENIZE
 from modelwright.train.config import LENGTHS
@@ -56,9 +56,17 @@ def parse_run(data: Mapping[str, Any]) -> RunConfig:
 
     A run with `init_from` needs no section `model`: it is that of the folder.
     """
+    return parse_layers(data)[0]
+
+
+def parse_layers(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> tuple[RunConfig, Mapping[str, Any]]:
+    """Parses a plain configuration with others laid over it, as `lay_over` and `parse_run` do; returns it with the
+    plain form of all together.
+    """
+    data = lay_over(base, *layers)
     stages, start = stages_of(data), data.get("init_from")
     if "model" not in data and start and isinstance(start, str):
-        data = {**data, "model": dump(load_config(initial_folder(start)))}
+        data = {"model": dump(load_config(initial_folder(start))), **data}
     names = {part.name for stage in stages for part in (stage, *stage.reads) if part.config}
     sections = {stage.name: stage.config for stage in known_stages() if stage.config}
     for name, config in sections.items():
@@ -77,7 +85,7 @@ def parse_run(data: Mapping[str, Any]) -> RunConfig:
     own = {name: getattr(settings, name) for name in sections if name in names}
     config = RunConfig(**{**common, "stages": stages, "sections": own})
     _check_lengths(config)
-    return config
+    return config, data
 
 
 def read_run_config(path: Path) -> RunConfig:
@@ -136,18 +144,21 @@ def select_stages(only: Sequence[str], previous: Sequence[str]) -> list[str]:
     return [name for name in stage_names() if name in only or name in previous]
 
 
-def lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges two plain configurations; a training length in `over` replaces one that `base` gives in another unit, or
-    as the time of the whole run.
+def lay_over(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges plain configurations; a training length in one of them replaces one that those before it give in another
+    unit, or as the time of the whole run.
     """
-    given = [name for name in training_names() if has_length(over.get(name))]
-    # A length clears the time budget only if its stage is part of the run.
-    of_run = {stage.name for stage in stages_of({**base, **over}) if stage.objective}
-    cleared = {name: value for name, value in base.items() if name != "minutes" or of_run.isdisjoint(given)}
-    for name in given:
-        if isinstance(before := base.get(name), Mapping):
-            cleared[name] = {key: value for key, value in before.items() if key not in LENGTHS}
-    return merge(cleared, over)
+    merged = dict(base)
+    for over in layers:
+        if lengths := [name for name in training_names() if has_length(over.get(name))]:
+            # A length clears the time budget only if its stage is part of the run.
+            if not {stage.name for stage in stages_of({**merged, **over})}.isdisjoint(lengths):
+                merged.pop("minutes", None)
+            for name in lengths:
+                if isinstance(before := merged.get(name), Mapping):
+                    merged[name] = {key: value for key, value in before.items() if key not in LENGTHS}
+        merged = merge(merged, over)
+    return merged
 
 
 def has_length(section: Any) -> bool:
@@ -176,8 +187,12 @@ def _check_lengths(config: RunConfig) -> None:
                 replaced = needed.model_title or needed.with_init_from == "never"
                 way_out = " or start from a model folder with init_from" if replaced else ""
                 raise ConfigError(f"stages: {stage.name} needs {name}; add it{way_out}")
-    if not config.init_from:  # else the context is that of the folder, which `resolve_model` checks
-        check_context(config)
+    # With `init_from` the context is that of the folder, which `resolve_inputs` checks.
+    if not config.init_from and config.has(PACK) and config.section(PACK).seq_len > config.model.max_seq_len:
+        raise ConfigError(
+            f"pack.seq_len: {config.section(PACK).seq_len} is more than the model's context (model.max_seq_len "
+            f"{config.model.max_seq_len}); make one equal to the other"
+        )
     if config.has(TOKENIZE) and config.tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size: {config.model.vocab_size} is less than the tokenizer's "

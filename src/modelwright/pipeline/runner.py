@@ -95,12 +95,13 @@ def run_stages(
 
 def _state(run: RunDir, stage: Stage, contents: Mapping[str, str], *, verify: bool = False) -> State:
     """Returns the state of a stage. `verify`: read the files of a finished one and compare their SHA-256."""
+    is_known = contents.keys() >= set(stage.parents)
+    digest = stage.digest(contents) if is_known else ""
     folder = run.stage(stage.name)
     if not folder.path.exists():
         return "new"
-    if any(parent not in contents for parent in stage.parents):
+    if not is_known:
         return "changed"
-    digest = stage.digest(contents)
     begun = read_stage_digest(folder) == digest
     if is_finished(folder.artifact):
         try:

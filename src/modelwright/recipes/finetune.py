@@ -17,7 +17,7 @@ from modelwright.data.sources.sources import SourceConfig, SourceReport, read_do
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.models import find_model
-from modelwright.pipeline.run import previous_config
+from modelwright.pipeline.run_config import previous_config
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import ROW_LEN_STEP
 from modelwright.pipeline.stages.sft import SFT

@@ -17,17 +17,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from modelwright.core.config import load_yaml, merge
+from modelwright.core.config import load_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.core.suggest import hub_hint, nearest
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.time_budget import with_lengths_of
-from modelwright.pipeline.resolve import resolve_model, resolve_paths
-from modelwright.pipeline.run import previous_config
-from modelwright.pipeline.run_config import is_same_run, left_out, parse_run, stages_of, training_names
-from modelwright.pipeline.stages.specs import stage_names
-from modelwright.train.config import LENGTHS
+from modelwright.pipeline.resolve import is_same_run
+from modelwright.pipeline.run_config import (
+    has_length,
+    lay_over,
+    left_out,
+    parse_layers,
+    parse_run,
+    previous_config,
+    select_stages,
+    training_names,
+)
 from modelwright.train.precision.policy import ALWAYS_FP32, KINDS, Policy
 
 MODE, ENABLED = "DEEPSEEK_PRECISION_MODE", "DEEPSEEK_AMP_ENABLED"
@@ -90,8 +96,8 @@ def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-_FOLDER = Path(__file__).parent
-RECIPES = tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
+RECIPES = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
+"""The YAML file of each recipe."""
 RUNS = Path("runs")
 
 
@@ -115,29 +121,17 @@ def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Seq
     not exist or a setting is wrong.
     """
     base, own, folder, origin = _base(target)
-    base = merge(base, environment_overrides(os.environ, base))
+    environment = environment_overrides(os.environ, base)
     # A folder that the target names keeps the run there; otherwise the name of the run, which an override may set.
-    run = RunDir(Path(run_dir) if run_dir else folder or RUNS / str(merge(base, overrides).get("name", "")))
+    run = RunDir(Path(run_dir) if run_dir else folder or RUNS / str({**base, **overrides}.get("name", "")))
     run.check()
-    selected: Mapping[str, Any] = {}
-    if only:
-        previous = previous_config(run)
-        selected = {"stages": select_stages(only, previous.stage_names if previous else ())}
-    data = _lay_over(base, {**overrides, **selected})
-    origin = ", ".join([origin, *given_names(os.environ)])
-    config = parse_run(data)
-    if base.get("minutes") and "minutes" not in data:
-        # A length has replaced the time budget: trainings without one keep the length that the run was created with,
-        # or another length of one training would train the others anew.
-        before = previous_config(run)
-        if before is not None and is_same_run(resolve_paths(resolve_model(config)), before):
-            kept = with_lengths_of(config, before)
-            names = [stage.name for stage in config.trainings if not _has_length(overrides.get(stage.name))]
-            config = config.with_sections({name: kept.section(name) for name in names})
+    previous = previous_config(run) if only else None
+    selected = {"stages": select_stages(only, previous.stage_names if previous else ())} if only else {}
+    config, data = parse_layers(base, environment, {**overrides, **selected})
     if only or folder:
         config = replace(config, further_sections={name: data[name] for name in left_out(data, config)})
     notes = []
-    if config.minutes and (ignored := [one.name for one in config.trainings if _has_length(overrides.get(one.name))]):
+    if config.minutes and (ignored := [one.name for one in config.trainings if has_length(overrides.get(one.name))]):
         notes.append(f"{', '.join(ignored)}: minutes ({config.minutes:g}) decides the length, not the one given")
     if not only and (unused := left_out({**own, **overrides}, config)):
         notes.append(f"{', '.join(unused)}: ignored, because the run has no such stage")
@@ -146,27 +140,21 @@ def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Seq
             f"{', '.join(added)}: takes the default settings, because {folder} had no such stage; name the recipe or "
             "file with --run-dir instead to take its settings"
         )
-    return Request(config, run, origin, notes)
-
-
-def recipe_file(name: str) -> Path:
-    """Path of a recipe's YAML file; `name` is one of `RECIPES`."""
-    return _FOLDER / f"{name}.yaml"
+    if base.get("minutes") and "minutes" not in data:
+        # A length has replaced the time budget: trainings without one keep the length that the run was created with,
+        # or another length of one training would train the others anew.
+        before = previous_config(run)
+        if before is not None:
+            kept = with_lengths_of(config, before)
+            names = [stage.name for stage in config.trainings if not has_length(overrides.get(stage.name))]
+            if is_same_run(config, before):
+                config = config.with_sections({name: kept.section(name) for name in names})
+    return Request(config, run, ", ".join([origin, *given_names(os.environ)]), notes)
 
 
 def recipe(name: str) -> RunConfig:
     """Configuration of a recipe; `name` is one of `RECIPES`."""
-    return parse_run(load_yaml(recipe_file(name)))
-
-
-def select_stages(only: Sequence[str], previous: Sequence[str]) -> list[str]:
-    """Returns the stages of a run when `--stages` names `only`, in the pipeline's order: these, and those that the run
-    in the same folder (`previous`) already has. The same command therefore means the same when it is repeated.
-    """
-    for name in only:
-        if name not in stage_names():
-            raise ConfigError(f"stages: {name!r} is not one of {', '.join(stage_names())}")
-    return [name for name in stage_names() if name in only or name in previous]
+    return parse_run(load_yaml(RECIPES[name]))
 
 
 def find_run(word: str) -> RunDir:
@@ -190,7 +178,7 @@ def _base(target: str) -> tuple[dict[str, Any], Mapping[str, Any], Path | None, 
     """Returns a target's settings, those of them that the user wrote, its run folder and its description."""
     path = Path(target)
     if target in RECIPES:
-        return load_yaml(recipe_file(target)), {}, None, f"recipe {target}"
+        return load_yaml(RECIPES[target]), {}, None, f"recipe {target}"
     if os.path.isdir(path):
         if not os.path.isfile(path / "config.yaml"):
             raise ConfigError(f"{target}: is a folder without config.yaml, so it is not a run directory")
@@ -201,29 +189,7 @@ def _base(target: str) -> tuple[dict[str, Any], Mapping[str, Any], Path | None, 
         data = {"name": path.stem} | {key: value for key, value in written.items() if key != "recipe"}
         if name and (not isinstance(name, str) or name not in RECIPES):
             raise ConfigError(f"{path}: recipe: {name!r} is not one of {', '.join(RECIPES)}")
-        return _lay_over(load_yaml(recipe_file(name)), data) if name else data, written, None, str(path)
+        return lay_over(load_yaml(RECIPES[name]), data) if name else data, written, None, str(path)
     near = nearest(target, RECIPES)
     hint = f"; did you mean the recipe {near!r}?" if near else f" (recipes: {', '.join(RECIPES)})"
     raise ConfigError(f"{target}: is neither a recipe, nor a .yaml file, nor a run directory{hub_hint(target) or hint}")
-
-
-def _lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges `over` into `base`; a training length in `over` replaces one that `base` gives in another unit, or as the
-    time of the whole run.
-    """
-    cleared = dict(base)
-    # A length clears the time budget only if its stage is part of the run.
-    of_run = {stage.name for stage in stages_of(merge(base, over)) if stage.objective}
-    for stage in training_names():
-        if not _has_length(over.get(stage)):
-            continue
-        if stage in of_run:
-            cleared.pop("minutes", None)
-        if isinstance(before := base.get(stage), Mapping):
-            cleared[stage] = {name: value for name, value in before.items() if name not in LENGTHS}
-    return merge(cleared, over)
-
-
-def _has_length(section: Any) -> bool:
-    """True if the section of a training stage sets the length of the training."""
-    return isinstance(section, Mapping) and any(section.get(name) for name in LENGTHS)

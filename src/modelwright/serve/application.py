@@ -1,15 +1,16 @@
-"""A server without a socket: the model, its observers, start and shutdown.
+"""A server without a socket: the model, its observers, start and shutdown, and the ASGI application with a log line for
+each request and errors in OpenAI's form.
 
 `server` runs it with a socket; `examples/deploy/ray_serve.py` runs it behind Ray Serve.
-
-The ASGI application: routes, a log line for each request, and errors in OpenAI's form.
 """
 
 import asyncio
+import contextlib
 import logging
+import secrets
 import time
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,114 +22,26 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelwright.serve.ab.controller import Experiments
-from modelwright.serve.account.metrics import ID_HEADER, ID_SCOPE, Metrics, request_id, with_fields
-from modelwright.serve.account.request_log import RequestLog
-from modelwright.serve.account.tracing import Tracing, tracing_to
+from modelwright.serve.account.monitoring import CLIENT_ID, ID_HEADER, ID_SCOPE, Metrics, with_fields
+from modelwright.serve.account.observers import RequestLog, Tracing, tracing_to
 from modelwright.serve.api.operations import all_operations
 from modelwright.serve.config import RequestsConfig, ServeConfig
 from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.engines.client import EngineClient
 from modelwright.serve.errors import ApiError, error_body, shutting_down
 from modelwright.serve.keys import key_ring
-from modelwright.serve.load import ModelSource
+from modelwright.serve.load import ModelSource, ServedTokenizer
 from modelwright.serve.reload import Locate, Reloader, same_place
-from modelwright.serve.served_model import RETRY_AFTER_S, ServedModel, serve_model
-from modelwright.serve.service import VERSION_HEADER, Service
-from modelwright.serve.tokenizer import ServedTokenizer
-
-EXPOSED_HEADERS = (ID_HEADER, VERSION_HEADER, "Retry-After", "WWW-Authenticate")
-"""Response headers that scripts of other origins may read; browsers hide all others."""
-
-
-def build_app(
-    service: Service, reloader: Reloader, experiments: Experiments | None, tracing: Tracing | None
-) -> ASGIApp:
-    """Builds the application around a started worker. experiments, tracing: None for a server without them."""
-    operations = all_operations()
-    routes = [_TracedRoute(one.path, one.handler, methods=[one.method]) for one in operations]
-    handlers: dict[Any, Any] = {ApiError: _api_error, HTTPException: _http_error, Exception: _bug}
-    app = Starlette(routes=routes, exception_handlers=handlers)
-    app.state.service = service
-    app.state.reloader = reloader
-    app.state.experiments = experiments
-    app.state.operations = operations
-    inner: ASGIApp = app
-    if service.config.cors_origins:
-        # any header is allowed, because OpenAI's client sends a dozen extra ones (`x-stainless-*`); cookies are not
-        inner = CORSMiddleware(
-            app,
-            allow_origins=service.config.cors_origins,
-            allow_methods=sorted({operation.method for operation in operations}),
-            allow_headers=["*"],
-            expose_headers=EXPOSED_HEADERS,
-        )
-    return _observed(tracing.around(inner) if tracing else inner, service)
-
-
-class _TracedRoute(Route):
-    """A route that adds itself to the scope of its requests. Older versions of Starlette add only the endpoint."""
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        match, matched = super().matches(scope)
-        return match, matched if match == Match.NONE else {**matched, "route": self}
-
-
-def _observed(app: ASGIApp, service: Service) -> ASGIApp:
-    """Counts and logs every HTTP request by route and status. Bodies, headers and query strings are not logged."""
-
-    async def observed(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
-        started, status = time.perf_counter(), 499  # nginx's status for a client that left before any reply
-        scope[ID_SCOPE] = name = request_id(Headers(scope=scope))
-
-        async def sending(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                MutableHeaders(scope=message)[ID_HEADER] = name
-            await send(message)
-
-        try:
-            await app(scope, receive, sending)
-        finally:
-            # the route's pattern and a few methods, because each label value is a time series in Prometheus
-            route = getattr(scope.get("route"), "path", "other")
-            method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD") else "other"
-            service.metrics.http.requests.labels(route, method, str(status)).inc()
-            seconds = round(time.perf_counter() - started, 6)
-            fields = with_fields(request_id=name, method=method, route=route, status=status, duration_s=seconds)
-            log.info("%s %s %d %.3fs %s", method, route, status, seconds, name, extra=fields)
-
-    return observed
-
-
-# Handlers of errors are coroutines, because Starlette runs plain functions in another thread.
-async def _api_error(request: Request, error: ApiError) -> Response:
-    return error.response()
-
-
-async def _bug(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body(500, "The server made an error; see its log."), status_code=500)
-
-
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    message = str(error.detail)
-    if error.status_code == 404:
-        routes = [(route, route.methods) for route in request.app.routes if isinstance(route, Route) and route.methods]
-        known = [f"{min(methods - {'HEAD'})} {route.path.replace(':path', '')}" for route, methods in routes]
-        message = f"There is nothing at {request.url.path[:80]}. This server has {', '.join(known)}."
-    elif error.status_code == 405:
-        message = f"Method {request.method} is not allowed here; use {(error.headers or {}).get('Allow', '')}."
-    return JSONResponse(error_body(error.status_code, message), status_code=error.status_code, headers=error.headers)
-
+from modelwright.serve.served_model import ServedModel, serve_model
+from modelwright.serve.service import CLIENT_LEFT, VERSION_HEADER, Service
 
 log = logging.getLogger("modelwright.serve")
 
 NOTHING_KEPT = RequestsConfig()
 CUT_OFF_TIMEOUT_S = 2
 """Time for answers that were cut off to send the error to their clients."""
+EXPOSED_HEADERS = (ID_HEADER, VERSION_HEADER, "Retry-After", "WWW-Authenticate")
+"""Response headers that scripts of other origins may read; browsers hide all others."""
 
 
 class Application:
@@ -154,7 +67,7 @@ class Application:
         self.metrics = Metrics(model_name)
         served = serve_model(client, tokenizer, config, self.metrics, source)
         self.service = Service(config, model_name, served, self.metrics, keys)
-        self.reloader = Reloader(self.service, locate or same_place(source), self._load)
+        self.reloader = Reloader(self.service, locate or partial(same_place, source), self._load)
         self.tracing: Tracing | None = None
         if requests.traces:
             self.tracing = tracing_to(requests.traces, log_prompts=config.log_prompts)
@@ -165,7 +78,58 @@ class Application:
 
     def asgi(self) -> ASGIApp:
         """Returns the routes. Call it after `start`."""
-        return build_app(self.service, self.reloader, self._experiments, self.tracing)
+        operations, service = all_operations(), self.service
+        routes = [_TracedRoute(one.path, one.handler, methods=[one.method]) for one in operations]
+        app = Starlette(
+            routes=routes, exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _error_response)
+        )
+        app.state.service = service
+        app.state.reloader = self.reloader
+        app.state.experiments = self._experiments
+        app.state.operations = operations
+        inner: ASGIApp = app
+        if service.config.cors_origins:
+            # any header is allowed, because OpenAI's client sends a dozen extra ones (`x-stainless-*`); cookies are not
+            inner = CORSMiddleware(
+                app,
+                allow_origins=service.config.cors_origins,
+                allow_methods=sorted({operation.method for operation in operations}),
+                allow_headers=["*"],
+                expose_headers=EXPOSED_HEADERS,
+            )
+        if self.tracing:
+            inner = self.tracing.around(inner)
+
+        async def observed(scope: Scope, receive: Receive, send: Send) -> None:
+            """Counts and logs an HTTP request by route and status. Bodies, headers and query strings are not logged."""
+            if scope["type"] != "http":
+                await inner(scope, receive, send)
+                return
+            started, status = time.perf_counter(), CLIENT_LEFT
+            client_id = Headers(scope=scope).get(ID_HEADER, "")
+            # a new id where the header is missing or could forge a line of the log
+            name = client_id if CLIENT_ID.fullmatch(client_id) else secrets.token_hex(8)
+            scope[ID_SCOPE] = name
+
+            async def sending(message: Message) -> None:
+                nonlocal status
+                if message["type"] == "http.response.start":
+                    status = message["status"]
+                    MutableHeaders(scope=message)[ID_HEADER] = name
+                await send(message)
+
+            try:
+                await inner(scope, receive, sending)
+            finally:
+                # the route's pattern and a few methods, because each label value is a time series in Prometheus
+                route = getattr(scope.get("route"), "path", "other")
+                method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD") else "other"
+                service.metrics.http_requests.labels(route, method, str(status)).inc()
+                seconds = round(time.perf_counter() - started, 6)
+                fields = with_fields(request_id=name, method=method, route=route, status=status, duration_s=seconds)
+                log.info("%s %s %d %.3fs %s", method, route, status, seconds, name, extra=fields)
+
+        return observed
 
     async def start(self) -> None:
         """Starts the engines and observers. Call it inside the running event loop, before requests arrive."""
@@ -191,7 +155,7 @@ class Application:
         """Ends all running answers with an error."""
         self.begin_drain()
         for worker in self.service.workers:
-            worker.abort_all(shutting_down("The server is shutting down.", RETRY_AFTER_S))
+            worker.abort_all(shutting_down("The server is shutting down."))
 
     async def finish_answers(self) -> None:
         """Waits for running answers up to `drain_timeout_s`, and cuts off the rest."""
@@ -204,7 +168,7 @@ class Application:
         """Stops the engines and writes all queued records."""
         # observers last, because the ends of answers are reported to them
         await self.reloader.close()
-        await self.service.worker.stop()
+        await self.service.worker.client.stop()
         if self._experiments:
             await self._experiments.close()
         if self._request_log:
@@ -213,7 +177,11 @@ class Application:
             await self.tracing.close()
 
     async def _wait_idle(self, timeout_s: float) -> bool:
-        return all(await asyncio.gather(*(worker.wait_idle(timeout_s) for worker in self.service.workers)))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(worker.idle.wait() for worker in self.service.workers))
+                return True
+        return False
 
     def _load(self, source: ModelSource, metrics: Metrics) -> ServedModel:
         """Loads a version with the adapters of the current one."""
@@ -221,3 +189,27 @@ class Application:
         config = replace(self.service.config, adapters=adapters)
         client, tokenizer = load_engines(source, config)
         return serve_model(client, tokenizer, config, metrics, source)
+
+
+class _TracedRoute(Route):
+    """A route that adds itself to the scope of its requests. Older versions of Starlette add only the endpoint."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, matched = super().matches(scope)
+        return match, matched if match == Match.NONE else {**matched, "route": self}
+
+
+# a coroutine, because Starlette runs plain functions in another thread
+async def _error_response(request: Request, error: Exception) -> Response:
+    if isinstance(error, ApiError):
+        return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+    if not isinstance(error, HTTPException):
+        return JSONResponse(error_body(500, "The server made an error; see its log."), status_code=500)
+    message = str(error.detail)
+    if error.status_code == 404:
+        routes = [(route, route.methods) for route in request.app.routes if isinstance(route, Route) and route.methods]
+        known = [f"{min(methods - {'HEAD'})} {route.path.replace(':path', '')}" for route, methods in routes]
+        message = f"There is nothing at {request.url.path[:80]}. This server has {', '.join(known)}."
+    elif error.status_code == 405:
+        message = f"Method {request.method} is not allowed here; use {(error.headers or {}).get('Allow', '')}."
+    return JSONResponse(error_body(error.status_code, message), status_code=error.status_code, headers=error.headers)

@@ -1,11 +1,8 @@
 """Errors in OpenAI's form, which its clients understand."""
 
-import json
 import math
 import secrets
 from typing import Any
-
-from starlette.responses import JSONResponse
 
 
 class ApiError(Exception):
@@ -23,9 +20,6 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         return error_body(self.status, self.message, param=self.param, code=self.code)
-
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
 def error_body(status: int, message: str, *, param: str = "", code: str = "") -> dict[str, Any]:
@@ -47,9 +41,13 @@ def limit_reached(message: str, wait_s: float) -> ApiError:
     return ApiError(429, text, code="rate_limit_exceeded", headers={"Retry-After": str(jittered(wait_s))})
 
 
-def shutting_down(message: str, retry_after_s: int) -> ApiError:
+RETRY_AFTER_S = 2
+"""Retry-After of a server that shuts down or is out of connections. It is short, because another one may answer."""
+
+
+def shutting_down(message: str) -> ApiError:
     """Returns a 503 with Retry-After."""
-    return ApiError(503, message, code="overloaded", headers={"Retry-After": str(retry_after_s)})
+    return ApiError(503, message, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 ENGINE_LOST = "The engine that computed this answer was lost, and it cannot be continued; send the request again."
@@ -58,15 +56,3 @@ ENGINE_LOST = "The engine that computed this answer was lost, and it cannot be c
 def engine_lost(text: str = ENGINE_LOST) -> ApiError:
     """Returns a 503 for an answer whose engine is gone."""
     return ApiError(503, text, code="engine_lost", headers={"Retry-After": "1"})
-
-
-def busy_response(retry_after_s: int) -> bytes:
-    """Returns a complete HTTP response, a 503 with Retry-After, for a connection that is closed without reading."""
-    body = json.dumps(
-        error_body(503, "The server has no free connection; try again later.", code="overloaded")
-    ).encode()
-    head = (
-        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        f"Retry-After: {retry_after_s}\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body

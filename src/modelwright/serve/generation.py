@@ -37,8 +37,8 @@ from modelwright.serve.engines.grammars import CompiledGrammar, GrammarSource
 from modelwright.serve.errors import ApiError
 from modelwright.serve.keys import Caller
 from modelwright.serve.limits import too_many_answers
+from modelwright.serve.load import Delta, IncrementalDetokenizer, TokenInfo
 from modelwright.serve.served_model import ServedModel, Stream
-from modelwright.serve.tokenizer import Delta, IncrementalDetokenizer, TokenInfo
 
 
 class StreamOptions(Strict):

@@ -1,21 +1,180 @@
 """Loads a model for serving: a folder in the Hugging Face layout, also of a model that reads images or of a sequence
 classifier with one label, which scores texts; or an INT8 folder with a tokenizer. Also fingerprints of weights, and a
 note on what to expect of a model.
+
+The server's tokenizer, with errors in the API's form, and incremental detokenization.
+
+A user's text never becomes a control token: `<|end|>` in a message is encoded as ordinary characters. Only the text of
+the chat template itself is encoded with control tokens.
 """
 
+import contextlib
 import hashlib
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
-from modelwright.core.errors import ModelError
+from modelwright.core.errors import DataError, ModelError
+from modelwright.data.tokenizer.tokenizer import SPECIAL_TOKENS, TextStream, Tokenizer, is_byte_level, token_bytes
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import SCORE, is_sequence_classifier, load_model, load_sequence_classifier
 from modelwright.model.vision.llava import is_llava_folder, load_llava
-from modelwright.serve.tokenizer import ServedTokenizer
+from modelwright.serve.errors import ApiError
+
+
+class ServedTokenizer:
+    """A tokenizer for serving, safe to use from several threads. `bytes_of`: bytes of each token of a byte-level
+    vocabulary, else empty; `definition`: text of its `tokenizer.json`; `stop_ids`: tokens that end an answer and are
+    never shown; `max_token_bytes`: longest text of one token, 0 if unbounded (the tokenizer normalizes the text, or has
+    a token for any unknown word).
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, bytes_of: Mapping[int, bytes], definition: str, *, normalizes: bool = False
+    ) -> None:
+        self.definition = definition
+        self._tokenizer = tokenizer
+        self._bytes_of = bytes_of
+        # a normalizer may remove any amount of text, such as repeated spaces
+        self.max_token_bytes = 0 if normalizes else max(map(len, bytes_of.values()), default=0)
+        control = [tokenizer.id_of(token) for token in SPECIAL_TOKENS]
+        self.stop_ids = tuple(sorted({*tokenizer.stop_ids, *(token for token in control if token is not None)}))
+
+    @classmethod
+    def load(cls, folder: Path) -> "ServedTokenizer":
+        """Reads a tokenizer folder. Raises `ArtifactError` if it cannot be read."""
+        tokenizer = Tokenizer.load(folder)
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        definition = json.loads(text)
+        bytes_of = token_bytes(definition) if is_byte_level(definition) else {}
+        return cls(tokenizer, bytes_of, text, normalizes=bool(definition.get("normalizer")))
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.vocab_size
+
+    def encode(self, text: str, *, with_begin: bool = True) -> list[int]:
+        """Encodes a prompt for plain completion."""
+        # with the begin token, if there is one, because documents begin with it in training
+        begin = [self._tokenizer.bos_id] if with_begin and self._tokenizer.bos_id is not None else []
+        return begin + self._tokenizer.encode(text)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, image_text: str = "") -> list[int]:
+        """Encodes a conversation up to the start of the assistant's turn. image_text: text that represents an image.
+        Raises `ApiError` 400 if the template rejects it.
+        """
+        try:
+            return self._tokenizer.encode_prompt(messages, image_text=image_text)
+        except DataError as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+
+    def encode_answer(self, question: str, answer: str) -> list[int]:
+        """Encodes a question and its answer, up to the last token of the answer. Raises like `encode_chat`."""
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        try:
+            ids, mask = self._tokenizer.encode_chat(turns)
+        except DataError as error:
+            raise ApiError(400, str(error), code="invalid_value") from None
+        spoken = mask.nonzero()[0]
+        return ids[: int(spoken[-1]) + 1 if len(spoken) else len(ids)].tolist()
+
+    def stream(self) -> TextStream:
+        """Returns a decoder that takes one token at a time, returns complete characters and omits control tokens."""
+        return self._tokenizer.stream()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decodes tokens, without control tokens."""
+        return self._tokenizer.decode(ids)
+
+    def token_text(self, token_id: int) -> str:
+        """Returns the text of a token, the name of a control token, or "" for a token that only the model has."""
+        return self._tokenizer.token_text(token_id) if token_id < self.vocab_size else ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes of a token: exact for byte-level vocabularies, else its text in UTF-8."""
+        return self._bytes_of.get(token_id) or self.token_text(token_id).encode("utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInfo:
+    """A token with its log-probability (None for the first token of an echoed prompt, which has nothing before it),
+    likeliest alternatives and offset in the text of the answer.
+    """
+
+    token_id: int
+    logprob: float | None
+    alternatives: tuple[tuple[int, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Final text with its tokens, and the finish reason ("" while the answer continues)."""
+
+    text: str
+    tokens: tuple[TokenInfo, ...] = ()
+    finish_reason: str = ""
+
+
+@dataclass
+class IncrementalDetokenizer:
+    """Assembles the text of an answer. `stop_texts` end it and are not part of it; as in vLLM, they are not searched in
+    the first `min_tokens` tokens. num_shown: number of characters so far, with an echoed prompt.
+    """
+
+    stream: TextStream
+    stop_texts: tuple[str, ...] = ()
+    num_shown: int = 0
+    min_tokens: int = 0
+    _num_tokens: int = 0
+    _held: str = ""
+    _pending: list[TokenInfo] = field(default_factory=list)
+
+    def info(self, token_id: int, logprob: float, alternatives: tuple[tuple[int, float], ...]) -> TokenInfo:
+        """Returns the next token, with its offset in the text."""
+        return TokenInfo(token_id, logprob, alternatives, self.num_shown + len(self._held))
+
+    def push(self, token_id: int, logprob: float, alternatives: tuple[tuple[int, float], ...]) -> Delta:
+        """Adds a token. The piece has the finish reason "stop" if it completes a stop string."""
+        self._pending.append(self.info(token_id, logprob, alternatives))
+        with contextlib.suppress(ValueError):  # a model may have more tokens than its tokenizer, which have no text
+            self._held += self.stream.step(token_id)
+        self._num_tokens += 1
+        if self._num_tokens <= self.min_tokens:
+            return self._release(len(self._held), "")
+        cut = self._find_stop()
+        if cut >= 0:
+            self._held = self._held[:cut]
+            return self._release(len(self._held), "stop")
+        # the longest suffix that may be the beginning of a stop string is held back
+        length = min(max((len(text) - 1 for text in self.stop_texts), default=0), len(self._held))
+        while length and not any(text.startswith(self._held[-length:]) for text in self.stop_texts):
+            length -= 1
+        return self._release(len(self._held) - length, "")
+
+    def finish(self, reason: str) -> Delta:
+        """Returns the rest of the text when the engine has ended the answer."""
+        self._held += self.stream.finish()
+        cut = self._find_stop()
+        self._held = self._held[:cut] if cut >= 0 else self._held
+        return self._release(len(self._held), "stop" if cut >= 0 else reason)
+
+    def _find_stop(self) -> int:
+        places = [place for place in (self._held.find(text) for text in self.stop_texts) if place >= 0]
+        return min(places, default=-1)
+
+    def _release(self, length: int, reason: str) -> Delta:
+        text, self._held = self._held[:length], self._held[length:]
+        self.num_shown += length
+        ready = [info for info in self._pending if info.offset < self.num_shown]
+        self._pending = [info for info in self._pending if info.offset >= self.num_shown]
+        return Delta(text, tuple(ready), reason)
+
 
 SHORT_DIGEST = 12
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.infer.sequence import SamplingParams
-from modelwright.serve.account.metrics import Metrics
+from modelwright.serve.account.monitoring import Metrics
 from modelwright.serve.engines.client import EmbeddingJob, GenerationJob, Job
 from modelwright.serve.errors import ApiError
 from modelwright.serve.keys import ANYONE, Caller
@@ -30,17 +30,13 @@ Locate = Callable[[str], ModelSource]
 """Returns the model at an administrator's path, or for "" the model at the origin of the current one."""
 
 
-def same_place(source: ModelSource | None) -> Locate:
-    """Returns a `Locate` of model folders, which for "" returns `source`."""
-
-    def locate(path: str) -> ModelSource:
-        if path:
-            return ModelSource(name=Path(path).name, folder=Path(path))
-        if source is None:
-            raise ConfigError("path: the model in service came from no folder; name one")
-        return source
-
-    return locate
+def same_place(source: ModelSource | None, path: str) -> ModelSource:
+    """Returns the model in the folder `path`, for "" the `source`."""
+    if path:
+        return ModelSource(name=Path(path).name, folder=Path(path))
+    if source is None:
+        raise ConfigError("path: the model in service came from no folder; name one")
+    return source
 
 
 class Reloader:
@@ -114,7 +110,7 @@ class Reloader:
         if not problem and self._service.is_draining:
             problem = "the server is shutting down"
         if problem:
-            await fresh.worker.stop()
+            await fresh.worker.client.stop()
             raise self._refusal(problem)
         return fresh
 
@@ -145,7 +141,7 @@ class Reloader:
             await before
         while old.worker.num_open or old.worker.num_held:
             await asyncio.sleep(RETIRE_POLL_S)
-        await old.worker.stop()
+        await old.worker.client.stop()
         self._service.retiring.remove(old)
 
 

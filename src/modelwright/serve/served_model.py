@@ -14,18 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from modelwright.infer.engine import EngineStats, StepOutput
-from modelwright.serve.account.metrics import Metrics, RequestTimer
+from modelwright.serve.account.monitoring import Metrics, RequestTimer
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.client import EngineClient, EngineEnd, EngineInfo, Job, MoveOutcome
 from modelwright.serve.engines.grammars import GrammarCompiler
 from modelwright.serve.errors import ApiError, limit_reached, shutting_down
 from modelwright.serve.keys import Caller, Reservation
 from modelwright.serve.limits import Limits
-from modelwright.serve.load import ModelSource, adapted_fingerprint
-from modelwright.serve.tokenizer import ServedTokenizer
+from modelwright.serve.load import ModelSource, ServedTokenizer, adapted_fingerprint
 
-RETRY_AFTER_S = 2
-"""Retry-After of a server that shuts down or is out of connections. It is short, because another one may answer."""
 TYPICAL_SHARE = 0.1
 """Weight of the newest answer in the running average of the duration of answers."""
 
@@ -96,8 +93,9 @@ class EngineWorker:
         self._streams: dict[str, tuple[Stream, int]] = {}
         self._jobs: dict[str, Job] = {}
         self._numbers = itertools.count()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        """Set while no answer is open."""
+        self.idle.set()
 
     def start(self) -> None:
         """Starts the engines. Call it inside the running event loop."""
@@ -124,7 +122,7 @@ class EngineWorker:
         if self.failed:
             raise ApiError(503, self.client.unavailable, code="engine_failed")
         if self.client.unavailable and not self.client.is_back_soon:
-            raise shutting_down(self.client.unavailable, RETRY_AFTER_S)
+            raise shutting_down(self.client.unavailable)
         excess = self.num_open + count - self._capacity
         if excess > 0:
             # `max_num_seqs` answers finish in the time of a typical one
@@ -144,7 +142,7 @@ class EngineWorker:
         named = {f"{number}.{index}": job for index, job in enumerate(jobs)}
         stream = Stream(self, named, reservation)
         # registered before `add`, because an engine may deliver as soon as it has the jobs
-        self._idle.clear()
+        self.idle.clear()
         self._jobs |= named
         self._num_tokens += num_tokens
         self._streams |= {request_id: (stream, index) for index, request_id in enumerate(named)}
@@ -160,24 +158,12 @@ class EngineWorker:
         self.typical_answer_s += TYPICAL_SHARE * (answer_s - self.typical_answer_s)
         self.client.abort(request_id)
         if not self._streams:
-            self._idle.set()
-
-    async def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until no answer is open. Returns false if that takes longer than `timeout_s`."""
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+            self.idle.set()
 
     def abort_all(self, error: ApiError) -> None:
         """Ends every open answer with `error`."""
         for stream in {stream for stream, _ in self._streams.values()}:
             stream.put_error(error)
-
-    async def stop(self) -> None:
-        """Stops the engines after their current step."""
-        await self.client.stop()
 
     def deliver(self, engine_name: str, outputs: Sequence[StepOutput], stats: EngineStats) -> None:
         self.metrics.engines.observe(engine_name, stats)

@@ -1,16 +1,16 @@
-"""Runs the server in a thread (`ServerThread`), or as the whole process until SIGTERM (`run_server`).
+"""Runs the server in a thread (`ServerThread`), or as the whole process until SIGTERM (`run_server`), with limits on
+connections: their number, the time for a request to arrive, and the time for an answer to be read.
 
-Limits on connections: their number, the time for a request to arrive, and the time for an answer to be read. uvicorn
-itself limits only the pause between two requests.
-
-Each connection's protocol is wrapped. When there is no room, a new connection replaces the one that has waited longest
-for a complete request, as nginx reuses idle connections, so that idle clients cannot lock out active ones.
+uvicorn itself limits only the pause between two requests, so each connection's protocol is wrapped. When there is no
+room, a new connection replaces the one that has waited longest for a complete request, as nginx reuses idle
+connections, so that idle clients cannot lock out active ones.
 """
 
 import asyncio
 import contextlib
 import gc
 import ipaddress
+import json
 import logging
 import os
 import resource
@@ -18,7 +18,7 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, cast
@@ -27,17 +27,15 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from modelwright.core.errors import ConfigError
-from modelwright.serve.account.metrics import Metrics, log_to_stderr
+from modelwright.serve.account.monitoring import Metrics, log_to_stderr
 from modelwright.serve.application import NOTHING_KEPT, Application
 from modelwright.serve.config import RequestsConfig, ServeConfig
 from modelwright.serve.engines.backends import load_engines
-from modelwright.serve.engines.client import EngineClient, discarded_on_error
-from modelwright.serve.errors import busy_response
-from modelwright.serve.load import ModelSource
+from modelwright.serve.engines.client import EngineClient
+from modelwright.serve.errors import RETRY_AFTER_S, error_body
+from modelwright.serve.load import ModelSource, ServedTokenizer
 from modelwright.serve.reload import Locate
-from modelwright.serve.served_model import RETRY_AFTER_S
 from modelwright.serve.service import Service
-from modelwright.serve.tokenizer import ServedTokenizer
 
 log = logging.getLogger("modelwright.serve")
 
@@ -56,6 +54,8 @@ LEAVING_POLL_S = 0.2
 PROBE_AFTER_S = 2.0
 """Seconds before a client that has closed its sending side is probed. Programs that close their side after a request
 and then read to the end (`nc -N`) would show the probe, so answers that take less time come without one."""
+CLOSE_TIMEOUT_S = 2
+LISTEN_BACKLOG = 256
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 """Interim response that clients skip (RFC 9110, section 15.2). A closed socket answers it with a reset."""
 
@@ -112,16 +112,16 @@ class ConnectionTable:
             # never one that is being answered
             replaceable = [other for other in full if other.awaits_request()]
             if not replaceable:
-                self._metrics.http.closed_connections.labels("refused").inc()
+                self._metrics.closed_connections.labels("refused").inc()
                 return False
             self._close(min(replaceable, key=lambda other: other.waiting_since), "replaced")
         self._connections.add(connection)
-        self._metrics.http.connections.set(len(self))
+        self._metrics.connections.set(len(self))
         return True
 
     def remove(self, connection: "Connection") -> None:
         self._connections.discard(connection)
-        self._metrics.http.connections.set(len(self))
+        self._metrics.connections.set(len(self))
 
     async def watch(self) -> None:
         """Closes connections that exceed a time limit. Runs until canceled."""
@@ -136,7 +136,7 @@ class ConnectionTable:
                     self._close(connection, "send_timeout")
 
     def _close(self, connection: "Connection", reason: str) -> None:
-        self._metrics.http.closed_connections.labels(reason).inc()
+        self._metrics.closed_connections.labels(reason).inc()
         self.remove(connection)  # at once, because `connection_lost` follows only in a later round of the event loop
         connection.abort()
 
@@ -207,7 +207,13 @@ class Connection(asyncio.Protocol):
         if self._is_admitted:
             self._http.connection_made(cast(asyncio.Transport, _OpenTransport(transport)))
         else:
-            transport.write(busy_response(RETRY_AFTER_S))
+            text = "The server has no free connection; try again later."
+            body = json.dumps(error_body(503, text, code="overloaded")).encode()
+            head = (
+                "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+                f"Retry-After: {RETRY_AFTER_S}\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            transport.write(head.encode() + body)
             transport.close()
 
     def data_received(self, data: bytes) -> None:
@@ -244,29 +250,20 @@ class Connection(asyncio.Protocol):
         left_at = loop.time()
         while not cycle.response_complete:
             if not is_probed and (cycle.response_started or loop.time() - left_at > PROBE_AFTER_S):
-                is_probed = await self._probe()
+                is_probed = True
+                if cycle.scope["http_version"] != "1.1":
+                    pass  # older versions have no interim responses
+                elif cycle.response_started:
+                    # only event streams stay open after their start, in which this is a comment
+                    with contextlib.suppress(RuntimeError):
+                        await cycle.send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
+                else:
+                    self._transport.write(PROBE)
             await asyncio.sleep(LEAVING_POLL_S)
             if self._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 self.abort()
                 return
         self._transport.close()
-
-    async def _probe(self) -> bool:
-        """Sends data without meaning, and returns true."""
-        cycle = self._http.cycle
-        if cycle.scope["http_version"] != "1.1":  # older versions have no interim responses
-            return True
-        if cycle.response_started:
-            # only event streams stay open after their start, in which this is a comment
-            with contextlib.suppress(RuntimeError):
-                await cycle.send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
-        else:
-            self._transport.write(PROBE)
-        return True
-
-
-_CLOSE_TIMEOUT_S = 2
-_LISTEN_BACKLOG = 256
 
 
 class ServerThread:
@@ -288,7 +285,7 @@ class ServerThread:
         locate: Locate | None = None,
     ) -> None:
         """client: engines that have not been started; locate: finds the models of reloads, by default in folders."""
-        with discarded_on_error(client):
+        try:
             # checked here, because uvicorn would fail only in the thread
             if config.tls_certificate:
                 try:
@@ -300,7 +297,21 @@ class ServerThread:
             self.application = Application(
                 client, tokenizer, config, model_name=model_name, requests=requests, source=source, locate=locate
             )
-            self._socket = _bind(config)
+            family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+            # without the protocol asyncio leaves Nagle's algorithm on, and each answer after a connection's first waits
+            # 40 ms
+            self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                self._socket.bind((config.host, config.port))
+            except OSError as error:
+                self._socket.close()
+                text = f"port: cannot listen on {config.host}:{config.port} ({error.strerror}); choose another port, "
+                raise ConfigError(f"{text}or 0 for a free one") from None
+            self._socket.listen(LISTEN_BACKLOG)
+        except BaseException:
+            client.discard()  # no process may outlive a server that was never built
+            raise
         host, port = self._socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if config.tls_certificate else 'http'}://{shown}:{port}"
@@ -372,7 +383,7 @@ class ServerThread:
             access_log=False,
             server_header=False,
             lifespan="off",  # the application is started and closed here
-            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
             http=self._connections.open,  # type: ignore[arg-type]
             ws="none",
             # asyncio accepts up to the backlog in one round of the event loop
@@ -385,7 +396,7 @@ class ServerThread:
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
         # again, because asyncio has set the backlog to the number of connections that it accepts in one round
-        self._socket.listen(_LISTEN_BACKLOG)
+        self._socket.listen(LISTEN_BACKLOG)
         self._ready.set()
         watching = asyncio.create_task(self._connections.watch())
         draining = asyncio.create_task(self._drain.wait())
@@ -426,45 +437,21 @@ def run_server(
         )
         gc.collect()
         gc.freeze()  # collections while requests are parsed block all answers, and most objects of this point stay
-        with _signals(server) as received:
+        received: list[int] = []
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            received.append(number)
+            server.stop_soon(at_once=len(received) > 1)
+
+        handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: lambda *_: server.reload_soon()}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
             server.start()
             announce(f"Serving {model_name} at {server.url} (chat page: {server.url}/, API: {server.url}/v1)")
             announce(f"Model: {source.describe()}")
             while not server.join(0.5):
                 pass
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
         return received[0] if received else 0
-
-
-@contextlib.contextmanager
-def _signals(server: ServerThread) -> Iterator[list[int]]:
-    """SIGTERM and SIGINT drain, the second aborts, SIGHUP reloads. Yields the list of received signals."""
-    received: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        server.stop_soon(at_once=len(received) > 1)
-
-    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: lambda *_: server.reload_soon()}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _bind(config: ServeConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # without the protocol asyncio leaves Nagle's algorithm on, and each answer after a connection's first waits 40 ms
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"port: cannot listen on {config.host}:{config.port} ({error.strerror}); choose another port, "
-            "or 0 for a free one"
-        ) from None
-    listener.listen(_LISTEN_BACKLOG)
-    return listener

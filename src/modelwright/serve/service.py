@@ -1,6 +1,5 @@
-"""State shared by the routes, and the checks of every request: key, capacity, model.
-
-Exchanges: requests for answers and their outcomes, as the observers see them (request log, A/B tests, spans).
+"""State shared by the routes, the checks of every request (key, capacity, model), and exchanges: requests for answers
+and their outcomes, as the observers see them (request log, A/B tests, spans).
 """
 
 import contextvars
@@ -17,13 +16,13 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 
 from modelwright.serve.ab.state import CONTROL, Assignment
-from modelwright.serve.account.metrics import Metrics
+from modelwright.serve.account.monitoring import Metrics
 from modelwright.serve.api.fields import RequestModel
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import ApiError, shutting_down
 from modelwright.serve.generation import Generation, GenerationRequest
 from modelwright.serve.keys import Caller, KeyRing, KeyScope
-from modelwright.serve.served_model import RETRY_AFTER_S, EngineWorker, ServedModel
+from modelwright.serve.served_model import EngineWorker, ServedModel
 
 RouteName = Literal["chat", "completion"]
 
@@ -41,13 +40,6 @@ class Subject:
 
     user: str = field(repr=False)
     session: str = field(repr=False)
-
-
-def subject_of(asked: GenerationRequest, key_name: str) -> Subject:
-    """Returns the subject. Turns of one conversation share a session, because each repeats those before."""
-    user = f"{key_name}\0{asked.user or ''}"
-    session = (asked.metadata or {}).get(SESSION_ENTRY) or f"\0{asked.session_text()}"
-    return Subject(user, f"{user}\0{session}")
 
 
 def pseudonym(salt: str, text: str) -> str:
@@ -306,7 +298,7 @@ class Lease:
     def require_open(self) -> None:
         """Raises `ApiError` 503 while the server drains."""
         if self.service.is_draining:
-            raise shutting_down(self.service.state.reason, RETRY_AFTER_S)
+            raise shutting_down(self.service.state.reason)
 
     def require_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 for a name that this version does not have. None means any model."""
@@ -318,11 +310,7 @@ class Lease:
 
 
 VERSION_HEADER = "X-Model-Version"
-
-
-def version_header(version: str) -> dict[str, str]:
-    """Returns the response header that identifies the weights."""
-    return {VERSION_HEADER: version}
+"""Response header that identifies the weights."""
 
 
 def service_of(request: Request) -> Service:

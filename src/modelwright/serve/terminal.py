@@ -9,8 +9,7 @@ from pathlib import Path
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
-from modelwright.serve.load import expectation, load_folder
-from modelwright.serve.tokenizer import IncrementalDetokenizer, ServedTokenizer
+from modelwright.serve.load import IncrementalDetokenizer, ServedTokenizer, expectation, load_folder
 
 HELP = "Type a question and press Enter. /new starts over, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer, or leaves."
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from modelwright.core.compatibility import (
     idle,
 )
 from modelwright.core.config import constant, dump, only_for, unused_settings
-from modelwright.core.errors import ConfigError
+from modelwright.core.errors import ConfigError, prefix_errors
 from modelwright.data.rows.batching.order import BatchingConfig
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.parallel.config import ParallelConfig
@@ -342,13 +343,26 @@ class TrainConfig(SharedTrainConfig):
 
 
 def check_layout(
-    config: TrainConfig, parallel: ParallelConfig, *, num_processes: int = 1, further: Sequence[Feature] = ()
+    config: TrainConfig,
+    parallel: ParallelConfig,
+    *,
+    num_processes: int = 1,
+    further: Sequence[Feature] = (),
+    section: str = "",
 ) -> None:
-    """Raise `ConfigError` if a training, its layout over this many processes and further features conflict."""
+    """Raise `ConfigError` if a training, its layout over this many processes and further features conflict. section:
+    that of the training, before the names of its settings.
+    """
     layout = [replace(one, key=f"parallel.{one.key}") for one in parallel.features(num_processes)]
-    if config.async_updates.mode == "hogwild" and parallel.data > 1:
-        raise ConfigError("parallel.data: in async_updates.mode hogwild every process takes whole batches; remove it")
-    check_compatible([*config.features(), *layout, *further])
+    features = [*config.features(), *layout]
+    with prefix_errors(section) if section else nullcontext():
+        if config.async_updates.mode == "hogwild" and parallel.data > 1:
+            raise ConfigError(
+                "parallel.data: in async_updates.mode hogwild every process takes whole batches; remove it"
+            )
+        check_compatible(features)
+    if further:
+        check_compatible([*features, *further])
 
 
 def without_effect(

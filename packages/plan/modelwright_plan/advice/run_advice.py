@@ -12,7 +12,7 @@ from modelwright.ops import cpu_kernels
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.doctor import Examination
-from modelwright.pipeline.resolve import resolve_model, resolved_device
+from modelwright.pipeline.resolve import resolve_inputs, resolved_device
 from modelwright.pipeline.stages.pack import packed_row_len
 from modelwright.train.config import TrainConfig
 from modelwright_plan.advice.ledger import read_ledger, this_machine
@@ -62,14 +62,14 @@ class RunAdvice:
 
 def check_layout(config: RunConfig, num_processes: int) -> None:
     """Raise `ConfigError` for a layout that does not divide the processes, the model or the batch."""
-    config = resolve_model(config)
+    config = resolve_inputs(config)
     training = _with_format(config.first_training, {"fp32": 1.0, "bf16": 0.0})  # no format changes the layout
     _needs(config, training, num_processes, resolved_device(config.hardware.device))
 
 
 def advise_run(config: RunConfig, options: AdviceOptions, found: Examination) -> RunAdvice:
     """Advice on the first training of a run. found: this machine, with the rates of the run's products."""
-    config = resolve_model(config)
+    config = resolve_inputs(config)
     device = resolved_device(config.hardware.device)
     rates: Mapping[str, float] = found.facts["training"]["effective"]
     training = _with_format(config.first_training, rates)

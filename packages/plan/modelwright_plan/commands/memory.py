@@ -145,11 +145,11 @@ def _training(options: argparse.Namespace):
         seq_len = row_len(options.seq_len, model.max_seq_len, longest=model.max_seq_len)
         train = TrainConfig(num_steps=1, batch_tokens=seq_len, precision=PrecisionConfig(policy="bf16_mixed"))
     else:
-        from modelwright.pipeline.resolve import resolve_model
+        from modelwright.pipeline.resolve import resolve_inputs
         from modelwright.pipeline.stages.pack import packed_row_len
         from modelwright.recipes.load import load
 
-        config = resolve_model(load(options.target, {}).config)
+        config = resolve_inputs(load(options.target, {}).config)
         model, train = config.model, config.first_training
         seq_len = row_len(options.seq_len, packed_row_len(config), longest=model.max_seq_len)
     if options.batch_tokens is not None:

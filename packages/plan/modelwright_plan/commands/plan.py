@@ -192,11 +192,11 @@ def _job(options: argparse.Namespace):
     if options.target in MODELS:
         model, seq_len, batch_tokens, requested = MODELS[options.target], 0, 2**22, "bf16"
     else:
-        from modelwright.pipeline.resolve import resolve_model
+        from modelwright.pipeline.resolve import resolve_inputs
         from modelwright.pipeline.stages.pack import packed_row_len
         from modelwright.recipes.load import load
 
-        config = resolve_model(load(options.target, {}).config)
+        config = resolve_inputs(load(options.target, {}).config)
         training = config.first_training
         model, seq_len, batch_tokens = config.model, packed_row_len(config), training.batch_tokens
         requested = _format_of(training.precision, options.device)

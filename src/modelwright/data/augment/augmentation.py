@@ -2,12 +2,16 @@
 
 A method is a function of a document and of its own random stream, so its result depends neither on the worker nor on
 the other documents. `augmenter.py` decides which documents are changed, how often and with which stream.
+
+Finds the words of a text and replaces some of them without damage to the text around them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from modelwright.core.errors import ConfigError
 from modelwright.data.document import Document, Kind, join_turns
@@ -95,3 +99,126 @@ def check_fraction(name: str, fraction: float) -> None:
     """Raises `ConfigError` unless the fraction is in (0, 1]."""
     if not 0 < fraction <= 1:
         raise ConfigError(f"{name}: {fraction} is not in (0, 1]; for example 0.1")
+
+
+T = TypeVar("T")
+
+_LETTER = r"[^\W\d_]"
+_SPANS = re.compile(
+    r"`[^`\n]*`"  # code
+    r"|https?://\S+|www\.\S+|\S+@\S+\.\w+|<[^<>\s]+>|[#@]\w+"  # addresses, tags
+    rf"|(?:{_LETTER}\.){{2,}}"  # abbreviations with dots
+    r"|[^\s\"'“”‘’()\[\],;:—-]*[\d_/\\][^\s\"'“”‘’()\[\],;:—-]*"  # figures, identifiers, paths
+    rf"|({_LETTER}+(?:['’-]{_LETTER}+)*)"
+)
+_ENGLISH_WORDS = frozenset({"the", "of", "and", "to", "in", "is", "was", "that", "with", "for", "it", "on", "are"})
+_MIN_ENGLISH = 0.06
+"""Share of these words from which a text counts as English. In running English it is about 0.25."""
+_PUNCTUATION = ".,;:!?)]\"'”’…—-"
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a text: characters `start` to `end`, which are `text`."""
+
+    start: int
+    end: int
+    text: str
+
+
+def find_words(text: str) -> list[Span]:
+    """Returns the words of a text; a contraction or hyphenated word is one word. Addresses, code in backticks, figures,
+    paths, identifiers and dotted abbreviations are not words, and so are never changed.
+    """
+    # The other branches of the pattern match first and have no group, so the words inside of them are passed over.
+    return [Span(match.start(1), match.end(1), match[1]) for match in _SPANS.finditer(text) if match[1]]
+
+
+def draw(items: Sequence[T], fraction: float, rng: Random) -> list[T]:
+    """Draws about `fraction` of the items, at least one of them, and returns these in their order."""
+    if not items:
+        return []
+    places = sorted(rng.sample(range(len(items)), max(1, round(fraction * len(items)))))
+    return [items[place] for place in places]
+
+
+def replace_spans(text: str, edits: Iterable[Span]) -> str:
+    """Returns the text with `Span.text` at the place of each edit. The edits must not overlap."""
+    pieces, end = [], 0
+    for edit in sorted(edits, key=lambda edit: edit.start):
+        pieces += [text[end : edit.start], edit.text]
+        end = edit.end
+    return "".join([*pieces, text[end:]])
+
+
+def match_case(word: str, like: str) -> str:
+    """Returns a word in lower case, capitalized or in upper case, like another word."""
+    if like.isupper() and len(like) > 1:  # "I" and "A" are no sign of upper case
+        return word.upper()
+    return word[:1].upper() + word[1:] if like[:1].isupper() else word
+
+
+def is_english(text: str) -> bool:
+    words = re.findall(r"[a-z]+", text.lower())
+    return bool(words) and sum(word in _ENGLISH_WORDS for word in words) >= _MIN_ENGLISH * len(words)
+
+
+def repair_articles(text: str, before: str) -> str:
+    """Makes "a" and "an" agree with the words after them, in English texts. A pair that also occurs in the text
+    `before` the change stays as its author wrote it.
+    """
+    if not is_english(before):
+        return text
+    written = {match[0].lower() for match in _ARTICLE.finditer(before)}
+
+    # Authors may have a reason, as in "a historic" and "an historic".
+    def agree(match: re.Match[str]) -> str:
+        if match[0].lower() in written:
+            return match[0]
+        article = _inflect_articles()(match[3].lower()).partition(" ")[0]
+        return match_case(article, match[1]) + match[2] + match[3]
+
+    return _ARTICLE.sub(agree, text)
+
+
+_ARTICLE = re.compile(rf"\b([Aa]n?)( |\n)({_LETTER}[\w'’-]*)")
+
+
+@cache
+def _inflect_articles() -> Callable[[str], str]:
+    """Returns a function that puts "a" or "an" before a word. It has a cache, since texts repeat words."""
+    try:
+        import inflect
+    except ImportError:
+        raise missing_extra("inflect") from None
+    engine: Any = inflect.engine()
+    return lru_cache(maxsize=100_000)(engine.a)
+
+
+def missing_extra(package: str) -> ConfigError:
+    return ConfigError(
+        f"augment: {package} is not installed; install what text augmentation needs: pip install 'modelwright[augment]'"
+    )
+
+
+def stands_free(text: str, word: Span) -> bool:
+    """Returns True for a word after white space that is not between two punctuation marks."""
+    before, after = text[: word.start].rstrip(), text[word.end : word.end + 1]
+    if not before or before[-1] in '.!?:"”' or not text[word.start - 1].isspace():
+        return False
+    if not after.isspace() and after not in _PUNCTUATION:
+        return False
+    return after.isspace() or before[-1] not in _PUNCTUATION
+
+
+def spans_of_sentences(text: str, language: str = "en") -> list[Span]:
+    """Returns the sentences, each with the white space after it; joined they are the text."""
+    try:
+        from sentencex import segment  # pyright: ignore[reportAttributeAccessIssue]
+    except ImportError:
+        raise missing_extra("sentencex") from None
+    spans, start = [], 0
+    for sentence in segment(language, text):
+        spans.append(Span(start, start + len(sentence), sentence))
+        start += len(sentence)
+    return spans

@@ -4,8 +4,7 @@ import re
 from dataclasses import dataclass
 from random import Random
 
-from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
-from modelwright.data.augment.word_spans import Span, draw, find_words, replace_spans
+from modelwright.data.augment import augmentation as aug
 
 _MARK = re.compile(r"(?<=[^\W\d_])(?:(?<=\w\w)[.,;:!?](?=\s|$)|['’](?=[^\W\d_])| [—–] )")
 """Punctuation after a word, apostrophes within one and dashes between words; not in figures or in "e.g."."""
@@ -23,19 +22,19 @@ class CaseNoiseConfig:
     """Fraction of the words whose capitals change, and of the punctuation marks that are left out or replaced."""
 
     def __post_init__(self) -> None:
-        check_fraction("fraction", self.fraction)
+        aug.check_fraction("fraction", self.fraction)
 
 
-def case_noise(config: CaseNoiseConfig) -> Augmentation:
-    return prose_augmentation(
+def case_noise(config: CaseNoiseConfig) -> aug.Augmentation:
+    return aug.prose_augmentation(
         "case_noise", lambda text, rng: add_noise(text, config.fraction, rng), keeps=("letters", "lines")
     )
 
 
 def add_noise(text: str, fraction: float, rng: Random) -> str | None:
     """Forgets capitals, capitalizes other words or, for emphasis, writes them in capitals; drops or replaces marks."""
-    words: list[Span] = []
-    for word in find_words(text):
+    words: list[aug.Span] = []
+    for word in aug.find_words(text):
         if len(word.text) < _MIN_WORD_LEN and word.text not in ("I", "A", "In", "It", "He", "We"):
             continue  # "C" is a unit
         if word.text != word.text.lower():
@@ -43,9 +42,11 @@ def add_noise(text: str, fraction: float, rng: Random) -> str | None:
         else:
             other = word.text.upper() if rng.random() < 0.3 else word.text[:1].upper() + word.text[1:]
         if other != word.text:
-            words.append(Span(word.start, word.end, other))
-    marks = [Span(match.start(), match.end(), _REPLACEMENTS[match[0]]) for match in _MARK.finditer(text)]
-    changed = draw(words, fraction, rng)
+            words.append(aug.Span(word.start, word.end, other))
+    marks = [aug.Span(match.start(), match.end(), _REPLACEMENTS[match[0]]) for match in _MARK.finditer(text)]
+    changed = aug.draw(words, fraction, rng)
     # The apostrophe of "don't" lies within a word: edits must not overlap.
     taken = {place for word in changed for place in range(word.start, word.end)}
-    return replace_spans(text, [*changed, *draw([mark for mark in marks if mark.start not in taken], fraction, rng)])
+    return aug.replace_spans(
+        text, [*changed, *aug.draw([mark for mark in marks if mark.start not in taken], fraction, rng)]
+    )

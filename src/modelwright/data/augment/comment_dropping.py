@@ -7,8 +7,7 @@ import tokenize
 from dataclasses import dataclass
 from random import Random
 
-from modelwright.data.augment.augmentation import Augmentation, check_fraction, code_augmentation
-from modelwright.data.augment.word_spans import draw
+from modelwright.data.augment.augmentation import Augmentation, check_fraction, code_augmentation, draw
 
 _DIRECTIVE = re.compile(r"#\s*(?:!|-\*-|type:|noqa|pragma|pylint|pyright|mypy|ruff|fmt:|isort|coding|nosec|%%)", re.I)
 """Comments that programs read."""

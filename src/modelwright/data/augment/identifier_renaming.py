@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from random import Random
 
-from modelwright.data.augment.augmentation import Augmentation, check_fraction, code_augmentation
-from modelwright.data.augment.word_spans import draw
+from modelwright.data.augment.augmentation import Augmentation, check_fraction, code_augmentation, draw
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -6,8 +6,7 @@ from functools import cache
 from random import Random
 from typing import Literal
 
-from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
-from modelwright.data.augment.word_spans import Span, draw, find_words, replace_spans
+from modelwright.data.augment import augmentation as aug
 
 Layout = Literal["qwerty", "qwertz", "azerty", "dvorak", "jcuken"]
 
@@ -34,20 +33,20 @@ class KeyboardTyposConfig:
     """Keyboard on which the neighbors of a key are looked up."""
 
     def __post_init__(self) -> None:
-        check_fraction("fraction", self.fraction)
+        aug.check_fraction("fraction", self.fraction)
 
 
-def keyboard_typos(config: KeyboardTyposConfig) -> Augmentation:
-    return prose_augmentation(
+def keyboard_typos(config: KeyboardTyposConfig) -> aug.Augmentation:
+    return aug.prose_augmentation(
         "keyboard_typos", lambda text, rng: add_typos(text, config, rng), keeps=("word_count", "lines")
     )
 
 
 def add_typos(text: str, config: KeyboardTyposConfig, rng: Random) -> str | None:
     """Makes one typo in some words; the first letter of a word stays, as it nearly always does when people type."""
-    words = [word for word in find_words(text) if word.text.isalpha() and len(word.text) >= _MIN_WORD_LEN]
-    edits: list[Span] = []
-    for word in draw(words, config.fraction, rng):
+    words = [word for word in aug.find_words(text) if word.text.isalpha() and len(word.text) >= _MIN_WORD_LEN]
+    edits: list[aug.Span] = []
+    for word in aug.draw(words, config.fraction, rng):
         place = rng.randrange(1, len(word.text) - 1)
         letter, following = word.text[place], word.text[place + 1]
         before, after = word.text[:place], word.text[place + 1 :]
@@ -64,8 +63,8 @@ def add_typos(text: str, config: KeyboardTyposConfig, rng: Random) -> str | None
                 typo = before + letter + letter + after
             case _:
                 typo = before + after
-        edits.append(Span(word.start, word.end, typo))
-    return replace_spans(text, edits)
+        edits.append(aug.Span(word.start, word.end, typo))
+    return aug.replace_spans(text, edits)
 
 
 @cache

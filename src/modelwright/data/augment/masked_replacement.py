@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, ModelError
-from modelwright.data.augment import word_spans
-from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
+from modelwright.data.augment import augmentation as aug
 
 if TYPE_CHECKING:
     from torch import Tensor  # imported late elsewhere: the command line lists methods without it
@@ -39,14 +38,14 @@ class MaskedReplacementConfig:
     """Minimum probability of a new word."""
 
     def __post_init__(self) -> None:
-        check_fraction("fraction", self.fraction)
+        aug.check_fraction("fraction", self.fraction)
         if self.top_k < 1:
             raise ConfigError(f"top_k: {self.top_k} is not positive; for example 10")
 
 
-def masked_replacement(config: MaskedReplacementConfig) -> Augmentation:
+def masked_replacement(config: MaskedReplacementConfig) -> aug.Augmentation:
     model = MaskedModel(config.model)
-    return prose_augmentation(
+    return aug.prose_augmentation(
         "masked_replacement", lambda text, rng: replace_masked(text, model, config, rng), keeps=("word_count", "lines")
     )
 
@@ -65,13 +64,13 @@ def replace_masked(text: str, model: "MaskedModel", config: MaskedReplacementCon
     """
     words = [
         word
-        for word in word_spans.find_words(text)
+        for word in aug.find_words(text)
         if word.text.isalpha()
         and word.text.islower()
         and len(word.text) >= _MIN_WORD_LEN
-        and word_spans.stands_free(text, word)
+        and aug.stands_free(text, word)
     ]
-    chosen = word_spans.draw(words, config.fraction, rng)
+    chosen = aug.draw(words, config.fraction, rng)
     edits = []
     # One more than `top_k`, because the original word is likely to be among them.
     for word, fills in zip(chosen, model.fill(text, chosen, config.top_k + 1), strict=True):
@@ -80,8 +79,8 @@ def replace_masked(text: str, model: "MaskedModel", config: MaskedReplacementCon
         ][: config.top_k]
         if fitting:
             fill = rng.choices(fitting, weights=[fill.probability for fill in fitting])[0]
-            edits.append(word_spans.Span(word.start, word.end, word_spans.match_case(fill.word, word.text)))
-    return word_spans.repair_articles(word_spans.replace_spans(text, edits), text) if edits else None
+            edits.append(aug.Span(word.start, word.end, aug.match_case(fill.word, word.text)))
+    return aug.repair_articles(aug.replace_spans(text, edits), text) if edits else None
 
 
 class MaskedModel:
@@ -92,7 +91,7 @@ class MaskedModel:
         if self._tokenizer.mask_token is None:
             raise ModelError(f"{folder}: its tokenizer lacks a mask token; give a masked language model such as BERT")
 
-    def fill(self, text: str, words: Sequence[word_spans.Span], top_k: int) -> list[list[Fill]]:
+    def fill(self, text: str, words: Sequence[aug.Span], top_k: int) -> list[list[Fill]]:
         """Returns the likeliest whole words in the place of each word, best first."""
         from torch import no_grad
 
@@ -147,7 +146,7 @@ def load_transformers(folder: Path, auto_class: str, setting: str) -> tuple[Any,
     try:
         import transformers
     except ImportError:
-        raise word_spans.missing_extra("transformers") from None
+        raise aug.missing_extra("transformers") from None
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
         with warnings.catch_warnings():

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 
-from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
-from modelwright.data.augment.word_spans import Span, draw, find_words, replace_spans
+from modelwright.data.augment import augmentation as aug
 
 CONFUSIONS: Mapping[str, tuple[str, ...]] = {
     "rn": ("m",), "m": ("rn",), "cl": ("d",), "d": ("cl",), "vv": ("w",), "w": ("vv",), "ri": ("n",), "nn": ("rm",),
@@ -26,30 +25,30 @@ class OcrConfusionsConfig:
     """Fraction of the words with one confusion."""
 
     def __post_init__(self) -> None:
-        check_fraction("fraction", self.fraction)
+        aug.check_fraction("fraction", self.fraction)
 
 
-def ocr_confusions(config: OcrConfusionsConfig) -> Augmentation:
-    return prose_augmentation(
+def ocr_confusions(config: OcrConfusionsConfig) -> aug.Augmentation:
+    return aug.prose_augmentation(
         "ocr_confusions", lambda text, rng: confuse(text, config.fraction, rng), keeps=("word_count", "lines")
     )
 
 
 def confuse(text: str, fraction: float, rng: Random) -> str | None:
     """Replaces one place in each of some words by a similar shape."""
-    candidates: list[list[Span]] = []
-    for word in find_words(text):
+    candidates: list[list[aug.Span]] = []
+    for word in aug.find_words(text):
         letters = word.text
         ends = ((start, start + size) for start in range(len(letters)) for size in range(1, _MAX_LEN + 1))
         places = [
-            Span(word.start + start, word.start + end, letters[start:end])
+            aug.Span(word.start + start, word.start + end, letters[start:end])
             for start, end in ends
             if end <= len(letters) and letters[start:end] in CONFUSIONS  # a slice at the end would be shorter
         ]
         if len(letters) > 2 and places:
             candidates.append(places)
-    edits: list[Span] = []
-    for places in draw(candidates, fraction, rng):
+    edits: list[aug.Span] = []
+    for places in aug.draw(candidates, fraction, rng):
         place = rng.choice(places)
-        edits.append(Span(place.start, place.end, rng.choice(CONFUSIONS[place.text])))
-    return replace_spans(text, edits)
+        edits.append(aug.Span(place.start, place.end, rng.choice(CONFUSIONS[place.text])))
+    return aug.replace_spans(text, edits)

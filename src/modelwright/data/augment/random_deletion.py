@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from modelwright.data.augment import word_spans
-from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
+from modelwright.data.augment import augmentation as aug
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,11 +14,11 @@ class RandomDeletionConfig:
     """Fraction of the words that are left out; EDA's alpha."""
 
     def __post_init__(self) -> None:
-        check_fraction("fraction", self.fraction)
+        aug.check_fraction("fraction", self.fraction)
 
 
-def random_deletion(config: RandomDeletionConfig) -> Augmentation:
-    return prose_augmentation(
+def random_deletion(config: RandomDeletionConfig) -> aug.Augmentation:
+    return aug.prose_augmentation(
         "random_deletion", lambda text, rng: delete_words(text, config.fraction, rng), keeps=("lines",)
     )
 
@@ -27,16 +26,16 @@ def random_deletion(config: RandomDeletionConfig) -> Augmentation:
 def delete_words(text: str, fraction: float, rng: Random) -> str | None:
     """Leaves out words, except the first of a sentence and those between two punctuation marks."""
     candidates = [
-        word_spans.Span(sentence.start + word.start, sentence.start + word.end, word.text)
-        for sentence in word_spans.spans_of_sentences(text)
-        for word in word_spans.find_words(sentence.text)[1:]
-        if word_spans.stands_free(sentence.text, word)
+        aug.Span(sentence.start + word.start, sentence.start + word.end, word.text)
+        for sentence in aug.spans_of_sentences(text)
+        for word in aug.find_words(sentence.text)[1:]
+        if aug.stands_free(sentence.text, word)
     ]
-    edits: list[word_spans.Span] = []
-    for word in word_spans.draw(candidates, fraction, rng):
+    edits: list[aug.Span] = []
+    for word in aug.draw(candidates, fraction, rng):
         # One space goes with the word; a line break stays, so that the number of lines does.
         if text[word.start - 1] == " ":
-            edits.append(word_spans.Span(word.start - 1, word.end, ""))
+            edits.append(aug.Span(word.start - 1, word.end, ""))
         else:
-            edits.append(word_spans.Span(word.start, word.end + (text[word.end : word.end + 1] == " "), ""))
-    return word_spans.repair_articles(word_spans.replace_spans(text, edits), text) if edits else None
+            edits.append(aug.Span(word.start, word.end + (text[word.end : word.end + 1] == " "), ""))
+    return aug.repair_articles(aug.replace_spans(text, edits), text) if edits else None

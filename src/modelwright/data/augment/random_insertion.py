@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from modelwright.data.augment import word_spans
-from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
+from modelwright.data.augment import augmentation as aug
 from modelwright.data.augment.related_words import DEFAULT_FOLDER, WordNet, open_wordnet, replaceable_words
 from modelwright.data.augment.synonym_replacement import synonyms
 
@@ -20,12 +19,12 @@ class RandomInsertionConfig:
     """Folder of a WordNet database; Debian's package `wordnet-base` has one."""
 
     def __post_init__(self) -> None:
-        check_fraction("fraction", self.fraction)
+        aug.check_fraction("fraction", self.fraction)
 
 
-def random_insertion(config: RandomInsertionConfig) -> Augmentation:
+def random_insertion(config: RandomInsertionConfig) -> aug.Augmentation:
     wordnet = open_wordnet(config.wordnet)
-    return prose_augmentation(
+    return aug.prose_augmentation(
         "random_insertion", lambda text, rng: insert_words(text, wordnet, config.fraction, rng), keeps=("lines",)
     )
 
@@ -33,8 +32,8 @@ def random_insertion(config: RandomInsertionConfig) -> Augmentation:
 def insert_words(text: str, wordnet: WordNet, fraction: float, rng: Random) -> str | None:
     """Inserts synonyms between two words of the sentence that has the original word, never at its beginning."""
     inserted: dict[int, str] = {}
-    sentences = word_spans.spans_of_sentences(text)
-    num_left = max(1, round(fraction * len(word_spans.find_words(text))))
+    sentences = aug.spans_of_sentences(text)
+    num_left = max(1, round(fraction * len(aug.find_words(text))))
     found = [
         (sentence, word)
         for sentence, words in zip(sentences, replaceable_words(text, wordnet, synonyms), strict=False)
@@ -44,10 +43,10 @@ def insert_words(text: str, wordnet: WordNet, fraction: float, rng: Random) -> s
     for sentence, word in found[:num_left]:
         places = [
             sentence.start + other.start
-            for other in word_spans.find_words(sentence.text)[1:]
-            if word_spans.stands_free(sentence.text, other) and text[sentence.start + other.start - 1] == " "
+            for other in aug.find_words(sentence.text)[1:]
+            if aug.stands_free(sentence.text, other) and text[sentence.start + other.start - 1] == " "
         ]
         if places:
             inserted.setdefault(rng.choice(places), rng.choice(word.alternatives).lower())
-    edits = [word_spans.Span(place, place, f"{word} ") for place, word in inserted.items()]
-    return word_spans.repair_articles(word_spans.replace_spans(text, edits), text) if edits else None
+    edits = [aug.Span(place, place, f"{word} ") for place, word in inserted.items()]
+    return aug.repair_articles(aug.replace_spans(text, edits), text) if edits else None

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from modelwright.data.augment import word_spans
-from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
+from modelwright.data.augment import augmentation as aug
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,11 +15,11 @@ class RandomSwapConfig:
     """Fraction of the words that change places; EDA's alpha."""
 
     def __post_init__(self) -> None:
-        check_fraction("fraction", self.fraction)
+        aug.check_fraction("fraction", self.fraction)
 
 
-def random_swap(config: RandomSwapConfig) -> Augmentation:
-    return prose_augmentation(
+def random_swap(config: RandomSwapConfig) -> aug.Augmentation:
+    return aug.prose_augmentation(
         "random_swap", lambda text, rng: swap_words(text, config.fraction, rng), keeps=("word_count", "lines")
     )
 
@@ -29,13 +28,13 @@ def swap_words(text: str, fraction: float, rng: Random) -> str | None:
     """Swaps words within sentences. The first word of a sentence and words with a capital stay in place, so that the
     case remains correct. The articles "a" and "an" are adapted to the word that now comes after them.
     """
-    edits: list[word_spans.Span] = []
-    longest: tuple[list[word_spans.Span], int] = ([], 0)
-    for sentence in word_spans.spans_of_sentences(text):
+    edits: list[aug.Span] = []
+    longest: tuple[list[aug.Span], int] = ([], 0)
+    for sentence in aug.spans_of_sentences(text):
         words = [
             word
-            for word in word_spans.find_words(sentence.text)
-            if word.text.islower() and word_spans.stands_free(sentence.text, word)
+            for word in aug.find_words(sentence.text)
+            if word.text.islower() and aug.stands_free(sentence.text, word)
         ]
         # Rounded at random: most sentences are too short for one whole pair.
         expected = fraction * len(words) / 2
@@ -45,15 +44,15 @@ def swap_words(text: str, fraction: float, rng: Random) -> str | None:
             longest = words, sentence.start
     if not edits and len(longest[0]) > 1:  # a short text gets one pair at least
         edits = _swap_pairs(longest[0], 1, longest[1], rng)
-    return word_spans.repair_articles(word_spans.replace_spans(text, edits), text)
+    return aug.repair_articles(aug.replace_spans(text, edits), text)
 
 
-def _swap_pairs(words: Sequence[word_spans.Span], num_pairs: int, start: int, rng: Random) -> list[word_spans.Span]:
+def _swap_pairs(words: Sequence[aug.Span], num_pairs: int, start: int, rng: Random) -> list[aug.Span]:
     """Returns the edits that swap random pairs of words of a sentence that begins at `start`."""
     places = rng.sample(words, 2 * num_pairs)
     pairs = zip(places[::2], places[1::2], strict=True)
     return [
-        word_spans.Span(start + at.start, start + at.end, new)
+        aug.Span(start + at.start, start + at.end, new)
         for one, other in pairs
         for at, new in ((one, other.text), (other, one.text))
     ]

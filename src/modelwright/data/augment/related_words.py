@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modelwright.core.errors import DataError
-from modelwright.data.augment.word_spans import find_words, is_english, match_case, missing_extra, spans_of_sentences
+from modelwright.data.augment.augmentation import find_words, is_english, match_case, missing_extra, spans_of_sentences
 
 DEFAULT_FOLDER = Path("/usr/share/wordnet")
 """Folder of the database in Debian's package `wordnet-base`."""

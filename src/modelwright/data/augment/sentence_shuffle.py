@@ -4,8 +4,7 @@ import re
 from dataclasses import dataclass
 from random import Random
 
-from modelwright.data.augment.augmentation import Augmentation, prose_augmentation
-from modelwright.data.augment.word_spans import spans_of_sentences
+from modelwright.data.augment.augmentation import Augmentation, prose_augmentation, spans_of_sentences
 
 _PARAGRAPH_BREAK = re.compile(r"(\n\s*\n)")
 _STRUCTURE = re.compile(r"^\s*(?:[-*+•|>#]|\d+[.)]\s|\S+\s*:\s*$)|\t|```", re.MULTILINE)

@@ -12,8 +12,7 @@ from random import Random
 from typing import Protocol
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.augment.augmentation import Augmentation, check_fraction, texts_of, with_texts
-from modelwright.data.augment.word_spans import Span, find_words, repair_articles, replace_spans, spans_of_sentences
+from modelwright.data.augment import augmentation as aug
 from modelwright.data.document import Document
 
 _SPAN_WORDS = 3
@@ -52,7 +51,7 @@ class SpanInfillingConfig:
     """Candidates that the model writes for each span; the one after which the following text is likeliest is used."""
 
     def __post_init__(self) -> None:
-        check_fraction("fraction", self.fraction)
+        aug.check_fraction("fraction", self.fraction)
         if self.num_candidates < 1:
             raise ConfigError(f"num_candidates: {self.num_candidates} is not positive; for example 4")
 
@@ -63,7 +62,7 @@ class Gap:
 
     number: tuple[int, int]
     text: str
-    span: Span
+    span: aug.Span
 
     @property
     def context(self) -> str:
@@ -71,7 +70,7 @@ class Gap:
         return self.text[: self.span.start][-_CONTEXT_CHARS:].rstrip(" ")
 
 
-def span_infilling(config: SpanInfillingConfig, load: LoadLanguageModel) -> Augmentation:
+def span_infilling(config: SpanInfillingConfig, load: LoadLanguageModel) -> aug.Augmentation:
     if config.model == Path():
         raise ConfigError("span_infilling.model: is not set; give a model folder, as modelwright export writes it")
     model = load(config.model)
@@ -81,7 +80,7 @@ def span_infilling(config: SpanInfillingConfig, load: LoadLanguageModel) -> Augm
         gaps = [
             Gap((number, place), text, span)
             for number, (document, rng) in enumerate(pairs)
-            for place, text in enumerate(texts_of(document))
+            for place, text in enumerate(aug.texts_of(document))
             for span in choose_spans(text, config.fraction, rng)
         ]
         seeds = [rngs[gap.number[0]].getrandbits(62) for gap in gaps for _ in range(config.num_candidates)]
@@ -98,33 +97,35 @@ def span_infilling(config: SpanInfillingConfig, load: LoadLanguageModel) -> Augm
         best: dict[Gap, tuple[float, str]] = {}
         for (gap, fill), score in zip(tries, scores, strict=True):
             best[gap] = max(best.get(gap, (score, fill)), (score, fill))
-        edits: dict[tuple[int, int], list[Span]] = {}
+        edits: dict[tuple[int, int], list[aug.Span]] = {}
         for gap, (_, fill) in best.items():
-            edits.setdefault(gap.number, []).append(Span(gap.span.start, gap.span.end, fill))
+            edits.setdefault(gap.number, []).append(aug.Span(gap.span.start, gap.span.end, fill))
         changed: list[Document | None] = []
         for number, document in enumerate(documents):
-            texts = texts_of(document)
-            new = [replace_spans(text, edits.get((number, place), [])) for place, text in enumerate(texts)]
-            changed.append(with_texts(document, [repair_articles(*pair) for pair in zip(new, texts, strict=True)]))
+            texts = aug.texts_of(document)
+            new = [aug.replace_spans(text, edits.get((number, place), [])) for place, text in enumerate(texts)]
+            changed.append(
+                aug.with_texts(document, [aug.repair_articles(*pair) for pair in zip(new, texts, strict=True)])
+            )
         return changed
 
-    return Augmentation(
+    return aug.Augmentation(
         name="span_infilling", kinds=frozenset({"prose", "qa"}), keeps=frozenset({"lines"}), change=change
     )
 
 
-def choose_spans(text: str, fraction: float, rng: Random) -> list[Span]:
+def choose_spans(text: str, fraction: float, rng: Random) -> list[aug.Span]:
     """Draws runs of words with single spaces between them, inside a sentence and without names."""
     runs = []
-    for sentence in spans_of_sentences(text):
-        words = find_words(sentence.text)
+    for sentence in aug.spans_of_sentences(text):
+        words = aug.find_words(sentence.text)
         for first in range(1, len(words) - _SPAN_WORDS + 1, _SPAN_WORDS):
             start, end = words[first].start, words[first + _SPAN_WORDS - 1].end
             inside = sentence.text[start:end]
             is_plain = inside == " ".join(word.text for word in words[first : first + _SPAN_WORDS])
             if is_plain and inside.islower() and sentence.text[start - 1] == " ":
-                runs.append(Span(sentence.start + start, sentence.start + end, inside))
-    num_spans = min(len(runs), max(1, round(fraction * len(find_words(text)) / _SPAN_WORDS)))
+                runs.append(aug.Span(sentence.start + start, sentence.start + end, inside))
+    num_spans = min(len(runs), max(1, round(fraction * len(aug.find_words(text)) / _SPAN_WORDS)))
     return [runs[place] for place in sorted(rng.sample(range(len(runs)), num_spans))]
 
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from modelwright.data.augment import augmentation as aug
 from modelwright.data.augment import related_words
-from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
-from modelwright.data.augment.word_spans import Span, draw, find_words, repair_articles, replace_spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +19,12 @@ class SynonymReplacementConfig:
     """Folder of a WordNet database; Debian's package `wordnet-base` has one."""
 
     def __post_init__(self) -> None:
-        check_fraction("fraction", self.fraction)
+        aug.check_fraction("fraction", self.fraction)
 
 
-def synonym_replacement(config: SynonymReplacementConfig) -> Augmentation:
+def synonym_replacement(config: SynonymReplacementConfig) -> aug.Augmentation:
     wordnet = related_words.open_wordnet(config.wordnet)
-    return prose_augmentation(
+    return aug.prose_augmentation(
         "synonym_replacement",
         lambda text, rng: replace_words(text, wordnet, synonyms, config.fraction, rng),
         keeps=("word_count", "lines"),
@@ -55,9 +54,9 @@ def replace_words(
     if not candidates:
         return None
     # The fraction is one of all words; the draw is among those with alternatives.
-    share = min(1.0, fraction * len(find_words(text)) / len(candidates))
+    share = min(1.0, fraction * len(aug.find_words(text)) / len(candidates))
     edits = [
-        Span(candidate.word.start, candidate.word.end, rng.choice(candidate.alternatives))
-        for candidate in draw(candidates, share, rng)
+        aug.Span(candidate.word.start, candidate.word.end, rng.choice(candidate.alternatives))
+        for candidate in aug.draw(candidates, share, rng)
     ]
-    return repair_articles(replace_spans(text, edits), text)
+    return aug.repair_articles(aug.replace_spans(text, edits), text)

@@ -8,6 +8,8 @@ would spend its capacity on copying them.
 Further fractions from 0 to 1 are signs that a text is not prose (records, broken words, words out of order, error
 pages, fragments) and signs of code. Function words are those that are frequent in any text of a language; a text in a
 language that has no list here has few of them.
+
+Words of a text and their hashes, the same in every process.
 """
 
 import math
@@ -21,8 +23,40 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.data.clean.words import hash_words, split_words
 from modelwright.data.document import Document
+
+_UNSPACED_CHARS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\u0e00-\u0eff"
+_ANY_WORD = re.compile(rf"[{_UNSPACED_CHARS}]|[^\W{_UNSPACED_CHARS}]+")
+_ASCII_WORD = re.compile(r"\w+", re.ASCII)
+# Bounds the memory of each worker; a cleared cache fills again within a few documents.
+_MAX_CACHED = 500_000
+_cache: dict[str, int] = {}
+
+
+def split_words(text: str) -> list[str]:
+    """Words in lower case. Characters of scripts without spaces (Chinese, Japanese, Thai) count as words."""
+    pattern = _ASCII_WORD if text.isascii() else _ANY_WORD
+    return pattern.findall(text.lower())
+
+
+def hash_words(words: Sequence[str]) -> NDArray[np.uint64]:
+    """A 64-bit hash of each word [N]."""
+    if len(_cache) > _MAX_CACHED:
+        _cache.clear()
+    try:  # most texts have no word that none before them had
+        return np.fromiter(map(_cache.__getitem__, words), np.uint64, len(words))
+    except KeyError:
+        return np.array([_cache.get(word) or _remember(word) for word in words], np.uint64)
+
+
+def _remember(word: str) -> int:
+    # The finalizer of SplitMix64 (Steele et al. 2014) over length and CRC-32 of the word; never 0. Python's own `hash`
+    # differs from process to process.
+    value = zlib.crc32(word.encode("utf-8", "replace")) + (len(word) << 32)
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return _cache.setdefault(word, value ^ (value >> 31) or 1)
+
 
 # Function words by language; words that are frequent in keywords of another language (Albanian "me") are left out.
 _FUNCTION_WORDS: Mapping[str, frozenset[str]] = {

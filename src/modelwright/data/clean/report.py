@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.errors import DataError
-from modelwright.data.clean.config import STEPS
+from modelwright.data.clean.config import FAILED, STEPS
 from modelwright.data.clean.features import FEATURES, measure
 from modelwright.data.clean.folder import REPORT, read_dropped, read_kept
-from modelwright.data.clean.step_files import FAILED
 
 # Fields that corpus steps fill.
 _BY_STEPS = ("limits", "remedies", "noise", "figures")

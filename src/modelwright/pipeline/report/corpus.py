@@ -8,9 +8,9 @@ from typing import Any
 
 from modelwright.core.redact import redact_text
 from modelwright.data.clean.folder import read_dropped
-from modelwright.data.clean.noise.cascade import low_recall, refusal
 from modelwright.data.clean.steps.decontamination import DECONTAMINATION, PASSAGE_WORDS
 from modelwright.data.clean.steps.duplicates import DUPLICATES
+from modelwright.data.clean.steps.noise import low_recall, refusal
 from modelwright.data.sources.corpora import CORPORA
 from modelwright.pipeline.report.blocks import (
     Block,

@@ -126,21 +126,6 @@ def packed_row_len(config: RunConfig) -> int:
     return config.section(PACK).seq_len if config.has(PACK) else config.model.max_seq_len
 
 
-def check_context(config: RunConfig) -> None:
-    """Raise `ConfigError` if a row is longer than the model's context. With `init_from`, call it once `config.model` is
-    that of the folder.
-    """
-    if not config.has(PACK) or config.section(PACK).seq_len <= config.model.max_seq_len:
-        return
-    if config.init_from:
-        context, remedy = f"of {config.init_from} ({config.model.max_seq_len})", "lower pack.seq_len"
-    else:
-        context, remedy = f"(model.max_seq_len {config.model.max_seq_len})", "make one equal to the other"
-    raise ConfigError(
-        f"pack.seq_len: {config.section(PACK).seq_len} is more than the model's context {context}; {remedy}"
-    )
-
-
 def _report(data: RunData, stage: StageData) -> Section:
     titles = {
         f"{rows.name}/{split}": f"{rows.title}, {title}"

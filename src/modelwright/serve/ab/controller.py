@@ -17,12 +17,12 @@ from modelwright.serve.ab import experiment as tables
 from modelwright.serve.ab.experiment import Experiment, ExperimentRequest, report_of
 from modelwright.serve.ab.state import Assignment, RequestEvent, arm_of
 from modelwright.serve.account.database import Database, DatabaseWriter, WriterBusy, open_database
-from modelwright.serve.account.metrics import Metrics
+from modelwright.serve.account.monitoring import Metrics
 from modelwright.serve.errors import ApiError, shutting_down
 from modelwright.serve.generation import Generation
 from modelwright.serve.keys import ANYONE, Caller
 from modelwright.serve.reload import Reloader
-from modelwright.serve.served_model import RETRY_AFTER_S, ServedModel
+from modelwright.serve.served_model import ServedModel
 from modelwright.serve.service import Exchange, FeedbackRequest, FinishedRequest, Service, Subject, pseudonym
 
 MOST_WAITING = 64
@@ -163,7 +163,7 @@ class Experiments:
         self._writer = DatabaseWriter(
             "A/B tests",
             database,
-            dropped=lambda reason, count: self._service.metrics.ab.uncounted.labels(reason).inc(count),
+            dropped=lambda reason, count: self._service.metrics.ab_uncounted.labels(reason).inc(count),
             housekeeping=lambda _: None,
         )
 
@@ -185,7 +185,7 @@ class Experiments:
                 if candidate.fingerprint == experiment.treatment_version:
                     self._put_in_service(experiment, candidate)
                     return
-                await candidate.worker.stop()
+                await candidate.worker.client.stop()
                 problem = f"{experiment.request.path} has another version than when the test began"
         log.error("the A/B test %s does not go on: %s", experiment.name, problem)
         await self._call(lambda database: tables.end(database, experiment.name, "interrupted", problem))
@@ -195,7 +195,7 @@ class Experiments:
         running, self._running = self._running, None
         if running is not None:
             await self._take_out(running)
-            await running.candidate.worker.stop()
+            await running.candidate.worker.client.stop()
         await asyncio.to_thread(self._writer.close)
 
     async def begin(self, request: ExperimentRequest) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class Experiments:
                 # stored before any request can be assigned to it: counts refer to the row
                 await self._call(lambda database: tables.insert(database, experiment))
             except BaseException:
-                await candidate.worker.stop()
+                await candidate.worker.client.stop()
                 raise
             self._put_in_service(experiment, candidate)
             return report_of(experiment)
@@ -272,7 +272,7 @@ class Experiments:
             is_error=finished.status >= 500 and not self._service.is_draining,
             latency_s=finished.latency_s,
         )
-        self._service.metrics.ab.requests.labels(assignment.arm).inc()
+        self._service.metrics.ab_requests.labels(assignment.arm).inc()
         self._offer(
             assignment.experiment, lambda database: tables.take_request(database, finished.id, assignment, event)
         )
@@ -301,7 +301,7 @@ class Experiments:
             problem = ApiError(400, text, param="path", code="context_too_small")
         else:
             return candidate
-        await candidate.worker.stop()
+        await candidate.worker.client.stop()
         raise problem
 
     def _put_in_service(self, experiment: Experiment, candidate: ServedModel) -> None:
@@ -313,7 +313,7 @@ class Experiments:
         log.info("the A/B test %s runs: A %s, B %s", name, experiment.control_version, candidate.fingerprint)
 
     def _count_shadow(self, name: str, outcome: str) -> None:
-        self._service.metrics.ab.shadows.labels(outcome).inc()
+        self._service.metrics.ab_shadows.labels(outcome).inc()
         self._offer(name, lambda database: tables.take_shadow(database, name, outcome))
 
     def _offer(self, name: str, task: Callable[[Database], str]) -> None:
@@ -332,7 +332,7 @@ class Experiments:
         if running is None or running.experiment.name != name:  # several queued requests may report the same rollback
             return
         log.warning("the A/B test %s is over, and A gets all requests: %s", name, reason)
-        self._service.metrics.ab.rollbacks.labels(reason).inc()
+        self._service.metrics.ab_rollbacks.labels(reason).inc()
         self._service.arms = self._running = None
         self._reloader.retire(running.candidate, before=self._take_out(running))
 
@@ -352,7 +352,7 @@ class Experiments:
         try:
             return await self._writer.call(task)
         except (WriterBusy, StorageError):
-            raise shutting_down("The state of the A/B tests is busy; try again later.", RETRY_AFTER_S) from None
+            raise shutting_down("The state of the A/B tests is busy; try again later.") from None
 
 
 def _just_ended() -> ApiError:

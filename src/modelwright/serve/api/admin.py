@@ -4,7 +4,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 from starlette.requests import Request
@@ -18,7 +18,7 @@ from modelwright.serve.errors import ApiError
 from modelwright.serve.load import adapted_fingerprint
 from modelwright.serve.reload import Reloader
 from modelwright.serve.served_model import ServedAdapter
-from modelwright.serve.service import FeedbackRequest, service_of, version_header
+from modelwright.serve.service import VERSION_HEADER, FeedbackRequest, service_of
 
 log = logging.getLogger("modelwright.serve")
 
@@ -42,10 +42,11 @@ async def reload_model(request: Request) -> Response:
     service = service_of(request)
     service.caller(request, "admin")
     asked = await read_request(request, ReloadRequest, default=b"{}")
+    reloader: Reloader = request.app.state.reloader
     previous = service.model
-    fresh = await _reloader(request).reload(asked.path)
+    fresh = await reloader.reload(asked.path)
     reply = {"status": "reloaded", "version": fresh.fingerprint, "previous_version": previous.fingerprint}
-    return JSONResponse(reply, headers=version_header(fresh.fingerprint))
+    return JSONResponse(reply, headers={VERSION_HEADER: fresh.fingerprint})
 
 
 class LoadAdapterRequest(RequestModel):
@@ -66,8 +67,9 @@ async def load_lora_adapter(request: Request) -> Response:
     service = service_of(request)
     service.caller(request, "admin")
     asked = await read_request(request, LoadAdapterRequest)
+    reloader: Reloader = request.app.state.reloader
     name, folder = asked.lora_name, Path(asked.lora_path)
-    async with _reloader(request).without_test():
+    async with reloader.without_test():
         model = service.model
         if name in (*service.names_of(model), *service.config.alias_names):
             text = f"The name {name!r} is in use; unload the adapter that has it, or choose another."
@@ -80,7 +82,7 @@ async def load_lora_adapter(request: Request) -> Response:
         model.adapters[name] = ServedAdapter(folder, key, version)
     log.info("requests can ask for the adapter %s in %s", name, folder)
     text = f"Success: LoRA adapter {name!r} added successfully."
-    return PlainTextResponse(text, headers=version_header(version))
+    return PlainTextResponse(text, headers={VERSION_HEADER: version})
 
 
 async def unload_lora_adapter(request: Request) -> Response:
@@ -88,8 +90,9 @@ async def unload_lora_adapter(request: Request) -> Response:
     service = service_of(request)
     service.caller(request, "admin")
     asked = await read_request(request, UnloadAdapterRequest)
+    reloader: Reloader = request.app.state.reloader
     name = asked.lora_name
-    async with _reloader(request).without_test():
+    async with reloader.without_test():
         model = service.model
         adapter = model.adapters.pop(name, None)
         if adapter is None:
@@ -101,12 +104,6 @@ async def unload_lora_adapter(request: Request) -> Response:
         await model.worker.client.unload_adapter(adapter.key)
     log.info("requests can no longer ask for the adapter %s", name)
     return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
-
-
-def _reloader(request: Request) -> Reloader:
-    reloader = request.app.state.reloader
-    assert isinstance(reloader, Reloader)
-    return reloader
 
 
 R = TypeVar("R", bound=RequestModel)

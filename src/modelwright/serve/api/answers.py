@@ -15,9 +15,9 @@ from modelwright.serve.api.parsing import admit, parse_request, parsed
 from modelwright.serve.errors import ApiError
 from modelwright.serve.generation import Answer, Generation, GenerationRequest, Prompt, start
 from modelwright.serve.keys import Caller
+from modelwright.serve.load import Delta
 from modelwright.serve.served_model import ServedModel, Stream
-from modelwright.serve.service import Exchange, Lease, RouteName, service_of, subject_of, version_header
-from modelwright.serve.tokenizer import Delta
+from modelwright.serve.service import SESSION_ENTRY, VERSION_HEADER, Exchange, Lease, RouteName, Subject, service_of
 
 G = TypeVar("G", bound=GenerationRequest)
 
@@ -68,7 +68,10 @@ async def respond(request: Request, kind: AnswerKind[G]) -> Response:
     with service.lease() as entry:
         body = await admit(request, entry, num_prompts=most if kind.many else 1)
         asked = await parsed(lambda: kind.read(body, entry), len(body), entry)
-        subject = subject_of(asked, caller.name)
+        # turns of one conversation share a session, because each repeats those before
+        user = f"{caller.name}\0{asked.user or ''}"
+        session = (asked.metadata or {}).get(SESSION_ENTRY) or f"\0{asked.session_text()}"
+        subject = Subject(user, f"{user}\0{session}")
         with service.arm(entry, subject) as (lease, assignment):
             # a function, because a shadow test starts the same answers on its candidate later
             async def open_on(model: ServedModel, caller: Caller) -> Generation:
@@ -94,7 +97,7 @@ async def respond(request: Request, kind: AnswerKind[G]) -> Response:
             with exchange.beginning():
                 exchange.generation = generation = await open_on(lease.model, caller)
     # outside the leases: open answers keep their version in service by themselves
-    version = version_header(generation.version)
+    version = {VERSION_HEADER: generation.version}
     if generation.request.stream:
         events = _events(generation, kind, exchange)
         # X-Accel-Buffering keeps nginx from holding events back until its buffer is full

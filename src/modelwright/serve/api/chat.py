@@ -29,8 +29,8 @@ from modelwright.serve.engines.client import EngineInfo
 from modelwright.serve.errors import ApiError
 from modelwright.serve.generation import Generation, GenerationRequest, Prompt
 from modelwright.serve.limits import Limits
+from modelwright.serve.load import Delta, TokenInfo
 from modelwright.serve.service import Lease
-from modelwright.serve.tokenizer import Delta, TokenInfo
 
 CHUNK = "chat.completion.chunk"
 

@@ -11,8 +11,8 @@ from modelwright.serve.api.answers import AnswerKind, finite, prompt_logprobs, r
 from modelwright.serve.api.fields import NumLogprobs, PromptEntries, Unsupported, as_list, unsupported
 from modelwright.serve.api.parsing import token_ids
 from modelwright.serve.generation import Generation, GenerationRequest, Prompt
+from modelwright.serve.load import Delta, TokenInfo
 from modelwright.serve.service import Lease
-from modelwright.serve.tokenizer import Delta, TokenInfo
 
 OBJECT = "text_completion"
 

@@ -21,7 +21,7 @@ from starlette.routing import compile_path
 from modelwright.core.errors import ConfigError
 from modelwright.core.extensions import installed
 from modelwright.serve.ab.experiment import EndRequest, ExperimentRequest, ShareRequest
-from modelwright.serve.api import admin, chat, completions, pages, pooled, tokens
+from modelwright.serve.api import admin, chat, completions, encode, pages
 from modelwright.serve.keys import KeyScope
 from modelwright.serve.service import FeedbackRequest, service_of
 
@@ -213,14 +213,14 @@ OPERATIONS = (
     ),
     _post(
         "/v1/embeddings",
-        pooled.create_embeddings,
+        encode.create_embeddings,
         "Embed texts",
         "CreateEmbeddingResponse",
-        pooled.EmbeddingRequest,
+        encode.EmbeddingRequest,
         GENERATES,
     ),
-    _post("/v1/score", pooled.create_score, "Score pairs of texts", pooled.ScoreReply, pooled.ScoreRequest, GENERATES),
-    _post("/v1/rerank", pooled.rerank, "Order documents by score", pooled.RerankReply, pooled.RerankRequest, GENERATES),
+    _post("/v1/score", encode.create_score, "Score pairs of texts", encode.ScoreReply, encode.ScoreRequest, GENERATES),
+    _post("/v1/rerank", encode.rerank, "Order documents by score", encode.RerankReply, encode.RerankRequest, GENERATES),
     _post(
         "/v1/feedback",
         admin.give_feedback,
@@ -258,9 +258,9 @@ OPERATIONS = (
     _post("/admin/ab", admin.begin_test, "Begin an A/B test", admin.ExperimentReply, ExperimentRequest, TESTS),
     _post("/admin/ab/share", admin.set_test_share, "Change B's share", admin.ExperimentReply, ShareRequest, TESTS),
     _post("/admin/ab/end", admin.end_test, "End the A/B test", admin.ExperimentReply, EndRequest, TESTS),
-    _post("/tokenize", tokens.tokenize, "Text to tokens", tokens.TokenizeReply, tokens.TokenizeRequest, READS_BODY),
+    _post("/tokenize", encode.tokenize, "Text to tokens", encode.TokenizeReply, encode.TokenizeRequest, READS_BODY),
     _post(
-        "/detokenize", tokens.detokenize, "Tokens to text", tokens.DetokenizeReply, tokens.DetokenizeRequest, READS_BODY
+        "/detokenize", encode.detokenize, "Tokens to text", encode.DetokenizeReply, encode.DetokenizeRequest, READS_BODY
     ),
 )
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from modelwright.serve.account.metrics import ID_SCOPE, with_fields
+from modelwright.serve.account.monitoring import ID_SCOPE, with_fields
 from modelwright.serve.api.fields import SHOWN_CHARACTERS, RequestModel, short
 from modelwright.serve.errors import ApiError
 from modelwright.serve.limits import SPARE_ENTRIES, Limits, body_shape, lone_surrogate

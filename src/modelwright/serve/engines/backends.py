@@ -19,9 +19,8 @@ from modelwright.serve.engines.client import EngineClient, engine_info
 from modelwright.serve.engines.openvino import openvino_engine
 from modelwright.serve.engines.pool import launch_pool
 from modelwright.serve.engines.process import EngineSetup
-from modelwright.serve.engines.thread import EngineAdapters, EngineThread
-from modelwright.serve.load import ModelSource, weights_fingerprint
-from modelwright.serve.tokenizer import ServedTokenizer
+from modelwright.serve.engines.thread import EngineThread
+from modelwright.serve.load import ModelSource, ServedTokenizer, weights_fingerprint
 
 Loader = Callable[[ModelSource, ServeConfig], tuple[EngineClient, ServedTokenizer]]
 
@@ -82,7 +81,7 @@ def engine_in_thread(model: Decoder, config: ServeConfig) -> EngineThread:
     """
     adapters = load_adapters(model, {name: Path(folder) for name, folder in config.adapters.items()})
     engine = Engine(model, config.engine, adapters=adapters)
-    return EngineThread(engine, engine_info(engine, weights_fingerprint(model)), EngineAdapters(engine))
+    return EngineThread(engine, engine_info(engine, weights_fingerprint(model)))
 
 
 BACKENDS: Mapping[str, Backend] = {

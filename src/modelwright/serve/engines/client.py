@@ -1,13 +1,10 @@
 """The interface between the event loop and engines, which run in a thread of this process (`EngineThread`) or in
-separate processes (`EnginePool`).
-
-Jobs for an engine, the interface of the engine that computes them, and their form in messages to a process.
+separate processes (`EnginePool`): jobs and their form in messages to a process, events, and clients.
 """
 
 import base64
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -158,16 +155,12 @@ class EmbeddingJob:
 Job = GenerationJob | EmbeddingJob
 
 
-def refusing(backend: str, lacks: Collection[str]) -> Callable[[Job], None]:
-    """Returns a check that raises `ApiError` 400 for jobs that need an ability that a back-end lacks."""
-
-    def check(job: Job) -> None:
-        for ability, param in job.asks().items():
-            if ability in lacks:
-                text = f"The back-end {backend} does not support {ABILITIES[ability]}; leave out {param}."
-                raise ApiError(400, text, param=param, code="unsupported_task")
-
-    return check
+def refuse_lacking(backend: str, lacks: Collection[str], job: Job) -> None:
+    """Raises `ApiError` 400 for a job that needs an ability that a back-end lacks."""
+    for ability, param in job.asks().items():
+        if ability in lacks:
+            text = f"The back-end {backend} does not support {ABILITIES[ability]}; leave out {param}."
+            raise ApiError(400, text, param=param, code="unsupported_task")
 
 
 def job_of(message: Mapping[str, Any], compile_grammar: Callable[[GrammarSource], CompiledGrammar]) -> Job:
@@ -212,16 +205,15 @@ def output_of(message: Sequence[Any]) -> StepOutput:
         request_id,
         token_id,
         logprob,
-        _alternatives(alternatives),
+        tuple((token, logprob) for token, logprob in alternatives),
         reason,
-        tuple(ScoredToken(token, value, rank, _alternatives(others)) for token, value, rank, others in scores),
+        tuple(
+            ScoredToken(token, value, rank, tuple((other, logprob) for other, logprob in others))
+            for token, value, rank, others in scores
+        ),
         tuple(embedding),
         num_cached,
     )
-
-
-def _alternatives(pairs: Sequence[Sequence[Any]]) -> tuple[tuple[int, float], ...]:
-    return tuple((token, logprob) for token, logprob in pairs)
 
 
 EngineEnd = Literal["stopped", "died", "wedged", "outdated"]
@@ -375,13 +367,3 @@ class EngineClient(Protocol):
     def discard(self) -> None:
         """Ends engines that were loaded and never started."""
         ...
-
-
-@contextmanager
-def discarded_on_error(client: EngineClient) -> Iterator[None]:
-    """Discards the engines if an exception leaves the block: no process may outlive a server that was never built."""
-    try:
-        yield
-    except BaseException:
-        client.discard()
-        raise

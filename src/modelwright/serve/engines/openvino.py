@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +23,14 @@ from modelwright.core.errors import ConfigError, ModelError
 from modelwright.infer.engine import EngineConfig, EngineStats, StepOutput
 from modelwright.infer.sequence import Pixels, Pooling, SamplingParams, TokenConstraint
 from modelwright.model.hf import is_sequence_classifier, load_config
-from modelwright.serve.account.metrics import NO_LOAD
+from modelwright.serve.account.monitoring import NO_LOAD
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines.client import ABILITIES, EngineClient, EngineInfo, refusing
+from modelwright.serve.engines.client import ABILITIES, EngineClient, EngineInfo, refuse_lacking
 from modelwright.serve.engines.thread import EngineThread
-from modelwright.serve.load import FINGERPRINT_LEN, ModelSource
-from modelwright.serve.tokenizer import ServedTokenizer
+from modelwright.serve.load import FINGERPRINT_LEN, ModelSource, ServedTokenizer
 
 if TYPE_CHECKING:
-    from openvino_genai import ContinuousBatchingPipeline, GenerationConfig
+    from openvino_genai import ContinuousBatchingPipeline
     from openvino_genai.py_openvino_genai import GenerationHandle
 
 BLOCK_LEN = 32
@@ -78,7 +78,7 @@ def openvino_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineCli
         adapters={},
     )
     engine = OpenVinoEngine(pipeline, config.engine, info)
-    return EngineThread(engine, info, check=refusing("openvino", ABILITIES)), tokenizer
+    return EngineThread(engine, info, check=partial(refuse_lacking, "openvino", ABILITIES)), tokenizer
 
 
 class OpenVinoEngine:
@@ -116,7 +116,25 @@ class OpenVinoEngine:
         room = self._info.max_seq_len - len(prompt_ids)
         if room < 1:
             raise ConfigError(f"prompt: leaves no room in a context of {self._info.max_seq_len} tokens")
-        config = self._config_of(params, room)
+        config = self._new_config()
+        config.max_new_tokens = min(params.max_tokens, room)
+        config.min_new_tokens = min(params.min_tokens, room)
+        config.logprobs = 1
+        config.presence_penalty = params.presence_penalty
+        config.frequency_penalty = params.frequency_penalty
+        config.repetition_penalty = params.repetition_penalty
+        config.ignore_eos = not params.stop_ids
+        if params.stop_ids:  # the model's own end token counts only if it is among them
+            config.eos_token_id = params.stop_ids[0]
+            config.stop_token_ids = set(params.stop_ids)
+        config.do_sample = params.temperature > 0
+        if config.do_sample:
+            config.temperature = params.temperature
+            config.top_p = params.top_p
+            config.min_p = params.min_p
+            config.rng_seed = params.seed % MOST_SEED
+            if params.top_k:
+                config.top_k = params.top_k
         ids = self._tensor(np.array([list(prompt_ids)], dtype=np.int64))
         try:
             self._handles[request_id] = self._pipeline.add_request(next(self._numbers), ids, config)
@@ -143,8 +161,19 @@ class OpenVinoEngine:
     def step(self) -> list[StepOutput]:
         if self._pipeline.has_non_finished_requests():
             self._pipeline.step()
-        outputs = [output for request_id, handle in self._handles.items() for output in _read(request_id, handle)]
-        # only now, because the line above iterates over the handles
+        outputs: list[StepOutput] = []
+        for request_id, handle in self._handles.items():
+            # OpenVINO drops an answer that does not fit in its cache, and reports nothing else
+            if not handle.can_read():
+                if handle.get_status().name != "RUNNING":
+                    outputs.append(StepOutput(request_id, 0, 0.0, (), "error"))
+                continue
+            for part in handle.read().values():
+                reason = REASONS.get(part.finish_reason.name, "")
+                last = len(part.generated_ids) - 1
+                for at, (token, logprob) in enumerate(zip(part.generated_ids, part.generated_log_probs, strict=True)):
+                    outputs.append(StepOutput(request_id, token, logprob, (), reason if at == last else ""))
+        # only now, because the loop above iterates over the handles
         for output in outputs:
             if output.finished:
                 del self._handles[output.request_id]
@@ -161,43 +190,6 @@ class OpenVinoEngine:
             num_blocks=self._num_blocks,
             num_free_blocks=self._num_blocks - num_used,
         )
-
-    def _config_of(self, params: SamplingParams, room: int) -> "GenerationConfig":
-        config = self._new_config()
-        config.max_new_tokens = min(params.max_tokens, room)
-        config.min_new_tokens = min(params.min_tokens, room)
-        config.logprobs = 1
-        config.presence_penalty = params.presence_penalty
-        config.frequency_penalty = params.frequency_penalty
-        config.repetition_penalty = params.repetition_penalty
-        config.ignore_eos = not params.stop_ids
-        if params.stop_ids:  # the model's own end token counts only if it is among them
-            config.eos_token_id = params.stop_ids[0]
-            config.stop_token_ids = set(params.stop_ids)
-        config.do_sample = params.temperature > 0
-        if config.do_sample:
-            config.temperature = params.temperature
-            config.top_p = params.top_p
-            config.min_p = params.min_p
-            config.rng_seed = params.seed % MOST_SEED
-            if params.top_k:
-                config.top_k = params.top_k
-        return config
-
-
-def _read(request_id: str, handle: "GenerationHandle") -> list[StepOutput]:
-    """Reads the new tokens of an answer. The last one has the finish reason."""
-    if not handle.can_read():
-        # OpenVINO drops an answer that does not fit in its cache, and reports nothing else
-        is_dropped = handle.get_status().name != "RUNNING"
-        return [StepOutput(request_id, 0, 0.0, (), "error")] if is_dropped else []
-    outputs = []
-    for part in handle.read().values():
-        reason = REASONS.get(part.finish_reason.name, "")
-        last = len(part.generated_ids) - 1
-        for at, (token, logprob) in enumerate(zip(part.generated_ids, part.generated_log_probs, strict=True)):
-            outputs.append(StepOutput(request_id, token, logprob, (), reason if at == last else ""))
-    return outputs
 
 
 def _load(folder: Path, weights: GgufFormat, config: EngineConfig) -> tuple[Any, str]:

@@ -35,8 +35,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.serve.engines.client import EngineEnd, EngineInfo, engine_info, job_of, output_message
 from modelwright.serve.engines.grammars import GrammarCompiler
 from modelwright.serve.errors import ApiError
-from modelwright.serve.load import load_folder, weights_fingerprint
-from modelwright.serve.tokenizer import ServedTokenizer
+from modelwright.serve.load import ServedTokenizer, load_folder, weights_fingerprint
 
 log = logging.getLogger("modelwright.serve")
 

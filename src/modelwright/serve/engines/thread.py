@@ -13,7 +13,7 @@ from pathlib import Path
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.infer.engine import Engine
-from modelwright.model.adapter_bank import PreparedAdapter, prepare_adapter
+from modelwright.model.adapter_bank import prepare_adapter
 from modelwright.ops.tensor_heap import give_back_memory
 from modelwright.serve.engines.client import EngineEvents, EngineInfo, Job, StepEngine
 from modelwright.serve.errors import ApiError
@@ -49,39 +49,22 @@ class _Stop:
     pass
 
 
-class EngineAdapters:
-    """Loads adapters into our own engine."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.add = engine.add_adapter
-        self.remove = engine.remove_adapter
-
-    def prepare(self, folder: Path) -> PreparedAdapter:
-        """Reads an adapter, outside the engine's thread. Raises `ModelwrightError`."""
-        return prepare_adapter(self._engine.model, folder)
-
-
 def can_do_all(job: Job) -> None:
     """Checks a job for an engine that supports all of them."""
 
 
 class EngineThread:
-    """An `EngineClient` of one engine in this process. adapters: None for an engine that does not support them; check:
-    see `EngineClient.check`.
-    """
+    """An `EngineClient` of one engine in this process. check: see `EngineClient.check`."""
 
     def __init__(
         self,
         engine: StepEngine,
         info: EngineInfo,
-        adapters: EngineAdapters | None = None,
         check: Callable[[Job], None] = can_do_all,
     ) -> None:
         self.engine = engine
         self.info = info
         self.check = check
-        self._adapters = adapters
         self.unavailable = ""
         self.is_back_soon = False
         self._name = f"engine-{secrets.token_hex(4)}"
@@ -102,20 +85,20 @@ class EngineThread:
         self._commands.put(_Abort(request_id))
 
     async def load_adapter(self, name: str, folder: Path) -> str:
-        host = self._adapters
-        if host is None:
+        engine = self.engine
+        if not isinstance(engine, Engine):
             raise ApiError(400, "This server's engine has no adapters.", param="lora_path", code="unsupported_task")
         try:
-            adapter = await asyncio.to_thread(host.prepare, folder)
-            await self._call(lambda: host.add(name, adapter))
+            adapter = await asyncio.to_thread(prepare_adapter, engine.model, folder)
+            await self._call(lambda: engine.add_adapter(name, adapter))
         except ModelwrightError as error:
             raise ApiError(400, str(error), param="lora_path", code="invalid_value") from None
         return adapter.digest
 
     async def unload_adapter(self, name: str) -> None:
-        host = self._adapters
-        assert host is not None, "an engine without adapters has loaded none"
-        await self._call(lambda: host.remove(name))
+        engine = self.engine
+        assert isinstance(engine, Engine), "another engine has loaded none"
+        await self._call(lambda: engine.remove_adapter(name))
 
     async def _call(self, function: Callable[[], None]) -> None:
         """Runs a function in the engine's thread and waits for it. Raises what it raises."""

@@ -11,9 +11,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.data.clean.measured_corpus import MeasuredCorpus
-from modelwright.data.clean.steps.step import Columns, Decisions, Drop, Drops, StepSpec
-from modelwright.data.clean.words import hash_words, split_words
+from modelwright.data.clean.features import hash_words, split_words
+from modelwright.data.clean.steps.step import Columns, Decisions, Drop, Drops, MeasuredCorpus, StepSpec
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.clean.duplicates.corpus import BandFiles
-from modelwright.data.clean.duplicates.near_duplicates import BandGroups, keep_in, kept_in
-from modelwright.data.clean.measured_corpus import MeasuredCorpus
+from modelwright.data.clean.deduplicate import BandGroups, keep_in, kept_in
+from modelwright.data.clean.fingerprints import BandFiles
 from modelwright.data.clean.steps.quality import IMAGE_LIMITS, QualityConfig
-from modelwright.data.clean.steps.step import Columns, Decisions, Drop, Drops, StepSpec
+from modelwright.data.clean.steps.step import Columns, Decisions, Drop, Drops, MeasuredCorpus, StepSpec
 from modelwright.data.document import KINDS, Document
 from modelwright.data.images.decode import HASH_BITS, KEY
 from modelwright.data.workers import ShardEngine

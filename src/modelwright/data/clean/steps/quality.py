@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.clean.features import FEATURES, measure
-from modelwright.data.clean.measured_corpus import MeasuredCorpus
-from modelwright.data.clean.steps.step import Columns, Decisions, Drop, Drops, StepSpec
+from modelwright.data.clean.steps.step import Columns, Decisions, Drop, Drops, MeasuredCorpus, StepSpec
 from modelwright.data.document import KINDS, Document, Kind
 
 _REASONS = {

@@ -14,8 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from modelwright.data.augment.augmenter import MethodCost
-from modelwright.data.augment.row_copies import CopyJob, CopyRecipe, CopyWorkers, PieceCopy
+from modelwright.data.augment.augmenter import CopyJob, CopyRecipe, CopyWorkers, MethodCost, PieceCopy
 from modelwright.data.rows.batch import IGNORED, TokenBatch, padded_len
 from modelwright.data.rows.loader import PackedRows, RowShare
 

@@ -1,16 +1,15 @@
-"""Prometheus metrics of one server, in a separate registry. Metrics that vLLM has as well appear a second time under
-vLLM's names, so that dashboards and autoscalers made for it work here.
+"""What operators see of one server: its Prometheus metrics, in a separate registry, and its log, as text or as JSON.
 
-The server's log: one line per request, as text or as JSON, with the id of the request.
+Metrics that vLLM has as well appear a second time under vLLM's names, so that dashboards and autoscalers made for it
+work here.
 """
 
 import json
 import logging
 import re
-import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,21 +37,6 @@ NO_LOAD = EngineStats(
     num_draft_tokens=0,
     num_accepted_tokens=0,
 )
-
-
-class HttpMetrics:
-    """Counts requests and connections of all routes."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        counter = partial(Counter, registry=registry)
-        gauge = partial(Gauge, registry=registry)
-        self.requests = counter("modelwright_http_requests", "Finished HTTP requests", ["route", "method", "status"])
-        self.connections = gauge("modelwright_connections", "Open connections")
-        self.closed_connections = counter(
-            "modelwright_closed_connections",
-            "Connections closed by the server (header_timeout, send_timeout, replaced, refused)",
-            ["reason"],
-        )
 
 
 class AnswerMetrics:
@@ -148,53 +132,46 @@ class VersionMetrics:
         self.info.labels(version).set(1)
 
 
-class RequestLogMetrics:
-    """Counts the requests that the request log has written and lost."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        counter = partial(Counter, registry=registry)
-        self.logged = counter("modelwright_logged_requests", "Requests written to the request log")
-        self.unlogged = counter(
-            "modelwright_unlogged_requests",
-            "Requests or feedback that the request log lost by reason (queue_full, failed, user_cap, redaction_failed)",
-            ["reason"],
-        )
-
-
-class AbMetrics:
-    """Counts requests of A/B tests, and rollbacks."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        counter = partial(Counter, registry=registry)
-        self.requests = counter("modelwright_ab_requests", "Requests of A/B tests by arm (A, B)", ["arm"])
-        self.uncounted = counter(
-            "modelwright_ab_uncounted",
-            "Requests that the state of an A/B test lost by reason (queue_full, failed)",
-            ["reason"],
-        )
-        self.rollbacks = counter(
-            "modelwright_ab_rollbacks",
-            "A/B tests ended by a guard (sample_ratio, error_limit, errors, latency, quality)",
-            ["reason"],
-        )
-        self.shadows = counter(
-            "modelwright_ab_shadows",
-            "Copies of requests to B by outcome (answered, failed, refused, preempted, dropped, same, different)",
-            ["outcome"],
-        )
-
-
 class Metrics:
     """All metrics of a server, by subject."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self.http = HttpMetrics(self.registry)
+        counter = partial(Counter, registry=self.registry)
+        self.http_requests = counter(
+            "modelwright_http_requests", "Finished HTTP requests", ["route", "method", "status"]
+        )
+        self.connections = Gauge("modelwright_connections", "Open connections", registry=self.registry)
+        self.closed_connections = counter(
+            "modelwright_closed_connections",
+            "Connections closed by the server (header_timeout, send_timeout, replaced, refused)",
+            ["reason"],
+        )
         self.answers = AnswerMetrics(self.registry)
         self.engines = EngineMetrics(self.registry)
         self.versions = VersionMetrics(self.registry)
-        self.request_log = RequestLogMetrics(self.registry)
-        self.ab = AbMetrics(self.registry)
+        self.logged_requests = counter("modelwright_logged_requests", "Requests written to the request log")
+        self.unlogged_requests = counter(
+            "modelwright_unlogged_requests",
+            "Requests or feedback that the request log lost by reason (queue_full, failed, user_cap, redaction_failed)",
+            ["reason"],
+        )
+        self.ab_requests = counter("modelwright_ab_requests", "Requests of A/B tests by arm (A, B)", ["arm"])
+        self.ab_uncounted = counter(
+            "modelwright_ab_uncounted",
+            "Requests that the state of an A/B test lost by reason (queue_full, failed)",
+            ["reason"],
+        )
+        self.ab_rollbacks = counter(
+            "modelwright_ab_rollbacks",
+            "A/B tests ended by a guard (sample_ratio, error_limit, errors, latency, quality)",
+            ["reason"],
+        )
+        self.ab_shadows = counter(
+            "modelwright_ab_shadows",
+            "Copies of requests to B by outcome (answered, failed, refused, preempted, dropped, same, different)",
+            ["outcome"],
+        )
         self.registry.register(VllmNames(model_name, self.answers, self.engines))
 
 
@@ -266,14 +243,9 @@ ID_HEADER = "X-Request-Id"
 ID_SCOPE = "modelwright.request_id"
 """Key of the request's id in its ASGI scope."""
 
-_ID_OF_CLIENT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""Ids that clients may choose for their requests."""
 _FIELDS = "modelwright_fields"
-
-
-def request_id(headers: Mapping[str, str]) -> str:
-    """Returns the id in the client's header, or a new one if the header is missing or could forge a line of the log."""
-    client_id = headers.get(ID_HEADER, "")
-    return client_id if _ID_OF_CLIENT.fullmatch(client_id) else secrets.token_hex(8)
 
 
 def with_fields(**fields: Any) -> dict[str, Any]:

@@ -3,6 +3,8 @@ Cohere's form, which score texts as answers to a query with a reward model.
 
 A pair is scored in the way the stage `reward` trains it: as a conversation in which the user says the first text and
 the assistant the second, at the last token of the answer.
+
+/tokenize and /detokenize, in vLLM's form. They use the tokenizer without an engine.
 """
 
 import base64
@@ -10,7 +12,7 @@ import math
 import secrets
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, model_validator
@@ -18,14 +20,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from modelwright.serve.api.answers import unless_disconnected
+from modelwright.serve.api.chat import Message
 from modelwright.serve.api.fields import PromptEntries, RequestModel, Texts, as_list
-from modelwright.serve.api.parsing import admit, parse_request, parsed, require_fitting, token_ids
+from modelwright.serve.api.parsing import admit, known_ids, parse_request, parsed, read_body, require_fitting, token_ids
 from modelwright.serve.engines.client import EmbeddingJob
 from modelwright.serve.errors import ApiError
 from modelwright.serve.keys import Caller
-from modelwright.serve.limits import MAX_INPUTS
+from modelwright.serve.limits import MAX_INPUTS, Limits
 from modelwright.serve.served_model import Stream
-from modelwright.serve.service import Lease, service_of, version_header
+from modelwright.serve.service import VERSION_HEADER, Lease, service_of
 
 
 class EmbeddingRequest(RequestModel):
@@ -73,7 +76,7 @@ async def create_embeddings(request: Request) -> Response:
             embedding = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
         data.append({"object": "embedding", "index": index, "embedding": embedding})
     reply = {"object": "list", "data": data, "model": asked.model, "usage": _usage(inputs)}
-    return JSONResponse(reply, headers=version_header(weights.version))
+    return JSONResponse(reply, headers={VERSION_HEADER: weights.version})
 
 
 class ScoreRequest(RequestModel):
@@ -181,7 +184,7 @@ async def create_score(request: Request) -> Response:
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
     head = {"id": f"score-{secrets.token_hex(12)}", "model": asked.model, "usage": _usage(inputs)}
     reply = head | {"object": "list", "created": int(time.time()), "data": data}
-    return JSONResponse(reply, headers=version_header(version))
+    return JSONResponse(reply, headers={VERSION_HEADER: version})
 
 
 async def rerank(request: Request) -> Response:
@@ -192,7 +195,7 @@ async def rerank(request: Request) -> Response:
     if asked.return_documents is not False:
         results = [result | {"document": {"text": asked.documents[result["index"]]}} for result in results]
     head = {"id": f"rerank-{secrets.token_hex(12)}", "model": asked.model, "usage": _usage(inputs)}
-    return JSONResponse(head | {"results": results}, headers=version_header(version))
+    return JSONResponse(head | {"results": results}, headers={VERSION_HEADER: version})
 
 
 async def _scored(request: Request, kind: type[S], param: str) -> tuple[S, list[list[int]], list[float], str]:
@@ -245,3 +248,85 @@ async def pooled_outputs(
         raise ApiError(500, "The model's output is not finite; its weights are broken.", code="model_failed")
     service_of(request).metrics.answers.prompt_tokens.inc(sum(len(job.prompt_ids) for job in jobs))
     return [vectors[number] for number in range(len(jobs))]
+
+
+class TokenizeRequest(RequestModel):
+    """POST /tokenize, in vLLM's form: a text, or a conversation up to the start of the assistant's turn."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: Literal[True] = True
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_one_input(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        if data.get("messages") is None:
+            limits.check_prompts(data, "prompt")
+        else:
+            limits.check_chat(data)
+
+
+class TokenizeReply(BaseModel):
+    """Token ids of a text or conversation."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] = []
+
+
+class DetokenizeRequest(RequestModel):
+    """POST /detokenize, in vLLM's form."""
+
+    PROMPT_FIELDS = ("tokens",)
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeReply(BaseModel):
+    """Text of token ids."""
+
+    prompt: str
+
+
+async def tokenize(request: Request) -> Response:
+    def read(body: bytes, lease: Lease) -> dict[str, Any]:
+        asked = parse_request(TokenizeRequest, body, lease.model.limits)
+        lease.require_model(asked.model)
+        tokenizer = lease.model.tokenizer
+        if asked.messages is not None:
+            plain = [message.plain() for message in asked.messages]
+            ids = tokenizer.encode_chat(plain, image_text=lease.model.image_text)
+        else:
+            ids = tokenizer.encode(asked.prompt or "", with_begin=asked.add_special_tokens)
+        texts = {"token_strs": [tokenizer.token_text(token) for token in ids]} if asked.return_token_strs else {}
+        return {"count": len(ids), "max_model_len": lease.model.limits.context, "tokens": ids, **texts}
+
+    return await _without_engine(request, read)
+
+
+async def detokenize(request: Request) -> Response:
+    def read(body: bytes, lease: Lease) -> dict[str, Any]:
+        asked = parse_request(DetokenizeRequest, body, lease.model.limits)
+        lease.require_model(asked.model)
+        return {"prompt": lease.model.tokenizer.decode(known_ids(asked.tokens, "tokens", lease))}
+
+    return await _without_engine(request, read)
+
+
+async def _without_engine(request: Request, read: Callable[[bytes, Lease], dict[str, Any]]) -> Response:
+    service = service_of(request)
+    service.caller(request, "infer")
+    with service.lease() as lease:
+        body = await read_body(request, lease, num_prompts=1)
+        reply = await parsed(lambda: read(body, lease), len(body), lease)
+        return JSONResponse(reply, headers={VERSION_HEADER: lease.model.fingerprint})

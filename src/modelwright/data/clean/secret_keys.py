@@ -6,7 +6,7 @@ The formats are those that the providers publish; the rule sets of gitleaks (con
 
 import re
 
-from modelwright.data.clean.personal_data.pattern import Candidate, Match, Pattern, ascii_regex, whole, words
+from modelwright.data.clean.patterns import Candidate, Match, Pattern, ascii_regex, whole, words
 
 _BEGIN, _END = r"(?<![A-Za-z0-9_])", r"(?![A-Za-z0-9_])"
 # Limits for random values: their letters and digits alternate; those of identifiers such as `TokenId2` do not.

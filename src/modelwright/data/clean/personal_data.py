@@ -3,15 +3,29 @@
 Top-level domains are those of the IANA root zone (data.iana.org/TLD): all countries' and the common ones. Brands and
 words that are names of files, units and methods (`zip`, `mov`, `service`) are left out on purpose; `example` (RFC 2606)
 is in, because addresses of made-up people must become markers too.
+
+Numbers that name an account or a person: cards, IBANs, national identity and insurance numbers.
 """
 
 import ipaddress
 import re
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import import_module
+from typing import Literal
 
 import phonenumbers
 from phonenumbers import NumberParseException, PhoneNumber, PhoneNumberFormat
 
-from modelwright.data.clean.personal_data import pattern
+from modelwright.data.clean.patterns import (
+    DIGITS,
+    OTHER_NUMBER,
+    Candidate,
+    Match,
+    Pattern,
+    ascii_regex,
+    words,
+)
 
 _COUNTRIES = """
 ac ad ae af ag ai al am ao aq ar as at au aw ax az ba bb bd be bf bg bh bi bj bm bn bo br bs bt bw by bz ca cc cd cf
@@ -38,28 +52,28 @@ _LABEL = rf"[{_LETTER}](?:[{_LETTER}\-]{{0,61}}[{_LETTER}])?"
 # User names of version control servers: `git@github.com:owner/name` is an address of a repository.
 _REPOSITORY_USERS = frozenset({"git", "hg", "svn"})
 
-_USER_OF_URL = pattern.ascii_regex(r"://[^\s/@]*:$")
-_ADDRESS = pattern.words(
+_USER_OF_URL = ascii_regex(r"://[^\s/@]*:$")
+_ADDRESS = words(
     r"(?<!\.)\bips?\b|ipv[46]|\bhosts?\b|hostname|addr|adresse|\bservers?\b|\bclients?\b|\bpeer|\bping\b|\bfrom\s*$|\bdns\b|gateway|"
     r"netmask|subnet|cidr|firewall|login|logged in|connect|\bssh\b|visitor|dirección|endereço|servidor|serveur|"
     r"地址|服务器|主机|访问|登录|アドレス|サーバ|接続|ログイン|ホスト"
 )
 # Words right before a version or the number of a section.
-_VERSION = pattern.words(
+_VERSION = words(
     r"(?:\b(?:version|versions|ver|v|release|released|rel|build|rfc|sections?|sect?|chapter|clause|article|table|figure|"
     r"fig|appendix|annex|item|rule|paragraph|see|oid|firmware|driver|kernel|upgraded? to|updated? to|since|since \w+|"
     r"before|until|prior to|abschnitt|kapitel|tabelle|abbildung|versión|sección|capítulo|"
     r"chapitre|tableau|versão|seção|firefox|chrome|safari|edge|windows|linux|android|python|node|java)\b[.:]?|"
     r"§+|版本|版|章|节|第|バージョン|節|項)[\s(\[\"'v]{0,4}$"
 )
-_NAME_OF_SOFTWARE = pattern.ascii_regex(r"[A-Za-z][A-Za-z0-9]*[-_/=]v?$|[-_~=<>^]$")
+_NAME_OF_SOFTWARE = ascii_regex(r"[A-Za-z][A-Za-z0-9]*[-_/=]v?$|[-_~=<>^]$")
 _RELEASE = re.compile(
     r"\)? ?(?:unstable|stable|experimental|testing|urgency|alpha|beta|rc\d|lts|release)", re.IGNORECASE
 )
 _LARGE_PART, _LARGE_SUM = 32, 150
 # Distance of the word that an address with small parts needs, less than for other context: servers have versions.
 _NEAR_CHARS = 30
-_PHONE_WORDS = pattern.words(
+_PHONE_WORDS = words(
     r"\btel\b|telep?hon|telef[oó]n|phone|\bmobile?\b|mobilnummer|mobiltel|\bcell\b|cellular|\bfax\b|whatsapp|\bsms\b|"
     r"(?<!recent )\bcall(?:s|ed|ing)?\b|\btext me|hotline|\bdial(?:ed|led|ing)?\b|\bring\b|\bcontact\b|handy|"
     r"reach (?:me|us|him|her|them)|anruf|\brufen|rufnummer|durchwahl|festnetz|erreich|téléphon|\btél\b|portable|"
@@ -67,7 +81,7 @@ _PHONE_WORDS = pattern.words(
     r"电话|手机|致电|拨打|联系|热线|号码|来电|短信|電話|携帯|連絡|ファックス|ケータイ|お問い合わせ|番号"
 )
 # Words right before a number of another kind.
-_NOT_A_PHONE = pattern.words(
+_NOT_A_PHONE = words(
     r"(?:\b(?:isbn|issn|doi|rfc|pages?|pp?|vol|volume|no|nos|version|lines?|ports?|uid|gid|pid|coordinates?|"
     r"latitude|longitude|lat|lon|unicode|u\+|range|years?|seiten?|páginas?|zip|plz|postcode|account|konto|kontonummer|"
     r"iban|bic|blz|ssn|total|price|preis|prix|precio|preço|population|einwohner|id)\b|[$€£¥₹]|\bU\+|isbn-1[03]|"
@@ -100,7 +114,7 @@ _OTHER_FORM = re.compile(
     r"97[89](?:[ \-]?\d){10}|(?:19|20)\d\d -\d{4}"
 )
 # Units right after a quantity.
-_UNIT = pattern.words(
+_UNIT = words(
     r" ?(?:bytes?|[kmgt]i?b|bits?|ms|seconds?|km|people|users|times|rows|lines|eur|usd|dollars?|[€$¥元円人])\b"
 )
 _COUNTING = "01234567890123456789"
@@ -110,7 +124,7 @@ _CHARS_AFTER, _CHARS_DIRECT = 14, 14
 _FEWEST_DIGITS, _MOST_DIGITS = 7, 15
 
 
-def _email(candidate: pattern.Candidate) -> pattern.Match | None:
+def _email(candidate: Candidate) -> Match | None:
     # The longest part of the candidate whose domain ends in a known top-level domain; those in Punycode all count.
     local, _, domain = candidate.value.rpartition("@")
     if ".." in local or candidate.follows(_USER_OF_URL):
@@ -129,7 +143,7 @@ def _email(candidate: pattern.Candidate) -> pattern.Match | None:
     return candidate.cut(address.lower(), end=len(address))
 
 
-def _ipv4(candidate: pattern.Candidate) -> pattern.Match | None:
+def _ipv4(candidate: Candidate) -> Match | None:
     parts = [int(part) for part in candidate.value.split(".")]
     address = _public_address(candidate)
     if (
@@ -152,13 +166,13 @@ def _ipv4(candidate: pattern.Candidate) -> pattern.Match | None:
     return address if named or (looks_like_one and (quoted or not candidate.is_code)) else None
 
 
-def _ipv6(candidate: pattern.Candidate) -> pattern.Match | None:
+def _ipv6(candidate: Candidate) -> Match | None:
     if not re.search(r"(?=[0-9A-Fa-f]*\d)[0-9A-Fa-f]{3}", candidate.value):
         return None  # a::b is a name in C++
     return _public_address(candidate)
 
 
-def _public_address(candidate: pattern.Candidate) -> pattern.Match | None:
+def _public_address(candidate: Candidate) -> Match | None:
     # Loopback, private networks and examples in documentation name nobody.
     try:
         address = ipaddress.ip_address(candidate.value)
@@ -167,30 +181,30 @@ def _public_address(candidate: pattern.Candidate) -> pattern.Match | None:
     return candidate.cut(address.compressed) if address.is_global and not address.is_multicast else None
 
 
-CONTACTS: tuple[pattern.Pattern, ...] = (
-    pattern.Pattern(
+CONTACTS: tuple[Pattern, ...] = (
+    Pattern(
         kind="email",
         name="email",
         anchors=("@",),
-        regex=pattern.ascii_regex(
+        regex=ascii_regex(
             r"(?<![\w.+\-/@%])[A-Za-z0-9_](?:[\w.+%'\-]{0,62}[\w+%\-])?@"
             rf"(?:{_LABEL}\.)+(?:xn--[a-z0-9\-]{{2,40}}|[A-Za-z\u00c0-\u024f\u0370-\u03ff\u0400-\u04ff]{{2,24}}|"
             r"(?:中国|公司|網絡))(?![@A-Za-z0-9])"
         ),
         check=_email,
     ),
-    pattern.Pattern(
+    Pattern(
         kind="ip",
         name="ipv4",
-        shape=pattern.ascii_regex(r"\d\.\d{1,3}\.\d"),
-        regex=pattern.ascii_regex(r"(?<![\w.\-])(?:\d{1,3}\.){3}\d{1,3}(?![\w\-]|\.\w|/\d*\.)"),
+        shape=ascii_regex(r"\d\.\d{1,3}\.\d"),
+        regex=ascii_regex(r"(?<![\w.\-])(?:\d{1,3}\.){3}\d{1,3}(?![\w\-]|\.\w|/\d*\.)"),
         check=_ipv4,
     ),
-    pattern.Pattern(
+    Pattern(
         kind="ip",
         name="ipv6",
-        shape=pattern.ascii_regex(r"[0-9A-Fa-f]{1,4}:[0-9A-Fa-f]{0,4}:"),
-        regex=pattern.ascii_regex(
+        shape=ascii_regex(r"[0-9A-Fa-f]{1,4}:[0-9A-Fa-f]{0,4}:"),
+        regex=ascii_regex(
             r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){2,7}(?:[0-9A-Fa-f]{1,4}|(?:\d{1,3}\.){3}\d{1,3})?(?![\w:]|\.\w)"
         ),
         check=_ipv6,
@@ -198,7 +212,7 @@ CONTACTS: tuple[pattern.Pattern, ...] = (
 )
 
 
-def _phone(candidate: pattern.Candidate) -> pattern.Match | None:
+def _phone(candidate: Candidate) -> Match | None:
     # A bracket around the number, or one opened after it, and an extension are cut off.
     value = candidate.value
     start, end, opened = int(value[0] == "(" and ")" not in value), len(value), value.rfind("(")
@@ -220,7 +234,7 @@ def _phone(candidate: pattern.Candidate) -> pattern.Match | None:
     return candidate.cut(number, start=start, end=end) if number else None
 
 
-def _international(candidate: pattern.Candidate, value: str, named: bool) -> str | None:
+def _international(candidate: Candidate, value: str, named: bool) -> str | None:
     """Reads `+49 30 901820`, or 00, 001 or 011 in place of the plus sign."""
     prefix = re.match(r"\+|\(\+|00(?=[1-9])|011[ \-.]?(?=[1-9])", value)
     if prefix is None:
@@ -237,7 +251,7 @@ def _international(candidate: pattern.Candidate, value: str, named: bool) -> str
     return phonenumbers.format_number(number, PhoneNumberFormat.E164) if has_form and is_good else None
 
 
-def _national(candidate: pattern.Candidate, value: str, digits: str, named: bool) -> str | None:
+def _national(candidate: Candidate, value: str, digits: str, named: bool) -> str | None:
     """Reads a number without its country: of a form that little else has, or after a word for telephones."""
     if candidate.is_code and not named:
         return None
@@ -276,16 +290,184 @@ def _parse(value: str, region: str | None) -> PhoneNumber | None:
         return None
 
 
-PHONES: tuple[pattern.Pattern, ...] = (
-    pattern.Pattern(
+PHONES: tuple[Pattern, ...] = (
+    Pattern(
         kind="phone",
         name="phonenumbers",
-        shape=pattern.DIGITS,
-        regex=pattern.ascii_regex(
+        shape=DIGITS,
+        regex=ascii_regex(
             rf"(?<![\w.,/=#$%<>@+\-])(?<!\d:)(?:\(?\+|\()?\d(?:(?:{_SEPARATOR}|\){_SEPARATOR}?|{_SEPARATOR}?\()?\d){{6,17}}"
             rf"(?:{_EXTENSION}(?![\w%]|[.,:]\d|-\w))"
         ),
-        unless=pattern.OTHER_NUMBER,
+        unless=OTHER_NUMBER,
         check=_phone,
     ),
 )
+
+
+# Boundaries of a number: not inside a longer one, a decimal, a date, a path or an identifier.
+_BEGIN, _END = r"(?<![\w.,\-/+=#])", r"(?![\w\-/]|[.,:]\d)"
+
+_CARD_WORDS = words(
+    r"card|visa|master|amex|american express|discover|maestro|diners|jcb|unionpay|credit|debit|paid|pay|charge|carte|"
+    r"karte|tarjeta|cartão|kredit|crédito|银联|信用卡|银行卡|卡号|卡|カード|支付|付款|支払|决済"
+)
+# Prefixes and lengths of Visa, Mastercard, American Express, Discover, JCB, Maestro, Diners Club and UnionPay (ISO/IEC
+# 7812, as in braintree/credit-card-type).
+_ISSUERS: tuple[tuple[str, tuple[int, ...]], ...] = (
+    (r"4", (13, 16, 19)),
+    (r"5[1-5]|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720", (16,)),
+    (r"3[47]", (15,)),
+    (r"6011|64[4-9]|65", (16, 19)),
+    (r"35", (16,)),
+    (r"2131|1800", (15,)),
+    (r"5018|5020|5038|5[678]", (12, 13, 14, 15, 16, 18, 19)),
+    (r"30[0-5]|3[689]", (14,)),
+    (r"62|81", (16, 17, 18, 19)),
+)
+# Every prefix that was ever issued, for numbers that are named cards.
+_RARE_ISSUERS = re.compile(r"4|5[0-9]|6[0-9]|3\d|1800|2131|2[2-7]")
+_GROUPS = re.compile(
+    r"\d+|\d{4}([ \-])\d{4}\1\d{4}\1\d{1,7}|\d{4}([ \-])\d{6}\2\d{4,5}|"
+    r"\d{4}([ \-])\d{4}\3\d{4}\3\d{4}\3\d{1,3}"
+)
+
+
+def _card(candidate: Candidate) -> Match | None:
+    digits = re.sub(r"\D", "", candidate.value)
+    # Luhn (ISO/IEC 7812-1): every second digit from the right is doubled, and its two digits are added.
+    total = 0
+    for place, digit in enumerate(map(int, reversed(digits))):
+        doubled = digit * (1 + place % 2)
+        total += doubled - 9 * (doubled > 9)
+    if total % 10 or len(set(digits)) < 2 or not _GROUPS.fullmatch(candidate.value):
+        return None
+    if candidate.is_named(_CARD_WORDS):
+        known = _RARE_ISSUERS.match(digits)
+    else:
+        known = any(re.match(prefix, digits) and len(digits) in lengths for prefix, lengths in _ISSUERS)
+    return candidate.cut(digits) if known else None
+
+
+def _iban(candidate: Candidate) -> Match | None:
+    parts = candidate.value.split(" ")
+    for count in range(len(parts), 0, -1):  # a capitalized word may follow the number
+        value = " ".join(parts[:count])
+        if len(value) >= 15 and validator("iban")(value):
+            return candidate.cut(value.replace(" ", ""), end=len(value))
+    return None
+
+
+@cache
+def validator(module: str) -> Callable[[str], bool]:
+    """Loads `is_valid` of a module of `python-stdnum`."""
+    return import_module(f"stdnum.{module}").is_valid
+
+
+def _stdnum(module: str, candidate: Candidate) -> Match | None:
+    return _compact(candidate) if validator(module)(candidate.value) else None
+
+
+def _compact(candidate: Candidate) -> Match:
+    return candidate.cut(re.sub(r"\W", "", candidate.value).upper())
+
+
+def _rvnr(candidate: Candidate) -> Match | None:
+    # German pension insurance (VKVV section 4): area, date of birth, initial, serial number, check digit.
+    value = re.sub(r"\W", "", candidate.value).upper()
+    digits = value[:8] + f"{ord(value[8]) - 64:02d}" + value[9:11]
+    weights = (2, 1, 2, 5, 7, 1, 2, 1, 2, 1, 2, 1)
+    total = sum(sum(divmod(int(digit) * weight, 10)) for digit, weight in zip(digits, weights, strict=True))
+    return candidate.cut(value) if total % 10 == int(value[11]) else None
+
+
+def _ssn(candidate: Candidate) -> Match | None:
+    """Checks a social security number, or one of the same form for taxpayers without it (ITIN)."""
+    digits = re.sub(r"\D", "", candidate.value)
+    return candidate.cut(digits) if validator("us.ssn")(digits) or validator("us.itin")(digits) else None
+
+
+def _birth_date_id(candidate: Candidate) -> Match | None:
+    # A Chinese resident number (GB 11643): its check character and a date of birth. The list of places of
+    # `python-stdnum` lacks those that were renamed.
+    value = candidate.value.upper()
+    weights = [2 ** (17 - place) % 11 for place in range(17)]
+    total = sum(int(digit) * weight for digit, weight in zip(value, weights, strict=False))
+    year, month, day = int(value[6:10]), int(value[10:12]), int(value[12:14])
+    is_date = 1850 <= year <= 2100 and 1 <= month <= 12 and 1 <= day <= 31
+    return candidate.cut(value) if is_date and value[17] == "10X98765432"[total % 11] else None
+
+
+def _number(
+    name: str, regex: str, check: Callable[[Candidate], Match | None] | None = None, *, near: str = "",
+    needs: Literal["never", "in code", "always"] = "in code",
+) -> Pattern:  # fmt: skip
+    return Pattern(
+        kind="national_id",
+        name=name,
+        shape=_FIVE_DIGITS,
+        regex=ascii_regex(f"{_BEGIN}{regex}{_END}"),
+        context=words(f"{_ID_WORDS}|{near}" if near else _ID_WORDS),
+        needs_context=needs,
+        unless=OTHER_NUMBER,
+        check=check or partial(_stdnum, name),
+    )
+
+
+# Every national number has five digits with at most one character between each: codice fiscale has letters.
+_FIVE_DIGITS = ascii_regex(r"\d(?:[^\n]?\d){4}")
+_ID_WORDS = (
+    r"\bssn\b|social security|national insurance|\bnino?\b|personal number|identity (?:card|number)|identification|"
+    r"national id|\bid (?:card|number|no)|citizen|passport|tax(?:payer)? (?:id|number|no)|\btin\b|insurance number"
+)
+_CPF = r"\bcpf\b|cadastro|contribuinte|documento"
+_SPANISH = r"\bdni\b|\bnif\b|\bnie\b|documento|identidad|identificación|extranjer"
+_FRENCH = r"\bnir\b|\binsee\b|sécurité sociale|sécu\b|assuré|carte vitale"
+
+NUMBERS: tuple[Pattern, ...] = (
+    Pattern(
+        kind="iban",
+        name="iban",
+        shape=ascii_regex(r"[A-Z]{2}\d\d"),
+        regex=ascii_regex(r"(?<!\w)[A-Z]{2}\d{2}(?:[ \u00a0]?[A-Z0-9]{2,4}){3,8}(?:[ \u00a0]?[A-Z0-9]{1,3})?(?!\w)"),
+        check=_iban,
+    ),
+    _number("cn.ric", r"[1-9]\d{16}[\dXx]", _birth_date_id, near=r"身份证|证件|公民|居民", needs="in code"),
+    Pattern(
+        kind="card",
+        name="card",
+        shape=DIGITS,
+        regex=ascii_regex(r"(?<![\w.,\-/+=#])(?<!\d )\d(?:[ \-]?\d){11,18}(?![\w\-/]|[.,:]\d| \d{3})"),
+        context=_CARD_WORDS,
+        needs_context="in code",
+        unless=OTHER_NUMBER,
+        check=_card,
+    ),
+    _number("us.ssn", r"\d{3}-\d{2}-\d{4}", _ssn),
+    _number("us.ssn without dashes", r"\d{3} ?\d{2} ?\d{4}", _ssn, near=r"\bsocial\b|\bitin\b", needs="always"),
+    _number(
+        "gb.nino",
+        # Prefixes that are not issued are left out (HMRC, NIM39110), but for the ZZ and T of numbers for tests.
+        r"(?:(?!BG|GB|KN|NK|NT|TN|ZZ)[A-CEGHJ-PR-TW-Z][A-CEGHJ-NPR-TW-Z] ?\d{2} ?\d{2} ?\d{2} ?[A-D]|"
+        r"ZZ ?\d{2} ?\d{2} ?\d{2} ?T)",
+        _compact,
+    ),
+    _number("de.rvnr", r"\d{2} ?\d{6} ?[A-Z] ?\d{2} ?\d", _rvnr, near=r"versicherung|rente|\brvnr\b|\bsvnr\b|sozial"),
+    _number("de.idnr", r"[1-9]\d ?\d{3} ?\d{3} ?\d{3}", near=r"steuer|identifikationsnummer|idnr", needs="always"),
+    _number("it.codicefiscale", r"[A-Z]{6}\d\d[A-EHLMPRST]\d\d[A-Z]\d{3}[A-Z]", needs="never"),
+    _number("es.dni", r"\d{8}[ -]?[A-HJ-NP-TV-Z]", near=_SPANISH),
+    _number("es.nie", r"[XYZ]-?\d{7}-?[A-HJ-NP-TV-Z]", near=_SPANISH),
+    _number("fr.nir", r"[12] ?\d{2} ?\d{2} ?(?:\d{2}|2[AB]) ?\d{3} ?\d{3} ?\d{2}", near=_FRENCH),
+    _number("br.cpf", r"\d{3}\.\d{3}\.\d{3}-\d{2}", near=_CPF),
+    _number("br.cpf without dots", r"\d{9}-?\d{2}", partial(_stdnum, "br.cpf"), near=_CPF, needs="always"),
+    _number("kr.rrn", r"\d{6}-[1-8]\d{6}"),
+    _number("se.personnummer", r"\d{6}(?:\d{2})?[-+]\d{4}", near=r"personnummer|personnr|födelse", needs="always"),
+    _number("fi.hetu", r"\d{6}[-+A-FU-Y]\d{3}[0-9A-FHJ-NPR-Y]", near=r"henkilötunnus|hetu|personbeteckning"),
+    _number("in_.aadhaar", r"[2-9]\d{3}[ -]?\d{4}[ -]?\d{4}", near=r"aadhaar|aadhar|uidai|आधार", needs="always"),
+    _number("pl.pesel", r"\d{11}", near=r"pesel", needs="always"),
+    _number("nl.bsn", r"\d{9}", near=r"bsn|burgerservice|sofi", needs="always"),
+    _number("jp.in_", r"\d{4}[ -]?\d{4}[ -]?\d{4}", near=r"マイナンバー|個人番号|my number", needs="always"),
+    _number("be.nn", r"\d{2}\.\d{2}\.\d{2}-\d{3}\.\d{2}"),
+)
+"""Patterns of accounts and persons. A national number is named after the module of `python-stdnum` that checks it,
+unless another check is given: British insurance numbers lack check digits, and German pension numbers a module."""

@@ -1,1 +1,0 @@
-"""Junk that a classifier tells from trusted text."""
