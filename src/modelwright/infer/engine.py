@@ -247,7 +247,7 @@ class Engine:
         )
         sequence.images = prompt_images(self.model, prompt, images)
         self._sequences[request_id] = sequence
-        self._scheduler.add(sequence)
+        self._scheduler.waiting.append(sequence)
 
     def embed(
         self,
@@ -276,7 +276,7 @@ class Engine:
         )
         sequence.images = prompt_images(self.model, prompt, ())
         self._sequences[request_id] = sequence
-        self._scheduler.add(sequence)
+        self._scheduler.waiting.append(sequence)
 
     def _checked(self, request_id: str, prompt_ids: Ids[int]) -> list[int]:
         if request_id in self._sequences:

@@ -1,6 +1,5 @@
-"""Generates completions of many prompts at once, without a server, for rollouts, evaluation and data generation.
-
-Tokens per second of two models as the engine serves them: with scheduler, cache and sampler, and decoding by one
+"""The engine without a server: completions of many prompts at once, for rollouts, evaluation and data generation; and
+tokens per second of two models as the engine serves them, with scheduler, cache and sampler, and decoding by one
 operator wherever the engine does.
 """
 

@@ -47,7 +47,9 @@ def fastest_head_kind(model: Decoder) -> HeadKind:
     one.
     """
     is_quantized = not (model.head is None or isinstance(model.head, nn.Linear))  # it brings its own product
-    if is_quantized or not _can_pack(model.head_weight):
+    has_operators = all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
+    on_cpu = model.head_weight.device.type == "cpu" and model.head_weight.dtype == torch.float32
+    if is_quantized or not (on_cpu and torch.backends.mkldnn.is_available() and has_operators):
         return "plain"
     seconds = dict.fromkeys(HEAD_KINDS, 0.0)
     for kind in HEAD_KINDS:
@@ -64,27 +66,12 @@ def head_of(model: Decoder, kind: HeadKind) -> Product:
     """Product by the head of the given kind."""
     if kind == "plain":
         return model.logits
-    products = _packed(model.head_weight)
+    weight = torch.ops.mkldnn._reorder_linear_weight(model.head_weight.detach(), _ROWS[0])
 
     def packed(hidden_BD: Tensor) -> Tensor:
-        return model.cap(products(hidden_BD))
+        return model.cap(torch.ops.mkldnn._linear_pointwise(hidden_BD, weight, None, "none", [], ""))
 
     return packed
-
-
-def _can_pack(weight_VD: Tensor) -> bool:
-    has_operators = all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
-    on_cpu = weight_VD.device.type == "cpu" and weight_VD.dtype == torch.float32
-    return on_cpu and torch.backends.mkldnn.is_available() and has_operators
-
-
-def _packed(weight_VD: Tensor) -> Product:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight_VD.detach(), _ROWS[0])
-
-    def product(hidden_BD: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(hidden_BD, packed, None, "none", [], "")
-
-    return product
 
 
 MULTIPLES = (1, 2, 4, 8, 16)

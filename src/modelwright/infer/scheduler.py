@@ -98,9 +98,6 @@ class Scheduler:
         self._prefill_budget = prefill_budget
         self._lookup = lookup
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
-
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished or aborted sequence and free its blocks."""
         if sequence in self.running:

@@ -118,7 +118,15 @@ class Limits:
             num_parts += len(parts)
             # at most as many parts as the context has tokens: further ones are an error anyway
             for entry in (message, *parts[: self.context]):
-                _check_fields(entry)
+                if isinstance(entry, dict) and len(entry) > MAX_FIELDS:
+                    text = f"a message has {len(entry)} fields; at most {MAX_FIELDS} are read."
+                    text = f"Invalid value for 'messages': {text}"
+                    raise ApiError(400, text, param="messages", code="invalid_value")
+                for name, value in entry.items() if isinstance(entry, dict) else ():
+                    if name != "content" and isinstance(value, (list, dict)) and len(value) > MAX_ENTRIES:
+                        text = f"{name!r} has {len(value)} entries; at most {MAX_ENTRIES} are read."
+                        text = f"Invalid value for 'messages': {text}"
+                        raise ApiError(400, text, param="messages", code="invalid_value")
             texts = [content, *(part.get("text") for part in parts[: self.context] if isinstance(part, dict))]
             num_characters += sum(len(text) for text in texts if isinstance(text, str))
         self._check_tokens(num_parts, "messages", "parts")
@@ -164,19 +172,6 @@ class Limits:
 def too_many_answers(most: int) -> ApiError:
     """Returns a 400 for an `n` times the number of prompts that is too large."""
     return ApiError(400, f"Too many answers: n times prompts may be at most {most}.", param="n")
-
-
-def _check_fields(entry: Any) -> None:
-    """Raises `ApiError` 400 for a message, or a part of one, with too many fields or with long lists in them."""
-    if not isinstance(entry, dict):
-        return
-    if len(entry) > MAX_FIELDS:
-        text = f"Invalid value for 'messages': a message has {len(entry)} fields; at most {MAX_FIELDS} are read."
-        raise ApiError(400, text, param="messages", code="invalid_value")
-    for name, value in entry.items():
-        if name != "content" and isinstance(value, (list, dict)) and len(value) > MAX_ENTRIES:
-            text = f"Invalid value for 'messages': {name!r} has {len(value)} entries; at most {MAX_ENTRIES} are read."
-            raise ApiError(400, text, param="messages", code="invalid_value")
 
 
 def body_shape(body: bytes) -> BodyShape:

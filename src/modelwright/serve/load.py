@@ -1,8 +1,6 @@
-"""Loads a model for serving: a folder in the Hugging Face layout, also of a model that reads images or of a sequence
-classifier with one label, which scores texts; or an INT8 folder with a tokenizer. Also fingerprints of weights, and a
-note on what to expect of a model.
-
-The server's tokenizer, with errors in the API's form, and incremental detokenization.
+"""Loads a model and its tokenizer for serving: a folder in the Hugging Face layout, also of a model that reads images
+or of a sequence classifier with one label, which scores texts; or an INT8 folder with a tokenizer. Also incremental
+detokenization, fingerprints of weights, and a note on what to expect of a model.
 
 A user's text never becomes a control token: `<|end|>` in a message is encoded as ordinary characters. Only the text of
 the chat template itself is encoded with control tokens.

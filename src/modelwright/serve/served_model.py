@@ -1,8 +1,5 @@
-"""A version of the model in service: its engines, tokenizer and limits.
-
-Answers in progress: the streams through which engines report to the event loop, and the limit on open ones.
-
-The event loop never waits for an engine; see `EngineClient`.
+"""A version of the model in service: its engines, tokenizer and limits, and its answers in progress with the streams
+through which engines report to the event loop, which never waits for an engine (see `EngineClient`).
 """
 
 import asyncio

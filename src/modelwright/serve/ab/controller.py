@@ -1,7 +1,7 @@
 """A/B tests in a running server: begins and ends them, assigns requests to arms, rolls B back when a guard fires.
 
-Shadow traffic: copies of requests that B answers while the server is idle. Requests of users come first: a copy that
-is being computed when one arrives is aborted at once and started again later.
+In shadow tests B answers copies of requests while the server is idle. Requests of users come first: a copy that is
+being computed when one arrives is aborted at once and started again later.
 """
 
 import asyncio

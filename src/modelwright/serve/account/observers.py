@@ -1,11 +1,10 @@
-"""OpenTelemetry spans of requests, by the semantic conventions for HTTP servers and for generative AI.
+"""Observers of exchanges: the log of requests, answers and feedback, for monitoring and training, and OpenTelemetry
+spans by the semantic conventions for HTTP servers and for generative AI.
 
-A POST request has a server span, whose parent is the span in its traceparent header. Answers of completions and chat
-have a child span with model, parameters, tokens and finish reasons. Spans contain texts only if `log_prompts` allows
-it. A server that sends spans needs the extra `otel`.
-
-The log of requests, answers and feedback, for monitoring and training. Finished requests come from the event loop; a
-separate thread replaces personal data with markers (the cleaning step `privacy`) and writes them.
+Finished requests come from the event loop; a separate thread replaces personal data with markers (the cleaning step
+`privacy`) and logs them. A POST request has a server span, whose parent is the span in its traceparent header. Answers
+of completions and chat have a child span with model, parameters, tokens and finish reasons. Spans contain texts only if
+`log_prompts` allows it. A server that sends spans needs the extra `otel`.
 """
 
 import asyncio
@@ -33,6 +32,11 @@ from modelwright.serve.config import RequestsConfig
 from modelwright.serve.errors import shutting_down
 from modelwright.serve.generation import Generation, GenerationRequest
 from modelwright.serve.service import CLIENT_LEFT, Exchange, FeedbackRequest, FinishedRequest, pseudonym
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+log = logging.getLogger("modelwright.serve")
 
 DAY_S = 86_400.0
 
@@ -76,13 +80,7 @@ class RequestLog:
         database = open_database(config.log, setting="requests.log")
         self._salt = request_store.create_tables(database)
         self._writer = DatabaseWriter("request log", database, dropped=self._dropped, housekeeping=self._prune)
-
-    def start(self) -> None:
-        self._writer.start()
-
-    def close(self) -> None:
-        """Writes all queued records. Blocks."""
-        self._writer.close()
+        self.start, self.close = self._writer.start, self._writer.close
 
     def ended(self, exchange: Exchange, finished: FinishedRequest) -> None:
         self._writer.offer(lambda database: self._write(database, finished), self._count)
@@ -149,11 +147,6 @@ class RequestLog:
     def _dropped(self, reason: str, count: int) -> None:
         self._metrics.unlogged_requests.labels(reason).inc(count)
 
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import SpanExporter
-
-log = logging.getLogger("modelwright.serve")
 
 PROVIDER = "modelwright"
 TRACES_PATH = "/v1/traces"

@@ -1,17 +1,14 @@
-"""The tables of the request log, and their records in the form of the export. All functions must be called from the
-thread of the database. docs/serving.md describes the fields for other programs.
-
-Exports records of the request log to a file, as JSON Lines or Parquet. The file appears complete or not at all.
+"""The tables of the request log, their records, and their export to a file as JSON Lines or Parquet. docs/serving.md
+describes the fields for other programs. All functions must be called from the thread of the database.
 """
 
 import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from itertools import chain, islice
 from pathlib import Path
-from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +17,6 @@ from modelwright.core.artifacts import fsync_folder, make_folder
 from modelwright.core.errors import ConfigError, writing
 from modelwright.core.progress import Progress
 from modelwright.data.sources.records import OWN_AUTHOR
-from modelwright.serve.account import request_store
 from modelwright.serve.account.database import Database
 
 
@@ -153,8 +149,6 @@ SCHEMA = pa.schema(
     ]
 )
 
-Groups = Iterable[list[RequestRecord]]
-
 
 def export_records(database: Database, target: Path, *, since: float, until: float, progress: Progress) -> int:
     """Writes the records from `since` on and before `until` (Unix seconds) and returns their number. Raises
@@ -165,12 +159,12 @@ def export_records(database: Database, target: Path, *, since: float, until: flo
     if target.is_dir():
         raise ConfigError(f"{target}: is a folder; give the name of a file")
     partial = target.with_name(target.name + ".partial")
-    progress.begin("export", request_store.num_records(database, since=since, until=until), "records")
+    progress.begin("export", num_records(database, since=since, until=until), "records")
     count = 0
 
-    def groups() -> Groups:
+    def groups() -> Iterator[list[RequestRecord]]:
         nonlocal count
-        found = request_store.records(database, since=since, until=until)
+        found = records(database, since=since, until=until)
         while group := list(islice(found, _GROUP_RECORDS)):
             yield group
             count += len(group)
@@ -182,7 +176,16 @@ def export_records(database: Database, target: Path, *, since: float, until: flo
             partial.unlink(missing_ok=True)
             # like the log, only the owner can read it, whatever the umask and the mode of an earlier file
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                _write(file, groups(), target.suffix)
+                if target.suffix == ".jsonl":
+                    for record in chain.from_iterable(groups()):
+                        # lone surrogates of a model's text have no UTF-8 form
+                        line = json.dumps(asdict(record), ensure_ascii=False)
+                        file.write(line.encode("utf-8", "replace") + b"\n")
+                else:
+                    with pq.ParquetWriter(file, SCHEMA) as parquet:
+                        for group in groups():
+                            rows = [asdict(record) for record in group]
+                            parquet.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
                 file.flush()
                 os.fsync(file.fileno())
             # after the fsync of the content: otherwise a crash could leave an empty file under the final name
@@ -192,14 +195,3 @@ def export_records(database: Database, target: Path, *, since: float, until: flo
         partial.unlink(missing_ok=True)
         progress.end()
     return count
-
-
-def _write(file: BinaryIO, groups: Groups, suffix: str) -> None:
-    if suffix == ".jsonl":
-        for record in chain.from_iterable(groups):
-            # lone surrogates of a model's text have no UTF-8 form
-            file.write(json.dumps(asdict(record), ensure_ascii=False).encode("utf-8", "replace") + b"\n")
-        return
-    with pq.ParquetWriter(file, SCHEMA) as writer:
-        for group in groups:
-            writer.write_table(pa.Table.from_pylist([asdict(record) for record in group], schema=SCHEMA))

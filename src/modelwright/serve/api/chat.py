@@ -24,8 +24,6 @@ from modelwright.serve.api.fields import (
     ToolCall,
     Unsupported,
 )
-from modelwright.serve.config import PromptImagesConfig
-from modelwright.serve.engines.client import EngineInfo
 from modelwright.serve.errors import ApiError
 from modelwright.serve.generation import Generation, GenerationRequest, Prompt
 from modelwright.serve.limits import Limits
@@ -61,7 +59,8 @@ class Message(Strict):
         # templates know neither calls nor results: calls are text of the assistant, results text of the user in the
         # notation of Hermes 2 Pro
         role = {"developer": "system", "tool": "user"}.get(self.role, self.role)
-        calls = [call.plain() for call in self.tool_calls or []]
+        functions = [call.function for call in self.tool_calls or []]
+        calls = [f'{{"name": {json.dumps(one.name)}, "arguments": {one.arguments}}}' for one in functions]
         said = self.content.marked if self.content else ""
         content = "\n".join([*([said] if said else []), *calls])
         is_result = self.role == "tool"
@@ -157,17 +156,13 @@ def _read_chat(body: bytes, lease: Lease) -> ChatRequest:
 
 
 def _chat_prompts(asked: ChatRequest, lease: Lease) -> list[Prompt]:
-    model = lease.model
-    images = read_images(asked.messages, model.info, lease.service.config.images)
-    return [Prompt(model.tokenizer.encode_chat(asked.plain_messages(), image_text=model.image_text), "", images)]
-
-
-def read_images(messages: Sequence[Message], info: EngineInfo, config: PromptImagesConfig) -> list[Pixels]:
-    """Returns the images of a conversation, in order. Raises `ApiError` 400 that names the part: for a text-only model,
-    for too many images, and for files that are too large or cannot be decoded.
+    """Tokenizes a conversation and decodes its images. Raises `ApiError` 400 that names the part: for a text-only
+    model, for too many images, and for files that are too large or cannot be decoded.
     """
+    model, config = lease.model, lease.service.config.images
+    info = model.info
     pixels: list[Pixels] = []
-    for number, message in enumerate(messages):
+    for number, message in enumerate(asked.messages):
         for part in message.content.images if message.content else ():
             where = f"messages.{number}.content.{part.number}"
             if not info.reads_images:
@@ -186,7 +181,7 @@ def read_images(messages: Sequence[Message], info: EngineInfo, config: PromptIma
             except ImageFault as fault:
                 raise _bad_image(where, f"the image {fault}") from None
             pixels.append(squared(image, size=info.image_size, fit="crop" if info.crops_images else "stretch"))
-    return pixels
+    return [Prompt(model.tokenizer.encode_chat(asked.plain_messages(), image_text=model.image_text), "", pixels)]
 
 
 def _bad_image(where: str, reason: str, *, code: str = "invalid_image") -> ApiError:

@@ -11,7 +11,7 @@ from modelwright.serve.api.answers import AnswerKind, finite, prompt_logprobs, r
 from modelwright.serve.api.fields import NumLogprobs, PromptEntries, Unsupported, as_list, unsupported
 from modelwright.serve.api.parsing import token_ids
 from modelwright.serve.generation import Generation, GenerationRequest, Prompt
-from modelwright.serve.load import Delta, TokenInfo
+from modelwright.serve.load import Delta
 from modelwright.serve.service import Lease
 
 OBJECT = "text_completion"
@@ -101,10 +101,20 @@ def _choice(generation: Generation, index: int, piece: Delta, *, has_prompt: boo
     tokens = answer.unsent if request.return_token_ids and not request.echoes else piece.tokens
     logprobs = None
     if request.num_logprobs is not None:
+        # Alternatives by text, likeliest first. As in OpenAI's API, the token itself comes last if it is not among
+        # them. None for the first token of an echoed prompt.
+        alternatives: list[dict[str, float] | None] = []
+        for token in tokens:
+            by_text: dict[str, float] = {}
+            own = [] if token.logprob is None else [(token.token_id, token.logprob)]
+            for other, logprob in [*token.alternatives, *own]:
+                # several tokens may have the same text, of which the first is the likeliest
+                by_text.setdefault(token_name(generation, other), finite(logprob))
+            alternatives.append(by_text if own else None)
         logprobs = {
             "tokens": [token_name(generation, token.token_id) for token in tokens],
             "token_logprobs": [None if token.logprob is None else finite(token.logprob) for token in tokens],
-            "top_logprobs": [_alternatives(generation, token) for token in tokens],
+            "top_logprobs": alternatives,
             "text_offset": [token.offset for token in tokens],
         }
     choice = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason or None}
@@ -112,19 +122,6 @@ def _choice(generation: Generation, index: int, piece: Delta, *, has_prompt: boo
         choice |= {"prompt_token_ids": list(answer.prompt.ids)} if has_prompt else {}
         choice["token_ids"] = answer.take_unsent_ids()
     return choice
-
-
-def _alternatives(generation: Generation, token: TokenInfo) -> dict[str, float] | None:
-    """Returns the alternatives by text, likeliest first. As in OpenAI's API, the token itself comes last if it is not
-    among them. None for the first token of an echoed prompt.
-    """
-    if token.logprob is None:
-        return None
-    entries: dict[str, float] = {}
-    for other, logprob in [*token.alternatives, (token.token_id, token.logprob)]:
-        # several tokens may have the same text, of which the first is the likeliest
-        entries.setdefault(token_name(generation, other), finite(logprob))
-    return entries
 
 
 COMPLETION = AnswerKind(

@@ -1,10 +1,8 @@
-"""Pooled outputs, one per text: /v1/embeddings (see `Engine.embed`), and /v1/score and /v1/rerank in vLLM's and
-Cohere's form, which score texts as answers to a query with a reward model.
+"""Routes that encode texts: /v1/embeddings (see `Engine.embed`), /v1/score and /v1/rerank in vLLM's and Cohere's form,
+which score texts as answers to a query with a reward model, and /tokenize and /detokenize in vLLM's form.
 
 A pair is scored in the way the stage `reward` trains it: as a conversation in which the user says the first text and
 the assistant the second, at the last token of the answer.
-
-/tokenize and /detokenize, in vLLM's form. They use the tokenizer without an engine.
 """
 
 import base64

@@ -1,13 +1,10 @@
-"""Fields that requests share, with their validators. The texts of errors are for people (see `parsing`).
+"""Fields that requests share, with their validators: prompts, images, and those that constrain the form of an answer.
+The texts of errors are for people (see `parsing`).
 
-Images come in the request itself, as `data:` URLs; an address is never fetched. They are decoded (`read_images`) once
-the model that answers is known.
-
-Fields that constrain the form of an answer: OpenAI's `response_format`, vLLM's `structured_outputs`, and functions
-that a model may call, with the grammar of a forced call and its parser.
-
-Only forced calls are supported (`tool_choice` "required" or a function), because the grammar determines their form for
-any model. A model that decides whether to call would have to be trained with one particular notation.
+Images come in the request itself, as `data:` URLs; an address is never fetched. They are decoded once the model that
+answers is known. Of function calls only forced ones are supported (`tool_choice` "required" or a function), because the
+grammar determines their form for any model. A model that decides whether to call would have to be trained with one
+particular notation.
 """
 
 import json
@@ -153,7 +150,22 @@ def read_content(content: Any) -> Said | None:
     for number, part in enumerate(cast(list[Any], content)):
         kind = cast(Mapping[str, Any], part).get("type") if isinstance(part, dict) else None
         if kind == "image_url":
-            images.append(ImagePart(number, _data_of(part, number)))
+            image = part.get("image_url")
+            url = cast(Mapping[str, Any], image).get("url") if isinstance(image, dict) else None
+            is_known = set(part) == {"type", "image_url"} and isinstance(url, str)
+            if not is_known or not {"url", "detail"} >= set(cast(Any, image)):
+                form = '{"type": "image_url", "image_url": {"url": "data:image/..."}}'
+                raise ValueError(f"part {number}: an image must be {form}")
+            head, comma, data = url.partition(",")
+            if not head.lower().startswith("data:"):
+                raise ValueError(
+                    f"part {number}: this server fetches nothing, so {short(url)!r} is not read; send the image itself "
+                    "as data:image/png;base64,..."
+                )
+            if not comma or not head.lower().endswith(";base64"):
+                text = "a data: URL must have its image in base64: data:image/png;base64,..."
+                raise ValueError(f"part {number}: {text}")
+            images.append(ImagePart(number, data))
             texts.append(IMAGE_MARK)
         elif isinstance(kind, str) and kind != "text":
             text = f"parts of type {short(kind)!r} are not supported by this server"
@@ -167,25 +179,6 @@ def read_content(content: Any) -> Said | None:
 
 def short(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
-
-
-def _data_of(part: Mapping[str, Any], number: int) -> str:
-    """Returns the base64 text of an image part."""
-    image = part.get("image_url")
-    url = cast(Mapping[str, Any], image).get("url") if isinstance(image, dict) else None
-    if set(part) != {"type", "image_url"} or not isinstance(url, str) or not {"url", "detail"} >= set(cast(Any, image)):
-        raise ValueError(
-            f'part {number}: an image must be {{"type": "image_url", "image_url": {{"url": "data:image/..."}}}}'
-        )
-    head, comma, data = url.partition(",")
-    if not head.lower().startswith("data:"):
-        raise ValueError(
-            f"part {number}: this server fetches nothing, so {short(url)!r} is not read; send the image itself as "
-            "data:image/png;base64,..."
-        )
-    if not comma or not head.lower().endswith(";base64"):
-        raise ValueError(f"part {number}: a data: URL must have its image in base64: data:image/png;base64,...")
-    return data
 
 
 PROMPT_SCHEMA = {
@@ -273,10 +266,6 @@ class ToolCall(Strict):
     id: str
     type: Literal["function"]
     function: FunctionCall
-
-    def plain(self) -> str:
-        """Returns the call in the form in which the model writes it."""
-        return f'{{"name": {json.dumps(self.function.name)}, "arguments": {self.function.arguments}}}'
 
 
 @dataclass(frozen=True)

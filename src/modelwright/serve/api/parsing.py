@@ -61,7 +61,30 @@ def parse_request(kind: type[R], body: bytes, limits: Limits) -> R:
 def _load(body: bytes, limits: Limits) -> Any:
     try:
         text = body.decode("utf-8")
-        data = json.loads(text) if len(body) <= UNCOUNTED_BYTES else _load_large(text, body, limits)
+        if len(body) <= UNCOUNTED_BYTES:
+            data = json.loads(text)
+        else:
+            shape = body_shape(body)
+            if shape.depth > MAX_DEPTH:
+                raise RecursionError
+            try:
+                limits.check_shape(shape)
+            except ApiError:
+                if shape.is_closed:
+                    raise
+                # an unclosed string makes all that follows look like entries, so the counts mean nothing
+                raise _not_json("a string, list or object in it has no end") from None
+            num_parsed = 0
+
+            # with pauses in which other threads get the interpreter's lock
+            def pausing(convert: Callable[[str], T], number: str) -> T:
+                nonlocal num_parsed
+                num_parsed += 1
+                if num_parsed % PAUSE_NUMBERS == 0:
+                    time.sleep(PAUSE_S)
+                return convert(number)
+
+            data = json.loads(text, parse_int=partial(pausing, int), parse_float=partial(pausing, float))
     except json.JSONDecodeError as error:
         raise _not_json(str(error)) from None
     except UnicodeDecodeError:
@@ -75,62 +98,32 @@ def _load(body: bytes, limits: Limits) -> Any:
     return data
 
 
-def _load_large(text: str, body: bytes, limits: Limits) -> Any:
-    """Parses a body within `limits`, with pauses in which other threads get the interpreter's lock."""
-    shape = body_shape(body)
-    if shape.depth > MAX_DEPTH:
-        raise RecursionError
-    try:
-        limits.check_shape(shape)
-    except ApiError:
-        if shape.is_closed:
-            raise
-        # an unclosed string makes all that follows look like entries, so the counts mean nothing
-        raise _not_json("a string, list or object in it has no end") from None
-    num_parsed = 0
-
-    def pausing(convert: Callable[[str], T], number: str) -> T:
-        nonlocal num_parsed
-        num_parsed += 1
-        if num_parsed % PAUSE_NUMBERS == 0:
-            time.sleep(PAUSE_S)
-        return convert(number)
-
-    return json.loads(text, parse_int=partial(pausing, int), parse_float=partial(pausing, float))
-
-
 def _not_json(reason: str) -> ApiError:
     return ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json")
 
 
 def _refusal(problem: Any) -> ApiError:
+    # the expectation that the value violates, and the value if it is short
+    kind, value, expected = problem["type"], problem["input"], problem["msg"].removeprefix("Value error, ")
+    if kind == "too_short":
+        expected = "must not be empty"
+    elif kind != "value_error":
+        expected = "must be an object" if kind == "model_type" else expected
+        expected = expected.replace("Input should be a valid ", "must be a ")
+        expected = expected.replace("must be a integer", "must be an integer").replace("Input should be ", "must be ")
+        is_scalar = value is None or isinstance(value, (bool, int, float, str))
+        if is_scalar and len(str(value)) <= SHOWN_CHARACTERS:
+            expected = f"{expected}, got {json.dumps(value)}"
     path = [str(part) for part in problem["loc"]]
     if not path:
-        return ApiError(400, f"The request contradicts itself: {_reason(problem)}.", code="invalid_value")
+        return ApiError(400, f"The request contradicts itself: {expected}.", code="invalid_value")
     name = path[0]
     where = ".".join(part for part in path if part.isdigit() or part.isidentifier())
-    if problem["type"] == "missing":
+    if kind == "missing":
         return ApiError(400, f"Missing required field {where!r}.", param=name, code="missing_required_parameter")
-    if problem["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         return ApiError(400, f"Unknown field {where!r}; remove it.", param=name, code="unknown_parameter")
-    return ApiError(400, f"Invalid value for {where!r}: {_reason(problem)}.", param=name, code="invalid_value")
-
-
-def _reason(problem: Any) -> str:
-    """Returns the expectation that a value violates, and the value if it is short."""
-    value = problem["input"]
-    if problem["type"] == "value_error":
-        return problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "too_short":
-        return "must not be empty"
-    expected = "must be an object" if problem["type"] == "model_type" else problem["msg"]
-    expected = (
-        expected.replace("Input should be a valid ", "must be a ")
-        .replace("must be a integer", "must be an integer")
-        .replace("Input should be ", "must be ")
-    )
-    is_scalar = value is None or isinstance(value, (bool, int, float, str))
-    return f"{expected}, got {json.dumps(value)}" if is_scalar and len(str(value)) <= SHOWN_CHARACTERS else expected
+    return ApiError(400, f"Invalid value for {where!r}: {expected}.", param=name, code="invalid_value")
 
 
 async def parsed(read: Callable[[], T], num_bytes: int, lease: Lease, *, is_slow: bool = False) -> T:

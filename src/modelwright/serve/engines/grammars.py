@@ -66,7 +66,28 @@ def json_source(schema: Any, param: str) -> GrammarSource:
     waiting = {"#"}
     while waiting:
         pointer = waiting.pop()
-        graph[pointer] = _references(_at(schema, pointer, param))
+        # the part of the schema at the pointer, such as `#/$defs/tree`
+        if not pointer.startswith("#"):
+            raise _bad(param, f"the reference {pointer[:80]!r} leads out of the schema; only local ones are followed")
+        node = schema
+        for step in pointer.removeprefix("#").split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(node, list) and name.isdigit() and int(name) < len(node):
+                node = node[int(name)]
+            elif isinstance(node, dict) and name in node:
+                node = node[name]
+            else:
+                raise _bad(param, f"the reference {pointer[:80]!r} leads nowhere")
+        # all local references below it
+        graph[pointer], parts = set(), [node]
+        while parts:
+            part = parts.pop()
+            reference = part.get("$ref") if isinstance(part, dict) else None
+            if isinstance(reference, str):
+                graph[pointer].add(reference)
+            # definitions count at the references to them, not at their own place
+            definitions = [part.get(name) for name in ("$defs", "definitions")] if isinstance(part, dict) else []
+            parts += [child for child in _children(part) if not any(child is one for one in definitions)]
         waiting |= graph[pointer] - graph.keys()
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -162,33 +183,3 @@ def _children(node: Any) -> Iterable[Any]:
     if isinstance(node, dict):
         return cast(Mapping[str, Any], node).values()
     return cast(list[Any], node) if isinstance(node, list) else ()
-
-
-def _references(node: Any) -> set[str]:
-    """Returns all local references below a node."""
-    references, waiting = set[str](), [node]
-    while waiting:
-        part = waiting.pop()
-        reference = part.get("$ref") if isinstance(part, dict) else None
-        if isinstance(reference, str):
-            references.add(reference)
-        # definitions count at the references to them, not at their own place
-        definitions = [part.get(name) for name in ("$defs", "definitions")] if isinstance(part, dict) else []
-        waiting += [child for child in _children(part) if not any(child is one for one in definitions)]
-    return references
-
-
-def _at(schema: Any, pointer: str, param: str) -> Any:
-    """Returns the part of a schema at a pointer such as `#/$defs/tree`."""
-    if not pointer.startswith("#"):
-        raise _bad(param, f"the reference {pointer[:80]!r} leads out of the schema; only local ones are followed")
-    node = schema
-    for part in pointer.removeprefix("#").split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, list) and name.isdigit() and int(name) < len(node):
-            node = node[int(name)]
-        elif isinstance(node, dict) and name in node:
-            node = node[name]
-        else:
-            raise _bad(param, f"the reference {pointer[:80]!r} leads nowhere")
-    return node
