@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from modelwright.data.augment.augmentation import Augmentation, prose_augmentation
+from modelwright.data.augment.augmentation import Augmentation, text_augmentation
 from modelwright.data.augment.augmenter import Encode
 from modelwright.data.document import Document
 from modelwright.data.rows.pack import TokenSequence
@@ -30,4 +30,4 @@ def reversed_words(text: str, rng: Random) -> str:
 
 
 def methods() -> list[Augmentation]:
-    return [prose_augmentation("reversed_words", reversed_words)]
+    return [text_augmentation("reversed_words", reversed_words)]

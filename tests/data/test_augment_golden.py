@@ -87,8 +87,7 @@ def write_wordnet(monkeypatch: pytest.MonkeyPatch) -> None:
     for method in AUGMENTATIONS:
         if hasattr(method.config, "wordnet"):
             with monkeypatch.context() as patch:
-                module = f"modelwright.data.augment.{method.name}.open_wordnet"
-                patch.setattr(module, lambda folder: wordnet)
+                patch.setattr(related_words, "open_wordnet", lambda folder: wordnet)
                 recording = build(method)
             for seed in range(3):
                 changed(recording, seed)

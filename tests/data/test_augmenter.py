@@ -12,7 +12,7 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.augment.augmentation import repair_articles
 from modelwright.data.augment.augmenter import Augmenter
 from modelwright.data.augment.keyboard_typos import KeyboardTyposConfig, keyboard_typos, neighbors
-from modelwright.data.augment.methods import AUGMENTATIONS, build_methods, no_language_model
+from modelwright.data.augment.methods import AUGMENTATIONS, build_methods
 from modelwright.data.augment.random_deletion import RandomDeletionConfig, random_deletion
 from modelwright.data.augment.sentence_shuffle import shuffle_sentences
 from modelwright.data.augment.synonym_replacement import SynonymReplacementConfig, synonym_replacement
@@ -20,6 +20,10 @@ from modelwright.data.document import Document
 from modelwright.pipeline.augmentation_config import AugmentationConfig
 
 METHODS = [keyboard_typos(KeyboardTyposConfig(fraction=0.2)), random_deletion(RandomDeletionConfig(fraction=0.2))]
+
+
+def no_language_model(folder: Path) -> Any:
+    raise AssertionError(f"{folder}: no method here needs a language model")
 
 
 def document(number: int, **changes: Any) -> Document:
@@ -87,14 +91,14 @@ def test_only_questions_of_a_conversation_change_and_a_title_stays() -> None:
 
 SHOUTING = """
 from dataclasses import dataclass
-from modelwright.data.augment.augmentation import prose_augmentation
+from modelwright.data.augment.augmentation import text_augmentation
 from modelwright.data.augment.methods import Method
 
 @dataclass(frozen=True)
 class ShoutConfig:
     pass
 
-SHOUT = Method("shout", ShoutConfig, lambda config, load: prose_augmentation("shout", lambda text, rng: text.upper()))
+SHOUT = Method("shout", ShoutConfig, lambda config, load: text_augmentation("shout", lambda text, rng: text.upper()))
 """
 
 

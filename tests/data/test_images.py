@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
@@ -26,7 +26,6 @@ from modelwright.data.clean.folder import read_dropped, read_kept
 from modelwright.data.clean.steps.images import NEAR, TOO_LONG, TOO_SMALL, near_duplicates
 from modelwright.data.clean.steps.quality import QualityConfig
 from modelwright.data.document import Document
-from modelwright.data.images import decode as decode_module
 from modelwright.data.images import read as read_module
 from modelwright.data.images.decode import (
     DAMAGED,
@@ -293,7 +292,7 @@ def test_a_bomb_is_refused_before_anything_is_decompressed(monkeypatch: pytest.M
     def unpacked(*args: Any) -> Any:
         raise AssertionError("the pixels were decoded")
 
-    monkeypatch.setattr(decode_module, "_upright", unpacked)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", unpacked)
     for side in (10_000, 30_000):  # above our limit; above Pillow's own
         with pytest.raises(ImageFault) as caught:
             decode(png_of_size(side, side))

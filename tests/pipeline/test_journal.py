@@ -6,7 +6,7 @@ import pytest
 
 from modelwright.core.errors import Stopped
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import StageDir
+from modelwright.core.rundir import StageDir, read_attempts, read_stage_digest
 from modelwright.pipeline.stage_log import StageLog, begin_attempt
 
 

@@ -8,9 +8,9 @@ import pytest
 from modelwright.serve.api.chat import ChatRequest
 from modelwright.serve.api.completions import CompletionRequest
 from modelwright.serve.api.encode import EmbeddingRequest, TokenizeRequest
+from modelwright.serve.api.fields import GenerationRequest
 from modelwright.serve.api.parsing import parse_request
 from modelwright.serve.errors import ApiError
-from modelwright.serve.generation import GenerationRequest
 from modelwright.serve.limits import Limits
 from modelwright.serve.server import ServerThread
 

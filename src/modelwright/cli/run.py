@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from modelwright.cli.config import setting_names
@@ -20,7 +21,7 @@ _FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "help")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Describes the options; `cli.overrides` reads the settings of the run itself."""
+    """Describes the options; `core.overrides` reads the settings of the run itself."""
     parser = new_parser(
         "run",
         "Bring a run to its end: finished stages are skipped, a stage that was cut off goes on.",
@@ -166,7 +167,7 @@ def start_processes(
         start,
         line,
         threads=max(1, num_threads // start.processes),
-        is_done=lambda: is_finished(config, run, only),
+        is_done=partial(is_finished, config, run, only),
         say=say,
     )
 

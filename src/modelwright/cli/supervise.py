@@ -94,12 +94,11 @@ def supervise(
     """
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from modelwright.parallel.elastic import launch, torchrun_environment
+    from modelwright.parallel.elastic import launch
 
     with tempfile.TemporaryDirectory(prefix="modelwright-") as name:
         folder = Path(name)
-        changes = torchrun_environment({EXIT_REPORT_DIR: name}, threads=threads)
-        with _started_by_torchrun(changes):
+        with _started_by_torchrun(name, threads):
             try:
                 ending = launch(
                     config,
@@ -156,12 +155,14 @@ def _tell(folder: Path, killed: Mapping[int, int], asked: int, say: Say) -> int:
 
 
 @contextmanager
-def _started_by_torchrun(changes: Mapping[str, str]) -> Iterator[None]:
+def _started_by_torchrun(reports: str, threads: int) -> Iterator[None]:
     """Changes the environment that torch passes to the processes that it starts, and silences torchrun's own reports of
-    failed processes.
+    failed processes. reports: folder for their exit reports.
     """
+    from modelwright.parallel.elastic import torchrun_environment
+
     environment, level = dict(os.environ), logging.root.manager.disable
-    os.environ.update(changes)
+    os.environ.update(torchrun_environment({EXIT_REPORT_DIR: reports}, threads=threads))
     logging.disable(logging.ERROR)
     try:
         yield

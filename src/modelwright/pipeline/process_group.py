@@ -8,7 +8,7 @@ settled here, before any group is built.
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -104,8 +104,11 @@ def join_ranks(config: RunConfig, *, links: Path, num_rows: int = 0, host: str =
                 "choose hardware.device cpu"
             )
         device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
-    fitted = join_as_fits(config.parallel, num_rows=num_rows, device=device) if num_rows else None
-    with fitted or _join_all(config.parallel, device) as joined:
+    with ExitStack() as held:
+        if num_rows:
+            joined = held.enter_context(join_as_fits(config.parallel, num_rows=num_rows, device=device))
+        else:
+            joined = held.enter_context(join_world(device)), config.parallel
         if joined is None:
             yield None
             return
@@ -133,12 +136,6 @@ def _traffic(config: RunConfig, layout: ParallelConfig, num_processes: int) -> d
         return DEFAULT_TRAFFIC | expected_traffic(job, placed)
     except ConfigError:
         return DEFAULT_TRAFFIC  # the check of the whole request reports the error
-
-
-@contextmanager
-def _join_all(parallel: ParallelConfig, device: torch.device) -> Iterator[tuple[World, ParallelConfig]]:
-    with join_world(device) as world:
-        yield world, parallel
 
 
 def shared_rows(config: RunConfig) -> int:

@@ -117,6 +117,10 @@ def resolve_inputs(config: RunConfig) -> RunConfig:
         rows_from=other.rstrip("/") if "://" in other else _absolute_path(other),
         cache=replace(cache, folder=_absolute_path(cache.folder)),
     )
+    if STUDENT.name in config.sections:
+        student: StudentConfig = config.section(STUDENT)
+        student = replace(student, teacher=_absolute_path(student.teacher))
+        config = config.with_sections({STUDENT.name: student})
     if config.init_from:
         from modelwright.model.hf import load_config
 
@@ -128,10 +132,6 @@ def resolve_inputs(config: RunConfig) -> RunConfig:
                 f"({model.max_seq_len}); lower pack.seq_len"
             )
         config = replace(config, model=model, init_from=str(folder))
-    if STUDENT.name in config.sections:
-        student: StudentConfig = config.section(STUDENT)
-        student = replace(student, teacher=_absolute_path(student.teacher))
-        config = config.with_sections({STUDENT.name: student})
     if cleans:
         clean: CleanConfig = config.section(CLEAN)
         config = config.with_sections({CLEAN.name: clean.replace_paths(_absolute, _absolute_path)})

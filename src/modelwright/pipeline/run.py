@@ -128,10 +128,10 @@ def _check_stage(
         raise ConfigError(
             "optimizer_cpu_offload: async_updates.mode hogwild shares the optimizer states; disable one of them"
         )
-    if training.energy.country:
-        known_country(training.energy.country, "energy.country")
     with prefix_errors("activation_checkpointing"):
         check_tier(training.activation_checkpointing, on_cpu=on_cpu)
+    if training.energy.country:
+        known_country(training.energy.country, "energy.country")
     zero_bubble = layout.pipeline > 1 and layout.schedule == "zero_bubble"
     kept = training.activation_checkpointing
     if zero_bubble and (training.compile or kept.offload != "none" or kept.mode in ("full", "selective")):
