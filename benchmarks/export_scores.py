@@ -34,8 +34,8 @@ from modelwright.evaluate.questions import NUM_CANDIDATES, Question, build_quest
 from modelwright.evaluate.scoring import Scored, sequence_nats
 from modelwright.model.hf import load_model
 from modelwright.ops.int_grid import WeightGrid
+from modelwright.pipeline.exports import EXPORTS
 from modelwright.pipeline.exports.export import ExportOptions
-from modelwright.pipeline.exports.formats import EXPORTS
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.stage_inputs import model_before

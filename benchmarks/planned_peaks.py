@@ -22,7 +22,7 @@ from typing import Any
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir, read_attempts
-from modelwright.pipeline.estimate.plan import stage_estimates
+from modelwright.pipeline.estimate.time_budget import stage_estimates
 from modelwright.pipeline.resolve import resolve
 from modelwright.pipeline.run_config import previous_config
 from modelwright.pipeline.stage import Rates

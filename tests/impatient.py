@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from modelwright.core.busy import LoadMeter
+from modelwright.core.resources import LoadMeter
 from modelwright.ops import microbenchmark
 
 _wait_for_free_cores = microbenchmark._wait_for_free_cores

@@ -80,7 +80,6 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "BF16": {"precision": {"policy": "bf16_mixed"}},
     "FP16": {"precision": {"policy": "fp16_mixed"}},
     "pure FP16": {"precision": {"policy": "pure_fp16"}},
-    "loss scales per layer": {"precision": {"policy": "fp16_mixed", "loss_scale": {"per_layer": True}}},
     "FP8": {"precision": {"policy": "fp8"}},
     "FP8, delayed scaling": {
         "precision": {"policy": "fp8", "fp8": {"scaling": "delayed", "save_quantized_input": True}}

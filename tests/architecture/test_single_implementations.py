@@ -1,4 +1,4 @@
-"""Event logs and robust statistics have one implementation each, `core/event_log.py` and `core/outliers.py`."""
+"""Event logs and robust statistics have one implementation each, `core/records.py` and `train/outliers.py`."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -10,17 +10,16 @@ import modelwright
 
 PACKAGE = Path(modelwright.__file__).parent
 LINE_WRITERS = {
-    "core/event_log.py": "events",
-    "core/records.py": "metrics of every step",
+    "core/records.py": "metrics of every step, and events",
     "core/rundir.py": "the lock of a run",
     "evaluate/suite.py": "results for each document and question, written once",
     "pipeline/cleaning.py": "the quarantine of records, written anew by every reading",
-    "pipeline/stage_log.py": "log.txt, which is not JSON",
+    "pipeline/runner.py": "log.txt, which is not JSON",
     "train/monitors/watchdog.py": "stacks of threads, by faulthandler",
 }
 """Files that may append to a file or write lines of JSON, and what they write."""
 DEVIATIONS = {
-    "core/outliers.py": "limits for outliers",
+    "train/outliers.py": "limits for outliers",
     "train/precision/indicators.py": "the variation of gradient norms, which is no limit",
 }
 """Files that may compute standard deviations and median absolute deviations of plain numbers."""

@@ -168,8 +168,8 @@ def test_a_test_of_rates(tmp_path: Path, number: signal.Signals) -> None:
 STUCK = """
 import ctypes, sys, time
 from dataclasses import replace
-from modelwright.cli import main, stopping
-stopping.GRACE_S = 0.5
+from modelwright.cli import main, processes
+processes.GRACE_S = 0.5
 def swallow(words):
     end = time.monotonic() + 60
     while time.monotonic() < end:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.cli.main import main
-from modelwright.cli.supervise import Refused, _before_restart, _tell, print_ending, write_exit_report
+from modelwright.cli.processes import Refused, _before_restart, _tell, print_ending, write_exit_report
 
 LOST = "another process of this run has ended"
 

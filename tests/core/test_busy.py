@@ -2,8 +2,7 @@
 
 import pytest
 
-from modelwright.core.busy import busy_machine
-from modelwright.core.resources import num_usable_cores
+from modelwright.core.resources import busy_machine, num_usable_cores
 
 
 class Others:

@@ -12,8 +12,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from modelwright.core.records import Recorder, column, read_records, summarize
 from modelwright.core.resources import ResourceUse, hardware, versions
 from modelwright.core.seeds import derive_seed
-from modelwright.core.sinks.sink import MetricSink
-from modelwright.core.sinks.sink_list import Tracking
+from modelwright.core.sinks import MetricSink, Tracking
 
 
 def sinks_of(folder: Path, first_step: int = 0) -> list[MetricSink]:

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.errors import StorageError
-from modelwright.core.event_log import EventLog
-from modelwright.core.records import read_records
+from modelwright.core.records import EventLog, read_records
 
 WRITER = """
 import sys
 from pathlib import Path
-from modelwright.core.event_log import EventLog
+from modelwright.core.records import EventLog
 log = EventLog(Path(sys.argv[1]), max_events=10**9)
 number = 0
 while True:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from modelwright.core.redact import redact_plain, redact_text, redact_words
+from modelwright.core.texts import redact_plain, redact_text, redact_words
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,19 @@ import pytest
 import tiny_run
 import torch
 
+from modelwright.core import sinks as queued
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
-from modelwright.core.sinks import sink as queued
-from modelwright.core.sinks import sink_list
-from modelwright.core.sinks.mlflow import accepted
-from modelwright.core.sinks.sink import SinkSpec, SinkStart, flat
-from modelwright.core.sinks.sink_list import SINKS, Tracking, TrackingConfig, require_packages
+from modelwright.core.sinks import (
+    SINKS,
+    SinkSpec,
+    SinkStart,
+    Tracking,
+    TrackingConfig,
+    accepted,
+    flat,
+    require_packages,
+)
 from modelwright.pipeline.stages import training
 from modelwright.recipes.load import load
 
@@ -71,7 +77,7 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.T
 
 
 def add_sink(monkeypatch: pytest.MonkeyPatch, open_sink: Callable[[SinkStart], Any]) -> None:
-    monkeypatch.setattr(sink_list, "SINKS", (*SINKS, SinkSpec(name="test", open=open_sink)))
+    monkeypatch.setattr(queued, "SINKS", (*SINKS, SinkSpec(name="test", open=open_sink)))
 
 
 def history(folder: Path, name: str = "loss") -> list[tuple[int, float]]:
@@ -227,7 +233,7 @@ def test_trackers_are_told_the_settings_without_secrets() -> None:
 def test_what_is_missing_or_unknown_is_said_before_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"report_to: 'tensorboard' is not one of mlflow, wandb"):
         TrackingConfig(report_to=("tensorboard",))
-    monkeypatch.setattr(sink_list, "find_spec", lambda name: None)
+    monkeypatch.setattr(queued, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'modelwright\[wandb\]'"):
         require_packages(TrackingConfig(report_to=("wandb",)))
     require_packages(TrackingConfig())

@@ -27,7 +27,7 @@ from modelwright.data.rows.batching.order import BatchingConfig
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.origins import Origin, RowOrigins
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
-from modelwright.pipeline.augmentation_config import AugmentationConfig
+from modelwright.pipeline.config import AugmentationConfig
 from modelwright.train.technique import Technique, Update
 from modelwright.train.techniques.augmentation_strength import AugmentationStrengthConfig, augmentation_strength
 from reversed_copies import Words, encode, methods

@@ -208,7 +208,7 @@ def test_too_few_samples(tmp_path: Path) -> None:
         clean(tmp_path, corpus(100, 0), num_trusted=100)
     with pytest.raises(ConfigError, match="model: needs trusted text"):
         NoiseConfig(model="folder")
-    assert not NoiseConfig().enabled
+    assert not NoiseConfig().trusted
 
 
 @pytest.mark.parametrize("corruption", (TRAINING_CORRUPTIONS | TEST_CORRUPTIONS).values())

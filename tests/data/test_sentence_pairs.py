@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from modelwright.core.distinct_words import WORD, distinct_word_score
+from modelwright.core.texts import WORD, distinct_word_score
 from modelwright.data.document import Document
 from modelwright.data.sources import sentence_pairs
 

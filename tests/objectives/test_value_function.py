@@ -96,10 +96,6 @@ def test_every_layout_learns_what_one_process_does(tmp_path: Path) -> None:
             {"parallel": {"context": 2}},
             "value_model: reward needs whole rows on every rank, which parallel.context 2 takes away",
         ),
-        (
-            {"precision": {"policy": "fp16_mixed", "loss_scale": {"per_layer": True}}},
-            "value_model: reward needs one loss scale for all layers",
-        ),
     ],
 )
 def test_what_a_value_model_cannot_have_is_named(options: dict[str, Any], message: str) -> None:

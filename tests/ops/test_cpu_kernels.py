@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from modelwright.core.cpp_build import has_compiler
 from modelwright.core.errors import ConfigError
 from modelwright.core.library_environment import LOWER
 from modelwright.ops import cpu_kernels
 from modelwright.ops.attention import document_mask, masked_attention_naive, packed_attention, packed_cuts, packed_tiles
+from modelwright.ops.cpp_build import has_compiler
 from modelwright.ops.kernel_speed import KERNELS, UNMEASURED, faster_kernels, kernels_for, speed
 from modelwright.ops.norm import rms_norm, rms_norm_naive
 from modelwright.ops.quantize import ROWWISE, dequantize, quantize, quantize_naive, scaled_product, scaled_product_naive

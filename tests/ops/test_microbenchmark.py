@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from modelwright.core.busy import OtherProcesses
-from modelwright.core.resources import num_usable_cores
+from modelwright.core.resources import OtherProcesses, num_usable_cores
 from modelwright.ops.matmul_rates import matmul_rate
 from modelwright.ops.microbenchmark import Undisturbed, in_turn, own_clock, repeated, seconds_of, undisturbed
 

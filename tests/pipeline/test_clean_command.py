@@ -22,8 +22,7 @@ from modelwright.data.clean.steps.step import ShardFiles
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig
 from modelwright.data.workers import LocalProcesses
-from modelwright.pipeline.clean_command import clean_sources
-from modelwright.pipeline.cleaning import fingerprint
+from modelwright.pipeline.cleaning import clean_sources, fingerprint
 from rank_processes import Started, start_process
 
 PARTS = [f"{a}{b}" for a in ("wol", "riv", "hou", "let", "sto") for b in ("fa", "ero", "se", "ter")]

@@ -20,7 +20,7 @@ from modelwright.data.clean.folder import kept_files, read_kept
 from modelwright.data.clean.steps.quality import QualityConfig
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
-from modelwright.pipeline.clean_command import clean_sources
+from modelwright.pipeline.cleaning import clean_sources
 
 NOUNS = ("garden", "river", "engine", "letter", "teacher", "market", "window", "doctor", "village")
 FIELDS = ("id", "text", "kind", "split", "source", "meta")

@@ -23,8 +23,7 @@ from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenize
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import single
-from modelwright.pipeline.runner import run_stages
-from modelwright.pipeline.stage_log import begin_attempt
+from modelwright.pipeline.runner import begin_attempt, run_stages
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.model_folder import save_model_folder
 from modelwright.recipes.load import recipe

@@ -16,7 +16,7 @@ from modelwright.data.rows.loader import PackedRows
 from modelwright.data.sources.sources import SourceConfig
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_config
-from modelwright.recipes.finetune import finetune_request, measure_records
+from modelwright.recipes.load import finetune_request, measure_records
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = (

@@ -34,8 +34,8 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.ops.int_grid import WeightGrid
+from modelwright.pipeline.exports import EXPORTS
 from modelwright.pipeline.exports.export import ExportOptions
-from modelwright.pipeline.exports.formats import EXPORTS
 from modelwright.pipeline.models import find_model
 
 onnx = pytest.importorskip("onnx")

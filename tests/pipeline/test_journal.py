@@ -7,7 +7,7 @@ import pytest
 from modelwright.core.errors import Stopped
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import StageDir, read_attempts, read_stage_digest
-from modelwright.pipeline.stage_log import StageLog, begin_attempt
+from modelwright.pipeline.runner import StageLog, begin_attempt
 
 
 def test_log_has_notes_and_how_it_ended(tmp_path: Path) -> None:

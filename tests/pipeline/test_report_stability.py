@@ -3,14 +3,13 @@
 from pathlib import Path
 
 from modelwright.core.rundir import StageDir
-from modelwright.pipeline.report.blocks import Chart, Fold, Note, Page, Section, Table
+from modelwright.pipeline.report.blocks import Chart, Fold, Note, Page, Section
 from modelwright.pipeline.report.learning import scale_blocks, spike_blocks
 from modelwright.pipeline.report.page import render
 from modelwright.pipeline.report.run_data import StageData
 
 SCALE = {"value": 1024.0, "num_good": 3, "num_overflows": 2, "history": [[0, 4096.0], [7, 2048.0], [9, 1024.0]]}
-LAYERS = {"values": [1024.0, 512.0], "num_overflows": [0, 1], "num_good": [3, 2], "history": [[8, 1, 512.0]]}
-RECORD = {"loss_scale": 4096.0, "loss_scale/lowest_layer": 512.0}
+RECORD = {"loss_scale": 4096.0}
 RECORDS = [{**RECORD, "step": step, "skipped": step == 7} for step in range(1, 10)]
 EVENTS = [
     {"kind": "spike", "step": 8, "batches": [7, 7], "loss": 9.5, "norm": 3.25},
@@ -47,19 +46,11 @@ def test_a_loss_scale_that_never_changed_has_no_list_of_changes():
     assert [type(block) for block in blocks] == [Chart]
 
 
-def test_every_layer_has_its_scale_and_its_changes():
-    _, changes, table = scale_blocks(stage(loss_scale={**SCALE, "layers": LAYERS}), RECORDS)
-    assert isinstance(changes, Fold)
-    assert "step      8  2^9  layer 1" in changes.items[0].text.splitlines()
-    assert isinstance(table, Table)
-    assert table.rows == [["0", "2^10", "0"], ["1", "2^9", "1"]]
-
-
 def test_batches_that_were_left_out_and_taken_back():
     note, events = spike_blocks(stage(left_out=EVENTS))
     assert isinstance(note, Note)
     assert note.text == "2 updates skipped as spikes; 1 rollback undid 3 updates."
     assert isinstance(events, Fold)
     assert "batches 6 to 8 undone" in events.items[0].text
-    assert "2^" in page(scale_blocks(stage(loss_scale={**SCALE, "layers": LAYERS}), RECORDS))
+    assert "2^" in page(scale_blocks(stage(loss_scale=SCALE), RECORDS))
     assert "batch 7 skipped" in page([note, events])

@@ -14,7 +14,7 @@ from modelwright.core.errors import ConfigError, StorageError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
-from modelwright.pipeline.clean_command import clean_sources, explain_document
+from modelwright.pipeline.cleaning import clean_sources, explain_document
 
 NOUNS = ("river", "house", "teacher", "garden", "letter", "market", "bridge", "window", "doctor", "village")
 

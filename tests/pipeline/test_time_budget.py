@@ -13,7 +13,7 @@ from modelwright.core.config import load_yaml, save_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
-from modelwright.pipeline.estimate import plan
+from modelwright.pipeline.estimate import time_budget
 from modelwright.pipeline.estimate.cost import TRAINING_OVERHEAD_S
 from modelwright.pipeline.estimate.time_budget import (
     num_steps_within,
@@ -109,7 +109,7 @@ def test_the_length_is_measured_once_and_kept(small_words: Sequence[str], tmp_pa
 def test_the_plan_keeps_the_budget(
     inside: Command, small_words: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "measured_rates", lambda config, precision, note: {"fp32": 1e11, "bf16": 1e11})
+    monkeypatch.setattr(time_budget, "measured_rates", lambda config, precision, note: {"fp32": 1e11, "bf16": 1e11})
     words = [*small_words, "--run-dir", str(tmp_path / "run"), "--dry-run", "--validation_tokens", "512"]
     planned = {}
     for minutes in ("0", "5", "50"):

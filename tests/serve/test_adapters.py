@@ -299,7 +299,7 @@ def test_what_adding_an_adapter_raises_ends_no_engine(server, client, folders, t
     def fail(name: str, adapter: object) -> None:
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(server.service.model.worker.client._adapters, "add", fail)
+    monkeypatch.setattr(server.service.model.worker.client.engine, "add_adapter", fail)
     assert load(server, "coder", folders["coder"]).status_code == 500
     assert answer(client, "poet").choices[0].text == texts["poet"]
 

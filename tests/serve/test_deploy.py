@@ -19,7 +19,7 @@ from jsonschema import ValidationError
 from jsonschema.protocols import Validator
 from jsonschema.validators import validator_for
 
-from modelwright.core.checkout import CHECKOUT_FILES
+from modelwright.core.resources import CHECKOUT_FILES
 from modelwright.serve.config import ServeConfig
 from serve.conftest import write_model
 from serve.test_keys import write_keys

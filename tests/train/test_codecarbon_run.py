@@ -13,7 +13,7 @@ from tiny_run import run, settings
 from modelwright.cli.main import main
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import StageDir
-from modelwright.pipeline.report.environment import energy_section
+from modelwright.pipeline.report.page import energy_section
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.train.monitors import energy
 from modelwright.train.monitors.energy import ENERGY_FILE, read_energy, total_energy

@@ -346,9 +346,3 @@ def test_a_layers_own_loss_is_the_same_in_any_layout(tmp_path: Path) -> None:
     for ended in run_distributed(penalize_on_two_ranks, 2, tmp_path):
         for found in ended:
             assert_close(naive, found)
-
-
-def test_a_layers_own_loss_needs_one_loss_scale(tmp_path: Path) -> None:
-    changes = {"precision": {"policy": "fp16_mixed", "loss_scale": {"per_layer": True}}}
-    with pytest.raises(ConfigError, match="auxiliary_losses: needs one loss scale for all layers"):
-        penalize(single(), tmp_path, changes=changes)

@@ -95,19 +95,6 @@ def run(tiny, folder: Path, sparse: dict[str, Any], *, stop_at: int = 0, model=N
     return model, spy.seen
 
 
-@pytest.mark.parametrize("kind", ["columns", "layers", "freeze_prefix"])
-def test_scales_of_layers_go_with_frozen_blocks(tiny, tmp_path, kind):
-    """They are powers of two, so that a common scale gives the same bits."""
-    found = []
-    for per_layer in (False, True):
-        scale = {"enabled": "always", "init_scale": 1024.0, "per_layer": per_layer}
-        more = {"settings": {"precision": {"policy": "fp32", "loss_scale": scale}}}
-        _, seen = run(tiny, tmp_path / f"{per_layer}", FORMS[kind], **more)
-        found.append([info.loss for info in seen])
-    assert found[0] == found[1]
-    assert found[0][-1] < found[0][0]
-
-
 @pytest.mark.parametrize("kind", ["columns", "rows", "layers", "freeze_prefix"])
 def test_all_units_chosen_is_the_dense_run_and_counts_what_it_executes(tiny, tmp_path, kind):
     dense, plain = run(tiny, tmp_path / "dense", {})

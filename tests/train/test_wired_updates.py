@@ -19,7 +19,6 @@ OVERFLOWING = {
     "tensor": ({"tensor": 2}, {}),
     "pipeline": ({"pipeline": 2}, {"gradient_accumulation_steps": 2}),
 }
-LAYERED = {"precision": {"policy": "fp32", "loss_scale": {**SCALED["precision"]["loss_scale"], "per_layer": True}}}
 LAYOUTS = {
     "copies": ({"shared_memory": False}, {}),
     "zero": ({"zero_stage": 3}, {}),
@@ -30,9 +29,7 @@ LAYOUTS = {
         {"gradient_accumulation_steps": 2, "activation_checkpointing": {"mode": "full", "layers_per_segment": 1}},
     ),
 }
-"""Where layers have scales of their own: one model on each process, divided ones, layers on different processes."""
-FAR_TOO_LARGE = {"init_scale": 2.0**20, "growth_interval": 3, "per_layer": True, "max_underflow_fraction": 0.0}
-HIGH = {"precision": {"policy": "fp16_mixed", "loss_scale": FAR_TOO_LARGE}}
+"""One model on each process, divided ones, layers on different processes."""
 SPIKES = {
     "num_sigmas": 6.0,
     "window_steps": 6,
@@ -89,20 +86,6 @@ CASES = [
     updates("adaptive", settings=ADAPTIVE, **COPIES),
     updates("adaptive-stopped", "adaptive-twice", settings=ADAPTIVE, mishap={"kind": "stop", "step": 7}),
     updates("adaptive-again", "adaptive-twice", settings=ADAPTIVE),
-    *[
-        updates(f"{name}-{kind}", settings={**settings, **more}, parallel=layout)
-        for name, (layout, more) in LAYOUTS.items()
-        for kind, settings in (("common", SCALED), ("layered", LAYERED))
-    ],
-    *[updates(f"high-{name}", settings={**HIGH, **more}, parallel=layout) for name, (layout, more) in LAYOUTS.items()],
-    updates(
-        "high-stopped",
-        "high-twice",
-        settings=HIGH,
-        mishap=STOP_AT_7,
-        **COPIES,
-    ),
-    updates("high-again", "high-twice", settings=HIGH, **COPIES),
     *[
         updates(f"back-{name}", settings={**BACK, **more}, parallel=layout, mishap=WILD)
         for name, (layout, more) in LAYOUTS.items()
@@ -182,36 +165,6 @@ def test_clipping_and_decay_follow_the_gradients_on_copies_and_on_one_copy_and_g
         assert twice == pytest.approx(once, rel=1e-4)
         assert len(set(once)) > 1
     assert losses(runs, "adaptive") != losses(runs, "exact")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_scales_of_layers_change_nothing_that_neither_overflows_nor_underflows(runs, name):
-    """To the last bit, in every layout; nor do they grow, for hardly any gradient is small."""
-    assert losses(runs, f"{name}-layered") == losses(runs, f"{name}-common")
-    assert values(runs, f"{name}-layered", "loss_scale") == values(runs, f"{name}-common", "loss_scale")
-    assert values(runs, f"{name}-layered", "grad_norm") == values(runs, f"{name}-common", "grad_norm")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layers_that_overflow_fall_until_they_fit_on_all_ranks_alike(runs, name):
-    """FP16 under a scale that is far too large for it."""
-    first, second = (ended(runs, f"high-{name}", rank) for rank in range(2))
-    assert first["error"] == ""
-    assert first["layers"] == second["layers"]
-    assert first["skipped"] == second["skipped"]
-    assert first["layers"]["common"]["num_overflows"] == len(first["skipped"])
-    assert sum(first["layers"]["num_overflows"]) > 0
-    assert min(first["layers"]["values"]) < 2.0**20
-    assert losses(runs, f"high-{name}")[-1] < losses(runs, f"high-{name}")[0]
-
-
-@pytest.mark.slow
-def test_scales_of_layers_go_on_where_they_stopped(runs):
-    assert ended(runs, "high-stopped")["kind"] == "Stopped"
-    assert losses(runs, "high-twice") == losses(runs, "high-copies")
-    assert ended(runs, "high-again")["layers"] == ended(runs, "high-copies")["layers"]
 
 
 @pytest.mark.slow

@@ -123,7 +123,6 @@ def run_case(folder: Path, case: dict[str, Any], world: World) -> None:
         found |= {"num_hooks": sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())}
         found |= {"bytes_sent": result.bytes_sent, "events": dict(result.summary_of("anomalies").get("num_events", {}))}
         found |= {"left_out": list(result.summary_of("loss_spikes").get("left_out", []))}
-        found |= {"layers": result.summary_of("loss_scaling").get("layers", {})}
         path = folder / case["folder"] / f"{case['name']}-{world.rank}"
         save_file({name: weight.contiguous() for name, weight in model.state_dict().items()}, f"{path}.safetensors")
     except ModelwrightError as error:

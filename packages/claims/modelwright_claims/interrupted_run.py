@@ -31,8 +31,8 @@ from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Se
 from modelwright_claims.judging import Judgment
 from modelwright_claims.spot_simulation import Presence, simulate
 from modelwright_claims.statistics import estimate, exact
+from modelwright_plan.intervals import CheckpointCosts
 from modelwright_plan.run_cost import measured_recovery_s, measured_stall_s
-from modelwright_plan.spot.intervals import CheckpointCosts
 
 MOST_OFF = 15.0
 """Percent of the measured wall time."""

@@ -19,9 +19,8 @@ from modelwright_claims.inference_arms import FP32, INT8, decoding
 from modelwright_claims.judging import Judgment
 from modelwright_claims.results import machine, machine_slug, read_records
 from modelwright_claims.statistics import Estimate, exact
-from modelwright_plan.cost.bill import make_bill
+from modelwright_plan.cost.bill import make_bill, tornado
 from modelwright_plan.cost.prices import PriceTable, shipped_prices
-from modelwright_plan.cost.sensitivity import tornado
 from modelwright_plan.cost.workload import Workload
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"

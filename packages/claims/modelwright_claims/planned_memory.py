@@ -26,9 +26,7 @@ from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.memory_probe import Measured, Probe
 from modelwright_claims.statistics import Estimate, estimate, exact, ratios
 from modelwright_plan.catalog import MODELS
-from modelwright_plan.memory_plan import MORE_COMPUTE, OffloadTarget, plan_step
-from modelwright_plan.offload_cost import measure_flops_per_byte
-from modelwright_plan.trace_step import trace_step
+from modelwright_plan.memory_plan import MORE_COMPUTE, OffloadTarget, measure_flops_per_byte, plan_step, trace_step
 
 REUSE_TARGET = 99.3
 ERROR_TARGET = 10.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from modelwright.core.errors import ConfigError
-from modelwright_plan.spot.intervals import CheckpointCosts
+from modelwright_plan.intervals import CheckpointCosts
 
 MOST_PERIODS = 200_000
 """A job that needs more periods of presence never ends: with one in an hour they are 23 years."""

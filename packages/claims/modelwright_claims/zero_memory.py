@@ -6,8 +6,8 @@ from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.parallel.config import ParallelConfig, ZeroStage
+from modelwright.pipeline.estimate.cost import RankPart, rank_memory
 from modelwright.pipeline.estimate.layout import TrainingJob
-from modelwright.pipeline.estimate.memory import RankPart, rank_memory
 from modelwright.train.memory.activations import Segment, block_shape
 from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
@@ -16,8 +16,7 @@ from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.memory_probe import Measured, Probe
 from modelwright_claims.statistics import exact
 from modelwright_plan.catalog import DEVICES, MODELS
-from modelwright_plan.cluster import Cluster
-from modelwright_plan.search import propose
+from modelwright_plan.layout_search import Cluster, propose
 
 TARGET = 10.0
 STATES, PEAK, PLANNED = "bytes of states, ", "peak bytes, ", "planned for 175B: "

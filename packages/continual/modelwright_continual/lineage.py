@@ -11,8 +11,8 @@ from typing import Any
 
 from modelwright.core.artifacts import MANIFEST, is_finished, read_manifest
 from modelwright.core.errors import ArtifactError, ConfigError
-from modelwright.core.redact import redact_text
 from modelwright.core.rundir import RunDir
+from modelwright.core.texts import redact_text
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.clean import CLEAN

@@ -29,7 +29,7 @@ from modelwright.pipeline.stages.pretrain import PRETRAIN
 from modelwright.pipeline.stages.quantize import QUANTIZE
 from modelwright.pipeline.stages.report import REPORT
 from modelwright.pipeline.stages.sft import SFT
-from modelwright.recipes.finetune import fitted_lengths
+from modelwright.recipes.load import fitted_lengths
 from modelwright.train.config import LENGTHS
 from modelwright_continual.ancestry import ancestry_of
 from modelwright_continual.benchmark import Benchmark

@@ -18,8 +18,8 @@ from modelwright.core.artifacts import is_finished, read_manifest, write_artifac
 from modelwright.core.config import digest, dump
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import Progress
-from modelwright.core.redact import redact_text
 from modelwright.core.rundir import RunDir
+from modelwright.core.texts import redact_text
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.document import Document
 from modelwright.data.sources.corpora import without_corpora

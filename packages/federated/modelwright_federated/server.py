@@ -25,7 +25,7 @@ from safetensors.numpy import load_file, save_file
 from modelwright.core.artifacts import make_folder, write_artifact, write_atomic
 from modelwright.core.config import digest
 from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, writing
-from modelwright.core.event_log import EventLog
+from modelwright.core.records import EventLog
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.adapters import merge_adapters
 from modelwright.pipeline.models import find_model

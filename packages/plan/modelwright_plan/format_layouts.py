@@ -5,13 +5,10 @@ from dataclasses import asdict
 from typing import Any
 
 from modelwright.core.config import dump
-from modelwright.pipeline.estimate.cost import size
+from modelwright.pipeline.estimate.cost import MemoryEstimate, size
 from modelwright.pipeline.estimate.layout import TrainingJob
-from modelwright.pipeline.estimate.memory import MemoryEstimate
 from modelwright.train.memory.config import ActivationCheckpointingConfig
-from modelwright_plan.assessment import Assessment
-from modelwright_plan.cluster import Cluster
-from modelwright_plan.search import Proposal
+from modelwright_plan.layout_search import Assessment, Cluster, Proposal
 
 _NO_ERROR = "the model's error has not been measured here (modelwright prove zero_memory activation_checkpointing)"
 

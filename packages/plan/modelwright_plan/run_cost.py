@@ -1,7 +1,13 @@
-"""What a run would have cost on rented instances: a workload from its time and its artifacts."""
+"""What a run would have cost on rented instances: a workload from its time and its artifacts.
+
+How often a run was interrupted, as a rate to plan with.
+"""
 
 import statistics
+from dataclasses import dataclass
 from typing import Any
+
+from scipy.stats import chi2
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
@@ -11,7 +17,44 @@ from modelwright.train.monitors.energy import ENERGY_FILE, read_energy, total_en
 from modelwright.train.monitors.recovery_time import ANNOUNCED, FAULT, RECOVERIES_FILE
 from modelwright_plan.cost.prices import Purchase
 from modelwright_plan.cost.workload import StorageUse, TrainingUse, Workload
-from modelwright_plan.spot.measured import MeasuredRate
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRate:
+    """Interruptions of a run while it trained."""
+
+    num_faults: int
+    """Interruptions without a word."""
+    num_announced: int
+    """Interruptions that SIGTERM announced."""
+    hours: float
+    """Time of training processes, repeated work included, without the last seconds before a fault; above 0."""
+
+    @property
+    def count(self) -> int:
+        return self.num_faults + self.num_announced
+
+    @property
+    def per_hour(self) -> float:
+        """The mean rate."""
+        return self.count / self.hours
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The exact 95% interval of a Poisson rate, per hour (Garwood 1936)."""
+        low = float(chi2.ppf(0.025, 2 * self.count)) / 2 if self.count else 0.0
+        return low / self.hours, float(chi2.ppf(0.975, 2 * self.count + 2)) / 2 / self.hours
+
+    @property
+    def text(self) -> str:
+        """How sure the rate is."""
+        low, high = self.interval
+        announced = f", {self.num_announced} of them announced" if self.num_announced else ""
+        return (
+            f"measured: {self.count} in {self.hours:.3g} h of training{announced}; 95% confidence: {low:.3g} to "
+            f"{high:.3g} an hour"
+        )
+
 
 HOUR_S = 3600
 NONE_SEEN = 3.0

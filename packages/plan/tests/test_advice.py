@@ -24,12 +24,16 @@ from modelwright.train.config import TrainConfig
 from modelwright.train.memory.config import ActivationCheckpointingConfig
 from modelwright.train.precision.policy import PrecisionConfig
 from modelwright_claims.ledger import CLAIMS
-from modelwright_plan.advice.ledger import read_ledger
-from modelwright_plan.advice.needs import StepNeeds, step_needs
-from modelwright_plan.advice.run_advice import usual_processes
+from modelwright_plan.advice.needs import StepNeeds, Transport, step_needs, step_times
+from modelwright_plan.advice.run_advice import (
+    advice_data,
+    expected_gain,
+    limit_lines,
+    read_ledger,
+    technique_lines,
+    usual_processes,
+)
 from modelwright_plan.advice.techniques import SWITCHES, Situation, TechniqueSwitch, advise
-from modelwright_plan.advice.text import advice_data, expected_gain, limit_lines, technique_lines
-from modelwright_plan.advice.times import Transport, step_times
 from modelwright_plan.commands.advice import refusal_of
 
 ROOT = Path(__file__).parents[3]

@@ -12,7 +12,7 @@ import pytest
 
 from modelwright.cli.main import main
 from modelwright.core.errors import ConfigError
-from modelwright_plan.codecarbon_estimate import CodecarbonEstimate, codecarbon_estimate
+from modelwright_plan.carbon import CodecarbonEstimate, codecarbon_estimate
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_calls_it_an_estimate(
     france: CodecarbonEstimate, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("modelwright_plan.codecarbon_estimate.codecarbon_estimate", lambda country, hours: france)
+    monkeypatch.setattr("modelwright_plan.carbon.codecarbon_estimate", lambda country, hours: france)
     table = tmp_path / "carbon.csv"
     table.write_text("time,g_per_kwh\n2026-01-31T00:00,100\n2026-01-31T01:00,50\n")
     words = ["plan", "energy", "--carbon", str(table), "--hours", "1", "--watts", "500", "--country", "FRA"]

@@ -13,9 +13,8 @@ from modelwright.cli.main import main
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.recipes.load import RECIPES
-from modelwright_plan.cost.bill import Bill, make_bill
+from modelwright_plan.cost.bill import Bill, bill_tornado, make_bill
 from modelwright_plan.cost.prices import OLD_AFTER_DAYS, Price, PriceTable, age_warnings, load_prices, shipped_prices
-from modelwright_plan.cost.sensitivity import bill_tornado
 from modelwright_plan.cost.workload import Workload, load_workload
 
 ROWS = [

@@ -13,13 +13,11 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, expected_traffic
 from modelwright.recipes.load import load
 from modelwright.train.memory.config import ActivationCheckpointingConfig
-from modelwright_plan.assessment import assess
 from modelwright_plan.catalog import DEVICES, MODELS
-from modelwright_plan.cluster import Cluster
 from modelwright_plan.commands.plan import number
 from modelwright_plan.format_layouts import proposal_data, proposal_text
+from modelwright_plan.layout_search import MARGIN, Cluster, assess, layouts, propose
 from modelwright_plan.measured import MeasuredError, error_text, measured_errors
-from modelwright_plan.search import MARGIN, layouts, propose
 
 MODEL = ModelConfig(
     vocab_size=32_000, num_layers=16, model_dim=2048, num_heads=16, num_kv_heads=8, head_dim=128, ffn_dim=5632,

@@ -11,8 +11,7 @@ from scipy.stats import poisson
 from modelwright.cli.main import main
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
-from modelwright_plan.run_cost import measured_rate, measured_recovery_s
-from modelwright_plan.spot.measured import MeasuredRate
+from modelwright_plan.run_cost import MeasuredRate, measured_rate, measured_recovery_s
 
 
 def run_of(folder: Path, *, hours: float, recoveries: list[dict[str, Any]]) -> RunDir:

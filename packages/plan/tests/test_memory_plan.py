@@ -10,10 +10,10 @@ import pytest
 from memory_references import check_arena
 from modelwright.cli.main import main
 from modelwright.core.config import parse
-from modelwright.core.cpp_build import has_compiler
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.objectives.next_token import NextToken
+from modelwright.ops.cpp_build import has_compiler
 from modelwright.train.config import TrainConfig
 from modelwright.train.memory.step_arena import Lifetime, MemoryTimeline, plan_arena
 from modelwright_claims import memory_probe, planned_memory
@@ -23,8 +23,7 @@ from modelwright_plan import memory_plan
 from modelwright_plan.catalog import MODELS
 from modelwright_plan.format_memory import Known, heap_lines, plan_text
 from modelwright_plan.measured import MeasuredError, heap_gap_text
-from modelwright_plan.memory_plan import OffloadTarget, StepPlan, plan_step
-from modelwright_plan.trace_step import trace_step
+from modelwright_plan.memory_plan import OffloadTarget, StepPlan, plan_step, trace_step
 
 SHAPE = ModelConfig(
     vocab_size=512, num_layers=3, model_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=176,

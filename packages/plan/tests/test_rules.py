@@ -9,9 +9,19 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright_plan.rules.formats import number_formats
-from modelwright_plan.rules.rule import PublishedRule, RuleOutcome, RuleRow, RuleTarget, value
-from modelwright_plan.rules.table import EVALUATORS, evaluated, known_rules, rule_lines, shipped_rules
+from modelwright_plan.rules import (
+    EVALUATORS,
+    PublishedRule,
+    RuleOutcome,
+    RuleRow,
+    RuleTarget,
+    evaluated,
+    known_rules,
+    number_formats,
+    rule_lines,
+    shipped_rules,
+    value,
+)
 
 GIB = 2**30
 TARGET = RuleTarget(
@@ -137,7 +147,7 @@ def test_the_lines_name_source_and_date() -> None:
 def test_a_rule_from_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed distribution with an entry point; nothing of the package is edited."""
     (tmp_path / "my_rules.py").write_text(
-        "from modelwright_plan.rules.rule import PublishedRule, RuleRow, value\n"
+        "from modelwright_plan.rules import PublishedRule, RuleRow, value\n"
         "ROW = RuleRow(name='mine', subject='batch', statement='as many as parameters', source='me', section='1',\n"
         "              date='2026-11-25', checked=True)\n"
         "RULE = PublishedRule(row=ROW, evaluate=lambda row, target: value(f'{target.num_parameters}', 'less'))\n"

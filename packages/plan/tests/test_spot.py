@@ -13,8 +13,8 @@ from scipy.special import lambertw
 
 from modelwright.cli.main import main
 from modelwright.core.errors import ConfigError
-from modelwright_plan.spot.intervals import CheckpointCosts, daly_interval_s, expected_wall_s, young_interval_s
-from modelwright_plan.spot.plan import SpotJob, plan_spot, spot_tornado
+from modelwright_plan.intervals import CheckpointCosts, daly_interval_s, expected_wall_s, young_interval_s
+from modelwright_plan.spot import SpotJob, plan_spot, spot_tornado
 
 HOUR = 3600.0
 JOB = SpotJob(work_s=30 * HOUR, stall_s=30.0, recovery_s=240.0, mtbf_s=5 * HOUR, spot_usd=2.0, on_demand_usd=6.0)

@@ -4,8 +4,11 @@ It reads programs from its standard input and writes their results to its standa
 separate process, forked from the launcher, so that no new interpreter has to start. With namespaces two processes are
 in between: a keeper, which creates the namespaces, and the first process of the PID namespace, with whose end the
 kernel ends all others in it.
+
+The code in the process of a program, which runs like a script, followed by checks if there are any.
 """
 
+import atexit
 import bisect  # noqa: F401 - programs often import these modules; they get them from the launcher's memory
 import collections  # noqa: F401
 import contextlib
@@ -15,26 +18,100 @@ import decimal  # noqa: F401
 import fractions  # noqa: F401
 import functools  # noqa: F401
 import heapq  # noqa: F401
+import io
 import itertools  # noqa: F401
 import json
 import math  # noqa: F401
 import os
-import random  # noqa: F401
+import random
 import re  # noqa: F401
 import select
 import signal
 import statistics  # noqa: F401
 import string  # noqa: F401
+import sys
+import threading
 import time
+import traceback
+import types
 import typing  # noqa: F401
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NoReturn
 
 from modelwright_sandbox import linux
 from modelwright_sandbox.confinement import CONFINEMENTS, Confinement
 from modelwright_sandbox.frames import read_frame, write_frame
-from modelwright_sandbox.program import REPORT_DESCRIPTOR, run_program
+
+REPORT_DESCRIPTOR = 3
+"""Descriptor to which the results of checks are written, one per line."""
+
+
+def run_program(source: str, checks: Sequence[str], key: str) -> NoReturn:
+    """Runs a program and ends the process as Python ends a script: threads are joined, and exit handlers called.
+
+    checks: statements that run after the program in its module; each that raises nothing is reported as passed. key:
+    prefix of the report's lines, so that a program that writes to all of its descriptors does not pass by chance.
+    """
+    # Hides the sandbox's modules from the program, which cannot import them again: their folder is not on sys.path.
+    for name in [name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]]:
+        del sys.modules[name]
+    _open_streams()
+    random.seed(0)  # the same program gets the same score again
+    module = types.ModuleType("answer" if checks else "__main__")
+    sys.modules[module.__name__] = module
+    sys.argv = ["answer.py"]
+    exit_code = _execute(source, module.__dict__)
+    for check in checks if exit_code == 0 else ():
+        has_passed = _execute(check, module.__dict__, counts_exit=True) == 0
+        os.write(REPORT_DESCRIPTOR, f"{key} {int(has_passed)}\n".encode())
+    _end(exit_code)
+
+
+def _end(exit_code: int) -> NoReturn:
+    """Ends the process like a script, in the same order: threads, exit handlers, buffers. Like the processes of
+    `multiprocessing`, it skips the interpreter's own clean-up, which would take longer than most programs.
+    """
+    try:
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # closed or replaced by the program
+            exit_code = exit_code or 1
+    os._exit(exit_code)
+
+
+def _open_streams() -> None:
+    """Opens new text streams on descriptors 0, 1 and 2, which the launcher's own streams do not use."""
+    make: Callable[..., Any] = io.TextIOWrapper
+    files = [os.fdopen(number, mode, closefd=False) for number, mode in enumerate(("rb", "wb", "wb"))]
+    sys.stdin = sys.__stdin__ = make(files[0], encoding="utf-8", errors="surrogateescape")
+    sys.stdout = sys.__stdout__ = make(files[1], encoding="utf-8", errors="surrogateescape")
+    sys.stderr = sys.__stderr__ = make(files[2], encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def _execute(source: str, namespace: dict[str, Any], *, counts_exit: bool = False) -> int:
+    """Returns the exit code that a script with this source would have. counts_exit: an exit without error counts as a
+    failure, too.
+    """
+    try:
+        exec(compile(source, "answer.py", "exec", dont_inherit=True), namespace)
+    except SystemExit as error:
+        if counts_exit:
+            return 1
+        if error.code is None or isinstance(error.code, int):
+            return int(error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
 
 _CHUNK = 1 << 16
 _CHECK_INTERVAL_S = 0.1

@@ -8,8 +8,7 @@ import pytest
 from modelwright.core.errors import ConfigError
 from modelwright.reward.build import build_reward
 from modelwright.reward.reward import Reward, Score
-from modelwright_sandbox.code import CodeConfig
-from modelwright_sandbox.code_tests import extract_program, read_tests, same_output
+from modelwright_sandbox.code import CodeConfig, extract_program, read_tests, same_output
 from modelwright_sandbox.sandbox import Launcher, SandboxError, SandboxLimits
 from reward_samples import sample
 

@@ -50,7 +50,7 @@ def search(words: Sequence[str]) -> int:
     options = parser().parse_args([*leading, *own])
     from modelwright.pipeline.run_config import run_schema
     from modelwright.recipes.load import load
-    from modelwright_search.report import as_text
+    from modelwright_search.result import as_text
     from modelwright_search.run import search as search_run
 
     values = {field.name: getattr(options, field.name) for field in FIELDS}

@@ -11,19 +11,17 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, lock_folder
 from modelwright.parallel.mesh import single
-from modelwright.pipeline.borrowed_rows import borrowed_rows
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.process_group import use_threads
 from modelwright.pipeline.report.blocks import plural
 from modelwright.pipeline.resolve import resolve
+from modelwright.pipeline.run import borrowed_rows
 from modelwright.pipeline.run_config import previous_config, read_run_config
 from modelwright.pipeline.stages.model_folder import folder_fingerprint
 from modelwright.pipeline.stages.pack import PACK
-from modelwright_search.candidates import JOURNAL, Candidates, Journal
+from modelwright_search.candidates import JOURNAL, Candidates, Journal, load_for
 from modelwright_search.config import SearchConfig
-from modelwright_search.latency import load_for
-from modelwright_search.report import write_report
-from modelwright_search.result import SearchResult, judge
+from modelwright_search.result import SearchResult, judge, write_report
 from modelwright_search.space import Space, space_of
 from modelwright_search.strategies import STANDARD, strategies_of
 from modelwright_search.workbench import SearchFinding, SearchStrategy, ServingLimits, Workbench

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from modelwright.core.config import load_yaml
 from modelwright.core.errors import ConfigError
-from modelwright.core.suggest import did_you_mean
+from modelwright.core.texts import did_you_mean
 from modelwright.model.config import AttentionGate, ModelConfig
 from modelwright.train.config import TrainConfig
 from modelwright_search.config import SPACES

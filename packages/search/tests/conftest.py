@@ -20,5 +20,5 @@ def short_measurements() -> Iterator[None]:
     """No test depends on how well latency is measured."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PATIENCE_ROUNDS", "MAX_ROUNDS", "ROUND_TOKENS", "WARMUP_TOKENS"):
-            patch.setattr(f"modelwright_search.latency.{name}", 1)
+            patch.setattr(f"modelwright_search.candidates.{name}", 1)
         yield

@@ -9,8 +9,8 @@ import pytest
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import EngineConfig
 from modelwright.parallel.mesh import single
-from modelwright_search import latency
-from modelwright_search.latency import decode_latency_ms, load_for
+from modelwright_search import candidates
+from modelwright_search.candidates import decode_latency_ms, load_for
 from modelwright_search.result import promise_of
 from tiny_decoder import make_config
 
@@ -22,9 +22,9 @@ def test_rounds_end_when_the_fastest_step_stands(monkeypatch: pytest.MonkeyPatch
         seen.append(number)
         return [9.0, {0: 5.0, 2: 4.0, 3: 3.99}.get(number, 8.0)]
 
-    monkeypatch.setattr(latency, "PATIENCE_ROUNDS", 3)
-    monkeypatch.setattr(latency, "MAX_ROUNDS", 20)
-    monkeypatch.setattr(latency, "_step_times_ms", steps)
+    monkeypatch.setattr(candidates, "PATIENCE_ROUNDS", 3)
+    monkeypatch.setattr(candidates, "MAX_ROUNDS", 20)
+    monkeypatch.setattr(candidates, "_step_times_ms", steps)
     shape = make_config()
     assert decode_latency_ms(shape, load_for(shape, EngineConfig(), 1), single()) == 3.99
     assert seen == [0, 1, 2, 3, 4, 5]  # the third gain is too small to count

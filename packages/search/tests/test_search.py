@@ -20,8 +20,7 @@ from modelwright.recipes.load import load
 from modelwright.train.build import train
 from modelwright.train.job import TrainJob
 from modelwright.train.state import TrainResult
-from modelwright_search.report import as_text
-from modelwright_search.result import SearchResult
+from modelwright_search.result import SearchResult, as_text
 from modelwright_search.run import search
 from modelwright_search.space import Axis
 from modelwright_search.strategies import STANDARD, STRATEGIES, known_strategies

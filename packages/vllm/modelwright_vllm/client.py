@@ -29,9 +29,8 @@ from modelwright.serve.account.monitoring import NO_LOAD
 from modelwright.serve.engines.client import EngineEnd, EngineEvents, EngineInfo, Job, refuse_lacking
 from modelwright.serve.engines.pool import FIRST_PAUSE_S, LONGEST_PAUSE_S, STABLE_S
 from modelwright.serve.errors import ApiError, engine_lost
-from modelwright_vllm.figures import VllmFigures, read_figures
 from modelwright_vllm.process import BASE_URL, VllmLaunch, VllmProcess
-from modelwright_vllm.wire import AnswerReader, body_of, refusal
+from modelwright_vllm.wire import AnswerReader, VllmFigures, body_of, read_figures, refusal
 
 log = logging.getLogger("modelwright.serve")
 

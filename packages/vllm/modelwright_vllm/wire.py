@@ -1,13 +1,17 @@
 """Jobs as requests to vLLM's /v1/completions, and its replies as outputs of an engine: token ids in both directions.
 
 As vLLM has it in vllm/entrypoints/openai/completion/protocol.py and serving.py, 0.14 to 0.29.
+
+What vLLM's /metrics says of its cache (vllm.v1.metrics.loggers).
 """
 
 import json
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from modelwright.infer.engine import StepOutput
 from modelwright.infer.sequence import ScoredToken
@@ -157,3 +161,43 @@ def refusal(reply: Mapping[str, Any], status: int) -> ApiError:
     if status in (400, 422):
         return ApiError(400, f"vLLM refuses the request: {message}", code="invalid_value")
     return ApiError(500, f"vLLM has failed at the request: {message}", code="engine_failed")
+
+
+BLOCKS, USAGE = "vllm:cache_config_info", "vllm:kv_cache_usage_perc"
+PREEMPTIONS = "vllm:num_preemptions_total"
+QUERIES, HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmFigures:
+    """Figures of all engines of a vLLM together, since its start. num_blocks: of the cache; used_share: of them, the
+    mean over the engines.
+    """
+
+    num_blocks: int = 0
+    used_share: float = 0.0
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+
+
+def read_figures(text: str) -> VllmFigures:
+    """Read the text of /metrics; a metric that is not there is 0. Raises `ValueError` for another format."""
+    names = (BLOCKS, USAGE, PREEMPTIONS, QUERIES, HITS)
+    # Parsing all of them each second would hold up streams.
+    lines = [line for line in text.splitlines(keepends=True) if line.startswith(names)]
+    sums, counts, num_blocks = defaultdict[str, float](float), Counter[str](), 0
+    for family in text_string_to_metric_families("".join(lines)):
+        for sample in family.samples:
+            sums[sample.name] += sample.value
+            counts[sample.name] += 1
+            if sample.name == BLOCKS:
+                blocks = sample.labels.get("num_gpu_blocks", "")
+                num_blocks += int(blocks) if blocks.isdigit() else 0
+    return VllmFigures(
+        num_blocks=num_blocks,
+        used_share=sums[USAGE] / max(1, counts[USAGE]),
+        num_preemptions=round(sums[PREEMPTIONS]),
+        num_prefix_queries=round(sums[QUERIES]),
+        num_prefix_hits=round(sums[HITS]),
+    )

@@ -26,10 +26,9 @@ from modelwright.serve.errors import ApiError
 from modelwright.serve.load import ModelSource
 from modelwright.serve.server import ServerThread
 from modelwright_vllm import client as vllm_client
-from modelwright_vllm.command import VARIABLE
-from modelwright_vllm.figures import read_figures
+from modelwright_vllm.backend import VARIABLE
 from modelwright_vllm.process import BASE_URL
-from modelwright_vllm.wire import AnswerReader, body_of
+from modelwright_vllm.wire import AnswerReader, body_of, read_figures
 from serve.conftest import make_model, make_tokenizer, write_model
 from serve.patience import wait_until
 from serve.test_monitoring import samples

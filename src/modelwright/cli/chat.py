@@ -5,7 +5,7 @@ import signal
 from collections.abc import Sequence
 
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.cli.serving import STAGE_HELP, show_remark
+from modelwright.cli.serve import STAGE_HELP, show_remark
 
 
 def parser() -> argparse.ArgumentParser:

@@ -66,7 +66,7 @@ def clean(words: Sequence[str]) -> int:
     if not options.out and not options.dry_run:
         raise ConfigError("clean: give a folder for the result: modelwright clean SOURCE ... --out DIR")
     if options.explain:
-        from modelwright.pipeline.clean_command import explain_document
+        from modelwright.pipeline.cleaning import explain_document
 
         print(explain_document(options.out, options.explain))
         return 0
@@ -75,7 +75,7 @@ def clean(words: Sequence[str]) -> int:
     # Without a run nothing is trained, so nothing is held out unless the user asks for it.
     base = {"data": {"sources": options.sources, "validation_fraction": 0.0}, "clean": {"engine": options.engine}}
     config = parse(CleanCommandConfig, merge(base, read_overrides(CleanCommandConfig, settings, _FLAGS)))
-    from modelwright.pipeline.clean_command import clean_sources, try_cleaning
+    from modelwright.pipeline.cleaning import clean_sources, try_cleaning
 
     display = choose_display(sys.stderr)
     try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from modelwright.cli.config import run_settings, setting_names
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.errors import ConfigError
-from modelwright.core.suggest import nearest
+from modelwright.core.texts import nearest
 
 
 def parser() -> argparse.ArgumentParser:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.cli.serving import STAGE_HELP, show_remark
+from modelwright.cli.serve import STAGE_HELP, show_remark
 from modelwright.core.errors import ConfigError
 
 
 def parser() -> argparse.ArgumentParser:
-    from modelwright.pipeline.exports.formats import EXPORTS, added_exports
+    from modelwright.pipeline.exports import EXPORTS, added_exports
 
     forms = "; ".join(f"{name}: {export.summary}" for name, export in EXPORTS.items())
     dtypes = {name: export.dtypes for name, export in EXPORTS.items() if export.dtypes}
@@ -37,8 +37,8 @@ def parser() -> argparse.ArgumentParser:
 def export(words: Sequence[str]) -> int:
     options = parser().parse_args(words)
     name, *rest = options.to
+    from modelwright.pipeline.exports import EXPORTS, added_exports
     from modelwright.pipeline.exports.export import ExportOptions
-    from modelwright.pipeline.exports.formats import EXPORTS, added_exports
     from modelwright.pipeline.models import find_model
     from modelwright.recipes.load import find_run, find_target
 

@@ -42,7 +42,7 @@ def finetune(words: Sequence[str]) -> int:
         raise ConfigError("finetune: name a model and its data: modelwright finetune MODEL DATA [DATA ...]")
     options = parser().parse_args([*leading, *own])
     from modelwright.pipeline.run_config import run_schema
-    from modelwright.recipes.finetune import finetune_request
+    from modelwright.recipes.load import finetune_request
 
     only = named_stages(options.stages)
     overrides = read_overrides(run_schema(), settings, _FLAGS)

@@ -35,11 +35,10 @@ from modelwright.cli import (
 )
 from modelwright.cli.completion import completion
 from modelwright.cli.parsers import Command
-from modelwright.cli.stopping import StopSignals, leave_with_parent
-from modelwright.cli.supervise import EXIT_REPORT_DIR, GOES_ON, write_exit_report
+from modelwright.cli.processes import EXIT_REPORT_DIR, GOES_ON, StopSignals, leave_with_parent, write_exit_report
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.core.extensions import offered
-from modelwright.core.suggest import did_you_mean
+from modelwright.core.texts import did_you_mean
 
 _ABOUT_PATHS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP

@@ -12,8 +12,8 @@ from typing import Any
 from modelwright.cli.config import setting_names
 from modelwright.cli.display import choose_display, duration
 from modelwright.cli.parsers import Command, new_parser
+from modelwright.cli.processes import Say, is_first, is_started, print_ending, supervise
 from modelwright.cli.recipes import recipe_names
-from modelwright.cli.supervise import Say, is_first, is_started, print_ending, supervise
 from modelwright.core.errors import ConfigError
 from modelwright.core.overrides import named_stages, read_overrides, split_settings
 
@@ -101,7 +101,7 @@ def carry_out(
     `add_run_options`; line: the whole command line, for the processes that are started; only: stages to run, all if
     empty; hosts: the `LaunchConfig`, None for processes on this machine only.
     """
-    from modelwright.pipeline.estimate.plan import describe_plan
+    from modelwright.pipeline.estimate.time_budget import describe_plan
     from modelwright.pipeline.run import check_request, execute
 
     if options.dry_run or not is_started():

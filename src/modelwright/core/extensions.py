@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
-from modelwright.core.suggest import did_you_mean
+from modelwright.core.texts import did_you_mean
 
 T = TypeVar("T")
 

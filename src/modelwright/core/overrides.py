@@ -12,7 +12,7 @@ from typing import Any
 
 from modelwright.core.config import is_constant, parse_scalar, set_dotted
 from modelwright.core.errors import ConfigError
-from modelwright.core.suggest import nearest
+from modelwright.core.texts import nearest
 
 OPTION_SIMILARITY = 0.85
 """Least similarity of an option's name: higher than for settings, because options are short words."""

@@ -1,1 +1,1 @@
-"""Floor 4: the inference engine. Token ids in, token ids out, without text or network."""
+"""The inference engine: token ids in, token ids out, without text or network."""

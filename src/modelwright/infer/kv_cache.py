@@ -101,10 +101,6 @@ class PagedCache:
         self._values = torch.zeros(shape, dtype=dtype, device=device)
         self.block_len = block_len
 
-    @property
-    def num_bytes(self) -> int:
-        return self._keys.nbytes + self._values.nbytes
-
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer as stored, [L, K, S, d] each."""
         return self._keys[layer], self._values[layer]

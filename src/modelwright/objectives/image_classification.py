@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from modelwright.compress.grid_model import TrainedGrid
 from modelwright.core.compatibility import (
-    COMMON_LOSS_SCALE,
     EQUAL_REPLICAS,
     SAME_UNITS,
     SYNCHRONOUS_UPDATES,
@@ -85,9 +84,7 @@ CROSS_ENTROPY = "cross_entropy"
 PIXELS, TARGETS = "pixels_BCSS", "targets_BK"
 MEAN, STD = 0.5, 0.5
 """Mean and standard deviation for a ResNet's colors in [0, 1]."""
-NEEDS = frozenset(
-    {WHOLE_LAYERS, WHOLE_ROWS, SYNCHRONOUS_UPDATES, EQUAL_REPLICAS, SAME_UNITS, TRAINED_WEIGHTS, COMMON_LOSS_SCALE}
-)
+NEEDS = frozenset({WHOLE_LAYERS, WHOLE_ROWS, SYNCHRONOUS_UPDATES, EQUAL_REPLICAS, SAME_UNITS, TRAINED_WEIGHTS})
 """Requirements on the layout and the settings of a training."""
 _CARRIER = ModelConfig(
     vocab_size=8, num_layers=1, model_dim=8, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=8, max_seq_len=8

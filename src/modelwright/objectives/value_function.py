@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from modelwright.core.compatibility import COMMON_LOSS_SCALE, WHOLE_ROWS
+from modelwright.core.compatibility import WHOLE_ROWS
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
@@ -100,7 +100,7 @@ class SeparateValueModel(ValueFunction):
     scaled layer by layer.
     """
 
-    needs = frozenset({WHOLE_ROWS, COMMON_LOSS_SCALE})
+    needs = frozenset({WHOLE_ROWS})
     shape: ModelConfig
     load: Callable[[], Decoder]
     """Reads the initial decoder; a reward model's head becomes the value head, without one values start at 0."""

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from modelwright.core.cpp_build import cache_folder, compiled
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.core.library_environment import lowered
+from modelwright.ops.cpp_build import cache_folder, compiled
 from modelwright.ops.kernel_speed import KERNELS, Kernel, kernels_for
 
 log = logging.getLogger("modelwright.ops")

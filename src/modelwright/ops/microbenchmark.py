@@ -14,8 +14,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from modelwright.core.busy import MISSING_CORES, PERIOD_S, LoadMeter, missing_cores
-from modelwright.core.resources import num_usable_cores
+from modelwright.core.resources import MISSING_CORES, PERIOD_S, LoadMeter, missing_cores, num_usable_cores
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")

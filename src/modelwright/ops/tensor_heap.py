@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from modelwright.core.cpp_build import cache_folder, compiled
 from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.ops.cpp_build import cache_folder, compiled
 
 log = logging.getLogger("modelwright.train.memory")
 SOURCE = Path(__file__).with_name("tensor_heap.cpp")

@@ -208,7 +208,7 @@ class AllReduce(Strategy):
 
     sync: sums gradients over `mesh.reduce`. start: starts sums while backward runs (`Buckets.arm`), None if it cannot.
     unscale_first: the loss scale is removed before gradients are sent, as needed by a `sync` that keeps state or
-    rounds, and by loss scales per layer. close: called at the end.
+    rounds. close: called at the end.
     """
 
     needs, breaks = frozenset[str](), frozenset[str]()  # those of its `sync`, which settings choose, are declared there

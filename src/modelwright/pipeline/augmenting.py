@@ -20,15 +20,15 @@ from typing import Any
 from modelwright.core.config import digest, dump, parse
 from modelwright.core.errors import ConfigError, ModelError, writing
 from modelwright.core.progress import Progress, SilentProgress
-from modelwright.core.redact import redact_text
 from modelwright.core.resources import num_usable_cores
 from modelwright.core.rundir import LOCK_FILE, lock_folder
 from modelwright.core.seeds import derive_seed
+from modelwright.core.texts import redact_text
 from modelwright.data.augment.augmentation import Augmentation
 from modelwright.data.augment.augmenter import AugmentConfig, Augmenter, CopyRecipe, MethodCost
 from modelwright.data.augment.methods import build_methods, known_methods
 from modelwright.data.clean.config import CleanConfig
-from modelwright.data.clean.steps.step import ShardFiles, numbered, pack_lines, unpack_documents, unpack_lines
+from modelwright.data.clean.steps.step import ShardFiles, numbered, pack_lines, unpack_lines
 from modelwright.data.document import Document
 from modelwright.data.rows.batching.augmented import AugmentedLoader, PlannedRows
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
@@ -39,9 +39,8 @@ from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.hf import load_model
-from modelwright.pipeline.augmentation_config import AugmentationConfig
 from modelwright.pipeline.cleaning import fingerprint
-from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.config import AugmentationConfig, RunConfig
 from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.train.runtime import TechniqueBuilder
@@ -139,7 +138,7 @@ def augment_shard(job: ShardJob) -> int:
     if facts is None:
         methods = make_methods(job.augment.methods, job.settings)
         augmenter = Augmenter(methods, seed=job.augment.seed)
-        documents = unpack_documents(job.shard.read(_ORIGINALS, "originals.zst"))
+        documents = list(map(Document.from_json, unpack_lines(job.shard.read(_ORIGINALS, "originals.zst"))))
         lines: list[str] = []
         for start in range(0, len(documents), _BATCH_DOCUMENTS):
             batch = documents[start : start + _BATCH_DOCUMENTS]

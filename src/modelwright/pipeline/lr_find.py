@@ -23,13 +23,13 @@ from modelwright.data.images.store import open_images
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.hf import load_model
 from modelwright.parallel.mesh import single
-from modelwright.pipeline.borrowed_rows import BorrowedRows, borrowed_rows
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.process_group import use_threads
 from modelwright.pipeline.report.blocks import Chart, Fact, Page, Section, Table, number
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
 from modelwright.pipeline.report.page import render
 from modelwright.pipeline.resolve import resolve
+from modelwright.pipeline.run import BorrowedRows, borrowed_rows
 from modelwright.pipeline.run_config import previous_config
 from modelwright.pipeline.stage import StageInputs
 from modelwright.train.build import train

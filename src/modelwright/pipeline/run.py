@@ -1,5 +1,7 @@
 """A run from its configuration to its outcome: checks before any data is prepared, folder, lock, run.json,
 config.yaml, stages, signals. The only module that connects all of them; stages and the terminal are elsewhere.
+
+Packed rows of a run for commands that train outside of it: the run's own rows, or newly packed ones.
 """
 
 import math
@@ -12,14 +14,13 @@ from typing import Any
 
 from modelwright import __version__
 from modelwright.core.artifacts import Manifest
-from modelwright.core.busy import OtherProcesses, busy_machine
 from modelwright.core.compatibility import Feature
 from modelwright.core.config import save_yaml
 from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError, prefix_errors
 from modelwright.core.progress import Progress, SilentProgress
-from modelwright.core.redact import redact_words
-from modelwright.core.resources import git_commit, hardware, versions
+from modelwright.core.resources import OtherProcesses, busy_machine, git_commit, hardware, versions
 from modelwright.core.rundir import RunDir
+from modelwright.core.texts import redact_words
 from modelwright.ops.tensor_heap import use_tensor_heap
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context_parallel import check_context, local_spans
@@ -47,13 +48,13 @@ from modelwright.pipeline.resolve import (
     resolved_device,
 )
 from modelwright.pipeline.run_config import previous_config, read_run_config
-from modelwright.pipeline.runner import Outcome, run_stages, survey
+from modelwright.pipeline.runner import Outcome, now, run_stages, survey
 from modelwright.pipeline.stage import Stage, StageSpec
-from modelwright.pipeline.stage_log import now
+from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.report import REPORT
 from modelwright.pipeline.stages.specs import build_stages
-from modelwright.pipeline.stages.stage_inputs import model_before
+from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
 from modelwright.train.config import TrainConfig, check_layout
 from modelwright.train.memory.offload import check_tier
 from modelwright.train.monitors.codecarbon_tracker import known_country
@@ -374,3 +375,33 @@ class _RunJournal:
         self._entry |= {"ended": now(), "state": state} | ({"error": error} if error else {})
         with nullcontext() if state == "done" else suppress(OSError):  # a full disk must not hide the failure
             self._run.write_info(self._info)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BorrowedRows:
+    """Rows of a run's first training. folder: folder of `train` and `heldout`; parents: artifacts that a training
+    without a stage before it reads, by stage name.
+    """
+
+    folder: Path
+    parents: Mapping[str, Path]
+
+
+def borrowed_rows(
+    config: RunConfig, run: RunDir, folder: Path, words: Sequence[str], progress: Progress
+) -> BorrowedRows:
+    """Returns the rows of the first training of a resolved configuration, packed below `folder` unless the run has
+    finished ones that match. words: command line, the command's name first.
+    """
+    rows, place = config.trainings[0].rows, run
+    assert rows is not None
+    if survey(run, build_stages(config, run)).states[PACK.name] != "done":
+        place = RunDir(folder / "data")
+        # All stages stay in the configuration, because the trainings decide which rows are packed.
+        before = config.stage_names[: config.stage_names.index(PACK.name) + 1]
+        data = replace(config, minutes=0.0)
+        execute(data, place, only=before, origin=words[0], words=words, progress=progress)
+    parents = {name: place.stage(name).artifact for name in (PACK.name, tokenizer_stage(config))}
+    if config.init_from:
+        parents[INIT.name] = Path(config.init_from)
+    return BorrowedRows(folder=parents[PACK.name] / rows.name, parents=parents)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from modelwright.core.distinct_words import distinct_word_score
 from modelwright.core.errors import ConfigError
+from modelwright.core.texts import distinct_word_score
 from modelwright.reward.reward import Reward, Sample, Score
 
 

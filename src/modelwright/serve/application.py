@@ -6,7 +6,6 @@ each request and errors in OpenAI's form.
 
 import asyncio
 import contextlib
-import logging
 import secrets
 import time
 from dataclasses import replace
@@ -28,14 +27,12 @@ from modelwright.serve.api.operations import all_operations
 from modelwright.serve.config import RequestsConfig, ServeConfig
 from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.engines.client import EngineClient
-from modelwright.serve.errors import ApiError, error_body, shutting_down
+from modelwright.serve.errors import ApiError, error_body, log, shutting_down
 from modelwright.serve.keys import key_ring
 from modelwright.serve.load import ModelSource, ServedTokenizer
 from modelwright.serve.reload import Locate, Reloader, same_place
 from modelwright.serve.served_model import ServedModel, serve_model
 from modelwright.serve.service import CLIENT_LEFT, VERSION_HEADER, Service
-
-log = logging.getLogger("modelwright.serve")
 
 NOTHING_KEPT = RequestsConfig()
 CUT_OFF_TIMEOUT_S = 2
@@ -133,7 +130,7 @@ class Application:
 
     async def start(self) -> None:
         """Starts the engines and observers. Call it inside the running event loop, before requests arrive."""
-        self.service.worker.start()
+        self.service.worker.client.start(self.service.worker)
         self.service.metrics.versions.show(self.service.model.fingerprint)
         if self._request_log:
             self._request_log.start()

@@ -1,8 +1,12 @@
-"""Errors in OpenAI's form, which its clients understand."""
+"""Errors in OpenAI's form, which its clients understand, and the server's log."""
 
+import logging
 import math
 import secrets
 from typing import Any
+
+log = logging.getLogger("modelwright.serve")
+"""The log of the whole server (see `monitoring`)."""
 
 
 class ApiError(Exception):

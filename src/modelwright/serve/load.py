@@ -37,6 +37,8 @@ class ServedTokenizer:
     ) -> None:
         self.definition = definition
         self._tokenizer = tokenizer
+        self.vocab_size = tokenizer.vocab_size
+        self.decode, self.stream = tokenizer.decode, tokenizer.stream
         self._bytes_of = bytes_of
         # a normalizer may remove any amount of text, such as repeated spaces
         self.max_token_bytes = 0 if normalizes else max(map(len, bytes_of.values()), default=0)
@@ -51,10 +53,6 @@ class ServedTokenizer:
         definition = json.loads(text)
         bytes_of = token_bytes(definition) if is_byte_level(definition) else {}
         return cls(tokenizer, bytes_of, text, normalizes=bool(definition.get("normalizer")))
-
-    @property
-    def vocab_size(self) -> int:
-        return self._tokenizer.vocab_size
 
     def encode(self, text: str, *, with_begin: bool = True) -> list[int]:
         """Encodes a prompt for plain completion."""
@@ -80,14 +78,6 @@ class ServedTokenizer:
             raise ApiError(400, str(error), code="invalid_value") from None
         spoken = mask.nonzero()[0]
         return ids[: int(spoken[-1]) + 1 if len(spoken) else len(ids)].tolist()
-
-    def stream(self) -> TextStream:
-        """Returns a decoder that takes one token at a time, returns complete characters and omits control tokens."""
-        return self._tokenizer.stream()
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Decodes tokens, without control tokens."""
-        return self._tokenizer.decode(ids)
 
     def token_text(self, token_id: int) -> str:
         """Returns the text of a token, the name of a control token, or "" for a token that only the model has."""

@@ -3,7 +3,6 @@ and then gets all new requests, while open answers finish on the old one.
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,13 +12,11 @@ from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.account.monitoring import Metrics
 from modelwright.serve.engines.client import EmbeddingJob, GenerationJob, Job
-from modelwright.serve.errors import ApiError
+from modelwright.serve.errors import ApiError, log
 from modelwright.serve.keys import ANYONE, Caller
 from modelwright.serve.load import ModelSource
 from modelwright.serve.served_model import ServedModel
 from modelwright.serve.service import Service
-
-log = logging.getLogger("modelwright.serve")
 
 SMOKE_TEXT = "The quick brown fox"
 SMOKE_TOKENS = 8
@@ -104,7 +101,7 @@ class Reloader:
         except Exception as error:
             log.exception("a new model could not be loaded")
             raise self._refusal(f"{type(error).__name__}: {error}") from error
-        fresh.worker.start()
+        fresh.worker.client.start(fresh.worker)
         # before any user gets it, because damaged weights can load without an error
         problem = await _smoke_test(fresh)
         if not problem and self._service.is_draining:

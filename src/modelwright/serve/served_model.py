@@ -94,10 +94,6 @@ class EngineWorker:
         """Set while no answer is open."""
         self.idle.set()
 
-    def start(self) -> None:
-        """Starts the engines. Call it inside the running event loop."""
-        self.client.start(self)
-
     @property
     def num_open(self) -> int:
         """Number of answers that are running or waiting."""

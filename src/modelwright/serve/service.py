@@ -17,10 +17,10 @@ from starlette.requests import Request
 
 from modelwright.serve.ab.state import CONTROL, Assignment
 from modelwright.serve.account.monitoring import Metrics
-from modelwright.serve.api.fields import RequestModel
+from modelwright.serve.api.fields import GenerationRequest, RequestModel
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import ApiError, shutting_down
-from modelwright.serve.generation import Generation, GenerationRequest
+from modelwright.serve.generation import Generation
 from modelwright.serve.keys import Caller, KeyRing, KeyScope
 from modelwright.serve.served_model import EngineWorker, ServedModel
 

@@ -41,7 +41,6 @@ from modelwright.train.optim.build import build_optimizer
 from modelwright.train.outside import guarded, named_techniques
 from modelwright.train.parallelize import activation_pass, parallelize, remove_passes
 from modelwright.train.precision.apply import ModelPrecision, fp32_products
-from modelwright.train.precision.layer_scales import LossScales, loss_scales_for
 from modelwright.train.runner import Executor, MicrobatchRunner
 from modelwright.train.runtime import Runtime, TechniqueBuilder
 from modelwright.train.seeding import repeatable_convolutions
@@ -128,7 +127,7 @@ def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
         partial(ewc, config.ewc, rows=job.old_rows),  # on_batch: which weights matter; on_gradients: add the pull
         partial(finite_check, config.max_skipped_steps, measures=job.measure_grad_norm),  # on_gradients: norm, skip
         amax_history,  # on_batch, on_gradients: maxima of FP8 factors
-        loss_scaling,  # on_gradients: follow overflows
+        partial(loss_scaling, config.precision),  # on_gradients: follow overflows
         skip_empty_batches,  # on_gradients
         partial(learning_rate, config.schedule, peak=config.peak_learning_rate),  # on_batch
         partial(loss_spikes, config.loss_spikes, checkpoint_every=every),  # on_batch: lower rate; on_gradients: skip
@@ -232,20 +231,13 @@ def build_step(job: TrainJob, global_mesh: Mesh, session: Session, on_exit: Exit
     """Lay the model out over the mesh, in place, and build its step; also used by the memory planner. on_exit: closed
     by the caller when the run under this layout ends.
     """
-    config, world, shape = job.config, global_mesh.world, job.model.config
+    config, world = job.config, global_mesh.world
     # In mode hogwild each process updates the shared weights alone, so its own mesh has one rank.
     is_hogwild = config.async_updates.mode == "hogwild"
     mesh = build_mesh(single(world.device), ParallelConfig()) if is_hogwild else global_mesh
     microbatches = config.gradient_accumulation_steps
     microbatch_tokens = config.batch_tokens // (mesh.data.size * mesh.context.size * microbatches)
-    scales = loss_scales_for(
-        config.precision.loss_scale,
-        uses_fp16=config.precision.uses_fp16,
-        count=lambda: shape.num_parameters,
-        num_layers=shape.num_layers,
-        device=mesh.world.device,
-    )
-    executor, replica = build_replica(job, mesh, scales, session.store, microbatch_tokens=microbatch_tokens)
+    executor, replica = build_replica(job, mesh, session.store, microbatch_tokens=microbatch_tokens)
     on_exit.callback(remove_passes, job.model)  # first, so last on exit: techniques undo their changes before
     own_modules = job.objective.own_modules
     job.objective.begin(ModelLayout(mesh=mesh, precision=config.precision, own_modules=own_modules))
@@ -254,7 +246,6 @@ def build_step(job: TrainJob, global_mesh: Mesh, session: Session, on_exit: Exit
         executor=executor,
         runner=MicrobatchRunner(executor=executor, microbatches=microbatches, device=mesh.world.device),
         formats=ModelPrecision(executor.model, config.precision),
-        scales=scales,
         global_mesh=global_mesh,
         microbatch_tokens=microbatch_tokens,
         num_steps=job.num_steps,
@@ -287,7 +278,7 @@ def build_step(job: TrainJob, global_mesh: Mesh, session: Session, on_exit: Exit
 
 
 def build_replica(
-    job: TrainJob, mesh: Mesh, scales: LossScales, store: Store | None, *, microbatch_tokens: int
+    job: TrainJob, mesh: Mesh, store: Store | None, *, microbatch_tokens: int
 ) -> tuple[Executor, Replica]:
     """Lay the model out, in place, with all passes that the configuration asks for, and build its optimizer."""
     config = job.config
@@ -307,7 +298,6 @@ def build_replica(
         ),
         compile_blocks=config.compile,
         precision=config.precision,
-        layer_scales=scales.layers,
         scatters_each=config.optimizer_in_backward,
     )
     optimizer = build_optimizer(

@@ -268,16 +268,13 @@ class TrainConfig(SharedTrainConfig):
         """
         # Shared memory gives way silently: it only saves memory, and every feature works without it.
         active = [*self.features(), *further, SHARED_MEMORY]
-        scaling = self.precision.loss_scale
-        scales_losses = scaling.enabled == "always" or (scaling.enabled == "auto" and self.precision.uses_fp16)
         return StrategyConfig(
             transport=self.gradient_sync,
             asynchronous=self.async_updates,
             update_in_backward=self.optimizer_in_backward,
             clip_norm=self.max_grad_norm,
             shares_memory=shares_memory and not conflict(active),
-            scales_losses=scales_losses,
-            scales_layers=scales_losses and scaling.per_layer,
+            scales_losses=self.precision.loss_scale.scales(uses_fp16=self.precision.uses_fp16),
         )
 
     def batch_rows(self, seq_len: int, *, num_copies: int = 1) -> int:

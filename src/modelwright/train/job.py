@@ -8,7 +8,7 @@ from pathlib import Path
 
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.rundir import StageDir
-from modelwright.core.sinks.sink_list import Tracking
+from modelwright.core.sinks import Tracking
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.gradient_sync import GradientSync

@@ -1,8 +1,7 @@
 """Model passes, `model -> model`, in their one fixed order.
 
-Tensor parallelism replaces the layers, so it comes first. Loss scales of blocks wrap them next, inside the part that
-activation checkpointing recomputes; that comes before compile, which sees (and may fuse across) the recomputation;
-FSDP, which gathers whole blocks, comes last. Number formats of products (`precision/apply.py`) are set on the finished
+Tensor parallelism replaces the layers, so it comes first. Activation checkpointing comes before compile, which sees
+(and may fuse across) the recomputation; FSDP, which gathers whole blocks, comes last. Number formats of products (`precision/apply.py`) are set on the finished
 layers, because they may change while the model trains.
 """
 
@@ -26,7 +25,6 @@ from modelwright.train.memory.checkpointing import checkpoint_segments, remove_c
 from modelwright.train.memory.config import ActivationCheckpointingConfig
 from modelwright.train.memory.offload import Store
 from modelwright.train.precision.apply import remove_formats
-from modelwright.train.precision.layer_scales import LayerScales, scale_blocks
 from modelwright.train.precision.policy import PrecisionConfig
 from modelwright.train.runner import Executor, WholeModel
 
@@ -39,7 +37,6 @@ def parallelize(
     activations: Callable[[Decoder], Decoder],
     compile_blocks: bool,
     precision: PrecisionConfig,
-    layer_scales: LayerScales | None = None,
     scatters_each: bool = False,
 ) -> Executor:
     """Lay the model out over the mesh, in place; with a pipeline this rank keeps only its layers. scatters_each:
@@ -55,7 +52,6 @@ def parallelize(
         activations=activations,
         compile_blocks=compile_blocks,
         precision=precision,
-        layer_scales=layer_scales,
     )
     if mesh.pipeline.size > 1:
         from modelwright.parallel.pipeline.runner import Pipeline  # its schedules import TorchDynamo, which takes 0.5 s
@@ -75,13 +71,10 @@ def apply_passes(
     activations: Callable[[Decoder], Decoder],
     compile_blocks: bool,
     precision: PrecisionConfig,
-    layer_scales: LayerScales | None = None,
 ) -> Decoder:
     """Apply the enabled passes, in place, without changing parameter names. Returns the model."""
     if mesh.devices is not None and mesh.tensor.size > 1:
         model = shard_layers(model, mesh.devices["tensor"], sequence_parallel=parallel.sequence_parallel)
-    if layer_scales is not None:
-        model = scale_blocks(model, layer_scales)
     model = activations(model)
     if compile_blocks:
         model = compile_each_block(model)

@@ -11,7 +11,6 @@ from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.strategy import Replica, Strategy
 from modelwright.train.monitors.anomalies import AnomalyLog
 from modelwright.train.precision.apply import ModelPrecision
-from modelwright.train.precision.layer_scales import LossScales
 from modelwright.train.precision.loss_scale import LossScaler, NoLossScaler
 from modelwright.train.runner import Executor, Runner
 from modelwright.train.technique import StepInfo, Technique
@@ -29,7 +28,6 @@ class Runtime:
     executor: Executor
     runner: Runner
     formats: ModelPrecision
-    scales: LossScales
     scaler: LossScaler = field(default_factory=NoLossScaler)
     """Scales losses and unscales gradients."""
     global_mesh: Mesh

@@ -7,7 +7,7 @@ import pytest
 
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
-from modelwright.pipeline.estimate.memory import RankPart, block_parameters, rank_memory, root_parameters
+from modelwright.pipeline.estimate.cost import RankPart, block_parameters, rank_memory, root_parameters
 from modelwright.train.memory.activations import Segment, block_shape
 from modelwright.train.memory.config import ActivationCheckpointingConfig
 from modelwright_claims import memory_probe, zero_memory

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.pipeline.estimate.probes.accelerator import driver_version
+from modelwright.pipeline.estimate.probes.bandwidth import MEMORY, array_bytes, driver_version, last_level_cache_bytes
 from modelwright.pipeline.estimate.probes.disk import DISK, file_system
-from modelwright.pipeline.estimate.probes.memory_bandwidth import MEMORY, array_bytes, last_level_cache_bytes
 from modelwright.pipeline.estimate.probes.probe import Probe, ProbeResult, ProbeSetting, ProbeUnavailable
 from modelwright.pipeline.estimate.probes.survey import NAMES, PROBES, MachineProbes, measure_machine, probe_lines
 

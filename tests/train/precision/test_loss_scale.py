@@ -3,7 +3,7 @@
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.train.precision.loss_scale import LossScale, LossScaleConfig, first_scale, loss_scale_for
+from modelwright.train.precision.loss_scale import LossScale, LossScaleConfig, first_scale
 
 
 def run(scale: LossScale, overflows: list[bool]) -> list[float]:
@@ -60,10 +60,10 @@ def test_the_first_scale_by_size(parameters, power):
 
 
 def test_who_scales():
-    assert loss_scale_for(LossScaleConfig(), uses_fp16=False, count=lambda: 1) is None
-    assert loss_scale_for(LossScaleConfig(enabled="never"), uses_fp16=True, count=lambda: 1) is None
-    assert loss_scale_for(LossScaleConfig(), uses_fp16=True, count=lambda: 1) is not None
-    assert loss_scale_for(LossScaleConfig(enabled="always"), uses_fp16=False, count=lambda: 1) is not None
+    assert not LossScaleConfig().scales(uses_fp16=False)
+    assert not LossScaleConfig(enabled="never").scales(uses_fp16=True)
+    assert LossScaleConfig().scales(uses_fp16=True)
+    assert LossScaleConfig(enabled="always").scales(uses_fp16=False)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from modelwright.core.event_log import EventKind
+from modelwright.core.records import EventKind
 from modelwright_continual.drift.requests import RequestRecord
 
 Value = float | str | None

@@ -10,8 +10,7 @@ from modelwright.data.rows.cache.row_cache import RowCacheConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.estimate.cost import size
 from modelwright.train.config import TrainConfig
-from modelwright_plan.advice.needs import StepNeeds
-from modelwright_plan.advice.times import StepTimes
+from modelwright_plan.advice.needs import StepNeeds, StepTimes
 
 SHARED = "training."
 """The section whose settings a stage may have of its own."""

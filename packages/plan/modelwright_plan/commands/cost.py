@@ -41,10 +41,8 @@ def add_price_options(parser: argparse.ArgumentParser) -> None:
 
 def show(options: argparse.Namespace) -> int:
     """Print the bill. Raises `ConfigError` for a workload that cannot be priced."""
-    from modelwright_plan.cost.bill import make_bill
-    from modelwright_plan.cost.format_bill import bill_data, bill_text
+    from modelwright_plan.cost.bill import bill_data, bill_text, bill_tornado, make_bill
     from modelwright_plan.cost.prices import load_prices
-    from modelwright_plan.cost.sensitivity import bill_tornado
 
     for name in ("count", "top"):
         if getattr(options, name) < 1:
@@ -60,7 +58,7 @@ def show(options: argparse.Namespace) -> int:
     today = datetime.datetime.now(datetime.UTC).date()
     text = bill_text(bill, swings, today=today, top=options.top, notes=notes)
     if options.html:
-        from modelwright_plan.cost_page import write_cost_page
+        from modelwright_plan.page import write_cost_page
 
         write_cost_page(options.html, workload.name, text, swings[: options.top], float(bill.total))
     print(json.dumps(bill_data(bill, swings, today=today), indent=1) if options.json else text)

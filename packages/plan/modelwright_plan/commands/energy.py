@@ -24,8 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def show(options: argparse.Namespace) -> int:
     """Print the start. Raises `ConfigError` for a job that does not fit."""
     from modelwright.pipeline.estimate.cost import duration
-    from modelwright_plan.carbon import plan_start, read_carbon_table
-    from modelwright_plan.codecarbon_estimate import codecarbon_estimate
+    from modelwright_plan.carbon import codecarbon_estimate, plan_start, read_carbon_table
 
     hours, watts = _job(options)
     table = read_carbon_table(options.carbon)

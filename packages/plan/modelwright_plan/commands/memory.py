@@ -62,9 +62,8 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
     """Print the timeline and the plan. Raises `ConfigError` for a budget that cannot be held."""
     from modelwright.cli.display import choose_display
     from modelwright.objectives.next_token import NextToken
-    from modelwright_plan.format_memory import Known, plan_data, plan_text
+    from modelwright_plan.format_memory import Known, memory_page, plan_data, plan_text
     from modelwright_plan.measured import error_text, heap_gap_text, measured_errors
-    from modelwright_plan.memory_page import memory_page
     from modelwright_plan.memory_plan import plan_step
 
     if not 0.0 <= options.max_recompute < math.inf:
@@ -111,8 +110,7 @@ def _elsewhere(options: argparse.Namespace, model: "ModelConfig", train: "TrainC
     from modelwright.pipeline.estimate.doctor import measure_rates
     from modelwright.train.memory.config import ActivationCheckpointingConfig
     from modelwright.train.memory.offload import open_store
-    from modelwright_plan.memory_plan import NOWHERE, OffloadTarget
-    from modelwright_plan.offload_cost import measure_flops_per_byte
+    from modelwright_plan.memory_plan import NOWHERE, OffloadTarget, measure_flops_per_byte
 
     configured = train.activation_checkpointing
     tier = options.offload or configured.offload

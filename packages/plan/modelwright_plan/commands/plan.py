@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.pipeline.estimate.layout import TrainingJob
     from modelwright.train.precision.policy import PrecisionConfig
     from modelwright_plan.catalog import ComputeFormat, ComputeRate
-    from modelwright_plan.cluster import Cluster
+    from modelwright_plan.layout_search import Cluster
 
 
 _NAMES = ("layout", "memory", "cost", "spot", "energy", "advice")
@@ -151,8 +151,8 @@ def _layout(options: argparse.Namespace) -> int:
         if (given := getattr(options, name.replace("-", "_"))) < 1:
             raise ConfigError(f"--{name}: must be at least 1, got {given}")
     from modelwright_plan.format_layouts import proposal_data, proposal_text
+    from modelwright_plan.layout_search import propose
     from modelwright_plan.measured import error_text, measured_errors
-    from modelwright_plan.search import propose
 
     job, notes = _job(options)
     cluster = _cluster(options, job)
@@ -246,7 +246,7 @@ def _check_measurable(model) -> None:
 def _cluster(options: argparse.Namespace, job: "TrainingJob") -> "Cluster":
     from modelwright.core.resources import hardware
     from modelwright_plan.catalog import DEVICES
-    from modelwright_plan.cluster import Cluster
+    from modelwright_plan.layout_search import Cluster
 
     sheet = DEVICES.get(options.device)
     given = {

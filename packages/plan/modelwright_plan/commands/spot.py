@@ -10,8 +10,8 @@ from modelwright.core.errors import ConfigError, writing
 from modelwright_plan.commands.cost import add_price_options
 
 if TYPE_CHECKING:
-    from modelwright_plan.spot.measured import MeasuredRate
-    from modelwright_plan.spot.plan import SpotJob
+    from modelwright_plan.run_cost import MeasuredRate
+    from modelwright_plan.spot import SpotJob
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def show(options: argparse.Namespace) -> int:
     """Print the plan. Raises `ConfigError` for a job that cannot be."""
-    from modelwright_plan.spot.plan import plan_spot, spot_data, spot_text, spot_tornado
+    from modelwright_plan.spot import plan_spot, spot_data, spot_text, spot_tornado
 
     if options.nodes < 1:
         raise ConfigError(f"--nodes: must be at least 1, got {options.nodes}")
@@ -55,7 +55,7 @@ def show(options: argparse.Namespace) -> int:
     text = spot_text(plan, swings)
     print(json.dumps(spot_data(plan, swings), indent=1) if options.json else text)
     if options.html:
-        from modelwright_plan.cost_page import write_cost_page
+        from modelwright_plan.page import write_cost_page
 
         write_cost_page(options.html, "the job on spot instances", text, swings, plan.usd)
     if options.skypilot:
@@ -68,7 +68,7 @@ def _job(options: argparse.Namespace) -> "tuple[SpotJob, MeasuredRate | None]":
     from modelwright.recipes.load import find_run
     from modelwright_plan.cost.prices import load_prices
     from modelwright_plan.run_cost import measured_rate, measured_recovery_s, measured_stall_s
-    from modelwright_plan.spot.plan import SpotJob
+    from modelwright_plan.spot import SpotJob
 
     if not options.instance:
         raise ConfigError("--instance: name the instance type, such as --instance g5.xlarge")
@@ -120,7 +120,7 @@ def _write_task(options: argparse.Namespace, name: str, interval_s: float) -> No
 
     from modelwright.core.artifacts import write_atomic
     from modelwright.recipes.load import RECIPES
-    from modelwright_plan.spot.skypilot import SkyTask
+    from modelwright_plan.spot import SkyTask
 
     task = SkyTask(
         name=name,

@@ -2,18 +2,26 @@
 
 Quantities and prices are exact fractions; a line is rounded to the cent, half a cent up, and the total is the sum of
 the lines. Every line has one price, so that another price changes its own lines and no others.
+
+How much each assumption matters: the result at its lowest and at its highest value, all others as they are.
+
+A bill as text and as plain data.
 """
 
+import datetime
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
+from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError
-from modelwright_plan.cost.prices import UNITS, Kind, Price, PriceTable
+from modelwright.core.texts import did_you_mean
+from modelwright_plan.cost.prices import UNITS, Kind, Price, PriceTable, age_warnings
 from modelwright_plan.cost.workload import NetworkUse, ServingUse, StorageUse, TrainingUse, Workload
-from modelwright_plan.spot.intervals import CheckpointCosts, daly_interval_s, expected_wall_s
+from modelwright_plan.intervals import CheckpointCosts, daly_interval_s, expected_wall_s
 
 HOUR_S = 3600
 MONTH_HOURS = 730
@@ -164,3 +172,193 @@ def _decimal(value: Fraction) -> str:
     """At most two decimals, thousands grouped."""
     text = f"{float(value):,.2f}"
     return text.rstrip("0").rstrip(".")
+
+
+ASSUMED = frozenset(
+    {
+        "hours",
+        "interruptions_per_hour",
+        "checkpoint_stall_s",
+        "recovery_s",
+        "tokens_per_month",
+        "tokens_per_s",
+        "utilization",
+        "months",
+        "size_bytes",
+        "bytes_per_month",
+    }
+)
+"""Fields of a workload that are estimates; the others are choices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swing:
+    """One bar of the tornado: an assumption, its two values, and the results at them."""
+
+    name: str
+    low: float
+    high: float
+    at_low: float
+    at_high: float
+
+    @property
+    def width(self) -> float:
+        return abs(self.at_high - self.at_low)
+
+
+def tornado(assumptions: Mapping[str, tuple[float, float]], evaluate: Callable[[str, float], float]) -> list[Swing]:
+    """The swings, the widest first. assumptions: lowest and highest value by name; evaluate: the result if one of them
+    has a certain value.
+    """
+    swings = [
+        Swing(name=name, low=low, high=high, at_low=evaluate(name, low), at_high=evaluate(name, high))
+        for name, (low, high) in assumptions.items()
+    ]
+    return sorted(swings, key=lambda swing: -swing.width)
+
+
+def bill_tornado(bill: Bill, prices: PriceTable, *, vary: float) -> list[Swing]:
+    """How the total of a bill depends on the workload's estimates and on each price.
+
+    vary: how far each may be off, as a share of its value; `Workload.ranges` says otherwise for some. Raises
+    `ConfigError` for a range of something that is no assumption.
+    """
+    plain: dict[str, Any] = dump(bill.workload)
+    values = {path: _get(plain, path) for path in _paths(plain) if _get(plain, path)}
+    costs = {f"price {price.key}": float(price.dollars) for price in bill.prices if price.dollars}
+    ranges = {name: (value * (1 - vary), value * (1 + vary)) for name, value in {**values, **costs}.items()}
+    ranges = {
+        name: (low, min(high, 1.0) if name.endswith(".utilization") else high) for name, (low, high) in ranges.items()
+    }
+    for name, given in bill.workload.ranges.items():
+        if name not in ranges:
+            raise ConfigError(f"ranges: {name!r} is no assumption{did_you_mean(name, ranges)} of this workload")
+        ranges[name] = given
+    rows = {f"price {price.key}": price for price in bill.prices}
+
+    def evaluate(name: str, value: float) -> float:
+        if name in rows:
+            row = replace(rows[name], usd=format(Decimal(repr(value)), "f"))
+            return float(make_bill(bill.workload, prices.updated([row])).total)
+        changed = _with(plain, name.split("."), value)
+        return float(make_bill(parse(Workload, changed), prices).total)
+
+    return tornado(ranges, evaluate)
+
+
+def tornado_lines(swings: Sequence[Swing], base: float, *, top: int, width: int = 40) -> list[str]:
+    """The tornado as text: bars around the present result."""
+    shown = [swing for swing in swings if swing.width > 0][:top]
+    reach = max((abs(value - base) for swing in shown for value in (swing.at_low, swing.at_high)), default=0.0)
+    names = max((len(swing.name) for swing in shown), default=0)
+    return [
+        f"{swing.name:<{names}}  {_bar(swing, base, reach, width // 2)}  {min(swing.at_low, swing.at_high):>14,.2f} to "
+        f"{max(swing.at_low, swing.at_high):,.2f}  (at {swing.low:.6g} and {swing.high:.6g})"
+        for swing in shown
+    ]
+
+
+def _bar(swing: Swing, base: float, reach: float, half: int) -> str:
+    below = round(half * max(0.0, base - min(swing.at_low, swing.at_high)) / reach)
+    above = round(half * max(0.0, max(swing.at_low, swing.at_high) - base) / reach)
+    return f"{'#' * below:>{half}}|{'#' * above:<{half}}"
+
+
+def _paths(plain: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all estimates: `training.0.hours`."""
+    items = plain.items() if isinstance(plain, Mapping) else enumerate(plain)
+    for key, value in items:
+        path = f"{prefix}{key}"
+        if isinstance(value, (Mapping, list)):
+            yield from _paths(value, f"{path}.")
+        elif key in ASSUMED:
+            yield path
+
+
+def _get(plain: Any, path: str) -> float:
+    for key in path.split("."):
+        plain = plain[int(key) if isinstance(plain, list) else key]
+    return plain
+
+
+def _with(plain: Any, keys: Sequence[str], value: float) -> Any:
+    """A copy with another value at one place; one that was a whole number stays one."""
+    if not keys:
+        return round(value) if isinstance(plain, int) else value
+    key: Any = int(keys[0]) if isinstance(plain, list) else keys[0]
+    changed = _with(plain[key], keys[1:], value)
+    if isinstance(plain, list):
+        return [changed if number == key else one for number, one in enumerate(plain)]
+    return {**plain, key: changed}
+
+
+TITLES: dict[Kind, str] = {
+    "compute": "compute",
+    "storage": "storage",
+    "retrieval": "reading from storage",
+    "network": "network",
+}
+NOT_INCLUDED = "Not included: requests, operations, support, taxes, discounts."
+
+
+def bill_text(bill: Bill, swings: Sequence[Swing], *, today: datetime.date, top: int, notes: Sequence[str] = ()) -> str:
+    """Lines by kind with their prices, the total, the tornado, the prices' origins and their age."""
+    width = max(len(f"{line.use}: {line.what}") for line in bill.lines)
+    lines = [f"{bill.workload.name}: {bill.workload.provider} {bill.workload.region}, US dollars"]
+    for kind, title in TITLES.items():
+        rows = [line for line in bill.lines if line.price.kind == kind]
+        if rows:
+            lines += ["", f"{title:<{width + 34}}{bill.of_kind(kind):>14,.2f}"]
+        for row in rows:
+            words = f"{row.use}: {row.what}"
+            quantity = f"{float(row.quantity):,.2f} {row.unit}"
+            lines.append(f"  {words:<{width}}{quantity:>20} x {row.price.usd:<9}{row.amount:>14,.2f}")
+    lines += ["", f"{'total':<{width + 34}}{bill.total:>14,.2f}", NOT_INCLUDED]
+    if swings:
+        lines += ["", "What the total depends on most:", *tornado_lines(swings, float(bill.total), top=top)]
+    lines += ["", "Prices:"]
+    for price in bill.prices:
+        note = f" ({price.note})" if price.note else ""
+        lines.append(f"  {price.key}: {price.usd} per {_unit(price.kind)}, {_origin(price)}{note}")
+    warnings = [f"warning: {text}" for text in price_warnings(bill.prices, today=today)]
+    return "\n".join([*lines, *(f"note: {note}" for note in notes), *warnings])
+
+
+def bill_data(bill: Bill, swings: Sequence[Swing], *, today: datetime.date) -> dict[str, Any]:
+    """The same as plain data; amounts and prices are decimal numbers as text."""
+    return {
+        "name": bill.workload.name,
+        "lines": [
+            {
+                "kind": line.price.kind,
+                "use": line.use,
+                "what": line.what,
+                "quantity": float(line.quantity),
+                "unit": line.unit,
+                "price": line.price.key,
+                "usd_per_unit": line.price.usd,
+                "usd": str(line.amount),
+            }
+            for line in bill.lines
+        ],
+        "usd": str(bill.total),
+        "sensitivity": [vars(swing) for swing in swings],
+        "warnings": price_warnings(bill.prices, today=today),
+    }
+
+
+def price_warnings(prices: Sequence[Price], *, today: datetime.date) -> list[str]:
+    """That prices are not checked, and which are old."""
+    unchecked = sum(not price.checked for price in prices)
+    text = (
+        f"{unchecked} of {len(prices)} prices were not compared with the provider's page; give your own with --prices"
+    )
+    return [*([text] if unchecked else []), *age_warnings(prices, today=today)]
+
+
+def _origin(price: Price) -> str:
+    return f"as of {price.date}, {price.source}" if price.checked else f"believed for {price.date}, not checked"
+
+
+def _unit(kind: Kind) -> str:
+    return {"compute": "hour", "storage": "GiB and month", "retrieval": "GiB", "network": "GiB"}[kind]

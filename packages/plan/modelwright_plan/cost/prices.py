@@ -11,7 +11,7 @@ from typing import Literal
 
 from modelwright.core.config import load_yaml, parse
 from modelwright.core.errors import ConfigError
-from modelwright.core.suggest import did_you_mean
+from modelwright.core.texts import did_you_mean
 
 Kind = Literal["compute", "storage", "retrieval", "network"]
 Purchase = Literal["on_demand", "spot", "reserved_1y", "reserved_3y"]

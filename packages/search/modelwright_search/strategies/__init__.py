@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.extensions import installed
-from modelwright.core.suggest import did_you_mean
+from modelwright.core.texts import did_you_mean
 from modelwright_search.strategies.optuna_studies import HALVING, RANDOM, TPE
 from modelwright_search.strategies.reinforce import REINFORCE
 from modelwright_search.strategies.scaled import SCALED

@@ -1,9 +1,7 @@
-"""`Augmentation`: a method of changing documents, and its construction from a change of one text.
+"""`Augmentation`: a method of changing documents; and how methods find and replace the words of a text.
 
 A method is a function of a document and of its own random stream, so its result depends neither on the worker nor on
 the other documents. `augmenter.py` decides which documents are changed, how often and with which stream.
-
-Finds the words of a text and replaces some of them without damage to the text around them.
 """
 
 import re
@@ -45,23 +43,16 @@ class Augmentation:
         return self.change([document], [rng])[0]
 
 
-def prose_augmentation(name: str, change: TextChange, *, keeps: Sequence[Kept] = ()) -> Augmentation:
-    """Returns a method for prose and for the questions of conversations, from a change of one text."""
-    kinds: frozenset[Kind] = frozenset({"prose", "qa"})
-    return Augmentation(name=name, kinds=kinds, keeps=frozenset(keeps), change=one_by_one(change))
+def text_augmentation(
+    name: str, change: TextChange, *, keeps: Sequence[Kept] = (), kinds: Sequence[Kind] = ("prose", "qa")
+) -> Augmentation:
+    """Returns a method that changes one text at a time: by default prose and the questions of conversations."""
 
-
-def code_augmentation(name: str, change: TextChange, *, keeps: Sequence[Kept] = ()) -> Augmentation:
-    """Returns a method for source code, from a change of one text."""
-    return Augmentation(name=name, kinds=frozenset({"code"}), keeps=frozenset(keeps), change=one_by_one(change))
-
-
-def one_by_one(change: TextChange) -> BatchChange:
     def change_batch(documents: Sequence[Document], rngs: Sequence[Random]) -> list[Document | None]:
         pairs = zip(documents, rngs, strict=True)
         return [with_texts(document, [change(text, rng) for text in texts_of(document)]) for document, rng in pairs]
 
-    return change_batch
+    return Augmentation(name=name, kinds=frozenset(kinds), keeps=frozenset(keeps), change=change_batch)
 
 
 def texts_of(document: Document) -> list[str]:
@@ -95,10 +86,10 @@ def with_texts(document: Document, texts: Sequence[str | None]) -> Document | No
     return replace(document, text=join_turns(turns), meta=meta)
 
 
-def check_fraction(name: str, fraction: float) -> None:
-    """Raises `ConfigError` unless the fraction is in (0, 1]."""
-    if not 0 < fraction <= 1:
-        raise ConfigError(f"{name}: {fraction} is not in (0, 1]; for example 0.1")
+def check_fraction(config: Any) -> None:
+    """Raises `ConfigError` unless the setting `fraction` is in (0, 1]; the `__post_init__` of most methods' configs."""
+    if not 0 < config.fraction <= 1:
+        raise ConfigError(f"fraction: {config.fraction} is not in (0, 1]; for example 0.1")
 
 
 T = TypeVar("T")

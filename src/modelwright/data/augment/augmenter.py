@@ -1,11 +1,8 @@
-"""Decides which documents are changed, by which method and with which random stream.
+"""Decides which documents are changed, by which method and with which random stream; for packed rows, processes that
+work ahead of the training step compute the tokens of the changed documents.
 
-A copy is a pure function of (seed, epoch, document id, strength): neither workers nor the order of documents matter, so
-augmented training data resumes exactly. Documents that are held out are never changed.
-
-Computes the tokens of changed documents for packed rows, in processes that work ahead of the training step.
-
-A copy is a pure function of (seed, epoch, document id, strength), whatever the workers and ranks: see `augmenter.py`.
+A copy is a pure function of (seed, epoch, document id, strength): neither workers and ranks nor the order of documents
+matter, so augmented training data resumes exactly. Documents that are held out are never changed.
 """
 
 import multiprocessing
@@ -29,6 +26,10 @@ from modelwright.data.document import Document
 from modelwright.data.rows.origins import RowOrigins
 from modelwright.data.rows.pack import TokenSequence, targets_of_piece, with_end
 from modelwright.data.workers import follow_parent
+
+Encode = Callable[[Document], Sequence[TokenSequence]]
+_MOST_BREAKS = 3
+"""Breaks of the pool after which training stops: a single process may have been killed by chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +117,6 @@ class Augmenter:
                     meta = {**copy.meta, "augmented_from": copy.id, "augmentation": method.name}
                     copies[place] = replace(copy, id=f"{copy.id}~{method.name}~{epoch}", meta=meta)
         return copies
-
-
-Encode = Callable[[Document], Sequence[TokenSequence]]
-_MOST_BREAKS = 3
-"""Breaks of the pool after which training stops: a single process may have been killed by chance."""
 
 
 class RowEncoder(Protocol):

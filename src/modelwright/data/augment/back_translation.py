@@ -1,8 +1,7 @@
 """Back translation: paraphrases by a pivot language (Sennrich et al. 2016, https://arxiv.org/abs/1511.06709).
 
-Translators for back translation: a Marian-type model on disk, or an OpenAI-compatible endpoint.
-
-Translations are stored on disk, so that nothing is translated twice, in this run or a later one.
+The translator is a pair of Marian-type models on disk or an OpenAI-compatible endpoint. Translations are stored on
+disk, so that nothing is translated twice, in this run or a later one.
 """
 
 import hashlib
@@ -247,13 +246,14 @@ class BackTranslationConfig:
     """Folder that keeps translations for later runs."""
 
     def __post_init__(self) -> None:
-        aug.check_fraction("fraction", self.fraction)
+        aug.check_fraction(self)
         has_models = self.forward != Path() and self.backward != Path()
         if bool(self.endpoint.url) and has_models:
             raise ConfigError("back_translation: set either endpoint.url or forward and backward, not both")
 
 
 def back_translation(config: BackTranslationConfig) -> aug.Augmentation:
+    cache = config.cache.expanduser()
     if config.endpoint.url:
         there = EndpointTranslator(config.endpoint, source=config.language, target=config.pivot)
         back = EndpointTranslator(config.endpoint, source=config.pivot, target=config.language)
@@ -261,8 +261,8 @@ def back_translation(config: BackTranslationConfig) -> aug.Augmentation:
         # Both directions share one file, so their names must differ.
         names = [digest([*model, config.language, config.pivot, way]) for way in "tb"]
         return translate_and_back(
-            TranslationCache(there, name=names[0], folder=config.cache.expanduser()),
-            TranslationCache(back, name=names[1], folder=config.cache.expanduser()),
+            TranslationCache(there, name=names[0], folder=cache),
+            TranslationCache(back, name=names[1], folder=cache),
             fraction=config.fraction,
             failures=lambda: there.num_failed + back.num_failed,
         )
@@ -271,19 +271,14 @@ def back_translation(config: BackTranslationConfig) -> aug.Augmentation:
             "back_translation: names no translator; set forward and backward to the folders of two models, or "
             "endpoint.url and endpoint.model"
         )
-    return translate_and_back(
-        _cached_model(config.forward, "back_translation.forward", config.cache.expanduser()),
-        _cached_model(config.backward, "back_translation.backward", config.cache.expanduser()),
-        fraction=config.fraction,
-    )
-
-
-def _cached_model(folder: Path, setting: str, cache: Path) -> Translate:
-    """Returns a model's translator with a cache, which is a new one whenever the files of the model change."""
-    translate = MarianTranslator(folder, setting=setting)
-    # Size and time identify the files, because hashing a model takes seconds.
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir())]
-    return TranslationCache(translate, name=digest([str(folder.resolve()), files]), folder=cache)
+    models: list[Translate] = []
+    for way, folder in (("forward", config.forward), ("backward", config.backward)):
+        translate = MarianTranslator(folder, setting=f"back_translation.{way}")
+        # The cache is a new one whenever the files of the model change. Size and time identify them, because hashing a
+        # model takes seconds.
+        files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir())]
+        models.append(TranslationCache(translate, name=digest([str(folder.resolve()), files]), folder=cache))
+    return translate_and_back(*models, fraction=config.fraction)
 
 
 def translate_and_back(

@@ -21,12 +21,11 @@ class CaseNoiseConfig:
     fraction: float = 0.05
     """Fraction of the words whose capitals change, and of the punctuation marks that are left out or replaced."""
 
-    def __post_init__(self) -> None:
-        aug.check_fraction("fraction", self.fraction)
+    __post_init__ = aug.check_fraction
 
 
 def case_noise(config: CaseNoiseConfig) -> aug.Augmentation:
-    return aug.prose_augmentation(
+    return aug.text_augmentation(
         "case_noise", lambda text, rng: add_noise(text, config.fraction, rng), keeps=("letters", "lines")
     )
 

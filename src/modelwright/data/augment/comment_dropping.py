@@ -7,7 +7,7 @@ import tokenize
 from dataclasses import dataclass
 from random import Random
 
-from modelwright.data.augment.augmentation import Augmentation, check_fraction, code_augmentation, draw
+from modelwright.data.augment.augmentation import Augmentation, check_fraction, draw, text_augmentation
 
 _DIRECTIVE = re.compile(r"#\s*(?:!|-\*-|type:|noqa|pragma|pylint|pyright|mypy|ruff|fmt:|isort|coding|nosec|%%)", re.I)
 """Comments that programs read."""
@@ -23,13 +23,15 @@ class CommentDroppingConfig:
     fraction: float = 0.5
     """Fraction of the comments that are dropped; comments on consecutive lines count as one."""
 
-    def __post_init__(self) -> None:
-        check_fraction("fraction", self.fraction)
+    __post_init__ = check_fraction
 
 
 def comment_dropping(config: CommentDroppingConfig) -> Augmentation:
-    return code_augmentation(
-        "comment_dropping", lambda text, rng: drop_comments(text, config.fraction, rng), keeps=("syntax_tree",)
+    return text_augmentation(
+        "comment_dropping",
+        lambda text, rng: drop_comments(text, config.fraction, rng),
+        keeps=("syntax_tree",),
+        kinds=("code",),
     )
 
 

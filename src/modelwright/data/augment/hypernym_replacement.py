@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modelwright.data.augment import related_words
-from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
+from modelwright.data.augment.augmentation import Augmentation, check_fraction, text_augmentation
 from modelwright.data.augment.synonym_replacement import replace_words
 
 _MAX_STEPS = 2
@@ -32,13 +32,12 @@ class HypernymReplacementConfig:
     wordnet: Path = related_words.DEFAULT_FOLDER
     """Folder of a WordNet database; Debian's package `wordnet-base` has one."""
 
-    def __post_init__(self) -> None:
-        check_fraction("fraction", self.fraction)
+    __post_init__ = check_fraction
 
 
 def hypernym_replacement(config: HypernymReplacementConfig) -> Augmentation:
     wordnet = related_words.open_wordnet(config.wordnet)
-    return prose_augmentation(
+    return text_augmentation(
         "hypernym_replacement",
         lambda text, rng: replace_words(text, wordnet, hypernyms, config.fraction, rng),
         keeps=("word_count", "lines"),

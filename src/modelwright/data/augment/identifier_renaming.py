@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from random import Random
 
-from modelwright.data.augment.augmentation import Augmentation, check_fraction, code_augmentation, draw
+from modelwright.data.augment.augmentation import Augmentation, check_fraction, draw, text_augmentation
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -43,15 +43,15 @@ class IdentifierRenamingConfig:
     fraction: float = 0.5
     """Fraction of the local variables that are renamed."""
 
-    def __post_init__(self) -> None:
-        check_fraction("fraction", self.fraction)
+    __post_init__ = check_fraction
 
 
 def identifier_renaming(config: IdentifierRenamingConfig) -> Augmentation:
-    return code_augmentation(
+    return text_augmentation(
         "identifier_renaming",
         lambda text, rng: rename_identifiers(text, config.fraction, rng),
         keeps=("syntax_tree", "lines"),
+        kinds=("code",),
     )
 
 

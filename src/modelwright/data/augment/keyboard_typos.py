@@ -32,12 +32,11 @@ class KeyboardTyposConfig:
     layout: Layout = "qwerty"
     """Keyboard on which the neighbors of a key are looked up."""
 
-    def __post_init__(self) -> None:
-        aug.check_fraction("fraction", self.fraction)
+    __post_init__ = aug.check_fraction
 
 
 def keyboard_typos(config: KeyboardTyposConfig) -> aug.Augmentation:
-    return aug.prose_augmentation(
+    return aug.text_augmentation(
         "keyboard_typos", lambda text, rng: add_typos(text, config, rng), keeps=("word_count", "lines")
     )
 

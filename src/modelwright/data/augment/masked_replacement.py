@@ -4,17 +4,13 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.data.augment import augmentation as aug
-
-if TYPE_CHECKING:
-    from torch import Tensor  # imported late elsewhere: the command line lists methods without it
 
 _CONTEXT_CHARS = 400
 """Text on each side of a masked word that the model sees."""
@@ -38,14 +34,14 @@ class MaskedReplacementConfig:
     """Minimum probability of a new word."""
 
     def __post_init__(self) -> None:
-        aug.check_fraction("fraction", self.fraction)
+        aug.check_fraction(self)
         if self.top_k < 1:
             raise ConfigError(f"top_k: {self.top_k} is not positive; for example 10")
 
 
 def masked_replacement(config: MaskedReplacementConfig) -> aug.Augmentation:
     model = MaskedModel(config.model)
-    return aug.prose_augmentation(
+    return aug.text_augmentation(
         "masked_replacement", lambda text, rng: replace_masked(text, model, config, rng), keeps=("word_count", "lines")
     )
 
@@ -90,12 +86,27 @@ class MaskedModel:
         self._tokenizer, self._model = load_transformers(folder, "AutoModelForMaskedLM", "masked_replacement.model")
         if self._tokenizer.mask_token is None:
             raise ModelError(f"{folder}: its tokenizer lacks a mask token; give a masked language model such as BERT")
+        from torch import tensor  # late, because the command line lists methods without it
+
+        # Whole words of the vocabulary by token id, and their ids [N] in ascending order.
+        vocabulary = self._tokenizer.get_vocab()
+        marks = tuple(mark for mark in _WORD_STARTS if any(token.startswith(mark) for token in vocabulary))
+        starts = {token: token[1:] for token in vocabulary if token.startswith(marks)} if marks else {}
+        # A vocabulary without such marks is WordPiece's.
+        words = starts or {token: token for token in vocabulary if not token.startswith("##")}
+        # A tokenizer may have added tokens that the model has no row for.
+        size = self._model.get_output_embeddings().weight.shape[0]
+        self._whole_words = {
+            vocabulary[token]: word
+            for token, word in words.items()
+            if word.isalpha() and len(word) > 1 and vocabulary[token] < size
+        }
+        self._word_ids = tensor(sorted(self._whole_words))
 
     def fill(self, text: str, words: Sequence[aug.Span], top_k: int) -> list[list[Fill]]:
         """Returns the likeliest whole words in the place of each word, best first."""
         from torch import no_grad
 
-        whole_words, word_ids = self._words
         mask = self._tokenizer.mask_token
         prompts: list[str] = []
         for word in words:
@@ -109,30 +120,11 @@ class MaskedModel:
                 rows, columns = (batch["input_ids"] == self._tokenizer.mask_token_id).nonzero(as_tuple=True)
                 logits_NV = self._model(**batch).logits[rows, columns].float()
                 # The softmax is over the whole vocabulary, so that pieces of words keep their share of probability.
-                best = logits_NV.softmax(dim=-1)[:, word_ids].topk(min(top_k, len(word_ids)))
+                best = logits_NV.softmax(dim=-1)[:, self._word_ids].topk(min(top_k, len(self._word_ids)))
                 for probabilities, places in zip(best.values.tolist(), best.indices, strict=True):
-                    ids = word_ids[places].tolist()
-                    fills.append([Fill(whole_words[one], p) for one, p in zip(ids, probabilities, strict=True)])
+                    ids = self._word_ids[places].tolist()
+                    fills.append([Fill(self._whole_words[one], p) for one, p in zip(ids, probabilities, strict=True)])
         return fills
-
-    @cached_property
-    def _words(self) -> "tuple[dict[int, str], Tensor]":
-        """Whole words of the vocabulary by token id, and their ids [N] in ascending order."""
-        from torch import tensor
-
-        vocabulary = self._tokenizer.get_vocab()
-        marks = tuple(mark for mark in _WORD_STARTS if any(token.startswith(mark) for token in vocabulary))
-        starts = {token: token[1:] for token in vocabulary if token.startswith(marks)} if marks else {}
-        # A vocabulary without such marks is WordPiece's.
-        words = starts or {token: token for token in vocabulary if not token.startswith("##")}
-        # A tokenizer may have added tokens that the model has no row for.
-        size = self._model.get_output_embeddings().weight.shape[0]
-        whole_words = {
-            vocabulary[token]: word
-            for token, word in words.items()
-            if word.isalpha() and len(word) > 1 and vocabulary[token] < size
-        }
-        return whole_words, tensor(sorted(whole_words))
 
 
 def load_transformers(folder: Path, auto_class: str, setting: str) -> tuple[Any, Any]:

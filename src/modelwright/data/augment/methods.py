@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.extensions import installed
-from modelwright.core.suggest import did_you_mean
+from modelwright.core.texts import did_you_mean
 from modelwright.data.augment.augmentation import Augmentation
 from modelwright.data.augment.back_translation import BackTranslationConfig, back_translation
 from modelwright.data.augment.case_noise import CaseNoiseConfig, case_noise
@@ -21,12 +20,7 @@ from modelwright.data.augment.random_deletion import RandomDeletionConfig, rando
 from modelwright.data.augment.random_insertion import RandomInsertionConfig, random_insertion
 from modelwright.data.augment.random_swap import RandomSwapConfig, random_swap
 from modelwright.data.augment.sentence_shuffle import SentenceShuffleConfig, sentence_shuffle
-from modelwright.data.augment.span_infilling import (
-    LanguageModel,
-    LoadLanguageModel,
-    SpanInfillingConfig,
-    span_infilling,
-)
+from modelwright.data.augment.span_infilling import LoadLanguageModel, SpanInfillingConfig, span_infilling
 from modelwright.data.augment.synonym_replacement import SynonymReplacementConfig, synonym_replacement
 
 
@@ -89,7 +83,3 @@ def build_methods(
     # A name that is given twice is one method.
     chosen = [by_name[name] for name in dict.fromkeys(names)]
     return [method.build(configs.get(method.name, method.config()), load_language_model) for method in chosen]
-
-
-def no_language_model(folder: Path) -> LanguageModel:
-    raise ConfigError(f"{folder}: language models cannot be loaded here; `modelwright augment` can")

@@ -24,12 +24,11 @@ class OcrConfusionsConfig:
     fraction: float = 0.05
     """Fraction of the words with one confusion."""
 
-    def __post_init__(self) -> None:
-        aug.check_fraction("fraction", self.fraction)
+    __post_init__ = aug.check_fraction
 
 
 def ocr_confusions(config: OcrConfusionsConfig) -> aug.Augmentation:
-    return aug.prose_augmentation(
+    return aug.text_augmentation(
         "ocr_confusions", lambda text, rng: confuse(text, config.fraction, rng), keeps=("word_count", "lines")
     )
 

@@ -13,12 +13,11 @@ class RandomDeletionConfig:
     fraction: float = 0.1
     """Fraction of the words that are left out; EDA's alpha."""
 
-    def __post_init__(self) -> None:
-        aug.check_fraction("fraction", self.fraction)
+    __post_init__ = aug.check_fraction
 
 
 def random_deletion(config: RandomDeletionConfig) -> aug.Augmentation:
-    return aug.prose_augmentation(
+    return aug.text_augmentation(
         "random_deletion", lambda text, rng: delete_words(text, config.fraction, rng), keeps=("lines",)
     )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from random import Random
 
 from modelwright.data.augment import augmentation as aug
-from modelwright.data.augment.related_words import DEFAULT_FOLDER, WordNet, open_wordnet, replaceable_words
+from modelwright.data.augment import related_words
 from modelwright.data.augment.synonym_replacement import synonyms
 
 
@@ -15,28 +15,27 @@ class RandomInsertionConfig:
 
     fraction: float = 0.1
     """Number of inserted words, as a fraction of the words, at most one per word with a synonym; EDA's alpha."""
-    wordnet: Path = DEFAULT_FOLDER
+    wordnet: Path = related_words.DEFAULT_FOLDER
     """Folder of a WordNet database; Debian's package `wordnet-base` has one."""
 
-    def __post_init__(self) -> None:
-        aug.check_fraction("fraction", self.fraction)
+    __post_init__ = aug.check_fraction
 
 
 def random_insertion(config: RandomInsertionConfig) -> aug.Augmentation:
-    wordnet = open_wordnet(config.wordnet)
-    return aug.prose_augmentation(
+    wordnet = related_words.open_wordnet(config.wordnet)
+    return aug.text_augmentation(
         "random_insertion", lambda text, rng: insert_words(text, wordnet, config.fraction, rng), keeps=("lines",)
     )
 
 
-def insert_words(text: str, wordnet: WordNet, fraction: float, rng: Random) -> str | None:
+def insert_words(text: str, wordnet: related_words.WordNet, fraction: float, rng: Random) -> str | None:
     """Inserts synonyms between two words of the sentence that has the original word, never at its beginning."""
     inserted: dict[int, str] = {}
     sentences = aug.spans_of_sentences(text)
     num_left = max(1, round(fraction * len(aug.find_words(text))))
     found = [
         (sentence, word)
-        for sentence, words in zip(sentences, replaceable_words(text, wordnet, synonyms), strict=False)
+        for sentence, words in zip(sentences, related_words.replaceable_words(text, wordnet, synonyms), strict=False)
         for word in words
     ]
     rng.shuffle(found)

@@ -14,12 +14,11 @@ class RandomSwapConfig:
     fraction: float = 0.1
     """Fraction of the words that change places; EDA's alpha."""
 
-    def __post_init__(self) -> None:
-        aug.check_fraction("fraction", self.fraction)
+    __post_init__ = aug.check_fraction
 
 
 def random_swap(config: RandomSwapConfig) -> aug.Augmentation:
-    return aug.prose_augmentation(
+    return aug.text_augmentation(
         "random_swap", lambda text, rng: swap_words(text, config.fraction, rng), keeps=("word_count", "lines")
     )
 

@@ -225,9 +225,8 @@ class Replaceable:
     alternatives: tuple[str, ...]
 
 
-@cache
-def open_wordnet(folder: Path) -> WordNet:
-    return WordNet(folder)
+open_wordnet = cache(WordNet)
+"""Opens the database in a folder, once in each process."""
 
 
 def replaceable_words(text: str, wordnet: WordNet, alternatives: Alternatives) -> Iterator[list[Replaceable]]:

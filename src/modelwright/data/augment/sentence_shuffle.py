@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from random import Random
 
-from modelwright.data.augment.augmentation import Augmentation, prose_augmentation, spans_of_sentences
+from modelwright.data.augment.augmentation import Augmentation, spans_of_sentences, text_augmentation
 
 _PARAGRAPH_BREAK = re.compile(r"(\n\s*\n)")
 _STRUCTURE = re.compile(r"^\s*(?:[-*+•|>#]|\d+[.)]\s|\S+\s*:\s*$)|\t|```", re.MULTILINE)
@@ -21,7 +21,7 @@ class SentenceShuffleConfig:
 
 
 def sentence_shuffle(config: SentenceShuffleConfig) -> Augmentation:
-    return prose_augmentation(
+    return text_augmentation(
         "sentence_shuffle", lambda text, rng: shuffle_sentences(text, config.language, rng), keeps=("words",)
     )
 
@@ -34,7 +34,14 @@ def shuffle_sentences(text: str, language: str, rng: Random) -> str | None:
             continue
         pieces = [span.text for span in spans_of_sentences(parts[number], language)]
         sentences = [piece.strip() for piece in pieces if piece.strip()]
-        if len(sentences) < 2 or not all(map(_is_whole, sentences)):
+        # Every quotation and parenthesis must begin and end within its sentence, and a mark must end it.
+        is_whole = all(
+            all(sentence.count(left) == sentence.count(right) for left, right in _PAIRS)
+            and sentence.count('"') % 2 == 0
+            and sentence[-1] in '.!?…"”’)]。！？」'
+            for sentence in sentences
+        )
+        if len(sentences) < 2 or not is_whole:
             continue
         order = list(range(len(sentences)))
         while order == sorted(order):  # every order but the original is equally likely
@@ -44,9 +51,3 @@ def shuffle_sentences(text: str, language: str, rng: Random) -> str | None:
             piece.replace(piece.strip(), next(moved)) if piece.strip() else piece for piece in pieces
         )
     return "".join(parts)
-
-
-def _is_whole(sentence: str) -> bool:
-    """Returns True if every quotation and parenthesis begins and ends within the sentence, and a mark ends it."""
-    balanced = all(sentence.count(left) == sentence.count(right) for left, right in _PAIRS)
-    return balanced and sentence.count('"') % 2 == 0 and sentence[-1] in '.!?…"”’)]。！？」'

@@ -51,7 +51,7 @@ class SpanInfillingConfig:
     """Candidates that the model writes for each span; the one after which the following text is likeliest is used."""
 
     def __post_init__(self) -> None:
-        aug.check_fraction("fraction", self.fraction)
+        aug.check_fraction(self)
         if self.num_candidates < 1:
             raise ConfigError(f"num_candidates: {self.num_candidates} is not positive; for example 4")
 

@@ -18,13 +18,12 @@ class SynonymReplacementConfig:
     wordnet: Path = related_words.DEFAULT_FOLDER
     """Folder of a WordNet database; Debian's package `wordnet-base` has one."""
 
-    def __post_init__(self) -> None:
-        aug.check_fraction("fraction", self.fraction)
+    __post_init__ = aug.check_fraction
 
 
 def synonym_replacement(config: SynonymReplacementConfig) -> aug.Augmentation:
     wordnet = related_words.open_wordnet(config.wordnet)
-    return aug.prose_augmentation(
+    return aug.text_augmentation(
         "synonym_replacement",
         lambda text, rng: replace_words(text, wordnet, synonyms, config.fraction, rng),
         keeps=("word_count", "lines"),

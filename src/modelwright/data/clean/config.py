@@ -1,6 +1,4 @@
-"""Settings of cleaning, and the list of its steps.
-
-Steps of cleaning in a user's own Python file, named `FILE.py:NAME`.
+"""Settings of cleaning, the list of its steps, and steps in a user's own Python file, named `FILE.py:NAME`.
 
 NAME is a class that is made without arguments, or a function that takes a document. The file is read in every worker
 process, so only its name and digest travel between processes. An error in one document drops that document, with the
@@ -20,7 +18,7 @@ from typing import Any, Literal, cast
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError, DataError, ModelwrightError
 from modelwright.core.extensions import configured
-from modelwright.core.suggest import did_you_mean
+from modelwright.core.texts import did_you_mean
 from modelwright.data.clean.fingerprints import DuplicatesConfig
 from modelwright.data.clean.steps.decontamination import DECONTAMINATION, DecontaminationConfig
 from modelwright.data.clean.steps.duplicates import DUPLICATES
@@ -33,8 +31,96 @@ from modelwright.data.clean.steps.step import Columns, CorpusStep, Decisions, Dr
 from modelwright.data.clean.steps.urls import URLS, UrlsConfig
 from modelwright.data.document import Document
 
+STEPS: tuple[StepSpec, ...] = (FORMAT, URLS, DECONTAMINATION, QUALITY, NOISE, DUPLICATES, IMAGES, PRIVACY)
+"""The steps in their order. A user's own steps (`CleanConfig.steps`) follow the first."""
+STEPS_GROUP = "modelwright.steps"
+"""Entry points of other packages: each a `StepSpec`."""
 FAILED = "the step failed"
 """Reason of a drop by a step that raised an exception."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleanConfig:
+    """The settings of the steps, in their order."""
+
+    format: FormatConfig = field(default_factory=FormatConfig)
+    steps: tuple[str | dict[str, Any], ...] = field(default=(), hash=False)
+    """Further steps, each `FILE.py:NAME` of your own, or `NAME` or `{NAME: {SETTINGS}}` of another installed package
+    (docs/extending.md). They run in this order, after `format`."""
+    urls: UrlsConfig = field(default_factory=UrlsConfig)
+    decontamination: DecontaminationConfig = field(default_factory=DecontaminationConfig)
+    quality: QualityConfig = field(default_factory=QualityConfig)
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
+    duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
+    privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
+    engine: Literal["local", "ray"] = "local"
+    """Engine that processes shards: `local` uses processes of this machine, `ray` uses Ray, on this machine or on the
+    cluster at `RAY_ADDRESS`. The result does not depend on it."""
+    num_workers: int = 0
+    """Number of processes that clean; 0 uses every core. The result does not depend on it."""
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 0:
+            raise ConfigError(f"num_workers: must not be negative, got {self.num_workers}; 0 uses every core")
+        steps = list[str | dict[str, Any]]()
+        for entry in self.steps:
+            one = {entry: {}} if isinstance(entry, str) and re.fullmatch(r"[\w-]+", entry) else entry
+            if isinstance(one, dict):
+                if len(one) != 1:
+                    text = f"steps: {one} has {len(one)} names"
+                    raise ConfigError(f"{text}; write an entry {{NAME: {{SETTINGS}}}} for each")
+                # With all settings written out, cleaned data does not change with the defaults of another package.
+                one = {name: dump(settings) for name, (_, settings) in _named(one).items()}
+            steps.append(one)
+        object.__setattr__(self, "steps", tuple(steps))
+
+    def specs(self) -> list[tuple[StepSpec, Any]]:
+        """All steps except those of files, each with its settings: this package's, then those of other packages."""
+        named = [one for entry in self.steps if isinstance(entry, dict) for one in _named(entry).values()]
+        return [*((spec, spec.settings_of(self)) for spec in STEPS), *named]
+
+    def replace_paths(self, source: Callable[[str], str], path: Callable[[str], str]) -> "CleanConfig":
+        """Returns the settings with one function applied to each source that a step reads, and another to each path."""
+        own = [spec for spec in STEPS if not spec.section]
+        sections = {spec.name: spec.replace_paths(spec.settings_of(self), source, path) for spec in own}
+        steps = list[str | dict[str, Any]]()
+        for entry in self.steps:
+            if isinstance(entry, str):
+                steps.append(path(entry))
+                continue
+            ((name, (spec, settings)),) = _named(entry).items()
+            steps.append({name: dump(spec.replace_paths(settings, source, path))})
+        return replace(self, **sections, steps=tuple(steps))
+
+
+def _named(entry: dict[str, Any]) -> dict[str, tuple[StepSpec, Any]]:
+    return configured(STEPS_GROUP, StepSpec, entry, "steps")
+
+
+def build_steps(config: CleanConfig, *, seed: int = 1) -> list[Step | CorpusStep]:
+    """Builds the steps of the settings. Raises `ConfigError` for one that cannot be loaded or whose name is taken."""
+    own = list[Step | CorpusStep]()
+    for entry in config.steps:
+        if isinstance(entry, str):
+            own.append(load_step(entry))
+        else:
+            ((name, (spec, settings)),) = _named(entry).items()
+            step: Any = spec.build(settings, seed)
+            if step is None:
+                continue
+            # Wrapped, so that errors in documents are treated as those of a file's step.
+            is_corpus_step = isinstance(step, CorpusStep)
+            if getattr(step, "name", None) != name or not (callable(step) or is_corpus_step):
+                raise ConfigError(f"steps.{name}: its package builds {step!r}, which is not a step named {name!r}")
+            place = _Installed(step, getattr(sys.modules.get(type(step).__module__), "__file__", None) or "")
+            own.append(FileCorpusStep(place, name) if is_corpus_step else FileStep(place, name))
+    known = {spec.name for spec in STEPS}
+    for step in own:
+        if step.name in known:
+            raise ConfigError(f"steps: there are two steps called {step.name!r}; rename one of them")
+        known.add(step.name)
+    first, *others = (step for spec in STEPS if (step := spec.build(spec.settings_of(config), seed)) is not None)
+    return [first, *own, *others]
 
 
 @dataclass(frozen=True)
@@ -121,18 +207,7 @@ def load_step(reference: str) -> Step | CorpusStep:
     place = _Place(str(file.absolute()), attribute, hashlib.sha256(content).hexdigest())
     loaded = _load(place)
     name = str(getattr(loaded, "name", attribute))
-    if isinstance(loaded, CorpusStep):
-        return FileCorpusStep(place, name)
-    return FileStep(place, name)
-
-
-def package_step(name: str, step: Any) -> Step | CorpusStep:
-    """Wraps a step that another package has built: errors in documents are treated as those of a file's step."""
-    is_corpus_step = isinstance(step, CorpusStep)
-    if getattr(step, "name", None) != name or not (callable(step) or is_corpus_step):
-        raise ConfigError(f"steps.{name}: its package builds {step!r}, which is not a step named {name!r}")
-    place = _Installed(step, getattr(sys.modules.get(type(step).__module__), "__file__", None) or "")
-    return FileCorpusStep(place, name) if is_corpus_step else FileStep(place, name)
+    return FileCorpusStep(place, name) if isinstance(loaded, CorpusStep) else FileStep(place, name)
 
 
 def _load(place: _Place | _Installed) -> Any:
@@ -187,86 +262,3 @@ def _line_of(error: BaseException, path: str) -> str:
             line = trace.tb_lineno
         trace = trace.tb_next
     return f"{Path(path).name}:{line}" if line else Path(path).name
-
-
-STEPS: tuple[StepSpec, ...] = (FORMAT, URLS, DECONTAMINATION, QUALITY, NOISE, DUPLICATES, IMAGES, PRIVACY)
-"""The steps in their order. A user's own steps (`CleanConfig.steps`) follow the first."""
-STEPS_GROUP = "modelwright.steps"
-"""Entry points of other packages: each a `StepSpec`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CleanConfig:
-    """The settings of the steps, in their order."""
-
-    format: FormatConfig = field(default_factory=FormatConfig)
-    steps: tuple[str | dict[str, Any], ...] = field(default=(), hash=False)
-    """Further steps, each `FILE.py:NAME` of your own, or `NAME` or `{NAME: {SETTINGS}}` of another installed package
-    (docs/extending.md). They run in this order, after `format`."""
-    urls: UrlsConfig = field(default_factory=UrlsConfig)
-    decontamination: DecontaminationConfig = field(default_factory=DecontaminationConfig)
-    quality: QualityConfig = field(default_factory=QualityConfig)
-    noise: NoiseConfig = field(default_factory=NoiseConfig)
-    duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
-    privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
-    engine: Literal["local", "ray"] = "local"
-    """Engine that processes shards: `local` uses processes of this machine, `ray` uses Ray, on this machine or on the
-    cluster at `RAY_ADDRESS`. The result does not depend on it."""
-    num_workers: int = 0
-    """Number of processes that clean; 0 uses every core. The result does not depend on it."""
-
-    def __post_init__(self) -> None:
-        if self.num_workers < 0:
-            raise ConfigError(f"num_workers: must not be negative, got {self.num_workers}; 0 uses every core")
-        steps = list[str | dict[str, Any]]()
-        for entry in self.steps:
-            one = {entry: {}} if isinstance(entry, str) and re.fullmatch(r"[\w-]+", entry) else entry
-            if isinstance(one, dict):
-                if len(one) != 1:
-                    text = f"steps: {one} has {len(one)} names"
-                    raise ConfigError(f"{text}; write an entry {{NAME: {{SETTINGS}}}} for each")
-                # With all settings written out, cleaned data does not change with the defaults of another package.
-                one = {name: dump(settings) for name, (_, settings) in _named(one).items()}
-            steps.append(one)
-        object.__setattr__(self, "steps", tuple(steps))
-
-    def specs(self) -> list[tuple[StepSpec, Any]]:
-        """All steps except those of files, each with its settings: this package's, then those of other packages."""
-        named = [one for entry in self.steps if isinstance(entry, dict) for one in _named(entry).values()]
-        return [*((spec, spec.settings_of(self)) for spec in STEPS), *named]
-
-    def replace_paths(self, source: Callable[[str], str], path: Callable[[str], str]) -> "CleanConfig":
-        """Returns the settings with one function applied to each source that a step reads, and another to each path."""
-        own = [spec for spec in STEPS if not spec.section]
-        sections = {spec.name: spec.replace_paths(spec.settings_of(self), source, path) for spec in own}
-        steps = list[str | dict[str, Any]]()
-        for entry in self.steps:
-            if isinstance(entry, str):
-                steps.append(path(entry))
-                continue
-            ((name, (spec, settings)),) = _named(entry).items()
-            steps.append({name: dump(spec.replace_paths(settings, source, path))})
-        return replace(self, **sections, steps=tuple(steps))
-
-
-def _named(entry: dict[str, Any]) -> dict[str, tuple[StepSpec, Any]]:
-    return configured(STEPS_GROUP, StepSpec, entry, "steps")
-
-
-def build_steps(config: CleanConfig, *, seed: int = 1) -> list[Step | CorpusStep]:
-    """Builds the steps of the settings. Raises `ConfigError` for one that cannot be loaded or whose name is taken."""
-    own = list[Step | CorpusStep]()
-    for entry in config.steps:
-        if isinstance(entry, str):
-            own.append(load_step(entry))
-        else:
-            ((name, (spec, settings)),) = _named(entry).items()
-            if (step := spec.build(settings, seed)) is not None:
-                own.append(package_step(name, step))
-    known = {spec.name for spec in STEPS}
-    for step in own:
-        if step.name in known:
-            raise ConfigError(f"steps: there are two steps called {step.name!r}; rename one of them")
-        known.add(step.name)
-    first, *others = (step for spec in STEPS if (step := spec.build(spec.settings_of(config), seed)) is not None)
-    return [first, *own, *others]

@@ -1,4 +1,4 @@
-"""Features of a text, which the step quality sets limits on.
+"""Features of a text, which the step quality sets limits on, and the hashes of its words, the same in every process.
 
 Repetition and symbols are measured as in Gopher (Rae et al. 2021, https://arxiv.org/abs/2112.11446, table A1). A *data
 line* is made of literals: after numbers, quoted strings, escapes and a trailing comment are removed, letters make up
@@ -8,8 +8,6 @@ would spend its capacity on copying them.
 Further fractions from 0 to 1 are signs that a text is not prose (records, broken words, words out of order, error
 pages, fragments) and signs of code. Function words are those that are frequent in any text of a language; a text in a
 language that has no list here has few of them.
-
-Words of a text and their hashes, the same in every process.
 """
 
 import math
@@ -46,16 +44,14 @@ def hash_words(words: Sequence[str]) -> NDArray[np.uint64]:
     try:  # most texts have no word that none before them had
         return np.fromiter(map(_cache.__getitem__, words), np.uint64, len(words))
     except KeyError:
-        return np.array([_cache.get(word) or _remember(word) for word in words], np.uint64)
-
-
-def _remember(word: str) -> int:
-    # The finalizer of SplitMix64 (Steele et al. 2014) over length and CRC-32 of the word; never 0. Python's own `hash`
-    # differs from process to process.
-    value = zlib.crc32(word.encode("utf-8", "replace")) + (len(word) << 32)
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return _cache.setdefault(word, value ^ (value >> 31) or 1)
+        # The finalizer of SplitMix64 (Steele et al. 2014) over length and CRC-32 of the word; never 0. Python's own
+        # `hash` differs from process to process.
+        for word in set(words) - _cache.keys():
+            value = zlib.crc32(word.encode("utf-8", "replace")) + (len(word) << 32)
+            value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+            value = (value ^ (value >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+            _cache[word] = value ^ (value >> 31) or 1
+        return np.fromiter(map(_cache.__getitem__, words), np.uint64, len(words))
 
 
 # Function words by language; words that are frequent in keywords of another language (Albanian "me") are left out.
@@ -99,8 +95,6 @@ _FUNCTION_WORDS: Mapping[str, frozenset[str]] = {
         "lv": "un ir ka ar no uz par kas vai",
     }.items()
 }
-
-
 _LANGUAGES_OF: Mapping[str, tuple[str, ...]] = {
     word: tuple(language for language, own in _FUNCTION_WORDS.items() if word in own)
     for word in frozenset().union(*_FUNCTION_WORDS.values())
@@ -127,7 +121,6 @@ MIN_LINES = 8
 _FEWEST_LINES_OF_CODE = 4
 # Number of characters at the start of a text from which its features are computed.
 _HEAD_CHARS = 200_000
-
 FEATURES = (
     "num_chars", "num_words", "mean_word_chars", "char_entropy", "word_entropy", "digit_fraction", "symbol_fraction",
     "duplicate_line_fraction", "data_fraction", "top_ngram_fraction", "compression_ratio", "stop_word_fraction",
@@ -140,8 +133,6 @@ duplicate_line_fraction, data_fraction: of characters, in lines that occurred be
 compression_ratio: compressed over uncompressed bytes (zlib). stop_word_fraction: of the words in Latin script, those
 that are frequent in one language, 1 where there are few words in Latin script. ellipsis_fraction: of the lines, those
 that end where the text was cut off (an ellipsis, "Read more"). The others: see `measure` and its functions."""
-
-
 # Words by language after which a noun phrase must continue, with the words that cannot continue it.
 _MISORDERED: Mapping[str, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {
     language: tuple((frozenset(before.split()), frozenset(after.split())) for before, after in pairs)
@@ -192,41 +183,6 @@ _ERROR_LINE = re.compile(
 )
 _ENDS = frozenset(".!?:;…\"'”’»)]}>。!?】」』*`|")
 _LATIN_START = re.compile(r"[a-zà-öø-ÿ]")
-
-
-def function_word_share(words: Sequence[str]) -> tuple[float, str]:
-    """The largest share of words that are function words of one language, and that language."""
-    totals = dict.fromkeys(_FUNCTION_WORDS, 0)
-    for word, count in Counter(words).items():
-        for language in _LANGUAGES_OF.get(word, ()):
-            totals[language] += count
-    most, language = max((total, language) for language, total in totals.items())
-    return most / max(1, len(words)), language
-
-
-def misordered_share(words: Sequence[str], language: str) -> float:
-    """Fraction of articles and similar words that the next word cannot follow; one such slip does not count."""
-    num_pairs = num_wrong = 0
-    for starts, followers in _MISORDERED.get(language, ()):
-        pairs = [after for before, after in pairwise(words) if before in starts]
-        num_pairs += len(pairs)
-        num_wrong += sum(after in followers for after in pairs)
-    return max(0, num_wrong - 1) / num_pairs if num_pairs >= _FEWEST_PAIRS else 0.0
-
-
-def record_share(lines: Sequence[str]) -> float:
-    """Fraction of characters in lines of records, such as those of a log: at least three parts of such a line hold
-    digits, and these are more than a third of all its parts.
-    """
-    num_chars = 0
-    for line in lines:
-        if not _DIGIT.search(line):
-            continue
-        tokens = [token for token in _SPACES.split(line) if token]
-        with_digits = sum(_DIGIT.search(token) is not None for token in tokens)
-        if with_digits >= _FEWEST_TOKENS_WITH_DIGITS and with_digits > _SHARE_OF_TOKENS_WITH_DIGITS * len(tokens):
-            num_chars += len(line)
-    return num_chars / max(1, sum(map(len, lines)))
 
 
 def measure(document: Document) -> list[float]:
@@ -287,6 +243,41 @@ def measure(document: Document) -> list[float]:
         if len(lines) >= _FEWEST_LINES_OF_CODE
         else 0.0,
     ]
+
+
+def function_word_share(words: Sequence[str]) -> tuple[float, str]:
+    """The largest share of words that are function words of one language, and that language."""
+    totals = dict.fromkeys(_FUNCTION_WORDS, 0)
+    for word, count in Counter(words).items():
+        for language in _LANGUAGES_OF.get(word, ()):
+            totals[language] += count
+    most, language = max((total, language) for language, total in totals.items())
+    return most / max(1, len(words)), language
+
+
+def misordered_share(words: Sequence[str], language: str) -> float:
+    """Fraction of articles and similar words that the next word cannot follow; one such slip does not count."""
+    num_pairs = num_wrong = 0
+    for starts, followers in _MISORDERED.get(language, ()):
+        pairs = [after for before, after in pairwise(words) if before in starts]
+        num_pairs += len(pairs)
+        num_wrong += sum(after in followers for after in pairs)
+    return max(0, num_wrong - 1) / num_pairs if num_pairs >= _FEWEST_PAIRS else 0.0
+
+
+def record_share(lines: Sequence[str]) -> float:
+    """Fraction of characters in lines of records, such as those of a log: at least three parts of such a line hold
+    digits, and these are more than a third of all its parts.
+    """
+    num_chars = 0
+    for line in lines:
+        if not _DIGIT.search(line):
+            continue
+        tokens = [token for token in _SPACES.split(line) if token]
+        with_digits = sum(_DIGIT.search(token) is not None for token in tokens)
+        if with_digits >= _FEWEST_TOKENS_WITH_DIGITS and with_digits > _SHARE_OF_TOKENS_WITH_DIGITS * len(tokens):
+            num_chars += len(line)
+    return num_chars / max(1, sum(map(len, lines)))
 
 
 def duplicate_share(lines: Sequence[str]) -> float:

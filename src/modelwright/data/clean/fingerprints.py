@@ -1,4 +1,4 @@
-"""Fingerprints of a document: digests of its text, its word 5-grams as hashes, and MinHash band hashes.
+"""Fingerprints of documents and the corpus that they describe, in which `deduplicate.py` finds duplicates.
 
 Texts are compared without their titles, without case, punctuation and spacing; pairs by their answers. An answer of
 one or two words ("yes", a label) belongs to many questions and is compared together with its question.
@@ -6,8 +6,6 @@ one or two words ("yes", a label) belongs to many questions and is compared toge
 MinHash signatures (Broder 1997) of 128 permutations in 16 bands of 8 rows (Leskovec, Rajaraman and Ullman, Mining of
 Massive Datasets, section 3.4): documents of Jaccard similarity 0.85 share a band with probability 0.993, of 0.5 with
 0.06. Candidates are verified with the exact Jaccard similarity of their 5-grams.
-
-Settings of deduplication, its view of a corpus, and its findings. `deduplicate.py` decides.
 
 In memory are 15 bytes a document, and what documents have in common with others; texts are compared from files.
 """
@@ -35,6 +33,38 @@ MIN_ANSWER_WORDS = 3
 """Shorter answers do not mean anything without their question."""
 _SEED = 1
 _MULTIPLIER, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
+NOTHING = -1
+NO_NUMBER = 2**32 - 1
+"""`NOTHING` in arrays of uint32."""
+TRAIN, HELDOUT = 0, 1
+"""Values of `Corpus.split`."""
+_CACHED_BYTES = 32 * 2**20
+# 5-grams that are read from disk at a time.
+_READ_AT_ONCE = 2**19
+
+
+@dataclass(frozen=True, kw_only=True)
+class DuplicatesConfig:
+    """Exact, contained and near-duplicates."""
+
+    contained: Literal["all", "heldout", "off"] = "all"
+    """Drop prose and code whose whole text is inside a longer one of the same kind; `heldout` checks only whether
+    held-out documents are inside training documents, of any kind."""
+    near: bool = True
+    """Drop near-duplicates."""
+    min_jaccard: float = 0.85
+    """Jaccard similarity of word 5-grams from which two documents are near-duplicates."""
+    pairs_by: Literal["answer", "conversation"] = "answer"
+    """Text by which question/answer pairs are compared: `answer`, so that one answer to many questions is learned once,
+    or `conversation`, which keeps answers that many questions have in common, such as labels."""
+    index: str = ""
+    """Folder with the fingerprints of earlier runs' kept documents, whose near-duplicates are dropped, too."""
+    min_near_words: int = constant(20)
+    """Shorter documents are neither near-duplicates nor parts of longer ones: a single word makes a difference."""
+
+    def __post_init__(self) -> None:
+        if not 0.5 <= self.min_jaccard <= 1:
+            raise ConfigError(f"min_jaccard: must be from 0.5 to 1, got {self.min_jaccard}; 0.85 is usual")
 
 
 @dataclass(frozen=True)
@@ -142,40 +172,6 @@ def jaccard(first: NDArray[np.uint32], second: NDArray[np.uint32]) -> float:
         return 0.0
     both = len(np.intersect1d(first, second, assume_unique=True))
     return both / (len(first) + len(second) - both)
-
-
-NOTHING = -1
-NO_NUMBER = 2**32 - 1
-"""`NOTHING` in arrays of uint32."""
-TRAIN, HELDOUT = 0, 1
-"""Values of `Corpus.split`."""
-_CACHED_BYTES = 32 * 2**20
-# 5-grams that are read from disk at a time.
-_READ_AT_ONCE = 2**19
-
-
-@dataclass(frozen=True, kw_only=True)
-class DuplicatesConfig:
-    """Exact, contained and near-duplicates."""
-
-    contained: Literal["all", "heldout", "off"] = "all"
-    """Drop prose and code whose whole text is inside a longer one of the same kind; `heldout` checks only whether
-    held-out documents are inside training documents, of any kind."""
-    near: bool = True
-    """Drop near-duplicates."""
-    min_jaccard: float = 0.85
-    """Jaccard similarity of word 5-grams from which two documents are near-duplicates."""
-    pairs_by: Literal["answer", "conversation"] = "answer"
-    """Text by which question/answer pairs are compared: `answer`, so that one answer to many questions is learned once,
-    or `conversation`, which keeps answers that many questions have in common, such as labels."""
-    index: str = ""
-    """Folder with the fingerprints of earlier runs' kept documents, whose near-duplicates are dropped, too."""
-    min_near_words: int = constant(20)
-    """Shorter documents are neither near-duplicates nor parts of longer ones: a single word makes a difference."""
-
-    def __post_init__(self) -> None:
-        if not 0.5 <= self.min_jaccard <= 1:
-            raise ConfigError(f"min_jaccard: must be from 0.5 to 1, got {self.min_jaccard}; 0.85 is usual")
 
 
 class ShingleStore:

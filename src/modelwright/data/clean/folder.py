@@ -32,11 +32,6 @@ KEPT_NAME = re.compile(r"kept(-\w+-\w+)?\.jsonl\.zst")
 _CHUNK_BYTES = 2**16
 
 
-def place_of_file(document: Document) -> int:
-    """The place in `KEPT_FILES` of the file that a document is kept in."""
-    return _ALL_SPLITS.index(document.split) * len(KINDS) + KINDS.index(document.kind)
-
-
 def files_by_split(names: Collection[str]) -> dict[str, dict[str, str]]:
     """Maps split and kind to the `KEPT_FILES` that are among the names."""
     result: dict[str, dict[str, str]] = {}

@@ -1,11 +1,8 @@
-"""A calibrated linear classifier of trusted text against junk, on hashed n-grams of words and characters.
+"""What tells trusted text from junk: a calibrated linear classifier on hashed n-grams of words and characters, any
+sequence-classification model of Hugging Face, and generators of junk to train and test them.
 
 The classifier judges only forms of text that it knows: a chat, a table or a language that is missing from the trusted
 text is rare, which does not make it junk. `data/clean/steps/noise.py` trains and tests it.
-
-The second model of the step noise: any Hugging Face sequence-classification model on disk.
-
-Imported only where `noise.model` names one: PyTorch would cost every process that cleans hundreds of megabytes.
 """
 
 import html
@@ -44,49 +41,18 @@ _MENU = (
 )
 _MENU_ITEMS = re.findall(r"[A-Z][^A-Z]*", _MENU)
 _SPAM = [
-    "buy",
-    "cheap",
-    "best",
-    "price",
-    "online",
-    "discount",
-    "sale",
-    "free",
-    "bonus",
-    "casino",
-    "poker",
-    "slots",
-    "loan",
-    "credit",
-    "insurance",
-    "viagra",
-    "pills",
-    "weight",
-    "loss",
-    "win",
-    "now",
-    "click",
-    "here",
-    "guaranteed",
-    "offer",
-    "limited",
-    "deal",
-    "replica",
-    "watches",
-    "download",
-    "crack",
-    "torrent",
-    "hd",
-    "movie",
-    "stream",
-]
+    "buy", "cheap", "best", "price", "online", "discount", "sale", "free", "bonus", "casino", "poker", "slots",
+    "loan", "credit", "insurance", "viagra", "pills", "weight", "loss", "win", "now", "click", "here", "guaranteed",
+    "offer", "limited", "deal", "replica", "watches", "download", "crack", "torrent", "hd", "movie", "stream",
+]  # fmt: skip
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _MARKUP = (
     '<div class="{0}">', "</div>", '<span style="color:#{1:06x};margin:{2}px">', "</span>", "<br/>", "&nbsp;&nbsp;",
     "var {0} = document.getElementById('{0}');", "if (!{0}) {{ return false; }}", ".{0} {{ padding: {2}px 0; }}",
     '<a href="/{0}?id={2}" onclick="track(\'{0}\')">', "</a>", "<!-- {0} -->", "window.{0}=window.{0}||[];",
 )  # fmt: skip
-
+_BATCH = 16
+_MAX_TOKENS = 512
 Layout = Literal["chat", "table", "text"]
 
 
@@ -222,10 +188,6 @@ def _ngrams(texts: Sequence[str]) -> Any:
     return hstack([words.transform(heads), chars.transform(heads)], format="csr")
 
 
-_BATCH = 16
-_MAX_TOKENS = 512
-
-
 class NoiseModel:
     """Scores noise, in logits, by a model in `folder`; `noise_label` is the name or number of its class of noise.
 
@@ -345,8 +307,6 @@ def mixed_lines(text: str, rng: random.Random) -> str:
 
 
 Corruption = Callable[[str, random.Random], str]
-
-
 TRAINING_CORRUPTIONS: dict[str, Corruption] = {
     corruption.__name__: corruption
     for corruption in (shuffled_words, gibberish, keyword_spam, menus, markup, log_lines, wrong_encoding)

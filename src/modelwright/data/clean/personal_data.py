@@ -1,10 +1,9 @@
-"""E-mail and IP addresses, and telephone numbers by the rules of `phonenumbers` and the ways of writing them.
+"""Patterns of personal data: e-mail and IP addresses, telephone numbers by the rules of `phonenumbers` and the ways of
+writing them, and numbers that name an account or a person (cards, IBANs, national identity and insurance numbers).
 
 Top-level domains are those of the IANA root zone (data.iana.org/TLD): all countries' and the common ones. Brands and
 words that are names of files, units and methods (`zip`, `mov`, `service`) are left out on purpose; `example` (RFC 2606)
 is in, because addresses of made-up people must become markers too.
-
-Numbers that name an account or a person: cards, IBANs, national identity and insurance numbers.
 """
 
 import ipaddress
@@ -17,15 +16,7 @@ from typing import Literal
 import phonenumbers
 from phonenumbers import NumberParseException, PhoneNumber, PhoneNumberFormat
 
-from modelwright.data.clean.patterns import (
-    DIGITS,
-    OTHER_NUMBER,
-    Candidate,
-    Match,
-    Pattern,
-    ascii_regex,
-    words,
-)
+from modelwright.data.clean.patterns import DIGITS, OTHER_NUMBER, Candidate, Match, Pattern, ascii_regex, words
 
 _COUNTRIES = """
 ac ad ae af ag ai al am ao aq ar as at au aw ax az ba bb bd be bf bg bh bi bj bm bn bo br bs bt bw by bz ca cc cd cf

@@ -63,15 +63,31 @@ def decode(data: bytes, *, most_side: int = 0, max_pixels: int = MAX_PIXELS) -> 
     are reduced, which is fast for JPEG; 0 keeps the size. Raises `ImageFault`.
     """
     with _opened(data, max_pixels) as image:
+        module = pillow()
+        from PIL import ImageOps
+
         # JPEG decodes at 1/2, 1/4 or 1/8 of its size; twice the side leaves the filter enough pixels.
         if most_side:
             image.draft("RGB", (2 * most_side, 2 * most_side))
-        upright = _upright(image)
+        # The image for display: upright, RGB, on white.
+        image.load()
+        upright = ImageOps.exif_transpose(image)
+        if upright.mode in _16_BITS or upright.mode == "I":
+            # Pillow clips at 255 where it converts 16 bits by itself.
+            values = np.asarray(upright).astype(np.int64).clip(0, 65535) // _TO_8_BITS
+            upright = module.fromarray(values.astype(np.uint8))
+            del values  # eight bytes a pixel
+        elif upright.mode == "F":
+            upright = module.fromarray(np.nan_to_num(np.asarray(upright)).clip(0, 255).astype(np.uint8))
+        if upright.has_transparency_data:
+            upright = upright.convert("RGBA")
+            upright = module.alpha_composite(module.new("RGBA", upright.size, "white"), upright)
+        upright = upright.convert("RGB")
         shorter = min(upright.size)
         if most_side and shorter > most_side:
             # An extreme ratio must not round a side to 0.
             scale = [max(1, round(side * most_side / shorter)) for side in upright.size]
-            upright = upright.resize((scale[0], scale[1]), pillow().Resampling.BICUBIC, reducing_gap=2.0)
+            upright = upright.resize((scale[0], scale[1]), module.Resampling.BICUBIC, reducing_gap=2.0)
         return np.asarray(upright, dtype=np.uint8)
 
 
@@ -122,26 +138,6 @@ def _opened(data: bytes, max_pixels: int) -> Iterator["Image.Image"]:
         raise ImageFault(DAMAGED, f"cannot be decoded ({type(error).__name__}: {error})") from None
 
 
-def _upright(image: "Image.Image") -> "Image.Image":
-    """Returns the image for display: upright, RGB, on white."""
-    from PIL import ImageOps
-
-    module = pillow()
-    image.load()
-    image = ImageOps.exif_transpose(image)
-    if image.mode in _16_BITS or image.mode == "I":
-        # Pillow clips at 255 where it converts 16 bits by itself.
-        values = np.asarray(image).astype(np.int64).clip(0, 65535) // _TO_8_BITS
-        image = module.fromarray(values.astype(np.uint8))
-    elif image.mode == "F":
-        image = module.fromarray(np.nan_to_num(np.asarray(image)).clip(0, 255).astype(np.uint8))
-    if image.has_transparency_data:
-        shown = image.convert("RGBA")
-        white = module.new("RGBA", shown.size, "white")
-        image = module.alpha_composite(white, shown)
-    return image.convert("RGB")
-
-
 def square_pixels(data: bytes, *, size: int, fit: Fit) -> NDArray[np.uint8]:
     """Decodes an image file to a square [3, size, size]. Raises `ImageFault`."""
     return squared(decode(data), size=size, fit=fit)
@@ -159,8 +155,8 @@ def squared(pixels: NDArray[np.uint8], *, size: int, fit: Fit) -> NDArray[np.uin
     return np.ascontiguousarray(np.asarray(square, dtype=np.uint8).transpose(2, 0, 1))
 
 
-KEY = "image"
-"""Key of the image in `Document.meta`."""
+KEY, LABEL_FIELD = "image", "label"
+"""Keys of the image and of its class in `Document.meta`."""
 STORED_SIDE = 256
 """Pixels of the shorter side of reduced images: the input of small models, and a little more for random crops."""
 HASH_BITS = 64

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from modelwright.core.errors import DataError
 from modelwright.data.document import Document
-from modelwright.data.images.decode import KEY, ImageFault, store_image
+from modelwright.data.images.decode import KEY, LABEL_FIELD, ImageFault, store_image
 from modelwright.data.sources.conversations import conversation_meta, is_conversation, read_conversation, type_of_record
 from modelwright.data.sources.readers import Complaint, File, Record
 
@@ -33,7 +33,7 @@ NO_CAPTION = "image without a caption"
 ARCHIVE_EXTENSIONS = (".tar",)
 IMAGE_FIELDS = ("image", "file_name")
 CAPTION_FIELDS = ("caption", "text")
-LABEL_FIELD, LABEL_EXTENSION = "label", ".cls"
+LABEL_EXTENSION = ".cls"
 MOST_BYTES = 100_000_000
 """Maximum size of the file of an image or of a caption; larger ones are skipped unread."""
 _BAD = "bad image record"
@@ -136,7 +136,7 @@ def read_image_record(where: str, record: Record, file: File, complain: Complain
             return
         text, meta = conversation_meta(turns)
         for document in _document(where, text, data, file.name, complain, label=_label(record)):
-            yield replace(document, meta={**document.meta, **meta}).map_text(_encodable)
+            yield replace(document, meta={**document.meta, **meta}).map_text(encodable)
         return
     caption = next((value for name in CAPTION_FIELDS if (value := record.get(name))), "")
     if isinstance(caption, list):
@@ -208,14 +208,14 @@ def _samples(raw: Any, file: File) -> Iterator[_Sample]:
                 continue
             folder, _, name = member.name.rpartition("/")
             stem, _, extension = name.partition(".")
-            key = _encodable(f"{folder}/{stem}" if folder else stem)
+            key = encodable(f"{folder}/{stem}" if folder else stem)
             if sample is None or sample.key != key:
                 if sample is not None:
                     yield sample
                 sample = _Sample(key)
             if member.size > MOST_BYTES:
                 sample.problems.append(
-                    (_BAD, f"{_encodable(member.name)} has {member.size:,} bytes, limit {MOST_BYTES:,}")
+                    (_BAD, f"{encodable(member.name)} has {member.size:,} bytes, limit {MOST_BYTES:,}")
                 )
                 continue
             content, suffix = archive.extractfile(member), f".{extension.lower()}"
@@ -246,10 +246,10 @@ def _label(record: Mapping[str, Any]) -> str:
     """Returns the class of an image, a name or a number; "" without one."""
     # True is an int in Python, but it is not a class.
     value = record.get(LABEL_FIELD)
-    return _encodable(str(value).strip()) if isinstance(value, str | int) and not isinstance(value, bool) else ""
+    return encodable(str(value).strip()) if isinstance(value, str | int) and not isinstance(value, bool) else ""
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """Replaces lone surrogates by question marks: JSON and names in archives may have them, but UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
@@ -267,7 +267,7 @@ def _document(
     except ImageFault as fault:
         complain(fault.reason, where, str(fault), "replace the image")
         return
-    text = _encodable(caption.strip())
+    text = encodable(caption.strip())
     meta: dict[str, Any] = {KEY: stored.plain()} | ({LABEL_FIELD: label} if label else {})
     yield Document(id=where, text=text, kind="image", split="open", source=source, meta=meta)
 

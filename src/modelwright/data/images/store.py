@@ -7,11 +7,10 @@
     index.json             the size of a block; written last
 
 Blocks have equal sizes, so an image may span several. Every image that is read is compared with its checksum.
+`LabeledImages` adds a class for each image:
 
-`LabeledImages`: an image store with a class for each image.
-
-labels.npy      int32 [images]
-classes.json    the names of the classes, sorted
+    labels.npy             int32 [images]
+    classes.json           the names of the classes, sorted
 """
 
 import json
@@ -21,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +28,7 @@ from numpy.typing import NDArray
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ArtifactError
 from modelwright.data.document import Document
-from modelwright.data.images.decode import Fit, ImageFault, square_pixels
-from modelwright.data.images.read import LABEL_FIELD
+from modelwright.data.images.decode import LABEL_FIELD, Fit, ImageFault, square_pixels
 from modelwright.data.rows.cache.layout import BLOCK_BYTES, BlockPart, ColdStore, is_remote, rows_at
 from modelwright.data.rows.cache.reader import NUM_READERS, BlockReader, Tiers
 
@@ -165,16 +163,8 @@ class ImageLayout:
         return [b"".join(of_image) for of_image in cuts]
 
 
-class ImageReader(Protocol):
-    """Reads the encoded files of images."""
-
-    def read(self, numbers: NDArray[np.int64], /) -> list[bytes]:
-        """Returns the files of the images of these numbers [N]."""
-        ...
-
-
 class MappedImages:
-    """`ImageReader` of a file that is mapped into memory. Raises `ArtifactError` when it is missing or short."""
+    """Reads the images of a file that is mapped into memory. Raises `ArtifactError` when it is missing or short."""
 
     def __init__(self, path: Path, index: ImageIndex) -> None:
         self._index = index
@@ -194,12 +184,20 @@ class ImageStore:
     num_ahead: number of batches whose images are read before they are needed, unless they are mapped into memory.
     """
 
-    def __init__(self, folder: Path, reader: ImageReader | None = None, *, num_ahead: int = 0) -> None:
+    def __init__(
+        self, folder: Path, reader: MappedImages | BlockReader[list[bytes]] | None = None, *, num_ahead: int = 0
+    ) -> None:
         self.folder = folder
         self.num_ahead = num_ahead
         self.index = ImageIndex.read(folder)
         self.place = rows_at(folder)
-        self.reader = reader or _reader(self.place, self.index)
+        if reader is not None:
+            self.reader = reader
+        elif not is_remote(self.place):
+            self.reader = MappedImages(Path(self.place) / FILE, self.index)
+        else:  # read from a store without a cache
+            layout = ImageLayout(self.index, ColdStore(self.place))
+            self.reader = BlockReader(Tiers(layout), layout, num_readers=NUM_READERS)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -268,14 +266,6 @@ def open_images(rows: Path, split: str, *, num_ahead: int = 0) -> ImageStore | N
     """Opens the images of a split; None without images. rows, num_ahead: see `images_folder` and `ImageStore`."""
     folder = images_folder(rows, split)
     return ImageStore(folder, num_ahead=num_ahead) if has_images(folder) else None
-
-
-def _reader(place: str, index: ImageIndex) -> ImageReader:
-    """Maps a file on this machine, and reads one on a store without a cache."""
-    if not is_remote(place):
-        return MappedImages(Path(place) / FILE, index)
-    layout = ImageLayout(index, ColdStore(place))
-    return BlockReader(Tiers(layout), layout, num_readers=NUM_READERS)
 
 
 LABELS, CLASSES = "labels.npy", "classes.json"

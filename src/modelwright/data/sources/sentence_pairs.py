@@ -10,8 +10,8 @@ import random
 import re
 from collections.abc import Iterator
 
-from modelwright.core.distinct_words import distinct_word_score
 from modelwright.core.seeds import derive_seed
+from modelwright.core.texts import distinct_word_score
 from modelwright.data.document import Document, Split
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 

@@ -19,6 +19,7 @@ from modelwright.data.images.read import (
     CAPTION_FIELDS,
     IMAGE_FIELDS,
     LABEL_FIELD,
+    encodable,
     is_image_record,
     read_archive,
     read_image,
@@ -359,7 +360,7 @@ def _document(
         return None
     if is_document(record):
         document = Document.from_plain({name: record[name] for name in _DOCUMENT_FIELDS if name in record})
-        document = document.map_text(_encodable)
+        document = document.map_text(encodable)
         return document if document.split != "open" else Unsplit(document)
     if config.own_answers == "refuse" and is_own(record):
         # Such a record is fine if only its prompt is read: a field of text other than the answer.
@@ -417,9 +418,4 @@ def _document(
     meta |= {name: value for name, value in kept.items() if has_types_of_document({name: value})}
     meta |= {name: value for name in CARRIED_FIELDS if isinstance(value := record.get(name), (str, int, float))}
     document = Document(id=where, text=text, kind=kind, split="open", source=source, meta=meta)
-    return Unsplit(document.map_text(_encodable))
-
-
-def _encodable(text: str) -> str:
-    """Replaces lone surrogates, which JSON can express (`\ud800`) and UTF-8 cannot, by question marks."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return Unsplit(document.map_text(encodable))

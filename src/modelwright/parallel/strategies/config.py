@@ -137,8 +137,7 @@ class AsyncUpdatesConfig:
 class StrategyConfig:
     """Everything that determines the strategy of a run. update_in_backward: parameters are updated during backward,
     clipped by `clip_norm` with the norm of the last step if above 0. shares_memory: processes of one host keep one copy
-    of the weights if possible. scales_losses: losses are scaled; the scale must be removed from the gradients before
-    they are sent if `scales_layers` is set.
+    of the weights if possible. scales_losses: losses are scaled.
     """
 
     transport: GradientSyncConfig
@@ -147,7 +146,6 @@ class StrategyConfig:
     clip_norm: float = 0.0
     shares_memory: bool = False
     scales_losses: bool = False
-    scales_layers: bool = False
 
 
 def build_strategy(
@@ -181,7 +179,7 @@ def build_strategy(
         return OptimizerInBackward(replica, ready, clip_norm=config.clip_norm)
     overlap = config.transport.overlap and mesh.is_only_data_parallel
     if shares_memory:
-        return SharedMemory(replica, overlap=overlap, unscale_first=config.scales_layers)
+        return SharedMemory(replica, overlap=overlap)
     if config.transport.local_sgd.sync_every_steps:
         return LocalSgd(replica, build_outer_step(config.transport, mesh.reduce))
     if config.asynchronous.mode == "delayed":
@@ -197,7 +195,7 @@ def build_strategy(
         return AllReduce(replica, late, unscale_first=True, close=close)
     built = build_sync(config.transport, mesh.reduce)
     # Under loss scaling a sync that rounds cannot start during backward, where gradients still carry the scale.
-    unscale_first = config.scales_layers or not built.is_exact
+    unscale_first = not built.is_exact
     return AllReduce(
         replica,
         built.sync,

@@ -165,17 +165,16 @@ class SharedModel:
 
 class SharedMemory(Strategy):
     """Strategy in which all processes of a host make every update together, each on its part of one copy. overlap:
-    gradients are copied to shared memory while backward runs. unscale_first: as in `AllReduce`.
+    gradients are copied to shared memory while backward runs.
     """
 
     needs = frozenset[str]()
     breaks = frozenset({GRADIENT_SUMS, REVERSIBLE_UPDATES, UNDIVIDED_GRADIENTS, WHOLE_MATRICES, OWN_WEIGHTS})
 
-    def __init__(self, replica: Replica, *, overlap: bool = True, unscale_first: bool = False) -> None:
+    def __init__(self, replica: Replica, *, overlap: bool = True) -> None:
         self.replica = replica
         self.mesh = replica.mesh
-        self.overlap = overlap and not unscale_first
-        self.unscale_first = unscale_first
+        self.overlap = overlap
         self.shared: SharedModel | None = None
         self._hooks: list[RemovableHandle] = []
         self._armed = False
@@ -196,9 +195,7 @@ class SharedMemory(Strategy):
         """Sums the gradients of this process's shards; the others sum the rest."""
         assert self.shared is not None
         self._armed = False
-        gradients = self.replica.gradients()
-        if self.unscale_first:
-            unscale(gradients)
+        self.replica.gradients()  # completes them: zeros where none flowed
         for parameter in self.shared.parameters:
             if parameter not in self._already_put:
                 self._put(parameter)
@@ -218,8 +215,7 @@ class SharedMemory(Strategy):
             views.append(flat_view_of(self.replica.names[parameter], parameter.shape, own, shard.first))
         for parameter in self.shared.parameters:
             parameter.grad = None
-        if not self.unscale_first:
-            unscale(sums)
+        unscale(sums)
         return views
 
     def grad_norm(self, gradients: list[Tensor]) -> float:

@@ -17,9 +17,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from modelwright.core.busy import LoadMeter, OtherProcesses
 from modelwright.core.errors import ConfigError
-from modelwright.core.resources import hardware, load, num_usable_cores
+from modelwright.core.resources import LoadMeter, OtherProcesses, hardware, load, num_usable_cores
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS

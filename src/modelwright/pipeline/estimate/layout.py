@@ -19,7 +19,7 @@ from modelwright.parallel.pipeline.partition import flop_costs, split_layers
 from modelwright.parallel.pipeline.stages import microbatches_in_flight, rank_of_stage
 from modelwright.parallel.topology.rank_mapping import AxisTraffic
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimate.memory import (
+from modelwright.pipeline.estimate.cost import (
     MemoryEstimate,
     RankPart,
     block_parameters,

@@ -1,15 +1,22 @@
-"""Shared parts of the formats that are a model's graph for a runtime, in FP32 or with a quantized model's integers."""
+"""A model's graph for ONNX Runtime or OpenVINO, in FP32 or with a quantized model's integers."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
+from modelwright.compress.onnx.export import (
+    ONNX_FILE,
+    OPENVINO_FILE,
+    require_onnx,
+    require_openvino,
+    write_onnx,
+    write_openvino,
+)
 from modelwright.core.errors import ModelError
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import is_sequence_classifier, load_model
-from modelwright.pipeline.exports.export import Export, replaced
-from modelwright.pipeline.model_card import CARD, model_card
+from modelwright.pipeline.exports.export import CARD, Export, model_card, replaced
 from modelwright.pipeline.models import FoundModel
 from modelwright.pipeline.report.run_data import read_run
 from modelwright.pipeline.run_config import read_run_config
@@ -81,3 +88,32 @@ def export_graph(
             card = model_card(data, stage, library=runtime, use=lines)
         (draft.path / CARD).write_text(card, encoding="utf-8")
     return target
+
+
+ONNX = graph_export(
+    "onnx",
+    "ONNX Runtime",
+    file=ONNX_FILE,
+    use=(
+        "import onnxruntime",
+        'session = onnxruntime.InferenceSession("model.onnx")',
+        '(logits,) = session.run(["logits"], {"input_ids": numpy.array([ids])})',
+    ),
+    require=require_onnx,
+    write=write_onnx,
+)
+
+OPENVINO = graph_export(
+    "openvino",
+    "OpenVINO",
+    file=OPENVINO_FILE,
+    use=(
+        "import openvino",
+        "# computes in FP32, which is not the default of processors with BF16 instructions",
+        'settings = {"INFERENCE_PRECISION_HINT": "f32"}',
+        'model = openvino.compile_model("openvino_model.xml", "CPU", settings)',
+        'logits = model({"input_ids": numpy.array([ids])})["logits"]',
+    ),
+    require=require_openvino,
+    write=write_openvino,
+)

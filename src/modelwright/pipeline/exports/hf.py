@@ -4,8 +4,7 @@ import shutil
 from pathlib import Path
 
 from modelwright.core.artifacts import MANIFEST
-from modelwright.pipeline.exports.export import Export, replaced, require_exportable
-from modelwright.pipeline.model_card import CARD, model_card
+from modelwright.pipeline.exports.export import CARD, Export, model_card, replaced, require_exportable
 from modelwright.pipeline.models import FoundModel
 from modelwright.pipeline.report.run_data import read_run
 from modelwright.pipeline.run_config import read_run_config

@@ -6,7 +6,7 @@ Charts of the text: documents left after each step, lengths, languages, personal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelwright.core.redact import redact_text
+from modelwright.core.texts import redact_text
 from modelwright.data.clean.folder import read_dropped
 from modelwright.data.clean.steps.decontamination import DECONTAMINATION, PASSAGE_WORDS
 from modelwright.data.clean.steps.duplicates import DUPLICATES

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelwright.core.event_log import EventKind
-from modelwright.core.records import column, read_records, summarize
+from modelwright.core.records import EventKind, column, read_records, summarize
 from modelwright.pipeline.report.blocks import (
     Block,
     Chart,
@@ -206,11 +205,6 @@ def _format_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[
 
 
 _CHANGES_SHOWN = 60
-_LAYERS = {
-    "loss_scale": "common",
-    "loss_scale/lowest_layer": "lowest layer",
-    "loss_scale/highest_layer": "highest layer",
-}
 
 
 def scale_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Block]:
@@ -218,30 +212,17 @@ def scale_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Bl
     state = stage.facts.get("loss_scale")
     if not state:
         return []
-    layers = state.get("layers")
     skipped = sum(bool(record.get("skipped")) for record in records)
     words = f"Loss scale: {number(state['value'])} at the end, {plural(state['num_overflows'], 'overflow')}, "
     words += f"{plural(len(state['history']) - 1, 'change')}; {count(skipped)} of the recorded steps made no update."
-    lines = [
-        Line(label, column(records, metric), color=color)
-        for color, (metric, label) in enumerate(_LAYERS.items())
-        if column(records, metric)
-    ]
+    scales = column(records, "loss_scale")
+    lines = [Line("common", scales, color=0)] if scales else []
     chart = line_chart(lines, name=f"{stage.name}-scale", x_label="step", y_label="loss scale", log=True)
-    changes = [(step, f"step {step:>6}  {_power(value)}") for step, value in state["history"]]
-    if layers:
-        changes += [(step, f"step {step:>6}  {_power(value)}  layer {at}") for step, at, value in layers["history"]]
-    text = first_lines([line for _, line in sorted(changes)], _CHANGES_SHOWN)
+    changes = [f"step {step:>6}  {_power(value)}" for step, value in sorted(state["history"])]
+    text = first_lines(changes, _CHANGES_SHOWN)
     blocks: list[Block] = [Chart("Loss scale", chart, words)]
     if len(changes) > 1:  # the first entry is the initial scale
         blocks.append(Fold("Changes of the loss scale", [Excerpt("", text)]))
-    if layers:
-        rows = [
-            [str(layer), _power(value), str(overflows)]
-            for layer, (value, overflows) in enumerate(zip(layers["values"], layers["num_overflows"], strict=True))
-        ]
-        header = ["layer", "loss scale", "overflows"]
-        blocks.append(Table(header, rows, "Loss scales of the layers, at the end", numeric=(0, 1, 2)))
     return blocks
 
 

@@ -32,7 +32,7 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     settings = {name: value for name, value in dump(clean).items() if name not in ("engine", "num_workers")}
     if clean.duplicates.pairs_by == "answer":
         del settings["duplicates"]["pairs_by"]  # as before the setting existed: artifacts of those runs stay valid
-    if clean.noise.enabled:
+    if clean.noise.trusted:
         settings["seed"] = config.seed
     return Stage(
         name=CLEAN.name,

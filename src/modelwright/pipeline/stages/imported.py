@@ -13,7 +13,7 @@ from typing import Any
 from modelwright.core.artifacts import MANIFEST, Manifest, damage, parse_manifest, write_atomic
 from modelwright.core.config import load_yaml
 from modelwright.core.errors import ArtifactError, ConfigError
-from modelwright.core.redact import redact_text
+from modelwright.core.texts import redact_text
 from modelwright.data.images.store import FILE, ImageIndex, images_folder
 from modelwright.data.rows.cache.layout import ROWS_AT, ColdStore, is_remote
 from modelwright.data.rows.loader import row_layout

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
-from modelwright.core.suggest import hub_hint
+from modelwright.core.texts import hub_hint
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model

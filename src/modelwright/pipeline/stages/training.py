@@ -19,10 +19,10 @@ from modelwright.core.compatibility import UNDECLARED
 from modelwright.core.config import dump
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
-from modelwright.core.redact import redact_plain
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
-from modelwright.core.sinks.sink_list import Tracking, require_packages
+from modelwright.core.sinks import Tracking, require_packages
+from modelwright.core.texts import redact_plain
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
 from modelwright.data.rows.loader import PackedRows
@@ -34,8 +34,7 @@ from modelwright.model.peft_folder import save_adapter
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.augmenting import augmentation_digest, augmented, is_augmented, tell_cost
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimate.cost import StageEstimate, training_stage
-from modelwright.pipeline.estimate.memory import PROCESS_BYTES
+from modelwright.pipeline.estimate.cost import PROCESS_BYTES, StageEstimate, training_stage
 from modelwright.pipeline.report.blocks import Block, Fact, Section, plural
 from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
@@ -51,7 +50,7 @@ from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_mo
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import TEXT_ROWS, RowUse, old_rows
 from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
-from modelwright.pipeline.text_samples import first_prompt, sample_block, text_samples
+from modelwright.pipeline.stages.text_samples import first_prompt, sample_block, text_samples
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from modelwright.serve.ab import statistics
 from modelwright.serve.ab.state import (
     CONTROL,
     GUARD_ALPHA,
@@ -21,14 +22,6 @@ from modelwright.serve.ab.state import (
     RequestEvent,
     mismatch,
     verdict,
-)
-from modelwright.serve.ab.statistics import (
-    difference_interval,
-    log_e_value,
-    promised_requests,
-    ratio_interval,
-    two_proportions,
-    welch,
 )
 from modelwright.serve.account.database import Database
 from modelwright.serve.api.fields import RequestModel
@@ -212,12 +205,12 @@ def report_of(experiment: Experiment) -> dict[str, Any]:
     arrived = _events(state, "seen")
     promised_rate = min(PROMISED_FACTOR * request.max_error_rate, 0.99)
     control, treatment = state.scores[CONTROL], state.scores[TREATMENT]
-    score_low, score_high = difference_interval(control, treatment, REPORT_ALPHA)
+    score_low, score_high = statistics.difference_interval(control, treatment, REPORT_ALPHA)
     # p-values for a fixed number of observations mislead whoever looks while the test runs, so they come after its end
     fixed_horizon: dict[str, Any] = {}
     if experiment.status != "running":
         rates = [(failed.of_arm(arm), seen.of_arm(arm)) for arm in (CONTROL, TREATMENT)]
-        comparisons = {"failed": two_proportions(*rates), "score": welch(control, treatment)}
+        comparisons = {"failed": statistics.two_proportions(*rates), "score": statistics.welch(control, treatment)}
         fixed_horizon = {name: vars(result) if result else None for name, result in comparisons.items()}
     return {
         "name": experiment.name,
@@ -257,7 +250,7 @@ def report_of(experiment: Experiment) -> dict[str, Any]:
             "alpha": GUARD_ALPHA,
             "max_error_rate": request.max_error_rate,
             "promised_error_rate": promised_rate,
-            "promised_requests": promised_requests(
+            "promised_requests": statistics.promised_requests(
                 promised_rate, request.max_error_rate, GUARD_ALPHA, PROMISED_PROBABILITY
             ),
             "probability": PROMISED_PROBABILITY,
@@ -269,7 +262,7 @@ def report_of(experiment: Experiment) -> dict[str, Any]:
 def _events(state: ExperimentState, kind: str) -> dict[str, Any]:
     """Returns the units with an event, the interval of its rate ratio of B to A, and the p-value of equal rates."""
     epochs = state.events[kind].as_epochs()
-    low, high = ratio_interval(epochs, REPORT_ALPHA)
+    low, high = statistics.ratio_interval(epochs, REPORT_ALPHA)
     return {
         "name": kind,
         "kind": "ratio",
@@ -277,7 +270,7 @@ def _events(state: ExperimentState, kind: str) -> dict[str, Any]:
         "low": _finite(low),
         "high": _finite(high),
         # 1/e is a p-value by Markov's inequality, and valid at every look because e is an e-process
-        "p_value": min(1.0, math.exp(-float(log_e_value(epochs)))),
+        "p_value": min(1.0, math.exp(-float(statistics.log_e_value(epochs)))),
     }
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, SupportsFloat
 
-from modelwright.core.event_log import EventKind
+from modelwright.core.records import EventKind
 from modelwright.serve.ab.statistics import Epoch, Moments, difference_interval, log_e_rate, log_e_value
 
 CONTROL, TREATMENT = "A", "B"

@@ -6,7 +6,6 @@ bounded queue, so the event loop never waits for a disk.
 
 import asyncio
 import contextlib
-import logging
 import os
 import queue
 import sqlite3
@@ -20,8 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from modelwright.core.errors import ConfigError, StorageError, writing
-
-log = logging.getLogger("modelwright.serve")
+from modelwright.serve.errors import log
 
 T = TypeVar("T")
 

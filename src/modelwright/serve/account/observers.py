@@ -9,7 +9,6 @@ of completions and chat have a child span with model, parameters, tokens and fin
 
 import asyncio
 import json
-import logging
 import threading
 import time
 from dataclasses import dataclass, field
@@ -28,15 +27,14 @@ from modelwright.serve.account.database import Database, DatabaseWriter, WriterB
 from modelwright.serve.account.monitoring import Metrics
 from modelwright.serve.account.request_store import RequestRecord
 from modelwright.serve.api.chat import ChatRequest
+from modelwright.serve.api.fields import GenerationRequest
 from modelwright.serve.config import RequestsConfig
-from modelwright.serve.errors import shutting_down
-from modelwright.serve.generation import Generation, GenerationRequest
+from modelwright.serve.errors import log, shutting_down
+from modelwright.serve.generation import Generation
 from modelwright.serve.service import CLIENT_LEFT, Exchange, FeedbackRequest, FinishedRequest, pseudonym
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
-
-log = logging.getLogger("modelwright.serve")
 
 DAY_S = 86_400.0
 

@@ -1,6 +1,5 @@
 """Routes of administration: reloads of the model, adapters with vLLM's API, A/B tests; and the feedback of users."""
 
-import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,16 +10,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from modelwright.serve.ab.controller import Experiments
-from modelwright.serve.ab.experiment import EndRequest, ExperimentRequest, ShareRequest, Status
+from modelwright.serve.ab.experiment import EndRequest, ExperimentRequest, ShareRequest
 from modelwright.serve.api.fields import RequestModel
 from modelwright.serve.api.parsing import read_request
-from modelwright.serve.errors import ApiError
+from modelwright.serve.errors import ApiError, log
 from modelwright.serve.load import adapted_fingerprint
 from modelwright.serve.reload import Reloader
 from modelwright.serve.served_model import ServedAdapter
 from modelwright.serve.service import VERSION_HEADER, FeedbackRequest, service_of
-
-log = logging.getLogger("modelwright.serve")
 
 
 class ReloadRequest(RequestModel):
@@ -107,35 +104,6 @@ async def unload_lora_adapter(request: Request) -> Response:
 
 
 R = TypeVar("R", bound=RequestModel)
-
-
-class ExperimentReply(BaseModel):
-    """An A/B test (docs/ab-tests.md). Infinite bounds of intervals are null."""
-
-    name: str
-    mode: Literal["split", "shadow"]
-    unit: Literal["session", "user"]
-    share: float
-    status: Status
-    reason: str
-    started_at: float
-    ended_at: float | None
-    versions: dict[str, str]
-    requests: dict[str, int]
-    errors: dict[str, int]
-    shadows: dict[str, int]
-    sample_ratio: dict[str, Any]
-    measures: list[dict[str, Any]]
-    slow_s: float | None
-    guard: dict[str, Any]
-    fixed_horizon: dict[str, Any]
-
-
-class ExperimentListReply(BaseModel):
-    """All tests, newest first. `is_on`: whether A/B tests are enabled on the server."""
-
-    is_on: bool
-    tests: list[ExperimentReply]
 
 
 async def list_tests(request: Request) -> Response:

@@ -11,9 +11,10 @@ from typing import Any, Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from modelwright.serve.api.fields import GenerationRequest
 from modelwright.serve.api.parsing import admit, parse_request, parsed
 from modelwright.serve.errors import ApiError
-from modelwright.serve.generation import Answer, Generation, GenerationRequest, Prompt, start
+from modelwright.serve.generation import Answer, Generation, Prompt, start
 from modelwright.serve.keys import Caller
 from modelwright.serve.load import Delta
 from modelwright.serve.served_model import ServedModel, Stream

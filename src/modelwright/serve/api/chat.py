@@ -17,20 +17,49 @@ from modelwright.serve.api.answers import AnswerKind, finite, prompt_logprobs, r
 from modelwright.serve.api.fields import (
     Content,
     ForcedCall,
-    NamedTool,
+    FunctionDefinition,
+    FunctionName,
+    GenerationRequest,
     NumLogprobs,
     Strict,
-    Tool,
-    ToolCall,
     Unsupported,
 )
 from modelwright.serve.errors import ApiError
-from modelwright.serve.generation import Generation, GenerationRequest, Prompt
+from modelwright.serve.generation import Generation, Prompt
 from modelwright.serve.limits import Limits
 from modelwright.serve.load import Delta, TokenInfo
 from modelwright.serve.service import Lease
 
 CHUNK = "chat.completion.chunk"
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionReference(Strict):
+    name: FunctionName
+
+
+class NamedTool(Strict):
+    """A function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionReference
+
+
+class FunctionCall(Strict):
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call in an earlier turn of the assistant."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
 
 
 class Message(Strict):

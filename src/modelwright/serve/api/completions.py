@@ -8,9 +8,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from modelwright.serve.api.answers import AnswerKind, finite, prompt_logprobs, read_generation, respond, token_name
-from modelwright.serve.api.fields import NumLogprobs, PromptEntries, Unsupported, as_list, unsupported
+from modelwright.serve.api.fields import (
+    GenerationRequest,
+    NumLogprobs,
+    PromptEntries,
+    Unsupported,
+    as_list,
+    unsupported,
+)
 from modelwright.serve.api.parsing import token_ids
-from modelwright.serve.generation import Generation, GenerationRequest, Prompt
+from modelwright.serve.generation import Generation, Prompt
 from modelwright.serve.load import Delta
 from modelwright.serve.service import Lease
 

@@ -9,6 +9,8 @@ particular notation.
 
 import json
 import secrets
+import sys
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, cast
@@ -16,7 +18,9 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from modelwright.data.tokenizer.chat import IMAGE_MARK
+from modelwright.infer.sequence import MAX_TEMPERATURE
 from modelwright.serve.engines.grammars import MAX_GRAMMAR_CHARACTERS, GrammarSource, check_schema, json_source
+from modelwright.serve.errors import ApiError
 from modelwright.serve.limits import Limits
 
 SHOWN_CHARACTERS = 80
@@ -239,35 +243,6 @@ class FunctionDefinition(Strict):
         return {"type": "object", "additionalProperties": False} if self.parameters is None else self.parameters
 
 
-class Tool(Strict):
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-class FunctionReference(Strict):
-    name: FunctionName
-
-
-class NamedTool(Strict):
-    """A function that must be called."""
-
-    type: Literal["function"]
-    function: FunctionReference
-
-
-class FunctionCall(Strict):
-    name: FunctionName
-    arguments: str
-
-
-class ToolCall(Strict):
-    """A call in an earlier turn of the assistant."""
-
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
-
-
 @dataclass(frozen=True)
 class ForcedCall:
     """The functions of which an answer has to call one. With a single named one the answer is its arguments alone."""
@@ -407,3 +382,98 @@ class StructuredOutputs(Strict):
         if self.regex is not None:
             return GrammarSource("regex", self.regex, param)
         return GrammarSource("lark", self.grammar or "", param)
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(RequestModel):
+    """Fields that completions and chat share. The last group is accepted and ignored."""
+
+    MOST_DEFAULT_TOKENS: ClassVar[int] = sys.maxsize
+    """Most new tokens of an answer if the client sets no limit; the room in the context limits it further."""
+
+    model: str
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopTexts = ()
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: LogitBias = ()
+    prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    @abstractmethod
+    def asked_tokens(self) -> int | None:
+        """The client's limit on new tokens of each answer; None without one."""
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Number of alternatives to report with each new token; None if the client asks for no log-probabilities."""
+
+    @abstractmethod
+    def texts(self) -> list[str]:
+        """Returns the client's texts by prompt or turn, [] for prompts of token ids."""
+
+    def session_text(self) -> str:
+        """Returns the part that all requests of one conversation share, or ""."""
+        return ""
+
+    def grammar(self) -> GrammarSource | None:
+        """Returns the grammar of the answers, None for any text. Raises `ApiError` 400 for a bad one or several."""
+        call = self.forced_call()  # errors of `tool_choice` come before those of grammars
+        forms = (self.response_format, self.structured_outputs, call)
+        sources = [source for form in forms if form is not None and (source := form.source())]
+        if len(sources) > 1:
+            text = f"{sources[0].param} and {sources[1].param} cannot be combined; give one of them."
+            raise ApiError(400, text, param=sources[1].param, code="invalid_value")
+        return sources[0] if sources else None
+
+    def forced_call(self) -> ForcedCall | None:
+        """Returns the functions of which the answer must call one, or None for text."""
+        return None
+
+    @property
+    def has_images(self) -> bool:
+        """True if the prompt has images, which take long to decode."""
+        return False
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of alternatives to report with each token of the prompt; None if nothing needs them."""
+        return self.prompt_logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """True if answers begin with their prompt."""
+        return False
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)

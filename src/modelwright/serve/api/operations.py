@@ -254,10 +254,10 @@ OPERATIONS = (
         (*ADMINISTERS, 404, 503),
     ),
     _get("/ab", pages.ab_page, "A/B tests as they stand", "text/html"),
-    _get("/ab.json", admin.list_tests, "All A/B tests", admin.ExperimentListReply, errors=NEEDS_KEY),
-    _post("/admin/ab", admin.begin_test, "Begin an A/B test", admin.ExperimentReply, ExperimentRequest, TESTS),
-    _post("/admin/ab/share", admin.set_test_share, "Change B's share", admin.ExperimentReply, ShareRequest, TESTS),
-    _post("/admin/ab/end", admin.end_test, "End the A/B test", admin.ExperimentReply, EndRequest, TESTS),
+    _get("/ab.json", admin.list_tests, "All A/B tests", "application/json", errors=NEEDS_KEY),
+    _post("/admin/ab", admin.begin_test, "Begin an A/B test", "application/json", ExperimentRequest, TESTS),
+    _post("/admin/ab/share", admin.set_test_share, "Change B's share", "application/json", ShareRequest, TESTS),
+    _post("/admin/ab/end", admin.end_test, "End the A/B test", "application/json", EndRequest, TESTS),
     _post("/tokenize", encode.tokenize, "Text to tokens", encode.TokenizeReply, encode.TokenizeRequest, READS_BODY),
     _post(
         "/detokenize", encode.detokenize, "Tokens to text", encode.DetokenizeReply, encode.DetokenizeRequest, READS_BODY

@@ -5,7 +5,6 @@ Bodies are read up to a size and within a time. Large ones are parsed in another
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,11 +15,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from modelwright.serve.account.monitoring import ID_SCOPE, with_fields
 from modelwright.serve.api.fields import SHOWN_CHARACTERS, RequestModel, short
-from modelwright.serve.errors import ApiError
+from modelwright.serve.errors import ApiError, log
 from modelwright.serve.limits import SPARE_ENTRIES, Limits, body_shape, lone_surrogate
 from modelwright.serve.service import Lease, service_of
-
-log = logging.getLogger("modelwright.serve")
 
 T = TypeVar("T")
 R = TypeVar("R", bound=RequestModel)

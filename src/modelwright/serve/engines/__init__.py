@@ -1,1 +1,1 @@
-"""The engines behind the server: their interface, processes, routing, and the answers in progress."""
+"""The engines behind the server: their interface, processes, grammars and back-ends."""

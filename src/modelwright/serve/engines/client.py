@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from modelwright.core.event_log import EventKind
+from modelwright.core.records import EventKind
 from modelwright.infer.engine import Engine, EngineStats, StepOutput
 from modelwright.infer.sequence import Pixels, Pooling, SamplingParams, ScoredToken, TokenConstraint
 from modelwright.model.vision.image_prefix import image_prefix

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import gc
 import json
-import logging
 import select
 import socket
 import subprocess
@@ -34,10 +33,8 @@ from modelwright.model.adapter_bank import PreparedAdapter, load_adapters, prepa
 from modelwright.model.decoder import Decoder
 from modelwright.serve.engines.client import EngineEnd, EngineInfo, engine_info, job_of, output_message
 from modelwright.serve.engines.grammars import GrammarCompiler
-from modelwright.serve.errors import ApiError
+from modelwright.serve.errors import ApiError, log
 from modelwright.serve.load import ServedTokenizer, load_folder, weights_fingerprint
-
-log = logging.getLogger("modelwright.serve")
 
 HEARTBEAT_S = 0.25
 SETUP_TIMEOUT_S = 60.0
@@ -285,7 +282,9 @@ class AdapterLoader:
         self._replies.append([number, True, ""])
 
     def replies(self) -> list[list[Any]]:
-        """Returns, for all calls that finished since the last time, the number and the fields of an `AdapterReply`."""
+        """Returns, for all calls that finished since the last time, the number, whether it is done, and the digest of
+        the adapter's values or the reason of a failure.
+        """
         for number, (name, future) in list(self._reading.items()):
             if not future.done():
                 continue

@@ -3,7 +3,6 @@
 """
 
 import asyncio
-import logging
 import queue
 import secrets
 import threading
@@ -16,9 +15,7 @@ from modelwright.infer.engine import Engine
 from modelwright.model.adapter_bank import prepare_adapter
 from modelwright.ops.tensor_heap import give_back_memory
 from modelwright.serve.engines.client import EngineEvents, EngineInfo, Job, StepEngine
-from modelwright.serve.errors import ApiError
-
-log = logging.getLogger("modelwright.serve")
+from modelwright.serve.errors import ApiError, log
 
 REST_AFTER_S = 10.0
 """Seconds without work after which an engine returns unused memory of a burst of long prompts to the system."""

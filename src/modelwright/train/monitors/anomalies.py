@@ -8,8 +8,8 @@ from typing import Any
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.core.event_log import EventLog
-from modelwright.core.outliers import RecentValues
+from modelwright.core.records import EventLog
+from modelwright.train.outliers import RecentValues
 from modelwright.train.technique import EMPTY_BATCH, LOSS_SPIKE, NOT_FINITE, StepInfo
 
 SKIPPED = {

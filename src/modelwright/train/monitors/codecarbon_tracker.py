@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelwright.core.errors import ConfigError
-from modelwright.core.suggest import did_you_mean
+from modelwright.core.texts import did_you_mean
 
 _JOULES_PER_KWH = 3.6e6
 

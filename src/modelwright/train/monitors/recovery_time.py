@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from modelwright.core.errors import Stopped, writing
-from modelwright.core.event_log import EventLog
+from modelwright.core.records import EventLog
 from modelwright.parallel.elastic import num_restarts
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import StepInfo, Technique

@@ -13,9 +13,9 @@ import torch
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.core.outliers import ratio_limit
 from modelwright.ops.microbenchmark import repeated, seconds_of
 from modelwright.parallel.mesh import Mesh, World
+from modelwright.train.outliers import ratio_limit
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import StepInfo, Technique
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from modelwright.core.compatibility import WHOLE_GRADIENTS, Feature, feature
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.core.outliers import percentile_limit, zscore_limit
+from modelwright.train.outliers import percentile_limit, zscore_limit
 
 
 @dataclass(frozen=True, kw_only=True)

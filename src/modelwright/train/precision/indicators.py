@@ -31,10 +31,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from modelwright.core.outliers import ratio_limit
 from modelwright.model.decoder import Product
 from modelwright.ops.lowp_linear import E4M3, FLOATS, GRIDS, Format, Role
 from modelwright.ops.quantize import BLOCK, ROWWISE, TENSORWISE, dequantize, quantize
+from modelwright.train.outliers import ratio_limit
 from modelwright.train.precision.apply import part_of
 from modelwright.train.precision.policy import PrecisionConfig
 

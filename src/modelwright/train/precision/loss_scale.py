@@ -6,10 +6,10 @@ would have underflowed.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from modelwright.core.config import constant, only_for
@@ -33,8 +33,6 @@ class LossScaleConfig:
     """First scale; 0 chooses it by the number of parameters."""
     growth_interval: int = field(default=2000, metadata=only_for("enabled", "auto", "always"))
     """Updates in a row without overflow after which the scale grows."""
-    per_layer: bool = field(default=False, metadata=only_for("enabled", "auto", "always"))
-    """Give every block its own scale."""
     growth_factor: float = constant(2.0)
     """Factor by which the scale grows."""
     backoff_factor: float = constant(0.5)
@@ -43,9 +41,6 @@ class LossScaleConfig:
     """Lower bound of the scale."""
     max_scale: float = constant(2.0**24)
     """Upper bound of the scale."""
-    max_underflow_fraction: float = constant(0.01)
-    """`per_layer`: a scale grows only while more than this fraction of its gradients is too small for FP16's full
-    precision."""
 
     def __post_init__(self) -> None:
         if self.init_scale < 0:
@@ -67,18 +62,10 @@ class LossScaleConfig:
                 f"init_scale: must be between min_scale ({self.min_scale:g}) and max_scale ({self.max_scale:g}), got "
                 f"{self.init_scale}"
             )
-        if not 0 <= self.max_underflow_fraction < 1:
-            text = f"max_underflow_fraction: must be in [0, 1), got {self.max_underflow_fraction}"
-            raise ConfigError(f"{text}; 0.01 is usual")
-        if self.per_layer and not self.dynamic:
-            raise ConfigError("per_layer: adjusts scales to overflows, which requires dynamic; set dynamic to true")
-        # A block's scale and the common one must differ by a factor that loses no bit.
-        for name in (
-            ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale") if self.per_layer else ()
-        ):
-            value = getattr(self, name)
-            if value and math.frexp(value)[0] != 0.5:  # the mantissa of every power of two
-                raise ConfigError(f"{name}: must be a power of two with per_layer, got {value}")
+
+    def scales(self, *, uses_fp16: bool) -> bool:
+        """True if losses are scaled in a run that computes anything in FP16, or not."""
+        return self.enabled == "always" or (self.enabled == "auto" and uses_fp16)
 
 
 class LossScaler(Protocol):
@@ -113,7 +100,7 @@ def first_scale(config: LossScaleConfig, num_parameters: int) -> float:
 
 
 class LossScale:
-    """The scale of the present update, and its changes."""
+    """The scale of the present update, and its changes; the `LossScaler` of a run that scales losses."""
 
     def __init__(self, config: LossScaleConfig, num_parameters: int) -> None:
         self.config = config
@@ -121,6 +108,11 @@ class LossScale:
         self.num_overflows = 0
         self.history: list[tuple[int, float]] = [(0, self.value)]
         self._num_good = 0
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        """Removes the scale in place."""
+        if gradients:
+            torch._foreach_mul_(gradients, 1.0 / self.value)  # pyright: ignore
 
     def update(self, step: int, overflowed: bool) -> None:
         """Call after update `step` (from 0), which was skipped if it overflowed."""
@@ -148,10 +140,3 @@ class LossScale:
         self.value, self._num_good = float(state["value"]), int(state["num_good"])
         self.num_overflows = int(state["num_overflows"])
         self.history = [(int(step), float(value)) for step, value in state["history"]]
-
-
-def loss_scale_for(config: LossScaleConfig, *, uses_fp16: bool, count: Callable[[], int]) -> LossScale | None:
-    """The scaler of a run, None if losses are not scaled."""
-    if config.enabled == "never" or (config.enabled == "auto" and not uses_fp16):
-        return None
-    return LossScale(config, count())

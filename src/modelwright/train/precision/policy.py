@@ -15,7 +15,6 @@ import torch
 
 from modelwright.core.compatibility import (
     ACCELERATOR,
-    COMMON_LOSS_SCALE,
     EAGER_BLOCKS,
     FLOAT_PRODUCTS,
     SAME_MATMULS,
@@ -253,17 +252,15 @@ class PrecisionConfig:
 
     def features(self) -> list[Feature]:
         """Features of the precision settings, with their requirements on a run and what they break."""
-        result, scaling = [], self.loss_scale
-        uses_fp16 = self.policy != "auto" and self.uses_fp16
-        if scaling.enabled == "always" or (scaling.enabled == "auto" and uses_fp16):
-            breaks = [COMMON_LOSS_SCALE] if scaling.per_layer else []
-            result.append(feature("loss_scale", needs=[WHOLE_GRADIENTS], breaks=breaks))
+        result: list[Feature] = []
+        if self.loss_scale.scales(uses_fp16=self.policy != "auto" and self.uses_fp16):
+            result.append(feature("loss_scale", needs=[WHOLE_GRADIENTS]))
         if self.policy != "auto" and self.possible & {"fp8", "int8"}:
             result.append(feature("policy", self.policy, breaks=[FLOAT_PRODUCTS]))
         if self.fp32_matmul == "tf32":
             result.append(feature("fp32_matmul", "tf32", only_with=[ACCELERATOR]))
         if self.adaptive.kind != "none":
-            needs = {EAGER_BLOCKS, SYNCHRONOUS_UPDATES, SAME_UNITS, COMMON_LOSS_SCALE, WHOLE_GRADIENTS, TRAINED_WEIGHTS}
+            needs = {EAGER_BLOCKS, SYNCHRONOUS_UPDATES, SAME_UNITS, WHOLE_GRADIENTS, TRAINED_WEIGHTS}
             result.append(feature("adaptive.kind", self.adaptive.kind, needs=needs, breaks=[SAME_MATMULS]))
         return result
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.event_log import EventLog
+from modelwright.core.records import EventLog
 from modelwright.core.resources import hardware, peak_resident_bytes
 from modelwright.ops.dtensor import local
 from modelwright.ops.lowp_linear import Format

@@ -5,7 +5,6 @@
 
 import torch
 
-from modelwright.core.compatibility import COMMON_LOSS_SCALE
 from modelwright.model.head_selection import auxiliary_losses as losses_of
 from modelwright.train.objective import Batch
 from modelwright.train.runtime import Runtime
@@ -46,5 +45,5 @@ def auxiliary_losses(run: Runtime) -> Technique | None:
         on_batch=on_batch,
         on_gradients=on_gradients,
         on_retry=on_retry,
-        needs=frozenset({COMMON_LOSS_SCALE}),
+        needs=frozenset(),
     )

@@ -30,9 +30,9 @@ from modelwright.core.compatibility import (
 )
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.core.event_log import EventLog
-from modelwright.core.outliers import RecentValues
+from modelwright.core.records import EventLog
 from modelwright.train.objective import Batch
+from modelwright.train.outliers import RecentValues
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import LOSS_SPIKE, Rollback, StepInfo, Technique, Update
 

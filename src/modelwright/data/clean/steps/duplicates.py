@@ -1,12 +1,10 @@
 """The step duplicates: deduplicates by fingerprints of all documents and of an index of earlier runs.
 
-Fingerprints of the documents that earlier runs kept, so that a later run drops their duplicates.
-
-A folder with one file for each run, whose name is the digest of that run's input and settings: repeating a run replaces
-its own file. Files are in the format of safetensors and are never read whole. The digests and each MinHash band are a
-*table*: sorted keys, the document of each, and every 512th key as a fence. A lookup reads the fences of one table at
-a time and the blocks of keys that may have an equal one. It holds 4 bytes for each document found; the documents
-themselves are read in batches.
+The index has the fingerprints of the documents that earlier runs kept: a folder with one file for each run, whose name
+is the digest of that run's input and settings, so that repeating a run replaces its own file. Files are in the format
+of safetensors and are never read whole. The digests and each MinHash band are a *table*: sorted keys, the document of
+each, and every 512th key as a fence. A lookup reads the fences of one table at a time and the blocks of keys that may
+have an equal one. It holds 4 bytes for each document found; the documents themselves are read in batches.
 """
 
 import fcntl
@@ -43,6 +41,8 @@ from modelwright.data.clean.fingerprints import (
 from modelwright.data.clean.steps.step import Columns, Decisions, DiskFile, Drop, Drops, MeasuredCorpus, StepSpec
 from modelwright.data.document import Document
 
+_BAD = ("duplicate_line_fraction", "data_fraction", "digit_fraction", "symbol_fraction", "top_ngram_fraction")
+_EARLIER = "a document of an earlier run"
 _FORMAT = {"format": "modelwright duplicate index", "version": "1"}
 _BLOCK = 512
 # Limit of documents with one key, as of candidates through one band (`near_duplicates.py`); at most a block.
@@ -53,208 +53,6 @@ _AT_ONCE = 1024
 _SHINGLES_AT_ONCE = 2**19
 _DIGESTS = "digest"
 _BANDS = tuple(f"band{number:02d}" for number in range(NUM_BANDS))
-
-
-@dataclass(frozen=True)
-class IndexedDocuments:
-    """Some documents of earlier runs. kind [R], own [R], bands [R, 16]: as in `Fingerprints`; shingles: of one document
-    after another; lengths [R]: number of shingles of each.
-    """
-
-    kind: NDArray[np.int8]
-    own: NDArray[np.uint64]
-    bands: NDArray[np.uint64]
-    shingles: NDArray[np.uint32]
-    lengths: NDArray[np.int64]
-
-
-class DuplicateIndex:
-    """Files of a folder, except one run's. Raises `ArtifactError` for a wrong header or size, not for wrong values."""
-
-    def __init__(self, folder: Path, *, without: str = "") -> None:
-        if older := sorted(folder.glob("*.npz")):
-            text = f"{older[0]}: is an index in an older format, which is not read any more"
-            raise ArtifactError(f"{text}; remove it and run the command that wrote it again")
-        self.files = [_IndexFile(path) for path in sorted(folder.glob("*.safetensors")) if path.stem != without]
-
-    def related(
-        self, own: NDArray[np.uint64], bands: BandFiles, members: NDArray[np.bool_]
-    ) -> Iterator[IndexedDocuments]:
-        """Yields the documents that have a digest of `own` [N], or a band in common with one of the `members` [N]; of
-        documents with one value of a band, the longest 200 of each file. All lookups are done before the first block is
-        returned, so the caller may append the blocks to the files of `bands`.
-        """
-        numbers = [np.empty(0, np.uint32) for _ in self.files]
-        for table in (_DIGESTS, *_BANDS) if self.files else ():
-            queries = np.unique(own if table == _DIGESTS else bands.column(_BANDS.index(table))[members])
-            for place, file in enumerate(self.files):
-                numbers[place] = np.union1d(numbers[place], file.find(table, queries))
-        return (
-            block for file, found in zip(self.files, numbers, strict=True) for block in file.documents(found)
-        )  # fmt: skip
-
-
-class _IndexFile:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self.file = DiskFile(path)
-            (length,) = self.file.read(np.uint64, 0, 1)
-            header = json.loads(self.file.read_bytes(8, min(int(length), path.stat().st_size)))
-            if header.pop("__metadata__") != _FORMAT:
-                raise ValueError("it is not an index of documents")
-            self._begin = 8 + int(length)
-            self._tensors = {name: (_DTYPES[one["dtype"]], *one["data_offsets"]) for name, one in header.items()}
-            if self._begin + max(end for _, _, end in self._tensors.values()) != path.stat().st_size:
-                raise ValueError("its size is not the one in its header")
-            self.num_documents = self._len("own")
-        except (ValueError, TypeError, KeyError, AttributeError, EOFError, OSError) as error:
-            raise ArtifactError(f"{path}: is damaged ({error}); remove it, or restore a copy") from None
-
-    def find(self, table: str, queries: NDArray[np.uint64]) -> NDArray[np.uint32]:
-        """Finds the documents in a table whose key is one of `queries`, sorted; at most 200 of each key."""
-        fences = self._read(f"{table}_fences", 0, self._len(f"{table}_fences"))
-        if not len(fences):
-            return np.empty(0, np.uint32)
-        # Equal keys begin in the last block that begins with a smaller one, or with the block after it.
-        blocks = np.maximum(np.searchsorted(fences, queries, side="left") - 1, 0)
-        edges = np.flatnonzero(np.concatenate([[True], blocks[1:] != blocks[:-1], [True]])) if len(queries) else []
-        found: list[NDArray[np.uint32]] = []
-        for start, stop in pairwise(edges):
-            first = int(blocks[start]) * _BLOCK
-            last = min(first + 2 * _BLOCK, self._len(f"{table}_keys"))
-            keys = self._read(f"{table}_keys", first, last)
-            lows = np.searchsorted(keys, queries[start:stop], side="left")
-            highs = np.minimum(np.searchsorted(keys, queries[start:stop], side="right"), lows + _MOST_PER_KEY)
-            counts = highs - lows
-            if counts.any():
-                places = np.repeat(lows - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
-                found.append(self._read(f"{table}_documents", first, last)[places])
-        return np.concatenate([*found, np.empty(0, np.uint32)])
-
-    def documents(self, numbers: NDArray[np.uint32]) -> Iterator[IndexedDocuments]:
-        """Reads documents by index, in batches. Raises `ArtifactError` for one that the file does not have."""
-        if len(numbers) and int(numbers[-1]) >= self.num_documents:
-            text = f"it has {self.num_documents} documents and names number {numbers[-1]}"
-            raise ArtifactError(f"{self._path}: is damaged ({text}); remove it, or restore a copy")
-        first, size, rows = 0, 0, list[NDArray[np.uint32]]()
-        for place, number in enumerate(map(int, numbers), start=1):
-            rows.append(self._read("shingles", *map(int, self._read("offsets", number, number + 2))))
-            size += len(rows[-1])
-            if place == len(numbers) or len(rows) == _AT_ONCE or size >= _SHINGLES_AT_ONCE:
-                batch = numbers[first:place].tolist()
-                yield IndexedDocuments(
-                    kind=np.concatenate([self._read("kind", one, one + 1) for one in batch]).astype(np.int8),
-                    own=np.concatenate([self._read("own", one, one + 1) for one in batch]),
-                    bands=np.stack([self._read("bands", one * NUM_BANDS, (one + 1) * NUM_BANDS) for one in batch]),
-                    shingles=np.concatenate(rows),
-                    lengths=np.array([len(row) for row in rows], np.int64),
-                )
-                first, size, rows = place, 0, []
-
-    def _len(self, name: str) -> int:
-        dtype, start, end = self._tensors[name]
-        return (end - start) // np.dtype(dtype).itemsize
-
-    def _read(self, name: str, first: int, last: int) -> NDArray[Any]:
-        dtype, start, _ = self._tensors[name]
-        if not 0 <= first <= last <= self._len(name):
-            text = f"{self._path}: is damaged ({name} ends before value {last})"
-            raise ArtifactError(f"{text}; remove it, or restore a copy")
-        return self.file.read(dtype, first, last, offset=self._begin + start)
-
-
-def save_index(
-    folder: Path, name: str, kept: NDArray[np.int64], *, kind: NDArray[np.int8], own: NDArray[np.uint64],
-    bands: BandFiles, shingles: ShingleStore,
-) -> None:  # fmt: skip
-    """Writes the documents `kept` of the run called `name`, completely or not at all. kind [N], own [N]: of all
-    documents of the run; kept: the numbers of some of them, ascending.
-    """
-    lengths = shingles.offsets[kept + 1] - shingles.offsets[kept]
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"{name}.partial"
-        with _alone(partial) as file:
-            file.write(_header(len(kept), int(lengths.sum()), int(np.count_nonzero(lengths))))
-            for values in _tensors(kept, lengths, kind, own, bands, shingles):
-                file.write(values.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-            partial.replace(folder / f"{name}.safetensors")
-        fsync_folder(folder)
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[BinaryIO]:
-    """Opens an empty file that no other process writes: the same run may be at work in two folders."""
-    while True:
-        # Created if absent, but not truncated before the lock is held: another process may be writing it.
-        with open(path, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o644)) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            try:
-                is_own = os.path.samestat(os.fstat(file.fileno()), path.stat())
-            except FileNotFoundError:
-                is_own = False  # the other process has renamed the file meanwhile
-            if is_own:
-                file.truncate(0)
-                yield file
-                return
-
-
-def _header(num_documents: int, num_shingles: int, num_in_bands: int) -> bytes:
-    """Makes the header of a safetensors file; `_tensors` yields the data after it, in the same order."""
-    shapes: dict[str, tuple[str, list[int]]] = {
-        "own": ("U64", [num_documents]), "offsets": ("U64", [num_documents + 1]),
-        "bands": ("U64", [num_documents, NUM_BANDS]),
-    }  # fmt: skip
-    for table in (_DIGESTS, *_BANDS):
-        count = num_documents if table == _DIGESTS else num_in_bands
-        shapes[f"{table}_keys"] = "U64", [count]
-        shapes[f"{table}_fences"] = "U64", [-(-count // _BLOCK)]
-        shapes[f"{table}_documents"] = "U32", [count]
-    shapes |= {"shingles": ("U32", [num_shingles]), "kind": ("U8", [num_documents])}
-    entries: dict[str, Any] = {"__metadata__": _FORMAT}
-    end = 0
-    for name, (dtype, shape) in shapes.items():
-        start, end = end, end + int(np.prod(shape)) * np.dtype(_DTYPES[dtype]).itemsize
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % 8)  # safetensors aligns the data to 8 bytes
-    return np.uint64(len(header)).tobytes() + header
-
-
-def _tensors(
-    kept: NDArray[np.int64], lengths: NDArray[np.int64], kind: NDArray[np.int8], own: NDArray[np.uint64],
-    bands: BandFiles, shingles: ShingleStore,
-) -> Iterator[NDArray[Any]]:  # fmt: skip
-    """Yields the tensors of the header, in its order."""
-    yield own[kept]
-    yield np.concatenate([np.zeros(1, np.uint64), np.cumsum(lengths).astype(np.uint64)])
-    for start in range(0, len(kept), _AT_ONCE):
-        some = kept[start : start + _AT_ONCE]
-        yield bands.rows(int(some[0]), int(some[-1]) + 1)[some - some[0]]
-    yield from _table(own[kept], np.arange(len(kept)))
-    # A lookup returns the first 200 documents of a key, which are therefore the longest ones.
-    longest_first = np.argsort(-lengths, kind="stable")[: int(np.count_nonzero(lengths))]
-    for band in range(NUM_BANDS):
-        yield from _table(bands.column(band)[kept[longest_first]], longest_first)
-    for number in map(int, kept):
-        yield shingles.row(number)
-    yield kind[kept].astype(np.uint8)
-
-
-def _table(keys: NDArray[np.uint64], documents: NDArray[np.int64]) -> Iterator[NDArray[Any]]:
-    """Yields keys, fences and documents; documents with equal keys stay in their order."""
-    order = np.argsort(keys, kind="stable")
-    keys = keys[order]
-    yield keys
-    yield keys[::_BLOCK]
-    yield documents[order].astype(np.uint32)
-
-
-_BAD = ("duplicate_line_fraction", "data_fraction", "digit_fraction", "symbol_fraction", "top_ngram_fraction")
-_EARLIER = "a document of an earlier run"
 
 
 @dataclass(frozen=True)
@@ -383,3 +181,196 @@ def _shared_with_heldout(corpus: MeasuredCorpus) -> InCommon:
         numbers.append(start + rows)
         values.append(keys[rows])
     return InCommon(np.concatenate(numbers), np.concatenate(values))
+
+
+@dataclass(frozen=True)
+class IndexedDocuments:
+    """Some documents of earlier runs. kind [R], own [R], bands [R, 16]: as in `Fingerprints`; shingles: of one document
+    after another; lengths [R]: number of shingles of each.
+    """
+
+    kind: NDArray[np.int8]
+    own: NDArray[np.uint64]
+    bands: NDArray[np.uint64]
+    shingles: NDArray[np.uint32]
+    lengths: NDArray[np.int64]
+
+
+class DuplicateIndex:
+    """Files of a folder, except one run's. Raises `ArtifactError` for a wrong header or size, not for wrong values."""
+
+    def __init__(self, folder: Path, *, without: str = "") -> None:
+        if older := sorted(folder.glob("*.npz")):
+            text = f"{older[0]}: is an index in an older format, which is not read any more"
+            raise ArtifactError(f"{text}; remove it and run the command that wrote it again")
+        self.files = [_IndexFile(path) for path in sorted(folder.glob("*.safetensors")) if path.stem != without]
+
+    def related(
+        self, own: NDArray[np.uint64], bands: BandFiles, members: NDArray[np.bool_]
+    ) -> Iterator[IndexedDocuments]:
+        """Yields the documents that have a digest of `own` [N], or a band in common with one of the `members` [N]; of
+        documents with one value of a band, the longest 200 of each file. All lookups are done before the first block is
+        returned, so the caller may append the blocks to the files of `bands`.
+        """
+        numbers = [np.empty(0, np.uint32) for _ in self.files]
+        for table in (_DIGESTS, *_BANDS) if self.files else ():
+            queries = np.unique(own if table == _DIGESTS else bands.column(_BANDS.index(table))[members])
+            for place, file in enumerate(self.files):
+                numbers[place] = np.union1d(numbers[place], file.find(table, queries))
+        return (
+            block for file, found in zip(self.files, numbers, strict=True) for block in file.documents(found)
+        )  # fmt: skip
+
+
+class _IndexFile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self.file = DiskFile(path)
+            (length,) = self.file.read(np.uint64, 0, 1)
+            header = json.loads(self.file.read_bytes(8, min(int(length), path.stat().st_size)))
+            if header.pop("__metadata__") != _FORMAT:
+                raise ValueError("it is not an index of documents")
+            self._begin = 8 + int(length)
+            self._tensors = {name: (_DTYPES[one["dtype"]], *one["data_offsets"]) for name, one in header.items()}
+            if self._begin + max(end for _, _, end in self._tensors.values()) != path.stat().st_size:
+                raise ValueError("its size is not the one in its header")
+            self.num_documents = self._len("own")
+        except (ValueError, TypeError, KeyError, AttributeError, EOFError, OSError) as error:
+            raise ArtifactError(f"{path}: is damaged ({error}); remove it, or restore a copy") from None
+
+    def find(self, table: str, queries: NDArray[np.uint64]) -> NDArray[np.uint32]:
+        """Finds the documents in a table whose key is one of `queries`, sorted; at most 200 of each key."""
+        fences = self._read(f"{table}_fences", 0, self._len(f"{table}_fences"))
+        if not len(fences):
+            return np.empty(0, np.uint32)
+        # Equal keys begin in the last block that begins with a smaller one, or with the block after it.
+        blocks = np.maximum(np.searchsorted(fences, queries, side="left") - 1, 0)
+        edges = np.flatnonzero(np.concatenate([[True], blocks[1:] != blocks[:-1], [True]])) if len(queries) else []
+        found: list[NDArray[np.uint32]] = []
+        for start, stop in pairwise(edges):
+            first = int(blocks[start]) * _BLOCK
+            last = min(first + 2 * _BLOCK, self._len(f"{table}_keys"))
+            keys = self._read(f"{table}_keys", first, last)
+            lows = np.searchsorted(keys, queries[start:stop], side="left")
+            highs = np.minimum(np.searchsorted(keys, queries[start:stop], side="right"), lows + _MOST_PER_KEY)
+            counts = highs - lows
+            if counts.any():
+                places = np.repeat(lows - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+                found.append(self._read(f"{table}_documents", first, last)[places])
+        return np.concatenate([*found, np.empty(0, np.uint32)])
+
+    def documents(self, numbers: NDArray[np.uint32]) -> Iterator[IndexedDocuments]:
+        """Reads documents by index, in batches. Raises `ArtifactError` for one that the file does not have."""
+        if len(numbers) and int(numbers[-1]) >= self.num_documents:
+            text = f"it has {self.num_documents} documents and names number {numbers[-1]}"
+            raise ArtifactError(f"{self._path}: is damaged ({text}); remove it, or restore a copy")
+        first, size, rows = 0, 0, list[NDArray[np.uint32]]()
+        for place, number in enumerate(map(int, numbers), start=1):
+            rows.append(self._read("shingles", *map(int, self._read("offsets", number, number + 2))))
+            size += len(rows[-1])
+            if place == len(numbers) or len(rows) == _AT_ONCE or size >= _SHINGLES_AT_ONCE:
+                batch = numbers[first:place].tolist()
+                yield IndexedDocuments(
+                    kind=np.concatenate([self._read("kind", one, one + 1) for one in batch]).astype(np.int8),
+                    own=np.concatenate([self._read("own", one, one + 1) for one in batch]),
+                    bands=np.stack([self._read("bands", one * NUM_BANDS, (one + 1) * NUM_BANDS) for one in batch]),
+                    shingles=np.concatenate(rows),
+                    lengths=np.array([len(row) for row in rows], np.int64),
+                )
+                first, size, rows = place, 0, []
+
+    def _len(self, name: str) -> int:
+        dtype, start, end = self._tensors[name]
+        return (end - start) // np.dtype(dtype).itemsize
+
+    def _read(self, name: str, first: int, last: int) -> NDArray[Any]:
+        dtype, start, _ = self._tensors[name]
+        if not 0 <= first <= last <= self._len(name):
+            text = f"{self._path}: is damaged ({name} ends before value {last})"
+            raise ArtifactError(f"{text}; remove it, or restore a copy")
+        return self.file.read(dtype, first, last, offset=self._begin + start)
+
+
+def save_index(
+    folder: Path, name: str, kept: NDArray[np.int64], *, kind: NDArray[np.int8], own: NDArray[np.uint64],
+    bands: BandFiles, shingles: ShingleStore,
+) -> None:  # fmt: skip
+    """Writes the documents `kept` of the run called `name`, completely or not at all. kind [N], own [N]: of all
+    documents of the run; kept: the numbers of some of them, ascending.
+    """
+    lengths = shingles.offsets[kept + 1] - shingles.offsets[kept]
+    # The header of a safetensors file; `_tensors` yields the data after it, in the same order.
+    shapes: dict[str, tuple[str, list[int]]] = {
+        "own": ("U64", [len(kept)]), "offsets": ("U64", [len(kept) + 1]), "bands": ("U64", [len(kept), NUM_BANDS]),
+    }  # fmt: skip
+    for table in (_DIGESTS, *_BANDS):
+        count = len(kept) if table == _DIGESTS else int(np.count_nonzero(lengths))
+        shapes[f"{table}_keys"] = "U64", [count]
+        shapes[f"{table}_fences"] = "U64", [-(-count // _BLOCK)]
+        shapes[f"{table}_documents"] = "U32", [count]
+    shapes |= {"shingles": ("U32", [int(lengths.sum())]), "kind": ("U8", [len(kept)])}
+    entries: dict[str, Any] = {"__metadata__": _FORMAT}
+    end = 0
+    for tensor, (dtype, shape) in shapes.items():
+        start, end = end, end + int(np.prod(shape)) * np.dtype(_DTYPES[dtype]).itemsize
+        entries[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)  # safetensors aligns the data to 8 bytes
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{name}.partial"
+        with _alone(partial) as file:
+            file.write(np.uint64(len(header)).tobytes() + header)
+            for values in _tensors(kept, lengths, kind, own, bands, shingles):
+                file.write(values.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(folder / f"{name}.safetensors")
+        fsync_folder(folder)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[BinaryIO]:
+    """Opens an empty file that no other process writes: the same run may be at work in two folders."""
+    while True:
+        # Created if absent, but not truncated before the lock is held: another process may be writing it.
+        with open(path, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o644)) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                is_own = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            except FileNotFoundError:
+                is_own = False  # the other process has renamed the file meanwhile
+            if is_own:
+                file.truncate(0)
+                yield file
+                return
+
+
+def _tensors(
+    kept: NDArray[np.int64], lengths: NDArray[np.int64], kind: NDArray[np.int8], own: NDArray[np.uint64],
+    bands: BandFiles, shingles: ShingleStore,
+) -> Iterator[NDArray[Any]]:  # fmt: skip
+    """Yields the tensors of the header, in its order."""
+    yield own[kept]
+    yield np.concatenate([np.zeros(1, np.uint64), np.cumsum(lengths).astype(np.uint64)])
+    for start in range(0, len(kept), _AT_ONCE):
+        some = kept[start : start + _AT_ONCE]
+        yield bands.rows(int(some[0]), int(some[-1]) + 1)[some - some[0]]
+    yield from _table(own[kept], np.arange(len(kept)))
+    # A lookup returns the first 200 documents of a key, which are therefore the longest ones.
+    longest_first = np.argsort(-lengths, kind="stable")[: int(np.count_nonzero(lengths))]
+    for band in range(NUM_BANDS):
+        yield from _table(bands.column(band)[kept[longest_first]], longest_first)
+    for number in map(int, kept):
+        yield shingles.row(number)
+    yield kind[kept].astype(np.uint8)
+
+
+def _table(keys: NDArray[np.uint64], documents: NDArray[np.int64]) -> Iterator[NDArray[Any]]:
+    """Yields keys, fences and documents; documents with equal keys stay in their order."""
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    yield keys
+    yield keys[::_BLOCK]
+    yield documents[order].astype(np.uint32)

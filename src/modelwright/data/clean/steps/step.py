@@ -2,12 +2,10 @@
 
 `STEPS` in `data/clean/config.py` lists the steps of this package; `data/clean/clean.py` runs any list of them.
 
-Files of the work on shards, each complete or absent so that a killed process resumes, and the corpus of all shards.
-
-A shard's result is one or more files and a marker `NNNNN.STAGE.json`, written last, with the SHA-256 of each file and
-small facts. A stage whose files do not have these hashes is not finished, so only a shard that was changed on disk is
-done again; if that happens while it is read, one error names the file. `MeasuredCorpus` gives corpus steps the columns
-that they measured of all documents, shard after shard.
+`MeasuredCorpus` gives corpus steps the columns that they measured of all documents, shard after shard. A shard's result
+is one or more files and a marker `NNNNN.STAGE.json`, written last, with the SHA-256 of each file and small facts. A
+stage whose files do not have these hashes is not finished, so a killed process resumes, and only a shard that was
+changed on disk is done again; if that happens while it is read, one error names the file.
 """
 
 import hashlib
@@ -33,220 +31,11 @@ from modelwright.data.workers import ShardEngine
 
 # Linux reads at most 2^31 - 4096 bytes in one call.
 _READ_AT_MOST = 2**30
-Arrays = Mapping[str, NDArray[Any]]
+Columns = Mapping[str, NDArray[Any]]
+"""Arrays by name, usually with one row for each document."""
 _REMEDY = "run the same command again, which does this shard anew"
 DOCUMENTS, IDS = "documents", "ids"
 """Names of the columns that hold the documents of a shard (a frame of JSON lines) and their identifiers (JSON)."""
-
-
-class DiskFile:
-    """Reads parts of a file. `num_read` counts the bytes that were read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._handle = os.open(path, os.O_RDONLY)
-        self.num_read = 0
-        weakref.finalize(self, os.close, self._handle)
-
-    def read(self, dtype: Any, start: int, stop: int, *, offset: int = 0) -> NDArray[Any]:
-        """Reads values `start` to below `stop`, counted from byte `offset`. Raises `EOFError` at the file's end."""
-        dtype = np.dtype(dtype)
-        return np.frombuffer(self.read_bytes(offset + start * dtype.itemsize, (stop - start) * dtype.itemsize), dtype)
-
-    def read_bytes(self, start: int, count: int) -> bytes:
-        parts: list[bytes] = []
-        left = count
-        while left:
-            part = os.pread(self._handle, min(left, _READ_AT_MOST), start + count - left)
-            if not part:
-                raise EOFError(f"{self._path} ends at byte {start + count - left}, {left} bytes too early")
-            parts.append(part)
-            left -= len(part)
-        self.num_read += count
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-@dataclass(frozen=True)
-class ShardFiles:
-    """The files of one shard in `folder`."""
-
-    folder: Path
-    number: int
-
-    def path(self, name: str) -> Path:
-        return self.folder / f"{self.number:05d}.{name}"
-
-    def write(self, stage: str, files: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
-        """Writes the files of a stage, and its marker last."""
-        for name, content in files.items():
-            with open(self.path(name), "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())  # before the marker is: a power cut must not leave a marker without its files
-        marker = {"files": {name: _sha256(content) for name, content in files.items()}, "facts": facts}
-        sha256 = _sha256(json.dumps(marker).encode())
-        write_atomic(self.path(f"{stage}.json"), json.dumps({**marker, "sha256": sha256}))
-
-    def write_arrays(self, stage: str, arrays: Arrays, facts: Mapping[str, Any]) -> None:
-        """Writes the arrays of a stage as an uncompressed `.npz`, and its marker last."""
-        buffer = io.BytesIO()
-        np.savez(buffer, **arrays)  # pyright: ignore[reportArgumentType]
-        self.write(stage, {f"{stage}.npz": buffer.getvalue()}, facts)
-
-    def facts(self, stage: str) -> dict[str, Any] | None:
-        """The facts of a finished stage whose files are unchanged since they were written, None for any other."""
-        marker = self._marker(stage)
-        if not marker:
-            return None
-        try:
-            hashes = ((sha256, _sha256(self.path(name).read_bytes())) for name, sha256 in marker["files"].items())
-            return marker["facts"] if all(written == present for written, present in hashes) else None
-        except OSError:
-            return None
-
-    def finished(self, stage: str) -> dict[str, Any]:
-        """The facts of a stage that must be finished. Raises `ArtifactError` if it is damaged."""
-        facts = self.facts(stage)
-        if facts is None:
-            raise ArtifactError(f"{self.path(f'{stage}.json')}: is damaged, or a file of it; {_REMEDY}")
-        return facts
-
-    def read(self, stage: str, name: str) -> bytes:
-        """The content of a file that `stage` wrote. Raises `ArtifactError` if it is damaged."""
-        path, marker = self.path(name), self._marker(stage)
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise ArtifactError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from None
-        if not marker or _sha256(content) != marker["files"].get(name):
-            raise ArtifactError(f"{path}: its content has changed since it was written; {_REMEDY}")
-        return content
-
-    def read_arrays(self, stage: str) -> Arrays:
-        """The arrays of a stage; nothing is unpickled. Raises `ArtifactError` if they are damaged."""
-        with np.load(io.BytesIO(self.read(stage, f"{stage}.npz")), allow_pickle=False) as loaded:
-            return {name: loaded[name] for name in loaded.files}
-
-    def verify(self, stage: str) -> None:
-        """Raises `ArtifactError` if the arrays of a stage have changed since they were written."""
-        self.read(stage, f"{stage}.npz")
-
-    def array(self, stage: str, name: str) -> NDArray[Any]:
-        """Reads a single array of a stage, without verification."""
-        with np.load(self.path(f"{stage}.npz"), allow_pickle=False) as loaded:
-            return loaded[name]
-
-    def _marker(self, stage: str) -> dict[str, Any] | None:
-        try:
-            marker = json.loads(self.path(f"{stage}.json").read_bytes())
-            # The marker has its own hash, so that a damaged one is not trusted.
-            return marker if marker.pop("sha256", "") == _sha256(json.dumps(marker).encode()) else None
-        except (FileNotFoundError, ValueError, AttributeError, TypeError):
-            return None
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def pack_lines(lines: Iterable[str], *, level: int = 3) -> bytes:
-    """Text lines as one Zstandard frame with a checksum."""
-    data = "".join(f"{line}\n" for line in lines).encode("utf-8", "replace")
-    return zstandard.ZstdCompressor(level=level, write_checksum=True).compress(data)
-
-
-def unpack_lines(content: bytes) -> list[str]:
-    """The lines of `pack_lines`. Only a line feed ends a line: JSON may hold other line separators of Unicode."""
-    return zstandard.ZstdDecompressor().decompress(content).decode("utf-8").split("\n")[:-1]
-
-
-def unpack_documents(content: bytes) -> list[Document]:
-    """The documents of a frame of JSON lines."""
-    return [Document.from_json(line) for line in unpack_lines(content)]
-
-
-def as_array(content: bytes) -> NDArray[np.uint8]:
-    """Views bytes as an array, to be stored with others."""
-    return np.frombuffer(content, np.uint8)
-
-
-def numbered(folder: Path, count: int) -> Iterator[ShardFiles]:
-    """The shards of a folder, in order."""
-    return (ShardFiles(folder, number) for number in range(count))
-
-
-@dataclass(kw_only=True)
-class MeasuredCorpus:
-    """Columns of N documents, shard after shard; a document's number is its index among them."""
-
-    shards: Sequence[ShardFiles]
-    stage: str
-    """The stage that wrote the columns of each shard."""
-    folder: Path
-    """Folder for files of the step; it exists until the command has finished, so that work can be resumed."""
-    key: str
-    """Key of the documents and the steps: equal for equal input."""
-    engine: ShardEngine
-    alive: NDArray[np.bool_] = field(init=False)
-    """True for the documents [N] that no earlier step dropped."""
-    starts: NDArray[np.int64] = field(init=False)
-    """The number of the first document of each shard, and N [shards + 1]."""
-
-    def __post_init__(self) -> None:
-        for files in self.shards:
-            files.verify(self.stage)
-        self._ids: _Identifiers | None = None
-        self.starts = np.cumsum([0, *map(len, self.parts("kind"))])
-        self.alive = np.ones(len(self), np.bool_)
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
-    def column(self, name: str) -> NDArray[Any]:
-        """A column of the whole corpus, in memory."""
-        parts = self.parts(name)
-        first = next(parts)
-        if first.dtype.kind not in "biuf" or len(first) != self.starts[1]:
-            return np.concatenate([first, *parts])
-        whole = np.empty((len(self), *first.shape[1:]), first.dtype)  # never twice in memory, as parts and as a whole
-        for start, part in zip(self.starts[:-1], chain([first], parts), strict=True):
-            whole[start : start + len(part)] = part
-        return whole
-
-    def parts(self, name: str) -> Iterator[NDArray[Any]]:
-        """Yields the parts of a column, one shard at a time in memory."""
-        return (files.array(self.stage, name) for files in self.shards)
-
-    def identifier(self, number: int) -> str:
-        """The `id` of a document, read from disk."""
-        if self._ids is None:
-            ids = (json.loads(part.tobytes()) for part in self.parts(IDS))
-            self._ids = _Identifiers(self.folder / f"{self.stage}.ids", ids)
-        return self._ids[number]
-
-
-class _Identifiers:
-    """Identifiers in a file, with a second file of the offset of each."""
-
-    def __init__(self, path: Path, shards: Iterable[Sequence[str]]) -> None:
-        starts, end = path.with_suffix(".starts"), 0
-        with open(path, "wb") as texts, open(starts, "wb") as offsets:
-            offsets.write(np.int64(0).tobytes())
-            for shard in shards:
-                encoded = [name.encode("utf-8", "surrogatepass") for name in shard]
-                texts.write(b"".join(encoded))
-                ends = end + np.cumsum([len(one) for one in encoded], dtype=np.int64)
-                offsets.write(ends.tobytes())
-                end = int(ends[-1]) if len(ends) else end
-        self._texts, self._starts = DiskFile(path), DiskFile(starts)
-
-    def __getitem__(self, number: int) -> str:
-        start, end = map(int, self._starts.read(np.int64, number, number + 2))
-        return self._texts.read_bytes(start, end - start).decode("utf-8", "surrogatepass")
-
-
-Columns = Mapping[str, NDArray[Any]]
-"""Arrays by name, usually with one row for each document."""
 
 
 @dataclass(frozen=True)
@@ -364,7 +153,7 @@ class CorpusStep(Protocol):
         """
         ...
 
-    def decide(self, corpus: MeasuredCorpus) -> Decisions:
+    def decide(self, corpus: "MeasuredCorpus") -> Decisions:
         """Decides about the documents that are `alive`, in one process."""
         ...
 
@@ -432,3 +221,195 @@ class StepSpec:
     def settings_of(self, config: Any) -> Any:
         """The section of a `CleanConfig` that the step reads."""
         return getattr(config, self.section or self.name)
+
+
+class DiskFile:
+    """Reads parts of a file. `num_read` counts the bytes that were read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._handle = os.open(path, os.O_RDONLY)
+        self.num_read = 0
+        weakref.finalize(self, os.close, self._handle)
+
+    def read(self, dtype: Any, start: int, stop: int, *, offset: int = 0) -> NDArray[Any]:
+        """Reads values `start` to below `stop`, counted from byte `offset`. Raises `EOFError` at the file's end."""
+        dtype = np.dtype(dtype)
+        return np.frombuffer(self.read_bytes(offset + start * dtype.itemsize, (stop - start) * dtype.itemsize), dtype)
+
+    def read_bytes(self, start: int, count: int) -> bytes:
+        parts: list[bytes] = []
+        left = count
+        while left:
+            part = os.pread(self._handle, min(left, _READ_AT_MOST), start + count - left)
+            if not part:
+                raise EOFError(f"{self._path} ends at byte {start + count - left}, {left} bytes too early")
+            parts.append(part)
+            left -= len(part)
+        self.num_read += count
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+@dataclass(frozen=True)
+class ShardFiles:
+    """The files of one shard in `folder`."""
+
+    folder: Path
+    number: int
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{self.number:05d}.{name}"
+
+    def write(self, stage: str, files: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
+        """Writes the files of a stage, and its marker last."""
+        for name, content in files.items():
+            with open(self.path(name), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # before the marker is: a power cut must not leave a marker without its files
+        marker = {"files": {name: _sha256(content) for name, content in files.items()}, "facts": facts}
+        sha256 = _sha256(json.dumps(marker).encode())
+        write_atomic(self.path(f"{stage}.json"), json.dumps({**marker, "sha256": sha256}))
+
+    def write_arrays(self, stage: str, arrays: Columns, facts: Mapping[str, Any]) -> None:
+        """Writes the arrays of a stage as an uncompressed `.npz`, and its marker last."""
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)  # pyright: ignore[reportArgumentType]
+        self.write(stage, {f"{stage}.npz": buffer.getvalue()}, facts)
+
+    def facts(self, stage: str) -> dict[str, Any] | None:
+        """The facts of a finished stage whose files are unchanged since they were written, None for any other."""
+        marker = self._marker(stage)
+        if not marker:
+            return None
+        try:
+            hashes = ((sha256, _sha256(self.path(name).read_bytes())) for name, sha256 in marker["files"].items())
+            return marker["facts"] if all(written == present for written, present in hashes) else None
+        except OSError:
+            return None
+
+    def finished(self, stage: str) -> dict[str, Any]:
+        """The facts of a stage that must be finished. Raises `ArtifactError` if it is damaged."""
+        facts = self.facts(stage)
+        if facts is None:
+            raise ArtifactError(f"{self.path(f'{stage}.json')}: is damaged, or a file of it; {_REMEDY}")
+        return facts
+
+    def read(self, stage: str, name: str) -> bytes:
+        """The content of a file that `stage` wrote. Raises `ArtifactError` if it is damaged."""
+        path, marker = self.path(name), self._marker(stage)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ArtifactError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from None
+        if not marker or _sha256(content) != marker["files"].get(name):
+            raise ArtifactError(f"{path}: its content has changed since it was written; {_REMEDY}")
+        return content
+
+    def read_arrays(self, stage: str) -> Columns:
+        """The arrays of a stage; nothing is unpickled. Raises `ArtifactError` if they are damaged."""
+        with np.load(io.BytesIO(self.read(stage, f"{stage}.npz")), allow_pickle=False) as loaded:
+            return {name: loaded[name] for name in loaded.files}
+
+    def verify(self, stage: str) -> None:
+        """Raises `ArtifactError` if the arrays of a stage have changed since they were written."""
+        self.read(stage, f"{stage}.npz")
+
+    def array(self, stage: str, name: str) -> NDArray[Any]:
+        """Reads a single array of a stage, without verification."""
+        with np.load(self.path(f"{stage}.npz"), allow_pickle=False) as loaded:
+            return loaded[name]
+
+    def _marker(self, stage: str) -> dict[str, Any] | None:
+        try:
+            marker = json.loads(self.path(f"{stage}.json").read_bytes())
+            # The marker has its own hash, so that a damaged one is not trusted.
+            return marker if marker.pop("sha256", "") == _sha256(json.dumps(marker).encode()) else None
+        except (FileNotFoundError, ValueError, AttributeError, TypeError):
+            return None
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def pack_lines(lines: Iterable[str], *, level: int = 3) -> bytes:
+    """Text lines as one Zstandard frame with a checksum."""
+    data = "".join(f"{line}\n" for line in lines).encode("utf-8", "replace")
+    return zstandard.ZstdCompressor(level=level, write_checksum=True).compress(data)
+
+
+def unpack_lines(content: bytes) -> list[str]:
+    """The lines of `pack_lines`. Only a line feed ends a line: JSON may hold other line separators of Unicode."""
+    return zstandard.ZstdDecompressor().decompress(content).decode("utf-8").split("\n")[:-1]
+
+
+def as_array(content: bytes) -> NDArray[np.uint8]:
+    """Views bytes as an array, to be stored with others."""
+    return np.frombuffer(content, np.uint8)
+
+
+def numbered(folder: Path, count: int) -> Iterator[ShardFiles]:
+    """The shards of a folder, in order."""
+    return (ShardFiles(folder, number) for number in range(count))
+
+
+@dataclass(kw_only=True)
+class MeasuredCorpus:
+    """Columns of N documents, shard after shard; a document's number is its index among them."""
+
+    shards: Sequence[ShardFiles]
+    stage: str
+    """The stage that wrote the columns of each shard."""
+    folder: Path
+    """Folder for files of the step; it exists until the command has finished, so that work can be resumed."""
+    key: str
+    """Key of the documents and the steps: equal for equal input."""
+    engine: ShardEngine
+    alive: NDArray[np.bool_] = field(init=False)
+    """True for the documents [N] that no earlier step dropped."""
+    starts: NDArray[np.int64] = field(init=False)
+    """The number of the first document of each shard, and N [shards + 1]."""
+
+    def __post_init__(self) -> None:
+        for files in self.shards:
+            files.verify(self.stage)
+        self._identifiers: tuple[DiskFile, DiskFile] | None = None
+        self.starts = np.cumsum([0, *map(len, self.parts("kind"))])
+        self.alive = np.ones(len(self), np.bool_)
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def column(self, name: str) -> NDArray[Any]:
+        """A column of the whole corpus, in memory."""
+        parts = self.parts(name)
+        first = next(parts)
+        if first.dtype.kind not in "biuf" or len(first) != self.starts[1]:
+            return np.concatenate([first, *parts])
+        whole = np.empty((len(self), *first.shape[1:]), first.dtype)  # never twice in memory, as parts and as a whole
+        for start, part in zip(self.starts[:-1], chain([first], parts), strict=True):
+            whole[start : start + len(part)] = part
+        return whole
+
+    def parts(self, name: str) -> Iterator[NDArray[Any]]:
+        """Yields the parts of a column, one shard at a time in memory."""
+        return (files.array(self.stage, name) for files in self.shards)
+
+    def identifier(self, number: int) -> str:
+        """The `id` of a document, read from disk."""
+        if self._identifiers is None:
+            # The identifiers of all shards in one file, and the offset of each in a second one.
+            path, end = self.folder / f"{self.stage}.ids", 0
+            with open(path, "wb") as texts, open(path.with_suffix(".starts"), "wb") as offsets:
+                offsets.write(np.int64(0).tobytes())
+                for part in self.parts(IDS):
+                    encoded = [name.encode("utf-8", "surrogatepass") for name in json.loads(part.tobytes())]
+                    texts.write(b"".join(encoded))
+                    ends = end + np.cumsum([len(one) for one in encoded], dtype=np.int64)
+                    offsets.write(ends.tobytes())
+                    end = int(ends[-1]) if len(ends) else end
+            self._identifiers = DiskFile(path), DiskFile(path.with_suffix(".starts"))
+        file, starts = self._identifiers
+        start, end = map(int, starts.read(np.int64, number, number + 2))
+        return file.read_bytes(start, end - start).decode("utf-8", "surrogatepass")

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import torch
 
-from modelwright.core.busy import MISSING_CORES, PERIOD_S, LoadMeter, OtherProcesses, missing_cores
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress, SilentProgress
-from modelwright.core.suggest import did_you_mean
+from modelwright.core.resources import MISSING_CORES, PERIOD_S, LoadMeter, OtherProcesses, missing_cores
+from modelwright.core.texts import did_you_mean
 from modelwright.pipeline.estimate.doctor import busy_note
-from modelwright.pipeline.estimate.probes.accelerator import ACCELERATOR
+from modelwright.pipeline.estimate.probes.bandwidth import ACCELERATOR, MEMORY
 from modelwright.pipeline.estimate.probes.disk import DISK
-from modelwright.pipeline.estimate.probes.memory_bandwidth import MEMORY
 from modelwright.pipeline.estimate.probes.network import GLOO, LOOPBACK
 from modelwright.pipeline.estimate.probes.probe import Probe, ProbeResult, ProbeSetting, ProbeUnavailable
 

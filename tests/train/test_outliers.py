@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from modelwright.core.outliers import RecentValues, RobustLevel, percentile_limit, ratio_limit, zscore_limit
+from modelwright.train.outliers import RecentValues, RobustLevel, percentile_limit, ratio_limit, zscore_limit
 
 
 def naive_median(values):

@@ -1,12 +1,24 @@
-"""A bill or the cost of a spot job as a page, with its tornado chart."""
+"""A plan as one page that works offline: figures, charts, and the same as text.
+
+A bill or the cost of a spot job as a page, with its tornado chart.
+"""
 
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
 
 from modelwright.core.errors import ConfigError, writing
 from modelwright.pipeline.report.charts import tornado_chart
-from modelwright_plan.cost.sensitivity import Swing
-from modelwright_plan.plan_page import plan_page
+from modelwright_plan.cost.bill import Swing
+
+
+def plan_page(title: str, facts: Sequence[tuple[str, str]], charts: Sequence[tuple[str, str]], text: str) -> str:
+    """HTML. facts: values with their labels; charts: titles with their `<svg>` elements."""
+    source = files("modelwright_plan").joinpath("plan.html.jinja").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(source)
+    return template.render(title=title, facts=facts, charts=charts, text=text)
 
 
 def write_cost_page(path: Path, name: str, text: str, swings: Sequence[Swing], base: float) -> None:

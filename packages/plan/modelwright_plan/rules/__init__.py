@@ -1,1 +1,0 @@
-"""Published rules of thumb, evaluated for a training: a dated table, and one evaluator for each row."""

@@ -1,1 +1,0 @@
-"""Destinations of a training's numbers besides `metrics.jsonl`: TensorBoard and experiment trackers."""
