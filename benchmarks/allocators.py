@@ -57,8 +57,7 @@ from modelwright.train import build
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
 from modelwright.train.precision.policy import PrecisionConfig
-from modelwright.train.runtime import observer
-from modelwright.train.technique import StepInfo
+from modelwright.train.technique import StepInfo, observer
 from modelwright_claims.results import circumstances, machine_slug
 
 RESULTS = Path(__file__).parent / "results"

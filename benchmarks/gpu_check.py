@@ -43,10 +43,9 @@ from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
 from modelwright.train.precision.apply import ModelPrecision
-from modelwright.train.precision.hardware import measure_speeds
+from modelwright.train.precision.controllers import measure_speeds
 from modelwright.train.precision.policy import Fp8Config, Kind, PrecisionConfig
-from modelwright.train.runtime import observer
-from modelwright.train.technique import StepInfo
+from modelwright.train.technique import StepInfo, observer
 from modelwright_claims.results import circumstances, machine_slug
 
 ROOT = Path(__file__).parents[1]

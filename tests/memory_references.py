@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from modelwright.train.memory.budget import Budget, SegmentChoice, peak, total_cost
-from modelwright.train.memory.step_arena import Arena, Lifetime
+from modelwright.train.memory.activations import Budget, SegmentChoice, peak, total_cost
+from modelwright.train.memory.trace import Arena, Lifetime
 
 
 def live_bytes_naive(lifetimes: Sequence[Lifetime], time: int) -> int:

@@ -21,8 +21,8 @@ from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
 from modelwright.train.config import TrainConfig, check_layout
+from modelwright.train.job import TrainResult
 from modelwright.train.precision.apply import fp32_products
-from modelwright.train.state import TrainResult
 
 SHAPE = ModelConfig(
     vocab_size=16, num_layers=2, model_dim=16, num_heads=2, num_kv_heads=2, ffn_dim=32, head_dim=8, max_seq_len=16

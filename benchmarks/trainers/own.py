@@ -16,10 +16,9 @@ from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
 from modelwright.train.objective import forward
-from modelwright.train.optim.schedule import ScheduleConfig
 from modelwright.train.precision.policy import PrecisionConfig
-from modelwright.train.runtime import observer
-from modelwright.train.technique import StepInfo
+from modelwright.train.technique import StepInfo, observer
+from modelwright.train.techniques.learning_rate import ScheduleConfig
 from trainers.task import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, StepClock, Task, Trained
 
 SEED = 0

@@ -33,8 +33,7 @@ from modelwright.train.config import TrainConfig
 from modelwright.train.frozen_model import FrozenModel
 from modelwright.train.job import TrainJob
 from modelwright.train.objective import Objective
-from modelwright.train.runtime import observer
-from modelwright.train.technique import StepInfo
+from modelwright.train.technique import StepInfo, observer
 from tuners.task import (
     BETAS,
     CLIP_NORM,

@@ -29,8 +29,7 @@ from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
 from modelwright.train.objective import Objective, Terms
-from modelwright.train.runtime import Runtime, TechniqueBuilder
-from modelwright.train.technique import StepInfo, Technique, Update
+from modelwright.train.technique import Runtime, StepInfo, Technique, TechniqueBuilder, Update
 
 
 @dataclass

@@ -15,7 +15,7 @@ LINE_WRITERS = {
     "evaluate/suite.py": "results for each document and question, written once",
     "pipeline/cleaning.py": "the quarantine of records, written anew by every reading",
     "pipeline/runner.py": "log.txt, which is not JSON",
-    "train/monitors/watchdog.py": "stacks of threads, by faulthandler",
+    "train/interruption.py": "stacks of threads, by faulthandler",
 }
 """Files that may append to a file or write lines of JSON, and what they write."""
 DEVIATIONS = {

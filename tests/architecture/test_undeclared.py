@@ -34,8 +34,7 @@ from modelwright.parallel.mesh import World
 from modelwright.pipeline.run import check_training
 from modelwright.pipeline.run_config import parse_run
 from modelwright.train.config import SHARED_MEMORY, TrainConfig, check_layout
-from modelwright.train.runtime import Runtime, TechniqueBuilder
-from modelwright.train.technique import StepInfo, Technique, Update
+from modelwright.train.technique import Runtime, StepInfo, Technique, TechniqueBuilder, Update
 
 PACKAGE = '''
 """Noise on gradients that knows nothing of layouts, and a strategy."""

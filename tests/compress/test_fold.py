@@ -25,7 +25,7 @@ from modelwright.objectives.image_classifier import quantize_classifier
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.parallel.full_state import read_deferred
 from modelwright.train.objective import forward
-from modelwright.train.precision.quantization_aware import FakeQuantization, QuantizationAwareConfig, Range
+from modelwright.train.techniques.fake_quantization import FakeQuantization, QuantizationAwareConfig, Range
 
 SHAPES: dict[str, ModelConfig] = {
     "plain": tiny_run.SHAPE,

@@ -17,9 +17,9 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.kto import Kto, KtoConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import build_mesh, single
-from modelwright.train.batch_stream import LaidOutForward
 from modelwright.train.objective import TermSums, forward
 from modelwright.train.runner import WholeModel
+from modelwright.train.runner import LaidOutForward
 
 BETA, NUM_ANSWERS = 0.3, 12
 CONFIG = parse(KtoConfig, {"beta": BETA, "desirable_weight": 1.2, "undesirable_weight": 0.7})

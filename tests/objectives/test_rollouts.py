@@ -23,10 +23,10 @@ from modelwright.objectives.completion_rows import RowPlan, completion_batch
 from modelwright.objectives.rollouts import Rollout, RolloutWorker, gather_rows, rollout_metrics, share, shown
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, build_mesh, single
+from modelwright.train.objective import ModelLayout
 from modelwright.train.parallelize import parallelize
 from modelwright.train.precision.policy import PrecisionConfig
 from modelwright.train.runner import Executor
-from modelwright.train.whole_model import ModelLayout
 
 FP32 = PrecisionConfig(policy="fp32")
 

@@ -28,11 +28,11 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.train.build import attach_modules
 from modelwright.train.config import check_layout
-from modelwright.train.flops import dense_flops
 from modelwright.train.frozen_model import FrozenModel
 from modelwright.train.objective import forward
 from modelwright.train.precision.apply import ModelPrecision
 from modelwright.train.precision.policy import PrecisionConfig
+from modelwright.train.work import dense_flops
 
 LAYOUTS = {name: tiny_run.TWO_RANK_LAYOUTS[name] for name in ("one copy", "zero 3", "tensor", "pipeline")}
 LAYOUTS |= {

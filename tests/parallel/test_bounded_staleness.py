@@ -16,7 +16,7 @@ from modelwright.parallel.gradient_sync import AllReduceSync
 from modelwright.parallel.mesh import World, duplicate_group, single
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig
 from modelwright.parallel.strategies.delayed import DelayedSync
-from modelwright.train.optim.delay import compensate, compensate_naive
+from modelwright.train.optim.build import compensate, compensate_naive
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 PAYLOAD = 8 * (12 + 3 + 3)

@@ -18,8 +18,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
 from modelwright.train import parallelize
 from modelwright.train.precision.policy import PrecisionConfig
-from modelwright.train.runtime import observer
-from modelwright.train.technique import StepInfo
+from modelwright.train.technique import StepInfo, observer
 
 SHAPE = replace(tiny.SHAPE, num_layers=4, model_dim=64, ffn_dim=128, head_dim=16)
 ONCE = {

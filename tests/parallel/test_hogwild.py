@@ -21,7 +21,7 @@ from modelwright.parallel.shared_memory import share
 from modelwright.parallel.strategies.hogwild import Hogwild
 from modelwright.parallel.strategies.hogwild_counters import SLOT_BYTES, SLOTS
 from modelwright.parallel.strategy import Replica
-from modelwright.train.optim.delay import compensate
+from modelwright.train.optim.build import compensate
 
 NUM_UPDATES, FIRST, STOP_AT = 600, 7, 100
 

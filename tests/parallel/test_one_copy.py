@@ -22,7 +22,7 @@ from modelwright.parallel.strategies.optimizer_in_backward import (
 )
 from modelwright.parallel.strategies.shared_memory import SharedMemory, fits, starts_of
 from modelwright.parallel.strategy import Replica
-from modelwright.train.optim.clip import clip_naive
+from modelwright.train.techniques.gradient_clipping import clip_naive
 
 SHAPES = [(7, 5), (33,), (64, 3), (1,), (2, 2, 2)]
 RATES = [0.1, 0.05, 0.2, 0.1]

@@ -16,8 +16,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.traffic import Traffic, connections_sent
-from modelwright.train.runtime import observer
-from modelwright.train.technique import StepInfo
+from modelwright.train.technique import StepInfo, observer
 from modelwright_claims import netns
 from modelwright_claims.training_run import interface_bytes
 

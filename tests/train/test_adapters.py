@@ -25,9 +25,9 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model
 from modelwright.objectives.next_token import NextToken
-from modelwright.train.checkpoint.sharded_tensors import read_index
+from modelwright.train.checkpoint.files import read_index
+from modelwright.train.job import load_best
 from modelwright.train.objective import Objective, Terms
-from modelwright.train.state import load_best
 from parallel.parity_run import Case, run_case, run_cases
 from tolerances import TOLERANCES
 

@@ -20,8 +20,8 @@ from modelwright.objectives.preference import Preference, PreferenceConfig
 from modelwright.objectives.reward_model import RewardModelConfig, RewardModeling
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
+from modelwright.train.frozen_model import row_losses
 from modelwright.train.objective import Objective, forward
-from modelwright.train.row_losses import row_losses
 from modelwright.train.technique import StepInfo, Technique
 
 FAMILIES = ("dpo", "kto", "reward")

@@ -23,7 +23,7 @@ from modelwright.model.attention import packed_attend
 from modelwright.model.hf import save_model
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import World, single
-from modelwright.train.row_losses import stored_row_losses
+from modelwright.train.frozen_model import stored_row_losses
 from modelwright.train.techniques.heldout_mixture import heldout_mixture
 from tolerances import TOLERANCES
 

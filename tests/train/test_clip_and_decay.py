@@ -8,10 +8,9 @@ import torch
 
 from modelwright.core.errors import ConfigError
 from modelwright.ops.tensor_view import view_of
-from modelwright.train.optim.clip import AdaptiveClipConfig
-from modelwright.train.optim.schedule import WeightDecayScheduleConfig
 from modelwright.train.technique import NOT_FINITE, Update
-from modelwright.train.techniques.gradient_clipping import GradientClipping
+from modelwright.train.techniques.gradient_clipping import AdaptiveClipConfig, GradientClipping
+from modelwright.train.techniques.weight_decay import WeightDecayScheduleConfig
 from modelwright.train.techniques.weight_decay import WeightDecaySchedule
 
 

@@ -19,8 +19,7 @@ from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.train.objective import forward
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Technique, Update
+from modelwright.train.technique import Runtime, Technique, Update
 from modelwright.train.techniques import ewc
 from modelwright.train.techniques.ewc import fisher_diagonal, sampled_labels
 

@@ -23,14 +23,15 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.pipeline.stages.qat import WithStepSizes
 from modelwright.train.objective import Objective, forward
-from modelwright.train.precision.quantization_aware import (
+from modelwright.train.techniques.fake_quantization import (
     MODULE,
+    RANGES,
     FakeQuantization,
     QuantizationAwareConfig,
     Range,
     StepSizes,
+    fake_quantization,
 )
-from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization
 
 SETTINGS = {"num_steps": 6, "checkpoint_every_steps": 1, "eval_every_steps": 3, "keep_best": False}
 CHOOSE = partial(choose_backend, Int8WeightsConfig(backend="int_mm"))

@@ -19,8 +19,7 @@ from modelwright.ops.int_grid import WeightGrid
 from modelwright.pipeline.stages.qat import WithStepSizes
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective
-from modelwright.train.precision.quantization_aware import QuantizationAwareConfig
-from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization
+from modelwright.train.techniques.fake_quantization import RANGES, QuantizationAwareConfig, fake_quantization
 
 SHAPES: Mapping[str, ModelConfig] = {
     "selected heads": replace(tiny_run.SHAPE, head_budget=0.5),

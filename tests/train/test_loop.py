@@ -14,9 +14,9 @@ from modelwright.core.records import column, read_records
 from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import IGNORED
 from modelwright.objectives.next_token import NextToken
+from modelwright.train.job import load_best
 from modelwright.train.objective import Terms, forward
 from modelwright.train.precision import apply
-from modelwright.train.state import load_best
 from modelwright.train.techniques.adaptive_precision import AdaptivePrecision
 from tolerances import TOLERANCES
 

@@ -14,7 +14,7 @@ from modelwright.core.records import column, read_records
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
-from modelwright.train.state import TrainResult
+from modelwright.train.job import TrainResult
 from modelwright.train.techniques.neftune import EmbeddingNoise, row_keys
 
 ALPHA = 5.0

@@ -11,7 +11,7 @@ from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.train.memory import disk, offload
 from modelwright.train.memory.activations import block_shape, head_workspace_bytes
-from modelwright.train.memory.disk import DiskStore
+from modelwright.train.memory.offload import DiskStore
 
 KINDS = {
     "kept": {},

@@ -8,7 +8,7 @@ import shard_run
 from safetensors.torch import load_file
 
 from distributed import start_distributed
-from modelwright.train.checkpoint.in_memory import peers
+from modelwright.train.checkpoint.reader import peers
 from modelwright.train.checkpoint.writer import list_checkpoints, read_weights
 
 DIED = 9

@@ -13,12 +13,15 @@ from modelwright.ops.tensor_view import view_of
 from modelwright.parallel.grad_norm import total_norm
 from modelwright.train.checkpoint.manager import load_optimizer_state, optimizer_state_dict, reading_state
 from modelwright.train.optim.build import build_optimizer
-from modelwright.train.optim.clip import AdaptiveClipConfig, clip_naive, scale_to_norm
-from modelwright.train.optim.schedule import ScheduleConfig
 from modelwright.train.technique import NOT_FINITE, Update
 from modelwright.train.techniques.finite_check import FiniteCheck
-from modelwright.train.techniques.gradient_clipping import GradientClipping
-from modelwright.train.techniques.learning_rate import LearningRate
+from modelwright.train.techniques.gradient_clipping import (
+    AdaptiveClipConfig,
+    GradientClipping,
+    clip_naive,
+    scale_to_norm,
+)
+from modelwright.train.techniques.learning_rate import LearningRate, ScheduleConfig
 
 EMPTY = torch.zeros(1, 1, dtype=torch.int64)
 ROWS = TokenBatch(input_ids_BT=EMPTY, labels_BT=EMPTY, positions_BT=EMPTY, segments_BT=EMPTY)

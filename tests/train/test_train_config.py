@@ -9,7 +9,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.strategies.config import GradientSyncConfig
 from modelwright.train.config import TrainConfig, without_effect
-from modelwright.train.optim.sparse import BatchSelectionConfig
+from modelwright.train.techniques.batch_selection import BatchSelectionConfig
 
 
 def test_length_in_steps_tokens_and_epochs():

@@ -14,8 +14,8 @@ from distributed import run_distributed
 from modelwright.core.errors import ModelwrightError, Stopped
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
+from modelwright.train.interruption import Requests, vote
 from modelwright.train.technique import StepInfo, Technique
-from modelwright.train.vote import Requests, vote
 
 NO_LOSS = torch.zeros(1, dtype=torch.float64)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.train.monitors.watchdog import Watchdog
+from modelwright.train.interruption import Watchdog
 
 PROGRAM = """
 import sys, threading, time
 from pathlib import Path
-from modelwright.train.monitors.watchdog import Watchdog
+from modelwright.train.interruption import Watchdog
 
 def wait_for_a_rank_that_never_comes():
     {hang}

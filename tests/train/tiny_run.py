@@ -26,11 +26,9 @@ from modelwright.parallel.mesh import World, single
 from modelwright.train.build import train
 from modelwright.train.checkpoint import writer
 from modelwright.train.config import TrainConfig
-from modelwright.train.job import TrainJob
+from modelwright.train.job import TrainJob, TrainResult
 from modelwright.train.objective import Objective, Terms
-from modelwright.train.runtime import TechniqueBuilder
-from modelwright.train.state import TrainResult
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.technique import StepInfo, Technique, TechniqueBuilder
 
 ROWS, LENGTH, VOCABULARY = 8, 32, 64
 SHAPE = ModelConfig(

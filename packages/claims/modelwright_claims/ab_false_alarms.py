@@ -1,7 +1,7 @@
 """Claim: A/B tests of equal versions, looked at after every event, raise a false alarm in at most 5% of runs.
 
 The traffic is made up; every decision is the server's own code: who gets which arm (`arm_of`), what is counted
-(`ExperimentState`), when a version is taken away (`guards.verdict`), and the intervals that the page shows. Both arms
+(`ExperimentState`), when a version is taken away (`verdict`), and the intervals that the page shows. Both arms
 are the same, with sessions whose requests resemble each other, outages that hit both, and in half of the runs a share
 of B that grows while the test runs.
 """
@@ -17,7 +17,6 @@ from modelwright.serve.ab.state import (
     CONTROL,
     REPORT_ALPHA,
     TREATMENT,
-    EventKind,
     ExperimentState,
     RequestEvent,
     arm_of,
@@ -32,7 +31,7 @@ from modelwright_claims.statistics import share
 MOST_ALARMS = 5.0
 """Percent of runs, for each interval."""
 MOST_ROLLBACKS = 0.5
-"""Percent of runs, for all guards together: what `guards.GUARD_ALPHA` promises."""
+"""Percent of runs, for all guards together: what `GUARD_ALPHA` promises."""
 MAX_ERROR_RATE = 0.02
 SHARES = ((0.5, 0.5), (0.1, 0.5))
 """B's share in the first third of a run and afterwards; runs take them in turn."""
@@ -159,11 +158,11 @@ def _num_scores(state: ExperimentState) -> int:
     return sum(arm.count for arm in state.scores.values())
 
 
-def _num_units(state: ExperimentState, *kinds: EventKind) -> int:
+def _num_units(state: ExperimentState, *kinds: str) -> int:
     return sum(int(epoch[1]) for kind in kinds for epoch in state.events[kind].epochs)
 
 
-def _events_differ(kind: EventKind) -> "Sign":
+def _events_differ(kind: str) -> "Sign":
     """The interval of the ratio of units with an event does not contain 1, or their numbers contradict the shares: both
     are that the e-value has reached 1 / alpha.
     """

@@ -6,8 +6,7 @@ from modelwright.core.config import dump
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.estimate.cost import training_memory
-from modelwright.train.memory.activations import block_shape
-from modelwright.train.memory.config import ActivationCheckpointingConfig
+from modelwright.train.memory.activations import ActivationCheckpointingConfig, block_shape
 from modelwright_claims import memory_probe
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.judging import Judgment, names_between

@@ -17,7 +17,7 @@ from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.pipeline.augmenting import MethodBuilder
 from modelwright.pipeline.stages.rows import TextEncoder
-from modelwright.train.runtime import TechniqueBuilder
+from modelwright.train.technique import TechniqueBuilder
 from modelwright.train.techniques.augmentation_strength import AugmentationStrengthConfig, augmentation_strength
 from modelwright_claims.claim import Setting
 from modelwright_claims.workbench import TOKENIZER, TRAIN_TEXTS

@@ -4,7 +4,7 @@ Beside both stands what papers leave out: simply the lower decay, all the time.
 """
 
 from modelwright.core.config import dump
-from modelwright.train.optim.schedule import WeightDecayScheduleConfig
+from modelwright.train.techniques.weight_decay import WeightDecayScheduleConfig
 from modelwright_claims import stability_bench as bench
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 

@@ -27,8 +27,7 @@ from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder, Linear
 from modelwright.ops.int_grid import Codes, WeightGrid
 from modelwright.parallel.mesh import single
-from modelwright.train.precision.quantization_aware import QuantizationAwareConfig
-from modelwright.train.techniques.fake_quantization import fake_quantization
+from modelwright.train.techniques.fake_quantization import QuantizationAwareConfig, fake_quantization
 from modelwright_claims import workbench
 from modelwright_claims.claim import Setting
 from modelwright_claims.training_run import Run, train_once

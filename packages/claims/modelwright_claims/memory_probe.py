@@ -35,8 +35,7 @@ from modelwright.parallel.mesh import World, join_world
 from modelwright.train import build
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
-from modelwright.train.runtime import observer
-from modelwright.train.technique import StepInfo
+from modelwright.train.technique import StepInfo, observer
 from modelwright_claims.launch import run_ranks
 
 NUM_STEPS = 3

@@ -19,8 +19,8 @@ from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Block, Decoder
 from modelwright.parallel.mesh import World
 from modelwright.train.config import TrainConfig
-from modelwright.train.optim.schedule import rate_factor
 from modelwright.train.precision.apply import fp32_products
+from modelwright.train.techniques.learning_rate import rate_factor
 
 
 class PlainDecoder(nn.Module):

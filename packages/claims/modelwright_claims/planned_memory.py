@@ -17,8 +17,8 @@ from modelwright.model.config import ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.pipeline.estimate.doctor import measure_rates
 from modelwright.train.config import TrainConfig
-from modelwright.train.memory.disk import DiskStore
-from modelwright.train.memory.step_arena import MemoryTimeline, plan_arena
+from modelwright.train.memory.offload import DiskStore
+from modelwright.train.memory.trace import MemoryTimeline, plan_arena
 from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict

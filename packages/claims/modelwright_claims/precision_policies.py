@@ -15,7 +15,7 @@ from modelwright.core.config import parse
 from modelwright.model.decoder import Decoder
 from modelwright.ops.lowp_linear import Format
 from modelwright.train.precision.apply import ModelPrecision
-from modelwright.train.precision.hardware import measure_speeds
+from modelwright.train.precision.controllers import measure_speeds
 from modelwright.train.precision.policy import PrecisionConfig
 from modelwright_claims import memory_probe, workbench
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict

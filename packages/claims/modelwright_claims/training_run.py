@@ -41,8 +41,7 @@ from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import StrategyFactory, TrainJob, configured_strategy
 from modelwright.train.objective import Objective, forward
-from modelwright.train.runtime import TechniqueBuilder, observer
-from modelwright.train.technique import StepInfo
+from modelwright.train.technique import StepInfo, TechniqueBuilder, observer
 from modelwright.train.techniques.adaptive_precision import CHANGES, MACHINE
 from modelwright_claims.augmented_text import Augmentation, augmented_batches
 from modelwright_claims.claim import Setting

@@ -30,7 +30,7 @@ from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
 from modelwright.train.precision.policy import PrecisionConfig
-from modelwright.train.runtime import observer
+from modelwright.train.technique import observer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from modelwright.model.config import ModelConfig
-from modelwright.train.memory.config import ActivationCheckpointingConfig
+from modelwright.train.memory.activations import ActivationCheckpointingConfig
 from modelwright_claims import activation_checkpointing, memory_probe, zero_memory
 from modelwright_claims.claim import Measurement, Verdict
 from modelwright_claims.judging import judge

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from modelwright.train.memory.step_arena import Lifetime, MemoryTimeline
+from modelwright.train.memory.trace import Lifetime, MemoryTimeline
 from modelwright_claims import planned_memory
 from modelwright_claims.claim import Measurement, Verdict
 from modelwright_claims.judging import judge

@@ -12,7 +12,7 @@ from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.loader import PackedLoader
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import single
-from modelwright.train.runtime import observer
+from modelwright.train.technique import observer
 from modelwright_claims import training_run, workbench
 from modelwright_claims.claim import Setting
 from modelwright_claims.launch import run_ranks

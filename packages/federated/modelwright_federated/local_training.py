@@ -19,9 +19,8 @@ from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
 from modelwright.train.objective import BatchSource, Objective
-from modelwright.train.optim.schedule import ScheduleConfig
-from modelwright.train.runtime import Runtime, TechniqueBuilder
-from modelwright.train.technique import StepInfo, Technique, Update
+from modelwright.train.technique import Runtime, StepInfo, Technique, TechniqueBuilder, Update
+from modelwright.train.techniques.learning_rate import ScheduleConfig
 from modelwright_federated.config import FederatedConfig
 from modelwright_federated.weights import GlobalWeights
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.train.monitors.codecarbon_tracker import CodecarbonReading, CodecarbonTracker
+from modelwright.train.monitors.power_meters import CodecarbonReading, CodecarbonTracker
 
 HOUR = datetime.timedelta(hours=1)
 

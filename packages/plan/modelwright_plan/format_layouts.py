@@ -7,7 +7,7 @@ from typing import Any
 from modelwright.core.config import dump
 from modelwright.pipeline.estimate.cost import MemoryEstimate, size
 from modelwright.pipeline.estimate.layout import TrainingJob
-from modelwright.train.memory.config import ActivationCheckpointingConfig
+from modelwright.train.memory.activations import ActivationCheckpointingConfig
 from modelwright_plan.layout_search import Assessment, Cluster, Proposal
 
 _NO_ERROR = "the model's error has not been measured here (modelwright prove zero_memory activation_checkpointing)"

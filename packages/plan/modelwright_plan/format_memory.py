@@ -11,7 +11,7 @@ from typing import Any
 from modelwright.pipeline.estimate.cost import size
 from modelwright.pipeline.report.charts import Line, line_chart
 from modelwright.train.config import TrainConfig
-from modelwright.train.memory.step_arena import KINDS, Arena, Kind, Lifetime, MemoryTimeline, plan_arena
+from modelwright.train.memory.trace import KINDS, Arena, Kind, Lifetime, MemoryTimeline, plan_arena
 from modelwright_plan.memory_plan import StepPlan
 from modelwright_plan.page import plan_page
 

@@ -24,8 +24,7 @@ from modelwright.parallel.config import ParallelConfig, Schedule, ZeroStage
 from modelwright.parallel.pipeline.stages import check_microbatches, is_v_shaped
 from modelwright.pipeline.estimate.cost import MemoryEstimate, RankPart, rank_memory
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, layers_per_stage, rank_parts, sent_along
-from modelwright.train.memory.activations import total_recomputed_flops
-from modelwright.train.memory.config import ActivationCheckpointingConfig
+from modelwright.train.memory.activations import ActivationCheckpointingConfig, total_recomputed_flops
 from modelwright_plan.bubble import StageTime, bubble_s, bubble_share
 from modelwright_plan.catalog import ComputeRate
 

@@ -1,12 +1,5 @@
-"""A published rule of thumb, the training that it is evaluated for, and what it says about it.
-
-Evaluators of rules about the batch and the learning rate.
-
-The number formats for whose matrix products the processor has instructions, by what the system says about it.
-
-Evaluators of rules about number formats, parallelism and checkpoints.
-
-The table of rules: rows that ship with the package, and rules of other packages.
+"""Published rules of thumb for a training: the rows that ship with the package or come from other packages, one evaluator
+for each row, and the text of their outcomes.
 """
 
 import datetime
@@ -30,7 +23,7 @@ Subject = Literal["batch", "learning rate", "precision", "parallelism", "checkpo
 
 @dataclass(frozen=True, kw_only=True)
 class RuleRow:
-    """One row of the table (`rules.yaml`)."""
+    """A row of the table (`rules.yaml`)."""
 
     name: str
     subject: Subject
@@ -38,16 +31,16 @@ class RuleRow:
     source: str
     """Authors, title, year."""
     section: str
-    """Where in the source: a section, a table or an equation."""
+    """Section, table or equation of the source."""
     date: str
-    """When the row was written, as YYYY-MM-DD."""
+    """Date on which the row was written, as YYYY-MM-DD."""
     checked: bool = False
-    """Whether the row's formula and numbers were compared with the source, or with what several others quote of it."""
+    """True once the row's formula and numbers were compared with the source, or with several quotations of it."""
     parameters: dict[str, Any] = field(default_factory=dict[str, Any], hash=False)
     """The rule's numbers."""
 
     def number(self, name: str) -> float:
-        """One of the numbers. Raises `ConfigError` if the row lacks it."""
+        """Returns a number by its name. Raises `ConfigError` if the row lacks it."""
         value = self.parameters.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"rules: {self.name} needs the number {name}, got {value!r}")
@@ -56,20 +49,21 @@ class RuleRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RuleTarget:
-    """The training and the machine, as far as rules ask for them."""
+    """Facts about the training and the machine that rules depend on."""
 
     num_parameters: int
-    """Without the embedding."""
+    """Parameters without the embedding."""
     num_all_parameters: int
     training_flops: float
-    """FLOPs of the whole training without embedding and head, forward and backward; 0 if its length is not known."""
+    """FLOPs of the whole training without embedding and head, forward and backward; 0 if its length is unknown."""
     is_from_scratch: bool
     batch_tokens: int
     learning_rate: float
     """Peak rate."""
     reference_rate: float
+    """Rate that was chosen for `reference_batch_tokens`; 0 if the training names no reference batch."""
     reference_batch_tokens: int
-    """The rate that belongs to a batch of so many tokens, where the training says so; else 0."""
+    """Tokens of the reference batch; 0 without one."""
     optimizer: str
     policy: str
     device: str
@@ -82,21 +76,21 @@ class RuleTarget:
     axes: Mapping[str, int]
     zero_stage: int
     checkpoint_s: float
-    """Seconds for one checkpoint, 0 if the disk was not measured."""
+    """Seconds to save a checkpoint; 0 if the disk was not measured."""
     checkpoint_every_s: float
-    """0 for none."""
+    """Seconds between checkpoints; 0 means none during the training."""
     mtbf_s: float
-    """Mean seconds between interruptions of the whole training, 0 if nobody has said."""
+    """Mean seconds between interruptions of the whole training; 0 if unknown."""
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether the optimizer divides by a second moment, as Adam does."""
+        """True if the optimizer divides by a second moment, as Adam does."""
         return self.optimizer.startswith("adamw")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuleOutcome:
-    """What a rule says: a value where it applies, else why it does not."""
+    """Result of a rule: a value if the rule applies, else the reason why it does not."""
 
     applies: bool
     would_be: str = ""
@@ -114,52 +108,52 @@ Evaluator = Callable[[RuleRow, RuleTarget], RuleOutcome]
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRule:
-    """A row with its evaluator: what an entry point of the group `modelwright.rules_of_thumb` must be."""
+    """A row with its evaluator. Entry points of the group `modelwright.rules_of_thumb` provide objects of this type."""
 
     row: RuleRow
     evaluate: Evaluator
 
 
 def value(would_be: str, have: str) -> RuleOutcome:
-    """The rule applies."""
+    """Returns the outcome of a rule that applies."""
     return RuleOutcome(applies=True, would_be=would_be, have=have)
 
 
 def refusal(because: str) -> RuleOutcome:
-    """The rule does not apply."""
+    """Returns the outcome of a rule that does not apply."""
     return RuleOutcome(applies=False, because=because)
 
 
 WITHIN = 2.0
-"""A table of model sizes is taken to say something about sizes up to this factor outside it."""
+"""Factor by which a model may lie outside a table of model sizes that is still applied to it."""
 
 
 def table_batch(row: RuleRow, target: RuleTarget) -> RuleOutcome:
-    """A table of batches by model size: the entry nearest in the logarithm of the size."""
+    """Looks up the batch of the table's model that is nearest in the logarithm of its size."""
     return _of_table(row, target, lambda size: value(f"{size:,.0f} tokens", f"{target.batch_tokens:,}"))
 
 
 def table_rate(row: RuleRow, target: RuleTarget) -> RuleOutcome:
-    """A table of peak learning rates by model size, for Adam."""
+    """Looks up Adam's peak learning rate in a table by model size."""
     if not target.is_adaptive:
         return refusal(f"the rates are Adam's, and the optimizer is {target.optimizer}")
     return _of_table(row, target, lambda rate: value(f"{rate:.2g}", f"{target.learning_rate:.2g}"))
 
 
 def power_law_batch(row: RuleRow, target: RuleTarget) -> RuleOutcome:
-    """Batch in tokens: factor x compute ^ exponent."""
+    """Computes the batch in tokens: factor x compute ^ exponent."""
     return _of_compute(row, target, lambda size: value(f"{size:,.0f} tokens", f"{target.batch_tokens:,}"))
 
 
 def power_law_rate(row: RuleRow, target: RuleTarget) -> RuleOutcome:
-    """Peak learning rate of AdamW: factor x compute ^ exponent."""
+    """Computes the peak learning rate of AdamW: factor x compute ^ exponent."""
     if not target.is_adaptive:
         return refusal(f"it was fitted with AdamW, and the optimizer is {target.optimizer}")
     return _of_compute(row, target, lambda rate: value(f"{rate:.2g}", f"{target.learning_rate:.2g}"))
 
 
 def logarithmic_rate(row: RuleRow, target: RuleTarget) -> RuleOutcome:
-    """Peak learning rate of Adam: intercept + slope x ln(parameters without the embedding)."""
+    """Computes the peak learning rate of Adam: intercept + slope x ln(parameters without the embedding)."""
     if because := _outside(row, target):
         return refusal(because)
     return value(
@@ -169,9 +163,9 @@ def logarithmic_rate(row: RuleRow, target: RuleTarget) -> RuleOutcome:
 
 
 def scaled_rate(row: RuleRow, target: RuleTarget) -> RuleOutcome:
-    """A rate carried from the batch that it belongs to, to the target's, by the row's power of their ratio.
+    """Scales a learning rate from its reference batch to the target's batch by the row's power of their ratio.
 
-    The rate is the configured one where the training says which batch it belongs to, else that of `logarithmic_rate`.
+    The rate is the configured one if the training names the batch it was chosen for, else that of `logarithmic_rate`.
     """
     kind, fits = ("Adam", target.is_adaptive) if row.number("exponent") < 1 else ("SGD", target.optimizer == "sgd")
     if not fits:
@@ -198,7 +192,7 @@ def _logarithmic(row: RuleRow, target: RuleTarget) -> float:
 
 
 def _outside(row: RuleRow, target: RuleTarget) -> str:
-    """Why a rule about pretraining with Adam, fitted to some sizes of models, does not apply; "" if it does."""
+    """Returns why a rule about pretraining with Adam, fitted to some model sizes, does not apply; "" if it does."""
     low, high = row.number("least_parameters"), row.number("most_parameters")
     if not target.is_from_scratch:
         return "it is about training from random weights, and yours starts from a model"
@@ -236,13 +230,13 @@ def _of_compute(row: RuleRow, target: RuleTarget, outcome: Callable[[float], Rul
 
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_FLAGS = {"avx512_bf16": "bf16", "amx_bf16": "bf16", "amx_fp16": "fp16"}
-"""AVX512-FP16 is left out: PyTorch's matrix products do not use it."""
+"""Format by processor flag. AVX512-FP16 is left out because PyTorch's matrix products do not use it."""
 GPU_CAPABILITIES = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
-"""From NVIDIA's compute capability on: Volta, Ampere, Ada and Hopper."""
+"""Least NVIDIA compute capability with tensor cores for a format: Volta, Ampere, Ada and Hopper."""
 
 
 def number_formats(device: str, cpu_info: Path = CPU_INFO) -> Set[str]:
-    """FP32, and what else `device` (`cpu` or `cuda`) multiplies in hardware."""
+    """Returns the formats in which `device` (`cpu` or `cuda`) multiplies matrices in hardware; FP32 is always one."""
     if device == "cuda":
         capability = torch.cuda.get_device_capability()
         return {"fp32"} | {name for name, least in GPU_CAPABILITIES.items() if capability >= least}
@@ -255,7 +249,7 @@ def number_formats(device: str, cpu_info: Path = CPU_INFO) -> Set[str]:
 
 
 def narrow_format(row: RuleRow, target: RuleTarget) -> RuleOutcome:
-    """A policy for processors that have instructions for its format."""
+    """Names a policy for processors that have instructions for its format."""
     wanted, policy = str(row.parameters["format"]), str(row.parameters["policy"])
     if wanted not in target.formats:
         known = ", ".join(sorted(target.formats))
@@ -264,7 +258,10 @@ def narrow_format(row: RuleRow, target: RuleTarget) -> RuleOutcome:
 
 
 def zero_stage(row: RuleRow, target: RuleTarget) -> RuleOutcome:
-    """The lowest ZeRO stage whose states fit a device: stages divide optimizer states, gradients, weights in turn."""
+    """Finds the lowest ZeRO stage whose states fit a device.
+
+    Stages 1, 2 and 3 divide optimizer states, gradients and weights in turn.
+    """
     if target.num_devices < 2:
         return refusal("there is one device and nobody to share states with")
     parts = [row.number(f"{name}_bytes") for name in ("optimizer", "gradient", "weight")]
@@ -281,7 +278,9 @@ def zero_stage(row: RuleRow, target: RuleTarget) -> RuleOutcome:
 
 
 def model_parallel(row: RuleRow, target: RuleTarget) -> RuleOutcome:
-    """The least tensor parallelism with which the states fit, within a server; pipelines across servers only."""
+    """Finds the lowest degree of tensor parallelism in a server at which the states fit; pipelines are for several
+    servers only.
+    """
     if target.num_devices < 2:
         return refusal("there is one device")
     need = target.num_all_parameters * row.number("bytes_per_parameter")
@@ -289,17 +288,18 @@ def model_parallel(row: RuleRow, target: RuleTarget) -> RuleOutcome:
         return refusal(f"the states of {size(need)} fit a device: data parallelism alone")
     for ranks in range(2, target.num_devices + 1):
         if target.num_devices % ranks == 0 and need / ranks <= target.device_bytes:
-            return value(f"tensor {ranks}, pipeline 1 on this server", _axes(target))
+            have = ", ".join(f"{axis} {target.axes.get(axis, 1)}" for axis in ("tensor", "pipeline"))
+            return value(f"tensor {ranks}, pipeline 1 on this server", have)
     return refusal(f"the states of {size(need)} do not fit the {target.num_devices} devices of this server together")
 
 
 def young_interval(row: RuleRow, target: RuleTarget) -> RuleOutcome:
-    """Young's first-order optimum."""
+    """Computes Young's first-order optimum of the checkpoint interval."""
     return _interval(row, target, young_interval_s(target.checkpoint_s, _mtbf_s(row, target)))
 
 
 def daly_interval(row: RuleRow, target: RuleTarget) -> RuleOutcome:
-    """Daly's higher-order optimum."""
+    """Computes Daly's higher-order optimum of the checkpoint interval."""
     return _interval(row, target, daly_interval_s(target.checkpoint_s, _mtbf_s(row, target)))
 
 
@@ -314,7 +314,9 @@ def _interval(row: RuleRow, target: RuleTarget, interval_s: float) -> RuleOutcom
 
 
 def _mtbf_s(row: RuleRow, target: RuleTarget) -> float:
-    """As given, else on GPUs as published for a large cluster, in proportion to the number of devices."""
+    """Returns the given mean time between interruptions; without one, on GPUs, the published rate of a large cluster
+    scaled to the number of devices.
+    """
     if target.mtbf_s:
         return target.mtbf_s
     published = "gpu_hours_per_interruption"
@@ -323,13 +325,8 @@ def _mtbf_s(row: RuleRow, target: RuleTarget) -> float:
     return 3600 * row.number(published) / target.num_devices
 
 
-def _axes(target: RuleTarget) -> str:
-    return ", ".join(f"{axis} {target.axes.get(axis, 1)}" for axis in ("tensor", "pipeline"))
-
-
 GROUP = "modelwright.rules_of_thumb"
-"""Entry points of other packages, each a `PublishedRule`."""
-
+"""Group of other packages' entry points, each a `PublishedRule`."""
 EVALUATORS: Mapping[str, Evaluator] = {
     "gpt3_batch": table_batch,
     "deepseek_batch": power_law_batch,
@@ -346,7 +343,7 @@ EVALUATORS: Mapping[str, Evaluator] = {
     "young": young_interval,
     "daly": daly_interval,
 }
-"""By the name of a row: each has one."""
+"""Evaluator of each row, by the row's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,12 +352,14 @@ class _RuleFile:
 
 
 def shipped_rules(path: Path | None = None) -> tuple[PublishedRule, ...]:
-    """The package's own. path: another table, in tests. Raises `ConfigError` for a row without an evaluator or date."""
+    """Reads the rules that ship with the package. path: another table, for tests. Raises `ConfigError` for a row
+    without an evaluator or with a malformed date.
+    """
     path = path or Path(str(files("modelwright_plan") / "rules.yaml"))
     rules = []
     for row in parse(_RuleFile, load_yaml(path)).rules:
         if row.name not in EVALUATORS:
-            raise ConfigError(f"{path}: {row.name} has no evaluator; those with one are {', '.join(EVALUATORS)}")
+            raise ConfigError(f"{path}: {row.name} lacks an evaluator; known are {', '.join(EVALUATORS)}")
         try:
             datetime.date.fromisoformat(row.date)
         except ValueError:
@@ -370,7 +369,9 @@ def shipped_rules(path: Path | None = None) -> tuple[PublishedRule, ...]:
 
 
 def known_rules() -> tuple[PublishedRule, ...]:
-    """The package's own and those of installed packages. Raises `ConfigError` for an entry point that is none."""
+    """Returns the package's rules and those of installed packages. Raises `ConfigError` for an entry point of another
+    type.
+    """
     added: list[PublishedRule] = []
     for entry_point in entry_points(group=GROUP):
         rule = entry_point.load()
@@ -381,12 +382,12 @@ def known_rules() -> tuple[PublishedRule, ...]:
 
 
 def evaluated(target: RuleTarget, rules: Sequence[PublishedRule]) -> list[tuple[RuleRow, RuleOutcome]]:
-    """Each rule with what it says about the training."""
+    """Evaluates every rule for the training; returns its row and outcome."""
     return [(rule.row, rule.evaluate(rule.row, target)) for rule in rules]
 
 
 def rule_lines(outcomes: Sequence[tuple[RuleRow, RuleOutcome]]) -> list[str]:
-    """Two lines for each rule: what it says, and who says so."""
+    """Formats each rule as two lines: its outcome, and its source."""
     lines = []
     for row, outcome in outcomes:
         checked = "" if row.checked else ", not compared with the source since"

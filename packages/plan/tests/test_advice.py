@@ -21,7 +21,7 @@ from modelwright.pipeline.estimate.probes.probe import ProbeResult
 from modelwright.pipeline.estimate.probes.survey import NAMES, MachineProbes
 from modelwright.recipes.load import recipe
 from modelwright.train.config import TrainConfig
-from modelwright.train.memory.config import ActivationCheckpointingConfig
+from modelwright.train.memory.activations import ActivationCheckpointingConfig
 from modelwright.train.precision.policy import PrecisionConfig
 from modelwright_claims.ledger import CLAIMS
 from modelwright_plan.advice.needs import StepNeeds, Transport, step_needs, step_times

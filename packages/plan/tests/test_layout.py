@@ -12,7 +12,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, expected_traffic
 from modelwright.recipes.load import load
-from modelwright.train.memory.config import ActivationCheckpointingConfig
+from modelwright.train.memory.activations import ActivationCheckpointingConfig
 from modelwright_plan.catalog import DEVICES, MODELS
 from modelwright_plan.commands.plan import number
 from modelwright_plan.format_layouts import proposal_data, proposal_text

@@ -15,7 +15,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.cpp_build import has_compiler
 from modelwright.train.config import TrainConfig
-from modelwright.train.memory.step_arena import Lifetime, MemoryTimeline, plan_arena
+from modelwright.train.memory.trace import Lifetime, MemoryTimeline, plan_arena
 from modelwright_claims import memory_probe, planned_memory
 from modelwright_claims.memory_probe import Probe
 from modelwright_claims.planned_memory import Case

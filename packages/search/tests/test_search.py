@@ -18,8 +18,7 @@ from modelwright.core.records import read_records
 from modelwright.core.rundir import RunDir
 from modelwright.recipes.load import load
 from modelwright.train.build import train
-from modelwright.train.job import TrainJob
-from modelwright.train.state import TrainResult
+from modelwright.train.job import TrainJob, TrainResult
 from modelwright_search.result import SearchResult, as_text
 from modelwright_search.run import search
 from modelwright_search.space import Axis

@@ -25,7 +25,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.ops.int_grid import Codes, WeightGrid
 
-FORMAT, VERSION = "modelwright-int8", 2
+GRID_VERSION = 2
 GRID, STEPS = "quantization.json", "quantization.safetensors"
 """The files in a model folder that hold its trained grid."""
 ChooseBackend = Callable[[Mapping[str, tuple[Tensor, Tensor]]], Backend]
@@ -118,7 +118,7 @@ def quantize_to_grid(
     for name in found:
         del rest[f"{name}.weight"]
     ends = {name: quantize_rows(rest.pop(f"{name}.weight")) for name in _ends(model.config, grid)}
-    return _assemble(model.config, grid.weights, found, inputs, ends, rest, choose)
+    return _assemble_grid(model.config, grid.weights, found, inputs, ends, rest, choose)
 
 
 def _ends(shape: ModelConfig, grid: TrainedGrid) -> list[str]:
@@ -126,7 +126,7 @@ def _ends(shape: ModelConfig, grid: TrainedGrid) -> list[str]:
     return [EMBEDDING, *([] if shape.tie_embeddings else ["head"])] if grid.int8_ends else []
 
 
-def _assemble(
+def _assemble_grid(
     shape: ModelConfig,
     grid: WeightGrid,
     codes: Mapping[str, Codes],
@@ -170,11 +170,11 @@ def save_grid_model(model: Decoder, grid: TrainedGrid, folder: Path) -> None:
             zero = module.zero if isinstance(module, GridLinear) else torch.zeros_like(module.scale)
             tensors |= {f"{name}.weight": module.quantized, f"{name}.scale": module.scale, f"{name}.zero": zero}
     description = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": "modelwright-int8",
+        "version": GRID_VERSION,
         "model": dump(model.config, constants=True),
         "quantization_config": {
-            "quant_method": FORMAT,
+            "quant_method": "modelwright-int8",
             "weights": asdict(grid.weights),
             "activations": grid.activations,
             "ranges": dict(grid.ranges),
@@ -220,4 +220,4 @@ def load_grid_model(folder: Path, description: Mapping[str, Any], choose: Choose
             raise ModelError(f"{folder}: {name} has shape {tuple(stored.shape)}, not {tuple(one.weight.shape)}")
     ends = {name: (tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scale")) for name in _ends(shape, grid)}
     inputs = {name: grid.inputs(name) for name in codes}
-    return _assemble(shape, grid.weights, codes, inputs, ends, tensors, choose)
+    return _assemble_grid(shape, grid.weights, codes, inputs, ends, tensors, choose)

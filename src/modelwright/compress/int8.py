@@ -20,8 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from modelwright.compress.grid_model import VERSION as GRID_VERSION
-from modelwright.compress.grid_model import load_grid_model
+from modelwright.compress.grid_model import GRID_VERSION, load_grid_model
 from modelwright.compress.int8_linear import (
     WEIGHT_LEVELS,
     Backend,

@@ -105,16 +105,16 @@ class EngineStats:
     accepted.
     """
 
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-    num_preemptions: int
-    num_prefix_queries: int
-    num_prefix_hits: int
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class Engine:

@@ -36,8 +36,7 @@ from modelwright.ops.piece_sums import piece_ends, piece_keys, piece_means
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.tp_collectives import gather_rows
 from modelwright.train.config import TrainConfig
-from modelwright.train.objective import Objective, Terms
-from modelwright.train.whole_model import ModelLayout
+from modelwright.train.objective import ModelLayout, Objective, Terms
 
 ContrastiveLoss = Literal["nt_xent", "clip", "siglip"]
 

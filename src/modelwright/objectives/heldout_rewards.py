@@ -15,8 +15,7 @@ from torch import Tensor
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.rollouts import RolloutWorker, constant_metrics, rollout_metric_names, rollout_metrics
-from modelwright.train.objective import Metric
-from modelwright.train.whole_model import ModelLayout
+from modelwright.train.objective import Metric, ModelLayout
 
 NUMBERS, FIGURES = "prompt_numbers_BN", "figures_BM"
 

@@ -53,9 +53,8 @@ from modelwright.ops.int_grid import WeightGrid
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.tp_collectives import gather_rows
 from modelwright.train.config import TrainConfig
-from modelwright.train.objective import Objective, Terms
-from modelwright.train.precision.quantization_aware import QuantizationAwareConfig
-from modelwright.train.whole_model import ModelLayout
+from modelwright.train.objective import ModelLayout, Objective, Terms
+from modelwright.train.techniques.fake_quantization import QuantizationAwareConfig
 
 ImageQuantization = Literal["none", "int8", "int4", "int8_static", "int4_static"]
 OBSERVED_SHARE = 0.1

@@ -29,8 +29,7 @@ from modelwright.objectives.distillation import SAMPLED, Distillation
 from modelwright.objectives.next_token import num_targets
 from modelwright.objectives.rollouts import RolloutConfig, gather_rows, share
 from modelwright.ops.attention_divergence import documents
-from modelwright.train.objective import Metric, Objective, Terms
-from modelwright.train.whole_model import ModelLayout, one_process
+from modelwright.train.objective import Metric, ModelLayout, Objective, Terms, one_process
 
 OWN_METRICS = ("on_policy/divergence", "completions/mean_length")
 

@@ -15,8 +15,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.experience import Experience, ExperienceBuffer, ReferenceModel
 from modelwright.objectives.heldout_rewards import HeldoutRewards
 from modelwright.objectives.rollouts import Rollout, RolloutWorker, constant_metrics, shown
-from modelwright.train.objective import Metric, Objective
-from modelwright.train.whole_model import ModelLayout, one_process
+from modelwright.train.objective import Metric, ModelLayout, Objective, one_process
 
 
 @dataclass(kw_only=True)

@@ -25,7 +25,7 @@ from modelwright.model.hf import (
     set_parameter,
 )
 from modelwright.objectives.reward_model import HEAD
-from modelwright.train.flops import dense_flops, head_flops
+from modelwright.train.work import dense_flops, head_flops
 
 VALUE = "value"
 """Name of the value function in `Decoder.heads`."""

@@ -43,8 +43,8 @@ from modelwright.pipeline.cleaning import fingerprint
 from modelwright.pipeline.config import AugmentationConfig, RunConfig
 from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.train.runtime import TechniqueBuilder
-from modelwright.train.state import TrainResult
+from modelwright.train.job import TrainResult
+from modelwright.train.technique import TechniqueBuilder
 from modelwright.train.techniques.augmentation_strength import augmentation_strength
 
 _SHARD_DOCUMENTS = 500

@@ -34,9 +34,8 @@ from modelwright.pipeline.run_config import previous_config
 from modelwright.pipeline.stage import StageInputs
 from modelwright.train.build import train
 from modelwright.train.job import TrainJob
-from modelwright.train.optim.schedule import ScheduleConfig
-from modelwright.train.runtime import observer
-from modelwright.train.technique import StepInfo
+from modelwright.train.technique import StepInfo, observer
+from modelwright.train.techniques.learning_rate import ScheduleConfig
 
 SMOOTHING = 0.9
 """Weight of the past in the smoothed loss, with Adam's correction at the start."""

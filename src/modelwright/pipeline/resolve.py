@@ -36,7 +36,7 @@ from modelwright.pipeline.stages.model_folder import initial_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.student import STUDENT, StudentConfig
 from modelwright.train.precision.apply import fp32_products
-from modelwright.train.precision.hardware import onednn_speed_up
+from modelwright.train.precision.controllers import onednn_speed_up
 from modelwright.train.precision.policy import PrecisionConfig
 from modelwright.train.precision.policy import resolve as resolve_precision
 

@@ -145,7 +145,22 @@ class Generation:
         if answer.num_tokens == 0:
             answer.prompt_scores = output.prompt_scores
             if self.request.echoes:
-                pieces.append(self._echo(answer))
+                tokens: list[TokenInfo] = []
+                if self.request.num_logprobs is not None:
+                    # a character may consist of several tokens, so the offset of each follows from decoding the whole
+                    # prompt
+                    ids, text = answer.prompt.ids, IncrementalDetokenizer(self.model.tokenizer.stream())
+                    parts = [text.push(token, 0.0, ()) for token in ids] + [text.finish("length")]
+                    offsets = [info.offset for part in parts for info in part.tokens]
+                    offsets += [text.num_shown] * (len(ids) - len(offsets))
+                    tokens = [TokenInfo(ids[0], None, (), 0)]
+                    tokens += [
+                        TokenInfo(
+                            score.token_id, score.logprob, score.alternatives[: self.request.num_logprobs], offset
+                        )
+                        for score, offset in zip(answer.prompt_scores, offsets[1:], strict=True)
+                    ]
+                pieces.append(Delta(answer.prompt.text, tuple(tokens)))
         # the engine computes one token at least, so that the prompt has log-probabilities
         if self.request.asked_tokens == 0:
             return [*pieces, answer.text.finish("length")]
@@ -156,22 +171,6 @@ class Generation:
             return [*pieces, answer.text.finish("stop")]
         pieces.append(answer.text.push(output.token_id, output.logprob, output.alternatives))
         return [*pieces, answer.text.finish("length")] if output.finish_reason else pieces
-
-    def _echo(self, answer: Answer) -> Delta:
-        if self.request.num_logprobs is None:
-            return Delta(answer.prompt.text)
-        ids, scores = answer.prompt.ids, answer.prompt_scores
-        # a character may consist of several tokens, so the offset of each follows from decoding the whole prompt
-        text = IncrementalDetokenizer(self.model.tokenizer.stream())
-        parts = [text.push(token, 0.0, ()) for token in ids] + [text.finish("length")]
-        offsets = [info.offset for part in parts for info in part.tokens]
-        offsets += [text.num_shown] * (len(ids) - len(offsets))
-        tokens = [TokenInfo(ids[0], None, (), 0)]
-        tokens += [
-            TokenInfo(score.token_id, score.logprob, score.alternatives[: self.request.num_logprobs], offset)
-            for score, offset in zip(scores, offsets[1:], strict=True)
-        ]
-        return Delta(answer.prompt.text, tuple(tokens))
 
 
 def start(

@@ -184,18 +184,15 @@ def _status_of(error: BaseException) -> int:
     return 500 if isinstance(error, Exception) else CLIENT_LEFT
 
 
-class Arms(Protocol):
-    """A running A/B test. candidate: the version that is tested."""
+@dataclass(frozen=True)
+class Arms:
+    """A running A/B test. candidate: the version that is tested; assign: returns the arm of a request, or None if users
+    never get the candidate; request_arrived: called before a request is read.
+    """
 
     candidate: ServedModel
-
-    def assign(self, subject: Subject) -> Assignment | None:
-        """Returns the arm of a request, or None if users never get the candidate."""
-        ...
-
-    def request_arrived(self) -> None:
-        """Called before a request is read."""
-        ...
+    assign: Callable[[Subject], Assignment | None]
+    request_arrived: Callable[[], None]
 
 
 @dataclass(frozen=True)

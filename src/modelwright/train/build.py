@@ -25,29 +25,23 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.full_state import is_deferred, move_out, restore_weights, whole_weights
 from modelwright.parallel.mesh import Mesh, World, build_mesh, single
 from modelwright.parallel.strategy import Replica
-from modelwright.train.batch_stream import BatchStream
 from modelwright.train.config import check_layout, without_effect
-from modelwright.train.job import Session, StepParts, TrainJob, configured_strategy
+from modelwright.train.interruption import StopRequest, Watchdog
+from modelwright.train.job import Session, StepParts, TrainJob, TrainResult, configured_strategy
 from modelwright.train.memory.offload import Store, open_store
-from modelwright.train.monitors.anomalies import AnomalyLog
-from modelwright.train.monitors.anomaly_monitor import anomaly_monitor
+from modelwright.train.monitors.anomalies import AnomalyLog, anomaly_monitor
 from modelwright.train.monitors.energy import energy_monitor
 from modelwright.train.monitors.recovery_time import recovery_time
 from modelwright.train.monitors.replica_check import replica_check
 from modelwright.train.monitors.stragglers import straggler_monitor
-from modelwright.train.monitors.watchdog import Watchdog
-from modelwright.train.objective import Objective
+from modelwright.train.objective import ModelLayout, Objective
 from modelwright.train.optim.build import build_optimizer
 from modelwright.train.outside import guarded, named_techniques
 from modelwright.train.parallelize import activation_pass, parallelize, remove_passes
 from modelwright.train.precision.apply import ModelPrecision, fp32_products
 from modelwright.train.runner import Executor, MicrobatchRunner
-from modelwright.train.runtime import Runtime, TechniqueBuilder
-from modelwright.train.seeding import repeatable_convolutions
-from modelwright.train.signals import StopRequest
-from modelwright.train.state import TrainResult
 from modelwright.train.step import TrainStep
-from modelwright.train.technique import Relayout, Technique
+from modelwright.train.technique import Relayout, Runtime, Technique, TechniqueBuilder
 from modelwright.train.techniques.adaptive_precision import adaptive_precision
 from modelwright.train.techniques.amax_history import amax_history
 from modelwright.train.techniques.auxiliary_losses import auxiliary_losses
@@ -65,9 +59,49 @@ from modelwright.train.techniques.pipeline_rebalancing import pipeline_rebalanci
 from modelwright.train.techniques.sparse_updates import layer_sparsity
 from modelwright.train.techniques.token_balance import token_balance
 from modelwright.train.techniques.weight_decay import dynamic_weight_decay
-from modelwright.train.throughput import Throughput
 from modelwright.train.trainer import Trainer
-from modelwright.train.whole_model import ModelLayout
+from modelwright.train.work import BatchStream, Throughput
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+import torch
+from torch import Tensor
+from modelwright.model.decoder import Decoder
+from modelwright.model.vision.image_prefix import inserted_images
+from modelwright.parallel.config import ContextAttention
+from modelwright.parallel.context_parallel import shard_sequence
+from modelwright.parallel.fsdp import scatter_gradients
+from modelwright.parallel.mesh import World
+from modelwright.parallel.pipeline.trace import StageSpan
+from modelwright.train.objective import Batch
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+import torch
+from torch import Tensor
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.model.adapter_config import AdapterConfig
+from modelwright.model.adapters import adapter_flops, projection_sizes
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.parallel.mesh import Mesh, World
+from modelwright.train.objective import Batch, Objective
+from modelwright.train.runner import Executor
+from modelwright.train.technique import Runtime, StepInfo, Update
+
+
+@contextmanager
+def repeatable_convolutions() -> Generator[None]:
+    """Within the block cuDNN sums gradients of convolutions in the same order in every run."""
+    before = torch.backends.cudnn.deterministic  # the fastest of its algorithms add in any order
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before
+
 
 
 def attach_modules(model: Decoder, objective: Objective, seed: int) -> None:

@@ -1,4 +1,7 @@
-"""Settings of training."""
+"""Settings of training.
+
+Settings of fault detection and tolerance; `train/build.py` lists the monitors with the other techniques.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -38,18 +41,45 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.rebalance import LoadBalanceConfig
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientSyncConfig, StrategyConfig
 from modelwright.parallel.strategies.shared_memory import SharedMemory
-from modelwright.train.memory.config import ActivationCheckpointingConfig
+from modelwright.train.memory.activations import ActivationCheckpointingConfig
 from modelwright.train.monitors.anomalies import AnomalyConfig
-from modelwright.train.monitors.config import FaultToleranceConfig
 from modelwright.train.monitors.energy import EnergyConfig
+from modelwright.train.monitors.stragglers import StragglerConfig
 from modelwright.train.optim.build import OptimizerKind
-from modelwright.train.optim.clip import AdaptiveClipConfig
-from modelwright.train.optim.schedule import ScheduleConfig, WeightDecayScheduleConfig
-from modelwright.train.optim.sparse import BatchSelectionConfig, SparseUpdateConfig, sparsity_features
 from modelwright.train.outside import named_features, named_objectives, named_settings
 from modelwright.train.precision.policy import PrecisionConfig
 from modelwright.train.techniques.ewc import EwcConfig
+from modelwright.train.techniques.gradient_clipping import AdaptiveClipConfig
+from modelwright.train.techniques.learning_rate import ScheduleConfig
+from modelwright.train.techniques.weight_decay import WeightDecayScheduleConfig
 from modelwright.train.techniques.loss_spikes import LossSpikeConfig
+from modelwright.train.techniques.out_of_memory import WhenOutOfMemory
+from modelwright.train.techniques.sparse_updates import SparseUpdateConfig, sparsity_features
+from modelwright.train.techniques.batch_selection import BatchSelectionConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultToleranceConfig:
+    """Fault detection and tolerance."""
+
+    replica_check_every_steps: int = constant(500)
+    """Steps between bitwise comparisons of what several ranks hold; 0 for none."""
+    watchdog_timeout_s: float = 1800.0
+    """A process that finishes no step for this long writes its threads' stacks to `hang-<rank>.txt` and exits, so that
+    a launcher can restart the run; 0 never."""
+    in_memory_checkpoint_every_steps: int = 0
+    """Steps between copies of the state in the hosts' memory (Gemini, Wang et al. 2023), from which a run recovers
+    when they are newer than the checkpoint on disk; 0 for none."""
+    on_out_of_memory: WhenOutOfMemory = constant("halve_microbatch")
+    """`halve_microbatch` retries the step with half as many rows per microbatch and continues with those, where a
+    failed step leaves no rank waiting; `fail` ends the run."""
+    stragglers: StragglerConfig = field(default_factory=StragglerConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("replica_check_every_steps", "watchdog_timeout_s", "in_memory_checkpoint_every_steps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
+
 
 LENGTHS = ("num_steps", "num_tokens", "num_epochs")
 """The fields that give the length of a training, at most one of them; without one it is one pass over the data."""

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from modelwright.data.rows.loader import PackedRows
 from modelwright.parallel.mesh import Mesh
-from modelwright.train.batch_stream import LaidOutForward
 from modelwright.train.objective import Batch, Objective, TermSums
 from modelwright.train.runner import Executor
+from modelwright.train.runner import LaidOutForward
 
 
 @dataclass(eq=False)

@@ -24,11 +24,11 @@ from modelwright.core.extensions import NoSettings, configured
 from modelwright.core.seeds import derive_seed
 from modelwright.ops.tensor_view import TensorView
 from modelwright.train.objective import Batch, Objective
-from modelwright.train.seeding import generator_states, seed_generators
+from modelwright.train.runner import generator_states, seed_generators
 from modelwright.train.technique import Request, StepInfo, Technique, Update
 
 if TYPE_CHECKING:  # the settings of training name techniques, and a run is made from them
-    from modelwright.train.runtime import Runtime, TechniqueBuilder
+    from modelwright.train.technique import Runtime, TechniqueBuilder
 
 TECHNIQUES_GROUP = "modelwright.techniques"
 """Entry points of other packages: each a `TechniqueSpec`."""

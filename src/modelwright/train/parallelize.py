@@ -20,9 +20,8 @@ from modelwright.parallel.full_state import read_deferred
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.pipeline.stages import layers_of_stages, microbatches_in_flight, rank_of_stage
 from modelwright.parallel.tensor_parallel import shard_layers
-from modelwright.train.memory.activations import block_shape, head_workspace_bytes
+from modelwright.train.memory.activations import ActivationCheckpointingConfig, block_shape, head_workspace_bytes
 from modelwright.train.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
-from modelwright.train.memory.config import ActivationCheckpointingConfig
 from modelwright.train.memory.offload import Store
 from modelwright.train.precision.apply import remove_formats
 from modelwright.train.precision.policy import PrecisionConfig

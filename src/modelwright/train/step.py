@@ -12,13 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from modelwright.core.seeds import derive_seed
-from modelwright.train.batch_stream import BatchStream
+from modelwright.train.interruption import Requests, vote
 from modelwright.train.objective import Batch, Objective, TermSums
-from modelwright.train.runtime import Runtime
-from modelwright.train.seeding import seed_generators
-from modelwright.train.technique import StepInfo, Technique, Update
-from modelwright.train.throughput import StepTimer, Throughput, Work
-from modelwright.train.vote import Requests, vote
+from modelwright.train.runner import seed_generators
+from modelwright.train.technique import Runtime, StepInfo, Technique, Update
+from modelwright.train.work import BatchStream, StepTimer, Throughput, Work
 
 
 @dataclass(kw_only=True)

@@ -9,10 +9,9 @@ from modelwright.ops.tensor_heap import give_back_memory
 from modelwright.parallel.traffic import Traffic
 from modelwright.train.checkpoint.manager import CheckpointManager
 from modelwright.train.evaluation import evaluate_heldout
-from modelwright.train.job import Session, StepParts, TrainJob
-from modelwright.train.state import TrainResult, TrainState
+from modelwright.train.interruption import Requests
+from modelwright.train.job import Session, StepParts, TrainJob, TrainResult, TrainState
 from modelwright.train.technique import Relayout, Rollback, StepInfo
-from modelwright.train.vote import Requests
 
 
 @dataclass(kw_only=True)

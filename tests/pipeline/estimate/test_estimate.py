@@ -20,9 +20,9 @@ from modelwright.pipeline.estimate.cost import (
     training_memory,
     training_stage,
 )
-from modelwright.train.flops import adapter_step_flops
-from modelwright.train.memory.config import ActivationCheckpointingConfig
-from modelwright.train.optim.muon import orthogonal, update_flops
+from modelwright.train.memory.activations import ActivationCheckpointingConfig
+from modelwright.train.optim.build import orthogonal, update_flops
+from modelwright.train.work import adapter_step_flops
 
 EACH = ActivationCheckpointingConfig(mode="full", layers_per_segment=1)
 SHAPE = {

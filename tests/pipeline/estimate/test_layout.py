@@ -6,7 +6,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.stages import microbatches_in_flight
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, expected_traffic
-from modelwright.train.memory.config import ActivationCheckpointingConfig
+from modelwright.train.memory.activations import ActivationCheckpointingConfig
 
 MODEL = ModelConfig(
     vocab_size=32_000, num_layers=16, model_dim=2048, num_heads=16, num_kv_heads=8, head_dim=128, ffn_dim=5632,

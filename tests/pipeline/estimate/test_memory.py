@@ -8,8 +8,7 @@ import pytest
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.estimate.cost import RankPart, block_parameters, rank_memory, root_parameters
-from modelwright.train.memory.activations import Segment, block_shape
-from modelwright.train.memory.config import ActivationCheckpointingConfig
+from modelwright.train.memory.activations import ActivationCheckpointingConfig, Segment, block_shape
 from modelwright_claims import memory_probe, zero_memory
 from modelwright_claims.activation_checkpointing import estimated_bytes, probe
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from memory_references import check_arena, least_arena_naive, live_bytes_naive
-from modelwright.train.memory.step_arena import KINDS, Lifetime, MemoryTimeline, plan_arena
+from modelwright.train.memory.trace import KINDS, Lifetime, MemoryTimeline, plan_arena
 
 
 def tensors(seed: int, number: int, length: int = 40) -> list[Lifetime]:

@@ -7,8 +7,19 @@ import pytest
 from memory_references import solve_naive
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
-from modelwright.train.memory.activations import Segment, block_shape, peak_bytes, total_recomputed_flops
-from modelwright.train.memory.budget import Budget, SegmentChoice, block_choices, least_budget, peak, solve, total_cost
+from modelwright.train.memory.activations import (
+    Budget,
+    Segment,
+    SegmentChoice,
+    block_choices,
+    block_shape,
+    least_budget,
+    peak,
+    peak_bytes,
+    solve,
+    total_cost,
+    total_recomputed_flops,
+)
 
 STEP = 1000
 """Bytes in the random problems are multiples of the solver's rounding, so that its answer is exact."""

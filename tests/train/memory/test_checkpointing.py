@@ -16,9 +16,15 @@ from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels, lowp_emulation
 from modelwright.ops.attention import packed_cuts
 from modelwright.train.memory import checkpointing as selective
-from modelwright.train.memory.activations import Segment, block_shape, total_kept_bytes, total_recomputed_flops
+from modelwright.train.memory.activations import (
+    OPERATORS,
+    ActivationCheckpointingConfig,
+    Segment,
+    block_shape,
+    total_kept_bytes,
+    total_recomputed_flops,
+)
 from modelwright.train.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
-from modelwright.train.memory.config import OPERATORS, ActivationCheckpointingConfig
 from modelwright.train.precision.apply import ModelPrecision
 from modelwright.train.precision.policy import PrecisionConfig
 

@@ -13,12 +13,21 @@ from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.train.memory import disk, offload
-from modelwright.train.memory.activations import BlockShape, Segment, block_shape, peak_bytes, total_recomputed_flops
-from modelwright.train.memory.budget import Budget, block_choices, peak, solve, total_cost
+from modelwright.train.memory.activations import (
+    ActivationCheckpointingConfig,
+    BlockShape,
+    Budget,
+    Segment,
+    block_choices,
+    block_shape,
+    peak,
+    peak_bytes,
+    solve,
+    total_cost,
+    total_recomputed_flops,
+)
 from modelwright.train.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
-from modelwright.train.memory.config import ActivationCheckpointingConfig
-from modelwright.train.memory.disk import DiskStore
-from modelwright.train.memory.offload import HostStore, offloading, open_store
+from modelwright.train.memory.offload import DiskStore, HostStore, offloading, open_store
 
 CONFIG = ModelConfig(
     vocab_size=64, num_layers=3, model_dim=64, num_heads=4, num_kv_heads=2, ffn_dim=192, head_dim=16, max_seq_len=256

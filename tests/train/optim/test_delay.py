@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from modelwright.train.optim.delay import compensate, compensate_naive
+from modelwright.train.optim.build import compensate, compensate_naive
 from tolerances import TOLERANCES
 
 

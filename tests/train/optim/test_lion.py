@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from modelwright.train.optim.lion import Lion
+from modelwright.train.optim.build import Lion
 
 
 def test_it_is_algorithm_2_of_the_paper():

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from distributed import run_distributed
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
-from modelwright.train.optim.low_bit_adamw import LowBitAdamW, States
+from modelwright.train.optim.adamw import LowBitAdamW, States
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 SHAPES = ((40, 96), (8, 512), (7, 33), (130,), (3,))

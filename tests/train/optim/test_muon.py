@@ -8,7 +8,7 @@ from torch import Tensor
 
 from modelwright.ops.lowp_emulation import is_emulated
 from modelwright.train.optim import muon
-from modelwright.train.optim.muon import COEFFICIENTS, Muon, orthogonal
+from modelwright.train.optim.build import COEFFICIENTS, Muon, orthogonal
 
 SHAPES = [(24, 24), (24, 40), (40, 24), (24, 40), (1, 8)]
 CPU = torch.device("cpu")

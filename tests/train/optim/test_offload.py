@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import nn
 
+from modelwright.train.optim.adamw import OffloadedAdamW
 from modelwright.train.optim.build import build_optimizer
-from modelwright.train.optim.offload import OffloadedAdamW
 from tolerances import TOLERANCES
 
 SETTINGS = {"learning_rate": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

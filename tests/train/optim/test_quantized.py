@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from modelwright.ops.tensor_view import view_of
-from modelwright.train.optim.low_bit_adamw import (
+from modelwright.train.optim.adamw import (
     BLOCK,
     LowBitAdamW,
     ScaleBlocks,

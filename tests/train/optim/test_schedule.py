@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.train.optim.schedule import ScheduleConfig, rate_factor
+from modelwright.train.techniques.learning_rate import ScheduleConfig, rate_factor
 
 
 def factors(num_steps, **config):

@@ -9,7 +9,7 @@ from modelwright.core.config import parse
 from modelwright.ops.lowp_linear import Format
 from modelwright.train.precision import apply, hardware
 from modelwright.train.precision.apply import ModelPrecision
-from modelwright.train.precision.hardware import measure_speeds, onednn_speed_up
+from modelwright.train.precision.controllers import measure_speeds, onednn_speed_up
 from modelwright.train.precision.policy import PrecisionConfig
 from tiny_decoder import make_decoder
 

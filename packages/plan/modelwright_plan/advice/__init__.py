@@ -1,1 +1,1 @@
-"""What a training needs of a machine, what limits it there, and which techniques and published rules help."""
+"""Advice on a training: its needs of a machine, the resource that limits it there, and the techniques and rules that help."""

@@ -1,11 +1,8 @@
-"""What one step of a training needs: FLOPs, and bytes through memory, links and the disk. Nothing here is measured.
+"""FLOPs and bytes of one training step, and the time that this machine takes for them, resource by resource.
 
-Counted as stated beside each field, without codecs, so that what compression would save stays visible.
-
-How long this machine takes for what a step needs, resource by resource, and which of them limits the training.
-
-Each time is that of the resource if it had nothing else to do and the others cost nothing. They overlap in a real step,
-which takes at least the longest of them and at most their sum.
+Needs are counted as stated under each field, not measured, and without codecs, so that the gain from compression stays
+visible. Each time is that of a resource if it did nothing else and the others cost nothing. They overlap in a real
+step, which takes at least the longest of them and at most their sum.
 """
 
 from collections.abc import Mapping
@@ -20,9 +17,14 @@ from modelwright.pipeline.estimate.layout import Layout, TrainingJob, expected_t
 from modelwright.pipeline.estimate.probes.disk import BLOCK_BYTES
 from modelwright.pipeline.estimate.probes.survey import MachineProbes
 from modelwright.train.config import TrainConfig
-from modelwright.train.memory.activations import FP32_BYTES, block_shape, total_kept_bytes, total_recomputed_flops
+from modelwright.train.memory.activations import (
+    FP32_BYTES,
+    ActivationCheckpointingConfig,
+    block_shape,
+    total_kept_bytes,
+    total_recomputed_flops,
+)
 from modelwright.train.memory.checkpointing import segments_for
-from modelwright.train.memory.config import ActivationCheckpointingConfig
 
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0, "adamw_bf16_states": 4.0, "lion": 4.0, "muon": 4.0, "sgd": 0.0}
 """Bytes of optimizer states per weight; Muon's for the blocks' matrices, without the scales of 8-bit states."""
@@ -33,13 +35,13 @@ NARROW_VOCABULARY = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class StepNeeds:
-    """One step of a training over `num_processes` processes of this host, summed over them unless said otherwise."""
+    """Needs of one training step, summed over `num_processes` processes of this host unless a field says otherwise."""
 
     num_processes: int
     axes: Mapping[str, int]
     """Ranks along each axis of the mesh."""
     flops: float
-    """Forward, twice that for backward, and what activation checkpointing computes again."""
+    """FLOPs of forward, backward (twice as many) and recomputation by activation checkpointing."""
     weight_bytes: float
     """Weights read by the forward and the backward pass of each microbatch, and gradients added up."""
     activation_bytes: float
@@ -53,20 +55,20 @@ class StepNeeds:
     row_bytes: float
     """Token ids read from the packed rows."""
     row_reads: float
-    """Reads of them: rows are shuffled, so each is at a place of its own."""
+    """Number of reads for these rows; each row is one read, because rows are shuffled."""
     checkpoint_bytes: float
-    """One checkpoint: trained weights and optimizer states."""
+    """Bytes of a checkpoint: trained weights and optimizer states."""
     checkpoint_every_steps: int
     checkpoint_every_s: float
-    """0 for none by time."""
+    """Seconds between checkpoints by time; 0 means none."""
     peak_bytes: float
     """Planned memory of all processes."""
     peak_without_checkpointing_bytes: float
-    """The same if all activations were saved."""
+    """Planned memory of all processes if all activations were saved."""
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes through memory in a step."""
+        """Bytes that a step moves through memory."""
         return self.weight_bytes + self.activation_bytes + self.optimizer_bytes
 
 
@@ -79,7 +81,8 @@ def step_needs(
     seq_len: int,
     fused: bool,
 ) -> StepNeeds:
-    """Count one step. seq_len: tokens of a row; fused: whether the package's own kernels run (`BlockShape`). Raises
+    """Counts the needs of a step. seq_len: tokens of a row; fused: True if the package's own kernels run
+    (`BlockShape`). Raises
     `ConfigError` if the layout does not divide the processes, the model or the batch.
     """
     axes = parallel.axes(num_processes)
@@ -141,7 +144,7 @@ def step_needs(
 def _peak_bytes(
     training: TrainConfig, job: TrainingJob, layout: Layout, microbatch_tokens: int, *, fused: bool
 ) -> float:
-    """Planned peak of the fullest process."""
+    """Returns the planned peak of the fullest process."""
     if layout.axes["replicate"] < layout.num_devices:  # the model is divided
         return fullest_memory(job, layout).total
     return training_memory(
@@ -158,23 +161,23 @@ def _peak_bytes(
 Resource = Literal["compute", "communication", "memory", "disk"]
 RESOURCES: tuple[Resource, ...] = ("compute", "communication", "memory", "disk")
 Transport = Literal["none", "shared memory", "gloo", "NCCL"]
-"""What gradients travel through: nothing in a single process."""
+"""Channel for gradients; "none" for a single process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Seconds of a step by resource; one that was not measured is left out."""
+    """Times of a step, in seconds."""
 
     seconds: Mapping[Resource, float]
+    """Seconds by resource, without those that were not measured."""
     checkpoint_s: float
-    """Seconds until one checkpoint is on disk; 0 where the disk was not measured."""
+    """Seconds to write a checkpoint to disk; 0 if the disk was not measured."""
     row_s: float
-    """Seconds in which the rows of a step are read, each at its own place; 0 where reads were not measured."""
+    """Seconds to read the rows of a step, one random read for each; 0 if reads were not measured."""
     latency_s: float
-    """The part of the communication that messages wait for each other, whatever their size."""
+    """Part of the communication time that is latency, independent of the size of messages."""
     tcp_s: float
-    """Seconds that the same messages would take over bare TCP; 0 where they do not go over it or loopback was not
-    measured."""
+    """Seconds for the same messages over bare TCP; 0 if another transport carries them or loopback was not measured."""
     transport: Transport
 
     @property
@@ -182,12 +185,12 @@ class StepTimes:
         return max(self.seconds, key=self.seconds.__getitem__)
 
     def share(self, resource: Resource) -> float:
-        """The share of all resources' times, 0 for one that was not measured."""
+        """Returns a resource's share of the sum of all times; 0 if it was not measured."""
         return self.seconds.get(resource, 0.0) / sum(self.seconds.values())
 
     @property
     def ratio(self) -> str:
-        """All resources against compute."""
+        """Times of all resources relative to compute, as text."""
         unit = self.seconds["compute"]
         figures = [f"{self.seconds[one] / unit:.3g}" if one in self.seconds else "?" for one in RESOURCES]
         return f"{' : '.join(RESOURCES)} = {' : '.join(figures)}"
@@ -196,10 +199,10 @@ class StepTimes:
 def step_times(
     needs: StepNeeds, probed: MachineProbes, *, flops_per_s: float, transport: Transport, num_devices: int = 1
 ) -> StepTimes:
-    """Divide the needs by what was measured.
+    """Divides the needs by the measured rates.
 
-    flops_per_s: of the model's products on one device; num_devices: that share the work, 1 for a host whose processes
-    share its cores
+    flops_per_s: rate of the model's products on one device; num_devices: number of devices that share the work, 1 for a
+    host whose processes share its cores
     """
     on_device = probed.figure("accelerator", "memory_bytes_per_s")
     memory_rate = num_devices * (on_device or probed.figure("memory", "all_threads_bytes_per_s"))
@@ -222,10 +225,18 @@ def step_times(
             seconds["communication"] = tcp_s
     if memory_rate:
         seconds["memory"] = needs.memory_bytes / memory_rate
-    write, row_s = probed.figure("disk", "write_bytes_per_s"), _row_seconds(needs, probed)
-    saving_s = needs.checkpoint_bytes / write + probed.figure("disk", "fsync_p50_s") if write else 0.0
+    write, row_s, saving_s = probed.figure("disk", "write_bytes_per_s"), 0.0, 0.0
+    reads_per_s, read_rate = probed.figure("disk", "reads_per_s"), probed.figure("disk", "read_bytes_per_s")
+    if reads_per_s and read_rate:
+        # Each row takes one random read of a block; the rest of the row follows sequentially.
+        row_s = needs.row_reads / reads_per_s
+        row_s += max(0.0, needs.row_bytes - BLOCK_BYTES * needs.row_reads) / read_rate
     if write:
-        seconds["disk"] = saving_s * _checkpoints_per_step(needs, max(seconds.values())) + row_s
+        saving_s = needs.checkpoint_bytes / write + probed.figure("disk", "fsync_p50_s")
+        checkpoints = 1 / needs.checkpoint_every_steps if needs.checkpoint_every_steps else 0.0
+        if needs.checkpoint_every_s:  # in addition to those by steps
+            checkpoints += max(seconds.values()) / needs.checkpoint_every_s
+        seconds["disk"] = saving_s * checkpoints + row_s
     ordered: dict[Resource, float] = {one: seconds[one] for one in RESOURCES if one in seconds}
     return StepTimes(
         seconds=ordered,
@@ -235,18 +246,3 @@ def step_times(
         tcp_s=tcp_s,
         transport=transport,
     )
-
-
-def _row_seconds(needs: StepNeeds, probed: MachineProbes) -> float:
-    """Each row takes one random read; what it has beyond the block of the probe follows in sequence."""
-    reads, rate = probed.figure("disk", "reads_per_s"), probed.figure("disk", "read_bytes_per_s")
-    if not reads or not rate:
-        return 0.0
-    return needs.row_reads / reads + max(0.0, needs.row_bytes - BLOCK_BYTES * needs.row_reads) / rate
-
-
-def _checkpoints_per_step(needs: StepNeeds, step_s: float) -> float:
-    """By steps and by time together, in a step of `step_s` seconds."""
-    by_steps = 1 / needs.checkpoint_every_steps if needs.checkpoint_every_steps else 0.0
-    by_time = step_s / needs.checkpoint_every_s if needs.checkpoint_every_s else 0.0
-    return by_steps + by_time

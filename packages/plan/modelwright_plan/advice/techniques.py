@@ -1,5 +1,5 @@
-"""The techniques that can be advised: when each is worth switching on or off, with which option, and which claims of
-the ledger say what it gained. `SWITCHES` is the only list.
+"""The techniques that advice covers: the conditions under which to switch each on or off, its options, and the claims of
+the ledger that measured its gain. `SWITCHES` is the only list.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,19 +13,19 @@ from modelwright.train.config import TrainConfig
 from modelwright_plan.advice.needs import StepNeeds, StepTimes
 
 SHARED = "training."
-"""The section whose settings a stage may have of its own."""
+"""Section whose settings a stage may override."""
 MATTERS = 0.1
-"""A resource that takes less than this share is not worth a technique."""
+"""Least share of a step's time at which a resource is worth a technique."""
 FASTER = 1.05
-"""A format must be so much faster to be worth a change: less is within the noise of the measured rates."""
+"""Least speedup at which another format is advised; less is within the noise of the measured rates."""
 Action = Literal["switch on", "switch off", "keep", "impossible here", "not now"]
 Refusal = Callable[[Sequence[str]], str]
-"""Why a run with these settings, as `pretrain.precision.policy=bf16_mixed`, is refused; "" if it is not."""
+"""Returns why a run with settings such as `pretrain.precision.policy=bf16_mixed` is refused; "" if it is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What advice is decided by."""
+    """Facts that decide the advice."""
 
     training: TrainConfig
     parallel: ParallelConfig
@@ -37,7 +37,7 @@ class Situation:
     rates: Mapping[str, float]
     """FLOP/s of the model's products by format."""
     available_bytes: float
-    """Memory that the processes of this training may take together."""
+    """Memory available to all processes of this training together."""
     on_cpu: bool
 
     @property
@@ -60,7 +60,7 @@ class Situation:
 
 @dataclass(frozen=True, kw_only=True)
 class TechniqueSwitch:
-    """One technique. `reason` says why the situation asks for it, "" if it does not."""
+    """A technique with its settings."""
 
     name: str
     on: Sequence[str]
@@ -68,29 +68,32 @@ class TechniqueSwitch:
     off: Sequence[str]
     is_on: Callable[[Situation], bool]
     reason: Callable[[Situation], str]
+    """Returns why the situation calls for the technique; "" if it does not."""
     claims: Sequence[str]
-    """Claims of the ledger that say what the technique gained or cost."""
+    """Claims of the ledger that measured the gain or cost of the technique."""
     only_if_needed: bool = True
-    """Whether it costs something, so that it is switched off where nothing asks for it."""
+    """True for a technique with a cost, which is switched off if nothing calls for it."""
     remedy_for: str = ""
-    """What it and others are alternatives for: one of them at a time."""
+    """Problem for which the technique is one of several alternatives; use one of them at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TechniqueAdvice:
-    """What to do about a technique here, and why."""
+    """Recommended action on a technique, and the reason."""
 
     switch: TechniqueSwitch
     action: Action
     reason: str
     option: str = ""
-    """The exact options of the command line, "" where there is nothing to change."""
+    """Exact command-line options; "" if nothing changes."""
 
 
 def advise(
     situation: Situation, switches: Sequence[TechniqueSwitch], refusal: Refusal, *, stage: str
 ) -> list[TechniqueAdvice]:
-    """What to do about each technique. stage: whose own settings are named, as they go before the shared ones."""
+    """Decides on an action for each technique. stage: stage under which settings are named, because a stage's settings
+    override the shared ones.
+    """
     result = []
     for switch in switches:
         reason, is_on = switch.reason(situation), switch.is_on(situation)
@@ -144,10 +147,6 @@ def _rows_reason(situation: Situation) -> str:
     return f"reading {needs.row_reads:.0f} shuffled rows takes {share:.0%}" if share >= MATTERS else ""
 
 
-def _several(situation: Situation, reason: str) -> str:
-    return reason if situation.needs.num_processes > 1 else ""
-
-
 def _sends_rarely(situation: Situation) -> bool:
     return situation.training.gradient_sync.local_sgd.sync_every_steps > 0
 
@@ -176,7 +175,7 @@ SWITCHES: tuple[TechniqueSwitch, ...] = (
         on=["parallel.zero_stage=3"],
         off=["parallel.zero_stage=0"],
         is_on=lambda now: now.parallel.zero_stage > 0,
-        reason=lambda now: _several(now, now.memory_reason),
+        reason=lambda now: now.memory_reason if now.needs.num_processes > 1 else "",
         claims=["zero_memory"],
         only_if_needed=False,
     ),

@@ -108,7 +108,7 @@ def _elsewhere(options: argparse.Namespace, model: "ModelConfig", train: "TrainC
     """
     from modelwright.parallel.mesh import default_device
     from modelwright.pipeline.estimate.doctor import measure_rates
-    from modelwright.train.memory.config import ActivationCheckpointingConfig
+    from modelwright.train.memory.activations import ActivationCheckpointingConfig
     from modelwright.train.memory.offload import open_store
     from modelwright_plan.memory_plan import NOWHERE, OffloadTarget, measure_flops_per_byte
 

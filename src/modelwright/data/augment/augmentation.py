@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from importlib import import_module
 from random import Random
 from typing import Any, Literal, TypeVar
 
@@ -178,12 +179,15 @@ _ARTICLE = re.compile(rf"\b([Aa]n?)( |\n)({_LETTER}[\w'’-]*)")
 @cache
 def _inflect_articles() -> Callable[[str], str]:
     """Returns a function that puts "a" or "an" before a word. It has a cache, since texts repeat words."""
+    return lru_cache(maxsize=100_000)(import_extra("inflect").engine().a)
+
+
+def import_extra(module: str) -> Any:
+    """Imports a module of a package of the extra `augment`. Raises `ConfigError` if it is not installed."""
     try:
-        import inflect
+        return import_module(module)
     except ImportError:
-        raise missing_extra("inflect") from None
-    engine: Any = inflect.engine()
-    return lru_cache(maxsize=100_000)(engine.a)
+        raise missing_extra(module.partition(".")[0]) from None
 
 
 def missing_extra(package: str) -> ConfigError:
@@ -204,12 +208,8 @@ def stands_free(text: str, word: Span) -> bool:
 
 def spans_of_sentences(text: str, language: str = "en") -> list[Span]:
     """Returns the sentences, each with the white space after it; joined they are the text."""
-    try:
-        from sentencex import segment  # pyright: ignore[reportAttributeAccessIssue]
-    except ImportError:
-        raise missing_extra("sentencex") from None
     spans, start = [], 0
-    for sentence in segment(language, text):
+    for sentence in import_extra("sentencex").segment(language, text):
         spans.append(Span(start, start + len(sentence), sentence))
         start += len(sentence)
     return spans

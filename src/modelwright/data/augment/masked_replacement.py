@@ -135,10 +135,7 @@ def load_transformers(folder: Path, auto_class: str, setting: str) -> tuple[Any,
     if not (folder / "config.json").is_file():
         problem = f"{folder} holds no config.json" if folder != Path() else "is not set"
         raise ConfigError(f"{setting}: {problem}; give the folder of a model of Hugging Face")
-    try:
-        import transformers
-    except ImportError:
-        raise aug.missing_extra("transformers") from None
+    transformers = aug.import_extra("transformers")
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
         with warnings.catch_warnings():

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modelwright.core.errors import DataError
-from modelwright.data.augment.augmentation import find_words, is_english, match_case, missing_extra, spans_of_sentences
+from modelwright.data.augment.augmentation import find_words, import_extra, is_english, match_case, spans_of_sentences
 
 DEFAULT_FOLDER = Path("/usr/share/wordnet")
 """Folder of the database in Debian's package `wordnet-base`."""
@@ -174,23 +174,19 @@ def _tag(sentence: str) -> list[tuple[int, int, str, str]]:
 
 @cache
 def _tagger() -> Any:
-    try:
-        from HanTa.HanoverTagger import HanoverTagger
-    except ImportError:
-        raise missing_extra("HanTa") from None
-    return HanoverTagger("morphmodel_en.pgz")  # it comes with the package
+    return import_extra("HanTa.HanoverTagger").HanoverTagger("morphmodel_en.pgz")  # it comes with the package
 
 
 def is_countable(noun: str) -> bool:
     """Returns True for a noun with a plural whose singular always has an article ("chair", not "milk")."""
-    plurals = _lemminflect().getInflection(noun, "NNS", inflect_oov=False)
+    plurals = import_extra("lemminflect").getInflection(noun, "NNS", inflect_oov=False)
     return bool(plurals) and noun not in plurals
 
 
 @lru_cache(maxsize=100_000)
 def _lemma(word: str, tag: str) -> str:
     """Returns the dictionary form of a word in lower case whose tag is in `_TAGS`."""
-    lemmas = _lemminflect().getLemma(word, upos=_TAGS[tag][1])
+    lemmas = import_extra("lemminflect").getLemma(word, upos=_TAGS[tag][1])
     return str(lemmas[0]) if lemmas else word
 
 
@@ -200,17 +196,9 @@ def _inflected(lemma: str, tag: str) -> str:
     penn = _TAGS[tag][2]
     if penn in ("NN", "JJ", "RB", "VB", "VBP"):
         return lemma
-    forms = _lemminflect().getInflection(lemma, penn, inflect_oov=False)
+    forms = import_extra("lemminflect").getInflection(lemma, penn, inflect_oov=False)
     # A plural or comparative that equals the lemma reads as a mistake; a past tense may ("put").
     return str(next((form for form in forms if form != lemma or penn == "VBD"), ""))
-
-
-def _lemminflect() -> Any:
-    try:
-        import lemminflect
-    except ImportError:
-        raise missing_extra("lemminflect") from None
-    return lemminflect
 
 
 Alternatives = Callable[[WordNet, str, PartOfSpeech], Sequence[str]]

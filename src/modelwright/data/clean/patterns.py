@@ -93,9 +93,9 @@ class Pattern:
     """Words right before a value that only looks like one; the expression ends in `$`."""
 
 
-def ascii_regex(pattern: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[str]:
+def ascii_regex(pattern: str) -> re.Pattern[str]:
     r"""Compiles an expression whose `\w`, `\d` and `\b` know ASCII only, so that a value may touch Chinese text."""
-    return re.compile(pattern, re.ASCII | flags)
+    return re.compile(pattern, re.ASCII)
 
 
 def words(pattern: str) -> re.Pattern[str]:

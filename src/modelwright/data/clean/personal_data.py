@@ -423,7 +423,7 @@ NUMBERS: tuple[Pattern, ...] = (
         regex=ascii_regex(r"(?<!\w)[A-Z]{2}\d{2}(?:[ \u00a0]?[A-Z0-9]{2,4}){3,8}(?:[ \u00a0]?[A-Z0-9]{1,3})?(?!\w)"),
         check=_iban,
     ),
-    _number("cn.ric", r"[1-9]\d{16}[\dXx]", _birth_date_id, near=r"身份证|证件|公民|居民", needs="in code"),
+    _number("cn.ric", r"[1-9]\d{16}[\dXx]", _birth_date_id, near=r"身份证|证件|公民|居民"),
     Pattern(
         kind="card",
         name="card",

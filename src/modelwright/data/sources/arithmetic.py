@@ -12,7 +12,7 @@ from modelwright.data.document import Document, Split
 
 NUM_TERMS = 50
 """Upper limit of the terms, exclusive."""
-HELDOUT_FRACTION = 1 / 10
+GENERATED_HELDOUT = 1 / 10
 """Share of held-out problems, with both demonstrations."""
 
 
@@ -28,7 +28,7 @@ def arithmetic_problems() -> Iterator[Document]:
     documents: list[Document] = []
     for question, solution, forgetful in problems:
         # By the question, so that both demonstrations of a problem are in the same split.
-        is_heldout = derive_seed(0, "arithmetic", "split", question) / 2**63 < HELDOUT_FRACTION
+        is_heldout = derive_seed(0, "arithmetic", "split", question) / 2**63 < GENERATED_HELDOUT
         split: Split = "heldout" if is_heldout else "train"
         documents += [
             Document(

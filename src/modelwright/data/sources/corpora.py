@@ -10,8 +10,7 @@ from modelwright.core.resources import versions
 from modelwright.data.document import Document, Unsplit
 from modelwright.data.sources.arithmetic import arithmetic_problems
 from modelwright.data.sources.digits import digit_images
-from modelwright.data.sources.sentence_pairs import NAME as SENTENCE_PAIRS
-from modelwright.data.sources.sentence_pairs import sentence_pairs
+from modelwright.data.sources.sentence_pairs import SENTENCE_PAIRS, sentence_pairs
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.workers import ShardEngine
 

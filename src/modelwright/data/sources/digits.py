@@ -15,7 +15,6 @@ from modelwright.data.document import Document, Split
 from modelwright.data.images.decode import KEY, encode, store_image
 from modelwright.data.images.read import LABEL_FIELD
 
-HELDOUT_FRACTION = 1 / 10
 SIDE = 32
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _FORMS = (
@@ -52,7 +51,7 @@ def digit_images() -> Iterator[Document]:
         pixels = np.repeat((255 * (1.0 - ink)).round().astype(np.uint8)[..., None], 3, axis=2)
         factor = SIDE // pixels.shape[0]
         file = encode(np.repeat(np.repeat(pixels, factor, axis=0), factor, axis=1), lossless=True)
-        split: Split = "heldout" if derive_seed(0, "digits", "split", number) / 2**63 < HELDOUT_FRACTION else "train"
+        split: Split = "heldout" if derive_seed(0, "digits", "split", number) / 2**63 < GENERATED_HELDOUT else "train"
         yield Document(
             id=f"digits:{number}",
             text=caption[0].upper() + caption[1:],

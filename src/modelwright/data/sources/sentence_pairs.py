@@ -15,7 +15,7 @@ from modelwright.core.texts import distinct_word_score
 from modelwright.data.document import Document, Split
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 
-NAME = "sentence_pairs"
+SENTENCE_PAIRS = "sentence_pairs"
 MAX_WORDS = 12
 """Limit of the score, and maximum words of an answer."""
 PROMPT_WORDS = 3
@@ -32,11 +32,11 @@ def sentence_pairs() -> Iterator[Document]:
         for text in _BREAK.split(document.meta["answer"]) if document.kind == "qa" else ():
             if _SENTENCE.fullmatch(text) and len(text.removesuffix(".").split()) >= PROMPT_WORDS + 3:
                 splits.setdefault(text, document.split)
-    texts = sorted(splits, key=lambda text: derive_seed(0, NAME, text))
+    texts = sorted(splits, key=lambda text: derive_seed(0, SENTENCE_PAIRS, text))
     words = [text.removesuffix(".").split() for text in texts]
     rests = [one[PROMPT_WORDS : PROMPT_WORDS + MAX_WORDS] for one in words]
     for number, text in enumerate(texts):
-        dice = random.Random(derive_seed(0, NAME, "answers", text))
+        dice = random.Random(derive_seed(0, SENTENCE_PAIRS, "answers", text))
         rest, other = rests[number], rests[number - 1]
         part = dice.randint(1, len(rest) - 1)
         stutter = [*rest[:part], *[rest[part - 1]] * (len(rest) - part)]
@@ -48,11 +48,11 @@ def sentence_pairs() -> Iterator[Document]:
         (low, rejected), (high, chosen) = sorted(scored)
         prompt = " ".join(words[number][:PROMPT_WORDS])
         yield Document(
-            id=f"{NAME}:{text}",
+            id=f"{SENTENCE_PAIRS}:{text}",
             text=f"{prompt}\n\n{chosen}",
             kind="qa",
             split=splits[text],
-            source=NAME,
+            source=SENTENCE_PAIRS,
             meta={
                 "question": prompt,
                 "answer": chosen,

@@ -21,9 +21,9 @@ from modelwright.model.frozen_weight import CHUNK_ELEMENTS
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.ops.nf4 import RUN_LEN
 from modelwright.parallel.config import ZeroStage
-from modelwright.train.flops import adapter_step_flops
 from modelwright.train.memory.activations import (
     FP32_BYTES,
+    ActivationCheckpointingConfig,
     BlockShape,
     Compute,
     Segment,
@@ -33,7 +33,7 @@ from modelwright.train.memory.activations import (
     total_recomputed_flops,
 )
 from modelwright.train.memory.checkpointing import segments_for
-from modelwright.train.memory.config import ActivationCheckpointingConfig
+from modelwright.train.work import adapter_step_flops
 
 PROCESS_BYTES = 420 * 2**20
 """Resident memory of a process in a training stage without the tensors of the model: Python, PyTorch and the other

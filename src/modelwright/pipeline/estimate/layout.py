@@ -29,9 +29,14 @@ from modelwright.pipeline.estimate.cost import (
 )
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.train.config import TrainConfig
-from modelwright.train.memory.activations import FP32_BYTES, Compute, Segment, block_shape
+from modelwright.train.memory.activations import (
+    FP32_BYTES,
+    ActivationCheckpointingConfig,
+    Compute,
+    Segment,
+    block_shape,
+)
 from modelwright.train.memory.checkpointing import segments_for
-from modelwright.train.memory.config import ActivationCheckpointingConfig
 
 ComputeFormat = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 """Number format of matrix products."""

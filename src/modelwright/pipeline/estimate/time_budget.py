@@ -47,8 +47,7 @@ from modelwright.pipeline.stages.specs import build_stages
 from modelwright.train.build import train
 from modelwright.train.config import LENGTHS, TrainConfig
 from modelwright.train.job import TrainJob
-from modelwright.train.runtime import observer
-from modelwright.train.technique import StepInfo
+from modelwright.train.technique import StepInfo, observer
 
 NUM_WARMUP_STEPS, NUM_TIMED_STEPS = 4, 8
 FEWEST_STEPS = 10

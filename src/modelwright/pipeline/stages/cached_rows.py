@@ -19,8 +19,7 @@ from modelwright.pipeline.estimate.cost import size
 from modelwright.pipeline.report.blocks import Block, Table, count, percent, seconds
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import StageContext
-from modelwright.train.runtime import TechniqueBuilder
-from modelwright.train.technique import Technique
+from modelwright.train.technique import Technique, TechniqueBuilder
 
 ROW_CACHE = "row_cache"
 """Name of the technique, and of its figures among the facts of a stage."""

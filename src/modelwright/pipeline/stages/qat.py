@@ -27,14 +27,16 @@ from modelwright.pipeline.stages.stage_inputs import needed_start
 from modelwright.pipeline.stages.training import TrainedModel, save_language_model, training_spec
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective, Terms
-from modelwright.train.precision.quantization_aware import (
+from modelwright.train.techniques.fake_quantization import (
     MODULE,
+    NEEDS,
+    RANGES,
     Activations,
     QuantizationAwareConfig,
     StepSizes,
+    fake_quantization,
     projection_shapes,
 )
-from modelwright.train.techniques.fake_quantization import NEEDS, RANGES, fake_quantization
 
 
 @dataclass(kw_only=True)

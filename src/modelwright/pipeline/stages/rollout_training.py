@@ -45,8 +45,7 @@ from modelwright.reward.weighted_sum import WeightedSum
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import evaluate_heldout
 from modelwright.train.objective import Objective
-from modelwright.train.runtime import Runtime, TechniqueBuilder
-from modelwright.train.technique import Technique
+from modelwright.train.technique import Runtime, Technique, TechniqueBuilder
 
 
 def _pack_prompts(job: PackJob, split: Split) -> None:

@@ -31,7 +31,7 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import RowSet, StageContext
 from modelwright.train.evaluation import HeldoutBatches
 from modelwright.train.objective import Objective
-from modelwright.train.runtime import TechniqueBuilder
+from modelwright.train.technique import TechniqueBuilder
 from modelwright.train.techniques.ewc import EwcConfig
 
 

@@ -20,8 +20,7 @@ from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.pipeline.report.blocks import Samples, TextSample
-from modelwright.train.runtime import Runtime, TechniqueBuilder
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.technique import Runtime, StepInfo, Technique, TechniqueBuilder
 
 FILE = "samples.jsonl"
 EVERY_S = 60.0

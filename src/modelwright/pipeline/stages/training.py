@@ -53,15 +53,12 @@ from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_sta
 from modelwright.pipeline.stages.text_samples import first_prompt, sample_block, text_samples
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.job import TrainJob
-from modelwright.train.memory.activations import FP32_BYTES
-from modelwright.train.memory.config import ActivationCheckpointingConfig
+from modelwright.train.frozen_model import stored_row_losses
+from modelwright.train.job import TrainJob, TrainResult, load_best
+from modelwright.train.memory.activations import FP32_BYTES, ActivationCheckpointingConfig
 from modelwright.train.objective import BatchSource, Objective
-from modelwright.train.optim.muon import update_flops
-from modelwright.train.row_losses import stored_row_losses
-from modelwright.train.runtime import Runtime, TechniqueBuilder, observer
-from modelwright.train.state import TrainResult, load_best
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.optim.build import update_flops
+from modelwright.train.technique import Runtime, StepInfo, Technique, TechniqueBuilder, observer
 from modelwright.train.techniques.heldout_mixture import heldout_mixture
 from modelwright.train.techniques.score_mixture import score_mixture
 

@@ -22,7 +22,7 @@ from modelwright.serve.generation import Generation
 from modelwright.serve.keys import ANYONE, Caller
 from modelwright.serve.reload import Reloader
 from modelwright.serve.served_model import ServedModel
-from modelwright.serve.service import Exchange, FeedbackRequest, FinishedRequest, Service, Subject, pseudonym
+from modelwright.serve.service import Arms, Exchange, FeedbackRequest, FinishedRequest, Service, Subject, pseudonym
 
 MOST_WAITING = 64
 """Most copies in the queue. Further ones are dropped, and counted."""
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass
 class RunningTest:
-    """Implements `Arms` for a service while a test runs. `share`: current share of units that get B."""
+    """The test that runs. `share`: current share of units that get B; `shadows`: None in a split test."""
 
     experiment: Experiment
     share: float
@@ -50,10 +50,6 @@ class RunningTest:
         test = self.experiment
         unit = pseudonym(test.salt, getattr(subject, test.request.unit))
         return Assignment(test.name, unit, arm_of(test.salt, unit, self.share), self.share)
-
-    def request_arrived(self) -> None:
-        if self.shadows is not None:
-            self.shadows.give_way()
 
 
 class Experiments:
@@ -217,7 +213,8 @@ class Experiments:
         shadows = None
         if experiment.request.mode == "shadow":
             shadows = Shadows(self._service, candidate, lambda outcome: self._count_shadow(name, outcome))
-        self._running = self._service.arms = RunningTest(experiment, experiment.share, candidate, shadows)
+        self._running = running = RunningTest(experiment, experiment.share, candidate, shadows)
+        self._service.arms = Arms(candidate, running.assign, shadows.give_way if shadows else lambda: None)
         log.info("the A/B test %s runs: A %s, B %s", name, experiment.control_version, candidate.fingerprint)
 
     def _count_shadow(self, name: str, outcome: str) -> None:

@@ -25,18 +25,7 @@ from modelwright.serve.config import LogFormat
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _FINE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 
-NO_LOAD = EngineStats(
-    num_running=0,
-    num_waiting=0,
-    num_blocks=0,
-    num_free_blocks=0,
-    num_preemptions=0,
-    num_prefix_queries=0,
-    num_prefix_hits=0,
-    num_drafts=0,
-    num_draft_tokens=0,
-    num_accepted_tokens=0,
-)
+NO_LOAD = EngineStats()
 
 
 class AnswerMetrics:

@@ -156,8 +156,8 @@ def read_content(content: Any) -> Said | None:
         if kind == "image_url":
             image = part.get("image_url")
             url = cast(Mapping[str, Any], image).get("url") if isinstance(image, dict) else None
-            is_known = set(part) == {"type", "image_url"} and isinstance(url, str)
-            if not is_known or not {"url", "detail"} >= set(cast(Any, image)):
+            fields = set(cast(Any, image)) if isinstance(image, dict) else set[str]()
+            if set(part) != {"type", "image_url"} or not isinstance(url, str) or not fields <= {"url", "detail"}:
                 form = '{"type": "image_url", "image_url": {"url": "data:image/..."}}'
                 raise ValueError(f"part {number}: an image must be {form}")
             head, comma, data = url.partition(",")

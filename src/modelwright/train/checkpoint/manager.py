@@ -22,8 +22,7 @@ from modelwright.parallel.strategy import Replica
 from modelwright.train.checkpoint.files import Best
 from modelwright.train.checkpoint.reader import CheckpointReader
 from modelwright.train.checkpoint.writer import CheckpointWriter, Snapshot
-from modelwright.train.job import StepParts, TrainJob
-from modelwright.train.state import TrainState
+from modelwright.train.job import StepParts, TrainJob, TrainState
 from modelwright.train.technique import Rollback
 
 

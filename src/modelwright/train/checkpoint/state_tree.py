@@ -19,7 +19,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from modelwright.ops.dtensor import as_dtensor_like
-from modelwright.train.checkpoint.sharded_tensors import ShardReader, TensorShard, piece_of
+from modelwright.train.checkpoint.files import ShardReader, TensorShard, piece_of
 
 _TENSOR, _FLOAT, _PARAMETERS = "$tensor", "$float", "$parameters"
 SHARED = "shared"

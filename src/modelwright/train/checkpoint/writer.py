@@ -35,29 +35,26 @@ from torch import Tensor
 from modelwright.core.artifacts import ArtifactDraft, write_artifact, write_atomic
 from modelwright.core.errors import StorageError, writing
 from modelwright.train.checkpoint.files import (
+    INDEX,
     KIND,
     PARTS,
     STATE,
     Best,
+    DamagedCheckpointError,
+    TensorShard,
     check_checkpoint,
+    describe_pieces,
+    key_from_json,
     list_checkpoints,
+    merge_indexes,
+    piece_of,
     read_best,
     read_weights,
     referred_steps,
+    share_out,
     step_name,
 )
-from modelwright.train.checkpoint.in_memory import MemoryCopies
-from modelwright.train.checkpoint.reader import CheckpointReader
-from modelwright.train.checkpoint.sharded_tensors import (
-    INDEX,
-    DamagedCheckpointError,
-    TensorShard,
-    describe_pieces,
-    key_from_json,
-    merge_indexes,
-    piece_of,
-    share_out,
-)
+from modelwright.train.checkpoint.reader import CheckpointReader, MemoryCopies
 from modelwright.train.checkpoint.state_tree import merge, seat, split, split_transport
 
 __all__ = [

@@ -23,9 +23,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from modelwright.model.decoder import Attend, Block, Decoder, Linear, RotaryTables
 from modelwright.model.low_rank import LowRank
-from modelwright.train.memory.activations import BlockShape, Segment
-from modelwright.train.memory.budget import Budget, block_choices, solve
-from modelwright.train.memory.config import ActivationCheckpointingConfig, Operator
+from modelwright.train.memory.activations import (
+    ActivationCheckpointingConfig,
+    BlockShape,
+    Budget,
+    Operator,
+    Segment,
+    block_choices,
+    solve,
+)
 from modelwright.train.memory.offload import Store, offloading
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

@@ -1,4 +1,7 @@
-"""Anomalies: steps that a person should look at."""
+"""Anomalies: steps that a person should look at.
+
+Passes finished steps to the list of events (`AnomalyLog`) of the run's first rank.
+"""
 
 import math
 from collections.abc import Callable
@@ -10,7 +13,7 @@ from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import EventLog
 from modelwright.train.outliers import RecentValues
-from modelwright.train.technique import EMPTY_BATCH, LOSS_SPIKE, NOT_FINITE, StepInfo
+from modelwright.train.technique import EMPTY_BATCH, LOSS_SPIKE, NOT_FINITE, Runtime, StepInfo, Technique
 
 SKIPPED = {
     NOT_FINITE: ("nonfinite_step", "values not finite"),
@@ -104,3 +107,17 @@ class AnomalyLog:
         self.num_events[kind] = self.num_events.get(kind, 0) + 1
         if self._log.append(step=step, kind=kind, value=value, limit=limit, text=text):
             self.note(f"watch: step {step}: {text}")
+
+
+def anomaly_monitor(run: Runtime) -> Technique | None:
+    """Returns None on all ranks but the first."""
+    log = run.anomalies
+    if log is None:
+        return None
+    return Technique(
+        name="anomalies",
+        on_step_end=log.observe,
+        state=log,
+        summary=lambda: {"num_events": dict(log.num_events)},
+        needs=frozenset(),
+    )

@@ -16,10 +16,15 @@ import torch
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
-from modelwright.train.monitors.codecarbon_tracker import CodecarbonTracker
-from modelwright.train.monitors.power_meters import CoreTimeModel, MemoryModel, PowerMeter, nvml_meters, rapl_meters
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.monitors.power_meters import (
+    CodecarbonTracker,
+    CoreTimeModel,
+    MemoryModel,
+    PowerMeter,
+    nvml_meters,
+    rapl_meters,
+)
+from modelwright.train.technique import Runtime, StepInfo, Technique
 
 ENERGY_FILE = "energy.json"
 WRITE_EVERY_S = 10.0

@@ -16,8 +16,7 @@ from typing import Any
 from modelwright.core.errors import Stopped, writing
 from modelwright.core.records import EventLog
 from modelwright.parallel.elastic import num_restarts
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.technique import Runtime, StepInfo, Technique
 
 FAULT, ANNOUNCED = "fault", "announced"
 """Kinds of interruptions: without warning, and by SIGTERM, after which a checkpoint was saved."""

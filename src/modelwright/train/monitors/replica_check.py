@@ -12,9 +12,8 @@ from torch import Tensor
 
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.parallel.control_plane import ControlPlane
-from modelwright.train.checkpoint.sharded_tensors import key_from_json, piece_of
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Technique
+from modelwright.train.checkpoint.files import key_from_json, piece_of
+from modelwright.train.technique import Runtime, Technique
 
 CHUNK = 1 << 22
 """Elements that are hashed at once: bounds the memory of the check."""

@@ -16,8 +16,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.ops.microbenchmark import repeated, seconds_of
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.train.outliers import ratio_limit
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.technique import Runtime, StepInfo, Technique
 
 PROBE_DIM = 256
 """Width of the probe's square matrix: 256 KiB in FP32, so that the probe measures computing, not memory."""

@@ -26,8 +26,14 @@ from modelwright.ops.lowp_linear import Format
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.train.objective import Batch, Objective
 from modelwright.train.precision.apply import ModelPrecision, kind_of, names_of_projections, part_of
-from modelwright.train.precision.controllers import PrecisionSwitcher, controller_of, scheduled
-from modelwright.train.precision.hardware import DtypeTimings, Shape, measure_speeds
+from modelwright.train.precision.controllers import (
+    DtypeTimings,
+    PrecisionSwitcher,
+    Shape,
+    controller_of,
+    measure_speeds,
+    scheduled,
+)
 from modelwright.train.precision.indicators import (
     EXPECTING,
     GradientStats,
@@ -36,6 +42,8 @@ from modelwright.train.precision.indicators import (
     Momentum,
     ObservedErrors,
     Observer,
+    PartStatistics,
+    Period,
     kept_noise,
     loss_excess,
     outlier_share,
@@ -43,11 +51,9 @@ from modelwright.train.precision.indicators import (
     trend,
     variation,
 )
-from modelwright.train.precision.observation import PartStatistics, Period
 from modelwright.train.precision.policy import AdaptiveConfig, Kind
 from modelwright.train.runner import Executor
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Technique, Update
+from modelwright.train.technique import Runtime, Technique, Update
 
 TRIALS = 2
 """Pairs that are tried again at each decision; a pair that was never tried is tried before a part changes to it."""

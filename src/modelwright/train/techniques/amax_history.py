@@ -1,10 +1,8 @@
 """Delayed scaling of FP8: the maxima of the last steps, over all ranks, scale the present values."""
 
-from modelwright.train.objective import Batch
+from modelwright.train.objective import HEADS, Batch
 from modelwright.train.precision.apply import SyncAmaxHistory
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Technique
-from modelwright.train.whole_model import HEADS
+from modelwright.train.technique import Runtime, Technique
 
 
 def amax_history(run: Runtime) -> Technique | None:

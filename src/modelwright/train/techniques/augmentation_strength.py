@@ -13,8 +13,7 @@ from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batching.augmented import AHEAD, AugmentationCost
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Technique, Update
+from modelwright.train.technique import Runtime, Technique, Update
 
 NEEDS = frozenset({SYNCHRONOUS_UPDATES, EQUAL_REPLICAS})
 

@@ -7,8 +7,7 @@ import torch
 
 from modelwright.model.head_selection import auxiliary_losses as losses_of
 from modelwright.train.objective import Batch
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Technique, Update
+from modelwright.train.technique import Runtime, Technique, Update
 
 
 def auxiliary_losses(run: Runtime) -> Technique | None:

@@ -6,8 +6,7 @@ from typing import Any
 
 from modelwright.core.errors import ArtifactError
 from modelwright.model.adapters import adapter_parameters
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Technique
+from modelwright.train.technique import Runtime, Technique
 
 
 @dataclass(eq=False)

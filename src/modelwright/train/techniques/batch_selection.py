@@ -25,8 +25,109 @@ from modelwright.ops.attention import document_mask
 from modelwright.ops.flop_counter import Executed
 from modelwright.ops.lowp_emulation import product
 from modelwright.ops.token_log_probs import LinearHead, token_log_probs
-from modelwright.train.flops import all_attention_flops, attention_flops, head_flops
-from modelwright.train.optim.sparse import BatchSelectionConfig
+from modelwright.train.work import all_attention_flops, attention_flops, head_flops
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+import torch
+from torch import Tensor
+from modelwright.core.compatibility import (
+    ADAMW_STATES,
+    EAGER_BLOCKS,
+    EQUAL_REPLICAS,
+    EXACT_SUMS,
+    PROMPT_GRADIENTS,
+    RESIDENT_STATES,
+    REVERSIBLE_UPDATES,
+    SAME_MATMULS,
+    SAME_UNITS,
+    SYNCHRONOUS_UPDATES,
+    TRAINED_WEIGHTS,
+    WHOLE_GRADIENTS,
+    WHOLE_MODEL,
+    Feature,
+    feature,
+)
+from modelwright.core.config import constant, only_for
+from modelwright.core.errors import ConfigError
+from modelwright.core.seeds import derive_seed
+from modelwright.ops.flop_counter import Executed, counted
+from modelwright.ops.linear_gemms import LinearGemms
+from modelwright.train.objective import Batch
+from modelwright.train.technique import Runtime, Technique, Update
+from modelwright.train.techniques.batch_selection import BatchSelector
+from modelwright.train.work import attention_flops, head_flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSelectionConfig:
+    """Online batch selection: trains on some rows of each batch. The others cost only a short forward pass.
+
+    The gradient is that of the mean loss over the selected rows: biased toward them for every signal but `random`.
+    """
+
+    signal: Literal["none", "loss", "loss_change", "random"] = "none"
+    """Value of a row, judged on its first `probe_tokens` tokens: `loss`; `loss_change`, the distance in either
+    direction from its loss at the start of the run; `random`, the baseline; `none` trains on all rows."""
+    keep_fraction: float = field(default=0.4, metadata=only_for("signal", "loss", "loss_change", "random"))
+    """Fraction of the rows that are trained on."""
+    probe_tokens: int = field(default=32, metadata=only_for("signal", "loss", "loss_change"))
+    """Tokens of each row that the signal is measured on."""
+    random_fraction: float = field(default=0.25, metadata=only_for("signal", "loss", "loss_change", "random"))
+    """Fraction of the selected rows drawn at random, so that no kind of row is ignored forever."""
+    max_initial_loss: float = 0.0
+    """Never train on rows that the initial weights predict worse than this, in units of ln(vocabulary size), the loss
+    of a uniform guess; 0 sets no limit. It filters garbage out of an uncleaned stream (CCNet's perplexity filter,
+    Wenzek et al. 2019) and is useless from scratch."""
+    keep_token_fraction: float = 1.0
+    """Fraction of the labels in the selected rows that count in the loss: those of the tokens that receive the most
+    attention in the first layer."""
+    dense_fraction: float = constant(0.0)
+    """Fraction of the run, at its start, that trains on all rows."""
+
+    def __post_init__(self) -> None:
+        for name in ("keep_fraction", "keep_token_fraction"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name}: must be above 0 and at most 1, got {getattr(self, name)}; 1 selects all")
+        if not 0.0 <= self.random_fraction <= 1.0:
+            text = f"random_fraction: must be from 0 to 1, got {self.random_fraction}"
+            raise ConfigError(f"{text}; 0.25 draws a quarter at random")
+        if not 0.0 <= self.dense_fraction < 1.0:
+            raise ConfigError(f"dense_fraction: must be at least 0 and below 1, got {self.dense_fraction}")
+        if not 0.0 <= self.max_initial_loss < math.inf:
+            text = f"max_initial_loss: must be at least 0, got {self.max_initial_loss}"
+            raise ConfigError(f"{text}; 1 is the loss of a random guess")
+        if self.max_initial_loss and self.signal == "none":
+            text = "max_initial_loss: needs a signal"
+            raise ConfigError(f"{text}; with signal random and keep_fraction 1 nothing else is excluded")
+        if self.probe_tokens < 2:
+            raise ConfigError(f"probe_tokens: must be at least 2 tokens, got {self.probe_tokens}; 32 is usual")
+
+    @property
+    def is_on(self) -> bool:
+        """True if the batch is changed before it is trained on."""
+        return self.signal != "none" or self.keep_token_fraction < 1.0
+
+    @property
+    def needs_start(self) -> bool:
+        """True if the initial weights of the run are kept."""
+        return self.signal == "loss_change" or self.max_initial_loss > 0
+
+    def num_chosen(self, num_rows: int, num_parts: int) -> int:
+        """Maximum number of selected rows of a rank; `num_parts` microbatches share them equally, at least one each.
+        Raises `ConfigError` if that is all of the rows, so that nothing is left to select.
+        """
+        chosen = max(1, round(self.keep_fraction * num_rows / num_parts)) * num_parts
+        if chosen > num_rows or (chosen == num_rows and self.keep_fraction < 1.0):
+            fewer = "set gradient_accumulation_steps to 1" if num_parts > 1 else "lower it"
+            raise ConfigError(
+                f"batch_selection.keep_fraction: {self.keep_fraction:g} of {num_rows} rows on a rank, in "
+                f"{num_parts} equal microbatches, selects all of them; {fewer}, or use more rows or fewer replicas"
+            )
+        return chosen
+
 
 
 @torch.no_grad()

@@ -42,8 +42,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.mesh import World
 from modelwright.train.objective import Batch, forward
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Technique, Update
+from modelwright.train.technique import Runtime, Technique, Update
 
 LABELS = "sampled"
 """Origin of the labels of the Fisher information, for the checkpoint: drawn from the model, not taken from the text."""

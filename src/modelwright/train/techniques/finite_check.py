@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from modelwright.core.errors import ModelwrightError
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import EMPTY_BATCH, NOT_FINITE, Technique, Update
+from modelwright.train.technique import EMPTY_BATCH, NOT_FINITE, Runtime, Technique, Update
 
 
 @dataclass(eq=False)

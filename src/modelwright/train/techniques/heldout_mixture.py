@@ -13,8 +13,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batching.order import Mixture, MixtureConfig, exponentiated_gradient
 from modelwright.train.evaluation import evaluate_heldout
 from modelwright.train.objective import Batch, Objective
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.technique import Runtime, StepInfo, Technique
 
 
 class ShareRule(Protocol):

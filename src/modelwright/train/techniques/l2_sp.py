@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from modelwright.core.errors import ArtifactError
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.technique import Runtime, StepInfo, Technique
 
 
 class StartPull:

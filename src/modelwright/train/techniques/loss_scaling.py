@@ -6,8 +6,7 @@ same updates and have the same scale (PyTorch's own scaler does not synchronize 
 
 from modelwright.train.precision.loss_scale import LossScale
 from modelwright.train.precision.policy import PrecisionConfig
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Technique, Update
+from modelwright.train.technique import Runtime, Technique, Update
 
 
 def loss_scaling(config: PrecisionConfig, run: Runtime) -> Technique | None:

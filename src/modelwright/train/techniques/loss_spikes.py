@@ -33,8 +33,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.records import EventLog
 from modelwright.train.objective import Batch
 from modelwright.train.outliers import RecentValues
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import LOSS_SPIKE, Rollback, StepInfo, Technique, Update
+from modelwright.train.technique import LOSS_SPIKE, Rollback, Runtime, StepInfo, Technique, Update
 
 NUM_GOOD = 2
 """Checkpoints that a rollback may use: the newer one may be too close to the first spike."""

@@ -19,8 +19,7 @@ from modelwright.core.seeds import derive_seed
 from modelwright.ops.rope import document_lengths
 from modelwright.parallel.mesh import World
 from modelwright.train.objective import Batch
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Technique
+from modelwright.train.technique import Runtime, Technique
 
 
 def neftune(alpha: float, run: Runtime) -> Technique | None:

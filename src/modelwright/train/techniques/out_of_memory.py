@@ -13,8 +13,7 @@ from modelwright.ops.tensor_heap import give_back_memory
 from modelwright.parallel.mesh import World
 from modelwright.train.objective import Batch
 from modelwright.train.runner import LossFn, Runner
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Technique, Update
+from modelwright.train.technique import Runtime, Technique, Update
 
 WhenOutOfMemory = Literal["halve_microbatch", "fail"]
 

@@ -2,8 +2,7 @@
 
 from modelwright.parallel.pipeline.partition import flop_costs
 from modelwright.parallel.pipeline.rebalance import LoadBalanceConfig, StageBalance
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Relayout, StepInfo, Technique
+from modelwright.train.technique import Relayout, Runtime, StepInfo, Technique
 
 
 def pipeline_rebalancing(config: LoadBalanceConfig, run: Runtime, *, every: int) -> Technique | None:

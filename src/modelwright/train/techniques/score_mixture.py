@@ -9,8 +9,7 @@ import numpy as np
 
 from modelwright.data.rows.batching.order import UNMEASURED, Mixture, MixtureConfig, softmax_shares
 from modelwright.train.objective import Batch, Objective
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Technique
+from modelwright.train.technique import Runtime, Technique
 from modelwright.train.techniques.heldout_mixture import mixture_technique
 
 

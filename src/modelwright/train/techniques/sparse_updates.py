@@ -15,6 +15,8 @@ signal of a unit that is not selected dates from its last selection. It would ne
 once would be excluded forever (as with a published mask that is repeatedly multiplied by the next one: `shrunk_mask`).
 Two mechanisms bring it back: every selection that skips it adds its signal once more, because missed updates
 accumulate, and a share of the slots is drawn at random from all units that have none.
+
+Settings of sparse updates: which units are updated and which rows are trained on; the rest is not computed.
 """
 
 import math
@@ -26,16 +28,111 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from modelwright.core.compatibility import (
+    ADAMW_STATES,
+    EAGER_BLOCKS,
+    EQUAL_REPLICAS,
+    EXACT_SUMS,
+    PROMPT_GRADIENTS,
+    RESIDENT_STATES,
+    REVERSIBLE_UPDATES,
+    SAME_MATMULS,
+    SAME_UNITS,
+    SYNCHRONOUS_UPDATES,
+    TRAINED_WEIGHTS,
+    WHOLE_GRADIENTS,
+    WHOLE_MODEL,
+    Feature,
+    feature,
+)
+from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.ops.flop_counter import Executed, counted
 from modelwright.ops.linear_gemms import LinearGemms
-from modelwright.train.flops import attention_flops, head_flops
 from modelwright.train.objective import Batch
-from modelwright.train.optim.sparse import BatchSelectionConfig, SparseUpdateConfig
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Technique, Update
+from modelwright.train.technique import Runtime, Technique, Update
 from modelwright.train.techniques.batch_selection import BatchSelector
+from modelwright.train.work import attention_flops, head_flops
+
+UnitKind = Literal["none", "columns", "rows", "freeze_prefix", "layers"]
+DensitySchedule = Literal["constant", "dense_first", "sparse_first"]
+
+
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseUpdateConfig:
+    """Updates some units of the model in each update. The backward pass of the others is skipped.
+
+    A frozen block keeps its weights and optimizer states, without decay, and its gradients are not sent. A row or
+    column that is not selected has a zero gradient, which exact all-reduces do not send; momentum and decay still
+    apply.
+    """
+
+    kind: UnitKind = "none"
+    """`columns`: output columns of every projection, in both backward GEMMs (approximate gradients below); `rows`: the
+    same units, but only in the weight-gradient GEMM (exact); `layers`: whole blocks; `freeze_prefix`: all blocks below
+    a boundary; `none`."""
+    keep_fraction: float = field(default=0.5, metadata=only_for("kind", "columns", "rows", "layers", "freeze_prefix"))
+    """Fraction of the units that are updated."""
+    density_schedule: DensitySchedule = field(
+        default="constant", metadata=only_for("kind", "columns", "rows", "layers", "freeze_prefix")
+    )
+    """`constant`, or all units in the first (`dense_first`) or last (`sparse_first`) part of the run, on a linear ramp
+    from or to `keep_fraction`."""
+    signal: Literal["gradient", "momentum", "random"] = "gradient"
+    """Ranking of units, from the optimizer's moments: `gradient`, root mean square gradient; `momentum`, the agreement
+    of gradients in direction; `random`, the baseline."""
+    ramp_fraction: float = constant(0.2)
+    """Fraction of the run that the ramp of `density_schedule` takes."""
+    refresh_every_steps: int = constant(20)
+    """Steps between selections (all kinds but `freeze_prefix`)."""
+    random_fraction: float = constant(0.25)
+    """Fraction of the selected units drawn at random."""
+    use_feedback: bool = constant(True)
+    """Let a unit's score grow with every selection that passed it over."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.keep_fraction <= 1.0:
+            raise ConfigError(f"keep_fraction: must be above 0 and at most 1, got {self.keep_fraction}; 1 selects all")
+        if not 0.0 < self.ramp_fraction <= 1.0:
+            text = f"ramp_fraction: must be above 0 and at most 1, got {self.ramp_fraction}"
+            raise ConfigError(f"{text}; 0.2 is a fifth of the run")
+        if self.refresh_every_steps < 1:
+            text = f"refresh_every_steps: must be at least 1 step, got {self.refresh_every_steps}"
+            raise ConfigError(f"{text}; 20 is usual")
+        if not 0.0 <= self.random_fraction <= 1.0:
+            text = f"random_fraction: must be from 0 to 1, got {self.random_fraction}"
+            raise ConfigError(f"{text}; 0.25 draws a quarter at random")
+
+    @property
+    def freezes(self) -> bool:
+        """True if whole blocks are skipped in the update."""
+        return self.kind in ("freeze_prefix", "layers")
+
+    def share(self, step: int, num_steps: int) -> float:
+        """The share of the units that update `step` (from 0) selects."""
+        if self.density_schedule == "constant":
+            return self.keep_fraction
+        done = step / num_steps
+        sparse = (
+            done / self.ramp_fraction if self.density_schedule == "dense_first" else (1.0 - done) / self.ramp_fraction
+        )
+        return 1.0 - (1.0 - self.keep_fraction) * min(1.0, sparse)
+
+
+def sparsity_features(units: SparseUpdateConfig, rows: BatchSelectionConfig) -> list[Feature]:
+    """Features of sparse updates and batch selection, with their requirements. Selecting units needs more."""
+    needs = {EAGER_BLOCKS, SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, SAME_MATMULS, WHOLE_GRADIENTS, WHOLE_MODEL}
+    whole = {ADAMW_STATES, RESIDENT_STATES, EXACT_SUMS, EQUAL_REPLICAS, TRAINED_WEIGHTS}
+    result = list[Feature]()
+    if units.kind != "none":
+        breaks = [REVERSIBLE_UPDATES, SAME_UNITS]
+        result.append(feature("sparse_updates.kind", units.kind, needs=needs | whole, breaks=breaks))
+    if rows.is_on:
+        result.append(feature("batch_selection.signal", needs=needs, breaks=[REVERSIBLE_UPDATES]))
+    return result
 
 
 class Selector:

@@ -2,8 +2,7 @@
 
 from modelwright.parallel.pipeline.rebalance import LoadBalanceConfig, balance_tokens
 from modelwright.train.objective import Batch
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Technique
+from modelwright.train.technique import Runtime, Technique
 
 
 def token_balance(config: LoadBalanceConfig, run: Runtime) -> Technique | None:

@@ -4,9 +4,50 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from modelwright.train.optim.schedule import WeightDecayScheduleConfig
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Technique, Update
+from modelwright.train.technique import Runtime, Technique, Update
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from torch.optim import Optimizer
+from modelwright.core.compatibility import WHOLE_GRADIENTS, Feature, feature
+from modelwright.core.config import constant, only_for
+from modelwright.core.errors import ConfigError
+from modelwright.train.objective import Batch
+from modelwright.train.technique import Runtime, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightDecayScheduleConfig:
+    """Lower weight decay while gradients are large, as published for DeepSeekAdam (0.01; 0.001 above a norm of 5)."""
+
+    grad_norm_threshold: float = 0.0
+    """Gradient norm, before clipping, above which weight decay is lowered (published: 5); 0 never lowers it."""
+    factor: float = field(default=0.1, metadata=only_for("grad_norm_threshold"))
+    """Factor on the weight decay while it is lowered."""
+    release_fraction: float = constant(0.8)
+    """Decay returns to its full value once the norm falls below this fraction of the threshold. Below 1, norms near
+    the threshold do not switch it back and forth."""
+
+    def __post_init__(self) -> None:
+        if self.grad_norm_threshold < 0:
+            text = f"grad_norm_threshold: must not be negative, got {self.grad_norm_threshold}"
+            raise ConfigError(f"{text}; 0 disables the schedule")
+        if not 0.0 <= self.factor <= 1.0:
+            raise ConfigError(f"factor: must be in [0, 1], got {self.factor}; 0.1 is the published ratio")
+        if not 0.0 < self.release_fraction <= 1.0:
+            text = f"release_fraction: must be above 0 and at most 1, got {self.release_fraction}"
+            raise ConfigError(f"{text}; 1 disables hysteresis")
+
+    def features(self) -> list[Feature]:
+        """Requirements of the schedule on a run."""
+        return [feature("grad_norm_threshold", needs=[WHOLE_GRADIENTS])] if self.grad_norm_threshold else []
+
+    def is_low(self, norm: float, was_low: bool) -> bool:
+        """True if decay is lowered at an update with this gradient norm."""
+        if not self.grad_norm_threshold:
+            return False
+        return norm > self.grad_norm_threshold * (self.release_fraction if was_low else 1.0)
+
 
 
 class WeightDecaySchedule:

@@ -92,13 +92,13 @@ def open_cache(
     digest = hashlib.sha256(b"\0".join([blocks.identity, config.folder.encode(), str(budget).encode()]))
     name = f"{_prefix()}{digest.hexdigest()[:16]}"
     with ExitStack() as stack:
-        prepare = partial(_prepare, blocks=blocks, tier=MEMORY, budget=budget.memory)
+        prepare = partial(_prepare_tier, blocks=blocks, tier=MEMORY, budget=budget.memory)
         memory = _shared(stack, memory_folder(), name, MEMORY, prepare)
         counts = AccessCounts(memory, blocks.num_blocks, half_life=blocks.num_items)
         places = [(MEMORY, _tier(memory, blocks, budget.memory - AccessCounts.num_bytes(blocks.num_blocks)))]
         if budget.disk:
             make_folder(Path(config.folder))
-            prepare = partial(_prepare, blocks=blocks, tier=DISK, budget=budget.disk)
+            prepare = partial(_prepare_tier, blocks=blocks, tier=DISK, budget=budget.disk)
             disk = _shared(stack, Path(config.folder), name, DISK, prepare, keep_after_error=True)
             places.append((DISK, _tier(disk, blocks, budget.disk)))
         # Callbacks run in reverse: readers end before the tiers that they write to, these before their files close.
@@ -148,7 +148,7 @@ def _shared(
     return shared.path
 
 
-def _prepare(folder: Path, *, blocks: BlockSet, tier: str, budget: int) -> None:
+def _prepare_tier(folder: Path, *, blocks: BlockSet, tier: str, budget: int) -> None:
     """Makes the files of a tier; those of a disk that a run left behind are kept. The memory also has the counts."""
     in_memory, setting = tier == MEMORY, f"cache.{tier}_bytes"
     sizes = {"num_blocks": blocks.num_blocks, "slot_bytes": blocks.block_bytes}
