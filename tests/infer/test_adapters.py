@@ -10,9 +10,9 @@ from modelwright.core.errors import ConfigError, ModelError
 from modelwright.infer.engine import Engine, EngineConfig, StepOutput
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.adapter_bank import load_adapters
-from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.decoder import Decoder
+from modelwright.model.low_rank import AdapterConfig
 from modelwright.model.peft_folder import load_adapter, save_adapter
 from tiny_decoder import make_decoder
 

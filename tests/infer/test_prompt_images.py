@@ -14,7 +14,7 @@ from modelwright.infer.sequence import Pixels, SamplingParams
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder
 from modelwright.model.vision.config import VisionConfig
-from modelwright.model.vision.image_prefix import IMAGES, PIXELS, ImagePrefix, inserted_images
+from modelwright.model.vision.llava import IMAGES, PIXELS, ImagePrefix, inserted_images
 from modelwright.model.vision.vit import VisionTower
 
 IMAGE_TOKEN, SIDE, NUM_PATCHES = VOCAB_SIZE - 1, 20, 25

@@ -12,8 +12,7 @@ from PIL import Image
 from modelwright.data.tokenizer.tokenizer import SPECIAL_TOKENS, Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.decoder import Decoder
 from modelwright.model.vision.config import VisionConfig
-from modelwright.model.vision.image_prefix import IMAGES, ImagePrefix
-from modelwright.model.vision.llava import save_llava
+from modelwright.model.vision.llava import IMAGES, ImagePrefix, save_llava
 from modelwright.model.vision.vit import VisionTower
 from serve.conftest import TEXT, make_model
 

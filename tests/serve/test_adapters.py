@@ -23,8 +23,8 @@ from modelwright.core.errors import ConfigError, ModelError
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
-from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import attach_adapters
+from modelwright.model.low_rank import AdapterConfig
 from modelwright.model.peft_folder import CONFIG, TENSORS, load_adapter, save_adapter
 from modelwright.serve.config import RequestsConfig, ServeConfig
 from modelwright.serve.engines.backends import load_engines

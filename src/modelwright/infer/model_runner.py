@@ -30,7 +30,7 @@ from modelwright.infer.sequence import DecodeRow, Sequence
 from modelwright.model.adapter_bank import AdapterSet
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Attend, AttentionSpec, Decoder, Insert
-from modelwright.model.vision.image_prefix import image_prefix, replaced
+from modelwright.model.vision.llava import image_prefix, replaced
 from modelwright.ops.attention import masked_attention, packed_tiles
 from modelwright.ops.capped_attention import masked_capped_attention
 from modelwright.ops.selected_attention import selected_attention

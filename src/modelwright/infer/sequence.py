@@ -20,7 +20,7 @@ from torch import Tensor
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.model.decoder import Decoder
-from modelwright.model.vision.image_prefix import ImagePrefix, image_prefix
+from modelwright.model.vision.llava import ImagePrefix, image_prefix
 
 MAX_TEMPERATURE = 2.0
 """Limit of OpenAI's API; above it the tokens are close to random."""

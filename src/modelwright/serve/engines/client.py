@@ -14,7 +14,7 @@ import numpy as np
 from modelwright.core.records import EventKind
 from modelwright.infer.engine import Engine, EngineStats, StepOutput
 from modelwright.infer.sequence import Pixels, Pooling, SamplingParams, ScoredToken, TokenConstraint
-from modelwright.model.vision.image_prefix import image_prefix
+from modelwright.model.vision.llava import image_prefix
 from modelwright.serve.engines.grammars import CompiledGrammar, GrammarSource
 from modelwright.serve.errors import ApiError
 
