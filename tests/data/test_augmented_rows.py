@@ -20,11 +20,10 @@ from modelwright.core.config import parse
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.data.augment.augmenter import Augmenter, CopyRecipe
 from modelwright.data.document import Document
+from modelwright.data.rows.ahead import AHEAD, AugmentedLoader
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.data.rows.batching.augmented import AHEAD, AugmentedLoader
-from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
-from modelwright.data.rows.batching.order import BatchingConfig
-from modelwright.data.rows.loader import PackedLoader, PackedRows
+from modelwright.data.rows.loader import PackedLoader, PackedRows, PlannedLoader, build_loader
+from modelwright.data.rows.order import BatchingConfig
 from modelwright.data.rows.origins import Origin, RowOrigins
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.pipeline.config import AugmentationConfig

@@ -10,8 +10,8 @@ import pytest
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batch import LENGTH_MULTIPLE, cut, padded_len
-from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
-from modelwright.data.rows.batching.order import (
+from modelwright.data.rows.loader import PackedLoader, PackedRows, PlannedLoader, build_loader
+from modelwright.data.rows.order import (
     BatchingConfig,
     CurriculumConfig,
     Mixture,
@@ -21,7 +21,6 @@ from modelwright.data.rows.batching.order import (
     apportion,
     uniform,
 )
-from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 
 SEQ_LEN, BATCH_ROWS = 64, 16

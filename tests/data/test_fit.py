@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from modelwright.data.rows.fit import ConversationFit
+from modelwright.data.rows.examples import ConversationFit
 
 END, EOS = 8, 9
 STOPS = (END, EOS)

@@ -13,14 +13,13 @@ import pytest
 from modelwright.core.config import parse
 from modelwright.core.errors import ArtifactError
 from modelwright.data.images.store import BLOCK_CHECKSUMS, FILE, INDEX, OFFSETS, ImageStore, image_layout, write_images
-from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
-from modelwright.data.rows.batching.order import BatchingConfig
+from modelwright.data.rows.ahead import ImagesAhead, LookaheadLoader, images_of, own_images
 from modelwright.data.rows.cache import row_cache
 from modelwright.data.rows.cache.layout import BLOCK_BYTES, damaged
-from modelwright.data.rows.cache.lookahead import ImagesAhead, LookaheadLoader, images_of, own_images
 from modelwright.data.rows.cache.reader import DISK, MEMORY, SOURCE, BlockReader, Tiers
 from modelwright.data.rows.cache.row_cache import RowCacheConfig, open_cache, remove_leftovers
-from modelwright.data.rows.loader import PackedLoader, PackedRows, row_layout
+from modelwright.data.rows.loader import PackedLoader, PackedRows, PlannedLoader, build_loader, row_layout
+from modelwright.data.rows.order import BatchingConfig
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from own_tiers import use_own_memory, wait_for_expected
 from rank_processes import fork_context

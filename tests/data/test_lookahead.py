@@ -11,13 +11,12 @@ import pytest
 
 from modelwright.core.config import parse
 from modelwright.core.errors import ArtifactError
+from modelwright.data.rows.ahead import LookaheadLoader
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
-from modelwright.data.rows.batching.order import BatchingConfig
 from modelwright.data.rows.cache.layout import ColdStore, RowLayout
-from modelwright.data.rows.cache.lookahead import LookaheadLoader
 from modelwright.data.rows.cache.reader import BlockReader, Tiers
-from modelwright.data.rows.loader import PackedLoader, PackedRows, read_index, row_layout
+from modelwright.data.rows.loader import PackedLoader, PackedRows, PlannedLoader, build_loader, read_index, row_layout
+from modelwright.data.rows.order import BatchingConfig
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 
 SEQ_LEN, NUM_SEQUENCES, BATCH_ROWS = 64, 900, 12

@@ -9,10 +9,9 @@ import pytest
 from modelwright.core.config import parse
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.data.rows.batching.loader import build_loader
-from modelwright.data.rows.batching.order import BatchingConfig
-from modelwright.data.rows.fit import ConversationFit, PreferenceFit, PromptedAnswer, with_mismatched_answers
-from modelwright.data.rows.loader import PackedLoader, PackedRows
+from modelwright.data.rows.examples import ConversationFit, PreferenceFit, PromptedAnswer, with_mismatched_answers
+from modelwright.data.rows.loader import PackedLoader, PackedRows, build_loader
+from modelwright.data.rows.order import BatchingConfig
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 

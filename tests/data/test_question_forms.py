@@ -15,7 +15,7 @@ from modelwright.data.sources.docstrings import (
     parameters_of,
     parameters_of_signature,
 )
-from modelwright.data.sources.questions import Pair, arguments_pair, error_pair, example_pair, name_pair, pair
+from modelwright.data.sources.stdlib_corpus import Pair, arguments_pair, error_pair, example_pair, name_pair, pair
 
 COPY = Docstring(
     "shutil", "shutil.copytree", "function", "Recursively copy a directory tree.", ("src", "dst", "deep=True")

@@ -16,9 +16,9 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from modelwright.core.errors import ArtifactError, ConfigError, StorageError
+from modelwright.data.rows.ahead import LookaheadLoader
 from modelwright.data.rows.cache import row_cache, shared
 from modelwright.data.rows.cache.layout import BLOCK_BYTES, NUM_TRIES, ColdStore, RowLayout, damaged
-from modelwright.data.rows.cache.lookahead import LookaheadLoader
 from modelwright.data.rows.cache.reader import DISK, MEMORY, SOURCE, BlockReader, Tiers
 from modelwright.data.rows.cache.row_cache import RowCacheConfig, open_cache, remove_leftovers
 from modelwright.data.rows.loader import PackedLoader, PackedRows, read_index, row_layout

@@ -30,7 +30,7 @@ from modelwright.data.augment.methods import build_methods, known_methods
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.clean.steps.step import ShardFiles, numbered, pack_lines, unpack_lines
 from modelwright.data.document import Document
-from modelwright.data.rows.batching.augmented import AugmentedLoader, PlannedRows
+from modelwright.data.rows.ahead import AugmentedLoader, PlannedRows
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.data.workers import LocalProcesses

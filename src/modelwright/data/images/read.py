@@ -23,8 +23,8 @@ from typing import Any, cast
 from modelwright.core.errors import DataError
 from modelwright.data.document import Document
 from modelwright.data.images.decode import KEY, LABEL_FIELD, ImageFault, store_image
-from modelwright.data.sources.conversations import conversation_meta, is_conversation, read_conversation, type_of_record
 from modelwright.data.sources.readers import Complaint, File, Record
+from modelwright.data.sources.records import conversation_meta, is_conversation, read_conversation, type_of_record
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg")
 CAPTION_EXTENSIONS = (".txt", ".caption")

@@ -26,21 +26,6 @@ from modelwright.data.images.read import (
     read_image_record,
 )
 from modelwright.data.sources import readers
-from modelwright.data.sources.conversations import (
-    FIELDS,
-    FORMS,
-    PAIRED,
-    PairError,
-    conversation_meta,
-    is_conversation,
-    num_hints,
-    preference_meta,
-    read_choices,
-    read_conversation,
-    read_tools,
-    record_type,
-    type_of_record,
-)
 from modelwright.data.sources.corpora import BUILTIN, corpus_words, find_corpus, without_corpora
 from modelwright.data.sources.find_files import (
     CODE_EXTENSIONS,
@@ -54,13 +39,26 @@ from modelwright.data.sources.readers import read_warc
 from modelwright.data.sources.records import (
     ANSWER_FIELD,
     AUTHOR_FIELD,
+    FIELDS,
+    FORMS,
     OWN_AUTHOR,
+    PAIRED,
     REMEDY,
     REMEDY_TEXT,
+    PairError,
     RecordSchema,
+    conversation_meta,
     has_types_of_document,
+    is_conversation,
     is_document,
     is_own,
+    num_hints,
+    preference_meta,
+    read_choices,
+    read_conversation,
+    read_tools,
+    record_type,
+    type_of_record,
     with_meta,
 )
 from modelwright.data.workers import InProcess, ShardEngine

@@ -1,1 +1,0 @@
-"""Models as GGUF files for llama.cpp and Ollama. `export.py` writes one."""
