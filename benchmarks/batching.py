@@ -21,8 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from modelwright.core.config import load_yaml
-from modelwright.data.rows.batching.loader import build_loader
-from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.loader import PackedRows, build_loader
 from modelwright.pipeline.run_config import parse_run
 from modelwright.train.config import TrainConfig
 from quickstart_runs import pretrain, run

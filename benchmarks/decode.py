@@ -24,9 +24,8 @@ from typing import Any
 import torch
 
 import decode_profile
-from modelwright.compress.grid_linear import ActivationGrid
-from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid
-from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
+from modelwright.compress.int8 import Int8WeightsConfig, TrainedGrid, quantize_model, quantize_to_grid
+from modelwright.compress.integer_linear import ActivationGrid
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import hardware
 from modelwright.infer.engine import Engine, EngineConfig
@@ -34,8 +33,8 @@ from modelwright.infer.sequence import SamplingParams
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
+from modelwright.ops.cpu_kernels import Kernel
 from modelwright.ops.int_grid import WeightGrid
-from modelwright.ops.kernel_speed import Kernel
 from modelwright.ops.microbenchmark import own_clock, seconds_of
 from modelwright.recipes.load import recipe
 from modelwright_claims.results import circumstances, machine_slug

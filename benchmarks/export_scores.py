@@ -22,8 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid, save_grid_model
-from modelwright.compress.int8 import Int8WeightsConfig, choose_backend, load_int8, quantize_model, save_int8
+from modelwright.compress.int8 import (
+    Int8WeightsConfig,
+    TrainedGrid,
+    choose_backend,
+    load_int8,
+    quantize_model,
+    quantize_to_grid,
+    save_grid_model,
+    save_int8,
+)
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir

@@ -35,7 +35,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.lowp_linear import E4M3, GRIDS, Recipe
-from modelwright.ops.matmul_rates import matmul_rate
+from modelwright.ops.microbenchmark import matmul_rate
 from modelwright.ops.quantize import has_fp8_kernel
 from modelwright.parallel.mesh import single
 from modelwright.recipes import load

@@ -6,7 +6,7 @@
 
 One thread and its own time, so that other processes disturb little; all cases and both sides alternate in every round;
 the minimum counts. A case is a call, with its backward where it trains. Prints the table of this instruction set;
---write puts it into src/modelwright/ops/kernels/speed.json, by which Modelwright chooses (`ops/kernel_speed.py`); with
+--write puts it into src/modelwright/ops/kernels/speed.json, by which Modelwright chooses (`ops/cpu_kernels.py`); with
 --only it replaces the rows of those kernels.
 """
 
@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.compress.grid_linear import ActivationGrid, GridLinear, InputGrid
-from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid
-from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
+from modelwright.compress.int8 import Int8WeightsConfig, TrainedGrid, quantize_model, quantize_to_grid
+from modelwright.compress.integer_linear import ActivationGrid, GridLinear, InputGrid
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import hardware
 from modelwright.infer.decode_operator import decode_operator
@@ -40,13 +39,11 @@ from modelwright.model.adapter_bank import AdapterSet
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
 from modelwright.ops.attention import packed_attention, packed_cuts
+from modelwright.ops.cpu_kernels import KERNELS, SPEED, Kernel, faster_kernels, rows_of, speed, speed_lines
 from modelwright.ops.int_grid import WeightGrid
-from modelwright.ops.kernel_speed import KERNELS, SPEED, Kernel, faster_kernels, rows_of, speed, speed_lines
 from modelwright.ops.microbenchmark import in_turn
-from modelwright.ops.norm import rms_norm
 from modelwright.ops.quantize import ROWWISE, quantize
-from modelwright.ops.rope import apply_rope, rope_tables
-from modelwright.ops.swiglu import swiglu
+from modelwright.ops.rope_norm_swiglu import apply_rope, rms_norm, rope_tables, swiglu
 from modelwright.ops.tensor_heap import use_tensor_heap
 from modelwright.recipes.load import recipe
 

@@ -45,9 +45,8 @@ from trl import (  # pyright: ignore[reportMissingImports]
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # pyright: ignore[reportMissingImports]
 
 from modelwright.core.config import parse
-from modelwright.data.rows.fit import PromptedAnswer
+from modelwright.data.rows.examples import PromptedAnswer, PromptRecord
 from modelwright.data.rows.pack import TokenSequence
-from modelwright.data.rows.prompts import PromptRecord
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.hf import load_model, load_sequence_classifier
 from modelwright.model.peft_folder import save_adapter

@@ -16,7 +16,7 @@ from transformers import (
 from modelwright.core.records import read_records
 from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.data.rows.fit import PromptedAnswer
+from modelwright.data.rows.examples import PromptedAnswer
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.parallel.mesh import single

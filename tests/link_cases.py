@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from modelwright.parallel.topology.link_costs import Links
+from modelwright.parallel.topology.links import Links
 
 
 def uniform(num_ranks: int, *, latency_s: float, bytes_per_s: float) -> Links:

@@ -7,7 +7,7 @@ import tiny_run
 import torch
 from torch import Tensor
 
-from modelwright.data.rows.fit import PromptedAnswer, with_mismatched_answers
+from modelwright.data.rows.examples import PromptedAnswer, with_mismatched_answers
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.model.attention import packed_attend

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from modelwright.core.config import parse
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.data.rows.prompts import PromptRecord
+from modelwright.data.rows.examples import PromptRecord
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder

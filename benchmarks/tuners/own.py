@@ -11,9 +11,9 @@ from modelwright.core.config import parse
 from modelwright.core.records import read_records
 from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.examples import PromptRecord
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
-from modelwright.data.rows.prompts import PromptRecord
 from modelwright.model.hf import load_model
 from modelwright.objectives.experience import ReferenceModel
 from modelwright.objectives.grpo import Grpo, GrpoConfig

@@ -12,18 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.compress.fold import fold_batch_norms, fold_norms, norm_readers
-from modelwright.compress.grid_linear import GridLinear
-from modelwright.compress.grid_model import TrainedGrid
+from modelwright.compress.int8 import TrainedGrid
+from modelwright.compress.integer_linear import GridLinear
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
 from modelwright.model.decoder import Decoder, RMSNorm
 from modelwright.model.hf import deferred_model, load_model, save_model
-from modelwright.model.vision.batch_norm import BatchNorm
-from modelwright.model.vision.classifier import ImageClassifier
+from modelwright.model.vision.classifier import BatchNorm, ImageClassifier
 from modelwright.model.vision.config import ResNetConfig, VisionConfig
 from modelwright.objectives.image_classification import carrier
 from modelwright.objectives.image_classifier import quantize_classifier
 from modelwright.ops.int_grid import WeightGrid
-from modelwright.parallel.full_state import read_deferred
+from modelwright.parallel.sharded_weights import read_deferred
 from modelwright.train.objective import forward
 from modelwright.train.techniques.fake_quantization import FakeQuantization, QuantizationAwareConfig, Range
 

@@ -17,9 +17,8 @@ from tokenizers import models, normalizers
 from chat_templates import HERMES, chatml_tokenizer
 from gguf_models import EXPORTED, model_folder
 from hf_folders import VOCAB_SIZE, write_folder
-from modelwright.compress.gguf.architectures import architecture_of
-from modelwright.compress.gguf.export import GgufFormat, export_gguf
-from modelwright.compress.gguf.vocabulary import TokenKind, pre_tokenizer_name, read_vocabulary
+from modelwright.compress.gguf import GgufFormat, architecture_of, export_gguf
+from modelwright.compress.gguf_vocabulary import TokenKind, pre_tokenizer_name, read_vocabulary
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.attention import causal_attend

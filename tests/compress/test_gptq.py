@@ -8,9 +8,15 @@ import tiny_run
 import torch
 
 from modelwright.compress.gptq import DAMPING, LayerError, gptq, quantize_layer
-from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid, save_grid_model
-from modelwright.compress.int8 import Int8WeightsConfig, choose_backend, load_int8
-from modelwright.compress.int8_linear import Int8Embedding, Int8Linear, quantize_rows
+from modelwright.compress.int8 import (
+    Int8WeightsConfig,
+    TrainedGrid,
+    choose_backend,
+    load_int8,
+    quantize_to_grid,
+    save_grid_model,
+)
+from modelwright.compress.integer_linear import Int8Embedding, Int8Linear, quantize_rows
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.model.decoder import Decoder
 from modelwright.ops.int_grid import WeightGrid

@@ -14,7 +14,7 @@ from modelwright.compress.int8 import (
     save_int8,
     weight_bytes,
 )
-from modelwright.compress.int8_linear import Int8Linear, int8_linear_naive, quantize_rows, usable_backends
+from modelwright.compress.integer_linear import Int8Linear, int8_linear_naive, quantize_rows, usable_backends
 from modelwright.core.errors import ModelError
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams

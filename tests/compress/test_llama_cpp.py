@@ -10,7 +10,7 @@ import torch
 from chat_templates import HERMES, chatml_tokenizer
 from gguf_models import EXPORTED, model_folder
 from hf_folders import VOCAB_SIZE
-from modelwright.compress.gguf.export import export_gguf
+from modelwright.compress.gguf import export_gguf
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import causal_attend

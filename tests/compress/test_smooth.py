@@ -6,8 +6,8 @@ import pytest
 import tiny_run
 import torch
 
+from modelwright.compress.fold import smoothed
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
-from modelwright.compress.smooth import smoothed
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, NormConfig
 from modelwright.model.decoder import Decoder
 from modelwright.train.objective import forward

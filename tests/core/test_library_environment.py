@@ -12,9 +12,9 @@ from modelwright.core.library_environment import LOWER, SPIN_COUNT, SWITCH, lowe
 
 SEEN = """
 import modelwright, json, os, torch
-from modelwright.ops import cpu_kernels, lowp_emulation
+from modelwright.ops import cpu_kernels, matmul
 print(json.dumps([torch.backends.cpu.get_cpu_capability(), cpu_kernels.instruction_set(),
-                  len(lowp_emulation.CPU_MULTIPLIES), os.environ.get("GOMP_SPINCOUNT")]))
+                  len(matmul.CPU_MULTIPLIES), os.environ.get("GOMP_SPINCOUNT")]))
 """
 
 

@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from modelwright.core.errors import ArtifactError, ConfigError, StorageError
 from modelwright.data.rows.ahead import LookaheadLoader
-from modelwright.data.rows.cache import row_cache, shared
+from modelwright.data.rows.cache import row_cache
 from modelwright.data.rows.cache.layout import BLOCK_BYTES, NUM_TRIES, ColdStore, RowLayout, damaged
 from modelwright.data.rows.cache.reader import DISK, MEMORY, SOURCE, BlockReader, Tiers
 from modelwright.data.rows.cache.row_cache import RowCacheConfig, open_cache, remove_leftovers
@@ -381,11 +381,11 @@ def test_a_folder_that_is_swept_as_it_is_made_is_made_again(tmp_path: Path, monk
         if operation == fcntl.LOCK_SH and not num_swept:
             num_swept += 1
             flock(handle, fcntl.LOCK_UN)
-            shared.sweep(tmp_path, "rows")
+            row_cache.sweep(tmp_path, "rows")
         flock(handle, operation)
 
-    monkeypatch.setattr(shared.fcntl, "flock", preempted)
-    folder = shared.SharedFolder.attach(tmp_path / "rows-1", lambda folder: (folder / "table").touch())
+    monkeypatch.setattr(row_cache.fcntl, "flock", preempted)
+    folder = row_cache.SharedFolder.attach(tmp_path / "rows-1", lambda folder: (folder / "table").touch())
     assert num_swept == 1
     assert (folder.path / "table").exists()
     folder.detach(remove=True)

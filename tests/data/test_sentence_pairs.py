@@ -6,15 +6,15 @@ import pytest
 
 from modelwright.core.texts import WORD, distinct_word_score
 from modelwright.data.document import Document
-from modelwright.data.sources import sentence_pairs
+from modelwright.data.sources import corpora
 
 
 @pytest.fixture(scope="module")
 def documents() -> Sequence[Document]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sentence_pairs, "MODULES_FRACTION", 0.1)
-        found = list(sentence_pairs.sentence_pairs())
-        assert list(sentence_pairs.sentence_pairs()) == found
+        patch.setattr(corpora, "MODULES_FRACTION", 0.1)
+        found = list(corpora.sentence_pairs())
+        assert list(corpora.sentence_pairs()) == found
     return found
 
 
@@ -24,7 +24,7 @@ def test_the_chosen_answer_has_the_higher_score(documents: Sequence[Document]) -
     for document in documents:
         (rejected,) = document.rejected
         scores = [
-            distinct_word_score(text, sentence_pairs.MAX_WORDS)
+            distinct_word_score(text, corpora.MAX_WORDS)
             for text in (document.meta["answer"], rejected["content"])
         ]
         assert scores[0] - scores[1] == pytest.approx(document.meta["margin"])
@@ -37,7 +37,7 @@ def test_no_answer_shows_the_limit(documents: Sequence[Document]) -> None:
     """What learns from the pairs cannot know that more words cost."""
     answers = [text for one in documents for text in (one.meta["answer"], one.rejected[0]["content"])]
     lengths = [len(text.split()) for text in answers]
-    assert max(lengths) <= sentence_pairs.MAX_WORDS
+    assert max(lengths) <= corpora.MAX_WORDS
     assert min(lengths) < 4
     assert {one.split for one in documents} <= {"train", "heldout"}
 

@@ -13,7 +13,7 @@ import torch
 from hf_folders import CASES, VOCAB_SIZE, write_folder
 from infer.engine_runs import GREEDY, SAMPLED, alone, answer, drain, make_engine, make_model, tokens
 from modelwright.compress.int8 import Int8WeightsConfig, TrainedGrid, quantize_model, quantize_to_grid
-from modelwright.compress.int8_linear import ActivationGrid
+from modelwright.compress.integer_linear import ActivationGrid
 from modelwright.core.library_environment import LOWER
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
@@ -24,9 +24,9 @@ from modelwright.model.decoder import Decoder, Linear
 from modelwright.model.hf import load_model
 from modelwright.model.low_rank import AdapterConfig
 from modelwright.ops import cpu_kernels
+from modelwright.ops.cpu_kernels import KERNELS
 from modelwright.ops.decode_step import PARTS, DecodeStep
 from modelwright.ops.int_grid import Bits, WeightGrid
-from modelwright.ops.kernel_speed import KERNELS
 from modelwright.train.precision.apply import ModelPrecision
 from modelwright.train.precision.policy import PrecisionConfig
 

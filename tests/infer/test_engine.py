@@ -9,7 +9,7 @@ import torch
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import Engine, EngineConfig, StepOutput
 from modelwright.infer.generate import generate
-from modelwright.infer.products import _can_pack, _packed, fastest_head, stable_row_multiple
+from modelwright.infer.products import HEAD_KINDS, fastest_head_kind, head_of, stable_row_multiple
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
@@ -160,9 +160,9 @@ def test_a_model_that_is_not_finite_ends_with_an_error():
 def test_every_form_of_the_head_gives_the_same_logits(model: Decoder):
     hidden = torch.randn(7, 48, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        torch.testing.assert_close(fastest_head(model)(hidden), model.logits(hidden), rtol=1e-5, atol=1e-5)
-        if _can_pack(model.head_weight):
-            torch.testing.assert_close(_packed(model.head_weight)(hidden), model.logits(hidden), rtol=1e-5, atol=1e-5)
+        kinds = HEAD_KINDS if torch.backends.mkldnn.is_available() else (fastest_head_kind(model),)
+        for kind in kinds:
+            torch.testing.assert_close(head_of(model, kind)(hidden), model.logits(hidden), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

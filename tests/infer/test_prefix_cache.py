@@ -9,7 +9,7 @@ from infer.engine_runs import GREEDY, SAMPLED, alone, answer, drain, make_engine
 from modelwright.infer.kv_cache import BlockManager
 from modelwright.infer.sequence import SamplingParams, Sequence
 from modelwright.model.decoder import Decoder
-from modelwright.ops.rope import RopeScaling
+from modelwright.ops.rope_norm_swiglu import RopeScaling
 
 PREFIX = tokens(40, 1)
 

@@ -11,7 +11,7 @@ from modelwright.infer.engine import EngineConfig
 from modelwright.infer.products import stable_row_multiple
 from modelwright.infer.sequence import LONGEST_MATCH, SHORTEST_MATCH, NgramIndex, SamplingParams
 from modelwright.model.config import AttentionConfig
-from modelwright.ops.rope import RopeScaling
+from modelwright.ops.rope_norm_swiglu import RopeScaling
 
 REPETITIVE = (tokens(9, 1) * 5)[:40]
 LONG = {"max_tokens": 60, "num_logprobs": 2}

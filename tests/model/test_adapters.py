@@ -11,7 +11,6 @@ from torch.func import functional_call
 
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError
-from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import (
     ADAPTER,
     adapters_disabled,
@@ -25,6 +24,7 @@ from modelwright.model.adapters import (
 from modelwright.model.attention import causal_attend
 from modelwright.model.config import AttentionConfig
 from modelwright.model.decoder import Decoder
+from modelwright.model.low_rank import AdapterConfig
 from tiny_decoder import make_decoder
 from tolerances import TOLERANCES
 

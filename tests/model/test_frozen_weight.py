@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from largest_output import largest_tensor
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
-from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import attach_adapters, base_fingerprint, merged_adapters
-from modelwright.model.frozen_weight import FrozenWeight, PackedFormat, pack
+from modelwright.model.low_rank import AdapterConfig, FrozenWeight, PackedFormat, pack
 from modelwright.ops.lowp_linear import in_float
-from modelwright.ops.packed_product import packed_product_naive
+from modelwright.ops.quantize import packed_product_naive
 from modelwright.train.config import TrainConfig
 from tiny_decoder import make_decoder
 from tolerances import TOLERANCES

@@ -14,8 +14,15 @@ from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.model.vision.config import VisionConfig
-from modelwright.model.vision.image_prefix import IMAGES, PIXELS, ImagePrefix, inserted_images
-from modelwright.model.vision.llava import is_llava_folder, load_llava, save_llava
+from modelwright.model.vision.llava import (
+    IMAGES,
+    PIXELS,
+    ImagePrefix,
+    inserted_images,
+    is_llava_folder,
+    load_llava,
+    save_llava,
+)
 from modelwright.model.vision.vit import VisionTower
 from tiny_decoder import make_decoder
 

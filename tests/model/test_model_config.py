@@ -6,7 +6,7 @@ from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
 from modelwright.model.decoder import Decoder
-from modelwright.ops.rope import RopeScaling
+from modelwright.ops.rope_norm_swiglu import RopeScaling
 from tiny_decoder import make_config
 
 

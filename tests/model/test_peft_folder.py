@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hf_folders import write_folder
 from modelwright.core.errors import ConfigError, ModelError
-from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import adapters_of, attach_adapters, merge_adapters
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model, save_model
+from modelwright.model.low_rank import AdapterConfig
 from modelwright.model.peft_folder import CONFIG, TENSORS, load_adapter, save_adapter
 from tiny_decoder import make_decoder
 

@@ -10,15 +10,20 @@ from torch import Tensor, nn
 
 from distributed import run_distributed
 from modelwright.core.errors import ConfigError
-from modelwright.model.vision.batch_norm import BatchNorm, alone, statistics_over
-from modelwright.model.vision.classifier import ImageClassifier, forward_flops
+from modelwright.model.vision.classifier import (
+    BatchNorm,
+    Convolution,
+    ImageClassifier,
+    ResNet,
+    alone,
+    forward_flops,
+    statistics_over,
+)
 from modelwright.model.vision.config import ResNetConfig, VisionConfig
-from modelwright.model.vision.resnet import Convolution, ResNet
 from modelwright.model.vision.vit import VisionTower
-from modelwright.ops import lowp_emulation
+from modelwright.ops import matmul
 from modelwright.ops.lowp_linear import in_float
-from modelwright.parallel.mesh import World, single
-from modelwright.parallel.tp_collectives import gather_rows
+from modelwright.parallel.mesh import World, gather_rows, single
 
 SHAPE = ResNetConfig(image_size=8, widths=(4, 8), blocks_per_stage=2)
 NUM_IMAGES = 7
@@ -122,12 +127,12 @@ def test_one_pass_equals_the_way_of_several_ranks(dtype: torch.dtype, tolerance:
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("instructions", [lowp_emulation.CPU_MULTIPLIES, frozenset()], ids=["own", "none"])
+@pytest.mark.parametrize("instructions", [matmul.CPU_MULTIPLIES, frozenset()], ids=["own", "none"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_convolution_in_a_format_that_is_only_cast_to_copies_no_patches(
     dtype: torch.dtype, instructions: frozenset[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", instructions)
+    monkeypatch.setattr(matmul, "CPU_MULTIPLIES", instructions)
     convolution = Convolution(3, 5, size=3, stride=1)
     convolution.kernel.product = partial(in_float, dtype)
     found: list[list[Tensor]] = []

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modelwright.core.errors import ModelError
-from modelwright.model.hf import deferred_model, load_config, load_model, save_model, stored_dtype
-from modelwright.model.stored_weights import StoredWeights
+from modelwright.model.hf import StoredWeights, deferred_model, load_config, load_model, save_model, stored_dtype
 from tiny_decoder import make_decoder
 
 transformers = pytest.importorskip("transformers")

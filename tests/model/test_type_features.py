@@ -12,7 +12,7 @@ import torch
 from hf_folders import CASES, VOCAB_SIZE, write_folder
 from modelwright.compress.int8 import Int8WeightsConfig, load_int8, quantize_model, save_int8
 from modelwright.core.errors import ConfigError, ModelError
-from modelwright.infer.products import fastest_head
+from modelwright.infer.products import fastest_head_kind, head_of
 from modelwright.model.attention import causal_attend, packed_attend
 from modelwright.model.config import NormConfig
 from modelwright.model.decoder import Decoder
@@ -94,7 +94,9 @@ def test_int8_weights(tmp_path: Path, name: str) -> None:
         assert (found - expected).abs().mean() < 0.2 * expected.std()
         hidden = torch.randn(3, model.config.model_dim)
         for one in (model, int8):
-            torch.testing.assert_close(fastest_head(one)(hidden), one.logits(hidden), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                head_of(one, fastest_head_kind(one))(hidden), one.logits(hidden), rtol=1e-4, atol=1e-4
+            )
 
 
 def test_a_type_from_outside_is_one_entry(tmp_path: Path) -> None:

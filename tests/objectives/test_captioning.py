@@ -18,7 +18,7 @@ from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.model.attention import causal_attend
 from modelwright.model.vision.folders import save_vision_tower
-from modelwright.model.vision.image_prefix import IMAGES, ImagePrefix
+from modelwright.model.vision.llava import IMAGES, ImagePrefix
 from modelwright.model.vision.vit import VisionTower
 from modelwright.objectives.captioning import LOSS, CaptionConfig, Captioning, image_numbers
 from modelwright.parallel.config import ParallelConfig

@@ -31,8 +31,7 @@ from modelwright.objectives.distillation import (
 from modelwright.objectives.teacher import TeacherModel
 from modelwright.objectives.teacher_cache import LOG_PROBS, TeacherCache
 from modelwright.ops.attention_divergence import QueriesAndKeys, attention_divergence_naive, relation_loss_naive
-from modelwright.ops.distillation_loss import distillation_loss_naive
-from modelwright.ops.divergences import DivergenceKind
+from modelwright.ops.distillation_loss import DivergenceKind, distillation_loss_naive
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.train.objective import forward

@@ -21,9 +21,9 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.images import store as image_store
 from modelwright.data.images.decode import encode
 from modelwright.data.images.store import ImageStore, LabeledImages, image_layout, write_images, write_labels
+from modelwright.data.rows.ahead import LookaheadLoader
 from modelwright.data.rows.cache import layout as block_layout
 from modelwright.data.rows.cache import row_cache
-from modelwright.data.rows.cache.lookahead import LookaheadLoader
 from modelwright.data.rows.cache.reader import DISK, MEMORY, SOURCE
 from modelwright.data.rows.cache.row_cache import RowCacheConfig
 from modelwright.data.rows.loader import PackedLoader, PackedRows, row_layout

@@ -25,7 +25,7 @@ from modelwright.objectives.on_policy_distillation import (
     prompts_of_rows,
 )
 from modelwright.objectives.teacher import TeacherModel
-from modelwright.ops.divergences import DivergenceKind
+from modelwright.ops.distillation_loss import DivergenceKind
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.train.objective import Objective, forward

@@ -15,10 +15,10 @@ from distributed import run_distributed
 from modelwright.core.errors import ArtifactError
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED
-from modelwright.data.rows.prompts import PromptRecord, read_prompts, write_prompts
-from modelwright.model.adapter_config import AdapterConfig, BaseFormat
+from modelwright.data.rows.examples import PromptRecord, read_prompts, write_prompts
 from modelwright.model.adapters import adapters_of, attach_adapters
 from modelwright.model.decoder import Decoder
+from modelwright.model.low_rank import AdapterConfig, BaseFormat
 from modelwright.objectives.completion_rows import RowPlan, completion_batch
 from modelwright.objectives.rollouts import Rollout, RolloutWorker, gather_rows, rollout_metrics, share, shown
 from modelwright.parallel.config import ParallelConfig

@@ -16,10 +16,10 @@ from modelwright.core.compatibility import WHOLE_ROWS
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batch import IGNORED
-from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.decoder import decoders_in
 from modelwright.model.hf import save_model, save_sequence_classifier
+from modelwright.model.low_rank import AdapterConfig
 from modelwright.model.peft_folder import save_adapter
 from modelwright.objectives.ppo import PpoConfig
 from modelwright.objectives.reward_model import HEAD

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelwright.ops import cpu_kernels
-from modelwright.ops.swiglu import gated_gelu, swiglu
+from modelwright.ops.rope_norm_swiglu import gated_gelu, swiglu
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "silu": (swiglu, F.silu),

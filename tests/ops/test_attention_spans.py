@@ -4,16 +4,17 @@ import pytest
 import torch
 
 from modelwright.ops.attention import (
+    capped_attention,
     causal_attention,
     document_mask,
     masked_attention_naive,
+    masked_capped_attention,
     packed_attention,
     packed_cuts,
     packed_tiles,
     whole_rows,
 )
-from modelwright.ops.capped_attention import capped_attention, masked_capped_attention
-from modelwright.ops.rope import RopeScaling, apply_rope, document_lengths, rope_tables, scaled_rope_tables
+from modelwright.ops.rope_norm_swiglu import RopeScaling, apply_rope, document_lengths, rope_tables, scaled_rope_tables
 from tolerances import TOLERANCES
 
 SEGMENTS = torch.tensor([[0] * 37 + [1] * 3 + [-1] * 1, [0] * 1 + [1] * 20 + [2] * 20], dtype=torch.int32)

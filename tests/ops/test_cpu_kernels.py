@@ -14,11 +14,17 @@ from modelwright.core.library_environment import LOWER
 from modelwright.ops import cpu_kernels
 from modelwright.ops.attention import document_mask, masked_attention_naive, packed_attention, packed_cuts, packed_tiles
 from modelwright.ops.cpp_build import has_compiler
-from modelwright.ops.kernel_speed import KERNELS, UNMEASURED, faster_kernels, kernels_for, speed
-from modelwright.ops.norm import rms_norm, rms_norm_naive
+from modelwright.ops.cpu_kernels import KERNELS, UNMEASURED, faster_kernels, kernels_for, speed
 from modelwright.ops.quantize import ROWWISE, dequantize, quantize, quantize_naive, scaled_product, scaled_product_naive
-from modelwright.ops.rope import apply_rope, apply_rope_naive, rope_tables
-from modelwright.ops.swiglu import swiglu, swiglu_naive
+from modelwright.ops.rope_norm_swiglu import (
+    apply_rope,
+    apply_rope_naive,
+    rms_norm,
+    rms_norm_naive,
+    rope_tables,
+    swiglu,
+    swiglu_naive,
+)
 from rank_processes import TIMEOUT_S
 from tolerances import TOLERANCES
 

@@ -9,8 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from modelwright.compress.grid_linear import ActivationGrid, GridLinear, InputGrid
-from modelwright.compress.int8_linear import Int8Linear, int8_linear_naive, quantize_rows
+from modelwright.compress.integer_linear import (
+    ActivationGrid,
+    GridLinear,
+    InputGrid,
+    Int8Linear,
+    int8_linear_naive,
+    quantize_rows,
+)
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.library_environment import LOWER, lowered
 from modelwright.ops import cpu_kernels

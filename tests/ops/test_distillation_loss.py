@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from largest_output import largest_tensor
+from modelwright.ops.cross_entropy import LinearHead
 from modelwright.ops.distillation_loss import (
+    DivergenceKind,
     TeacherHead,
     TopTokens,
     distillation_loss,
     distillation_loss_naive,
 )
-from modelwright.ops.divergences import DivergenceKind
-from modelwright.ops.token_log_probs import LinearHead
 from tolerances import TOLERANCES
 
 NUM_TOKENS, WIDTH, TEACHER_WIDTH, VOCABULARY = 41, 6, 9, 29

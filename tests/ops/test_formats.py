@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from modelwright.ops.linear_gemms import PLAIN, LinearGemms, multiply
 from modelwright.ops.lowp_linear import E4M3, E5M2, Fp8, Int8, in_float, in_products
+from modelwright.ops.matmul import PLAIN, LinearGemms, multiply
 
 pytestmark = pytest.mark.usefixtures("either_way")
 

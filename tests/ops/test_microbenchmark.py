@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from modelwright.core.resources import OtherProcesses, num_usable_cores
-from modelwright.ops.matmul_rates import matmul_rate
-from modelwright.ops.microbenchmark import Undisturbed, in_turn, own_clock, repeated, seconds_of, undisturbed
+from modelwright.ops.microbenchmark import (
+    Undisturbed,
+    in_turn,
+    matmul_rate,
+    own_clock,
+    repeated,
+    seconds_of,
+    undisturbed,
+)
 
 CORES = num_usable_cores()
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from modelwright.ops import lowp_emulation
+from modelwright.ops import matmul
 from modelwright.ops.attention import packed_attention, packed_tiles
 from modelwright.ops.cross_entropy import linear_cross_entropy
-from modelwright.ops.linear_gemms import PLAIN, multiply
+from modelwright.ops.matmul import PLAIN, multiply
 from modelwright.ops.quantize import int8_product
 
 pytestmark = pytest.mark.usefixtures("either_way")
@@ -20,8 +20,8 @@ def dtype(request):
 def both_ways(monkeypatch, call):
     """What `call` gives with FP32 products of widened factors, and with products in the format itself."""
     found = []
-    for multiplies in (frozenset(), lowp_emulation.NARROW):
-        monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", multiplies)
+    for multiplies in (frozenset(), matmul.NARROW):
+        monkeypatch.setattr(matmul, "CPU_MULTIPLIES", multiplies)
         found.append(call())
     return found
 
@@ -37,7 +37,7 @@ def close(found, wanted, dtype, *, roundings=2.0):
 
 def test_a_product_is_that_of_the_format_and_keeps_its_dtype(dtype, monkeypatch):
     left, right = torch.randn(33, 300).to(dtype), torch.randn(300, 17).to(dtype)
-    wide, own = both_ways(monkeypatch, lambda: lowp_emulation.product(left, right))
+    wide, own = both_ways(monkeypatch, lambda: matmul.product(left, right))
     close([wide], [own], dtype)
     exact = left.double() @ right.double()
     assert (
@@ -59,7 +59,7 @@ def test_gradients_of_a_layer_are_those_of_the_format(dtype, monkeypatch):
 
 
 def test_what_a_layer_keeps_has_the_narrow_format(dtype, monkeypatch):
-    monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", frozenset())
+    monkeypatch.setattr(matmul, "CPU_MULTIPLIES", frozenset())
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.dtype) or one, lambda one: one):
         multiply(torch.randn(5, 8).to(dtype).requires_grad_(), torch.randn(6, 8).to(dtype).requires_grad_())
@@ -99,12 +99,12 @@ def test_the_head_and_its_gradients(dtype, monkeypatch):
 def test_sums_of_int8_products_are_exact(monkeypatch):
     left, right = (torch.randint(-127, 128, (rows, 900), dtype=torch.int8) for rows in (21, 13))
     exact = left.long() @ right.long().T
-    if torch.int8 in lowp_emulation.CPU_MULTIPLIES:  # oneDNN's sums saturate where it may use AVX2 alone
+    if torch.int8 in matmul.CPU_MULTIPLIES:  # oneDNN's sums saturate where it may use AVX2 alone
         assert torch.equal(int8_product(left, right).long(), exact)
-    monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", frozenset())
+    monkeypatch.setattr(matmul, "CPU_MULTIPLIES", frozenset())
     assert torch.equal(int8_product(left, right).long(), exact)
 
 
 def test_fp32_and_accelerators_are_never_widened():
-    assert not lowp_emulation.is_emulated(torch.float32, torch.device("cpu"))
-    assert not lowp_emulation.is_emulated(torch.bfloat16, torch.device("cuda"))
+    assert not matmul.is_emulated(torch.float32, torch.device("cpu"))
+    assert not matmul.is_emulated(torch.bfloat16, torch.device("cuda"))

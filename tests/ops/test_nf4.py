@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from modelwright.ops.nf4 import LEVELS, RUN_LEN, dequantize_nf4, quantize_nf4
+from modelwright.ops.quantize import LEVELS, RUN_LEN, dequantize_nf4, quantize_nf4
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 64), (5, 130), (7, 63)])

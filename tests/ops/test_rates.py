@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modelwright.core.errors import ConfigError
-from modelwright.ops.matmul_rates import int8_linear_rate, matmul_rate
+from modelwright.ops.microbenchmark import int8_linear_rate, matmul_rate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

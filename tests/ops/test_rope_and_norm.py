@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from modelwright.ops.norm import rms_norm, rms_norm_naive
-from modelwright.ops.rope import apply_rope, apply_rope_naive, rope_tables
+from modelwright.ops.rope_norm_swiglu import apply_rope, apply_rope_naive, rms_norm, rms_norm_naive, rope_tables
 from tolerances import TOLERANCES
 
 pytestmark = pytest.mark.usefixtures("either_way")

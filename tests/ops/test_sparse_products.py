@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from modelwright.ops.flop_counter import Executed, counted
-from modelwright.ops.linear_gemms import PLAIN, multiply
+from modelwright.ops.matmul import PLAIN, Executed, counted, multiply
 from modelwright.train.techniques.batch_selection import received_attention
 from modelwright.train.techniques.sparse_updates import masked_naive, on_columns, on_rows
 

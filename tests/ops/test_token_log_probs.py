@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from largest_output import largest_tensor
-from modelwright.ops.token_log_probs import (
+from modelwright.ops.cross_entropy import (
     LinearHead,
     token_log_probs,
     token_log_probs_and_entropies,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from modelwright.parallel.grad_norm import total_norm
+from modelwright.parallel.strategy import total_norm
 
 
 def test_millions_of_elements_are_added_up_accurately():

@@ -9,8 +9,7 @@ import tiny_run as tiny
 import torch
 
 from modelwright.core.config import parse
-from modelwright.model.hf import deferred_model, load_model
-from modelwright.model.stored_weights import StoredWeights
+from modelwright.model.hf import StoredWeights, deferred_model, load_model
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 

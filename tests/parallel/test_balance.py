@@ -13,15 +13,16 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import build_mesh, single
-from modelwright.parallel.pipeline.partition import LayerCosts
-from modelwright.parallel.pipeline.rebalance import (
+from modelwright.parallel.pipeline.balance import (
+    LayerCosts,
     LoadBalanceConfig,
     StageBalance,
+    StageSpan,
+    StageTimeline,
     balance_tokens,
     balanced_order,
     better_split,
 )
-from modelwright.parallel.pipeline.trace import StageSpan, StageTimeline
 from modelwright.train.objective import forward
 
 EVEN = LayerCosts(embedding=0.0, layers=(1.0,) * 8, head=0.0)

@@ -31,7 +31,7 @@ from modelwright.parallel.topology.collectives import (
     TopologyConfig,
     _Watch,
 )
-from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
+from modelwright.parallel.topology.links import Links, LinksConfig, measure_links
 from modelwright_claims import netns
 from tolerances import TOLERANCES
 

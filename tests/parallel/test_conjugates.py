@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from distributed import run_distributed
-from modelwright.parallel.mesh import World
-from modelwright.parallel.tp_collectives import enter, leave, reduce_scatter
+from modelwright.parallel.mesh import World, enter, leave, reduce_scatter
 
 SIZE = 4
 

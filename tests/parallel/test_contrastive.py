@@ -10,8 +10,7 @@ from torch import Tensor
 from distributed import run_distributed
 from modelwright.objectives.contrastive import ContrastiveLoss, PairEmbeddings, contrastive_losses
 from modelwright.ops.piece_sums import piece_keys
-from modelwright.parallel.mesh import World, single
-from modelwright.parallel.tp_collectives import gather_rows
+from modelwright.parallel.mesh import World, gather_rows, single
 
 LOSSES: tuple[ContrastiveLoss, ...] = ("nt_xent", "clip", "siglip")
 NUM_PAIRS, WIDTH = 11, 5

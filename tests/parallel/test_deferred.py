@@ -10,7 +10,7 @@ from tiny_run import LENGTH, VOCABULARY
 from distributed import run_distributed
 from hf_folders import write_folder
 from modelwright.model.hf import deferred_model
-from modelwright.parallel.full_state import is_deferred
+from modelwright.parallel.sharded_weights import is_deferred
 from parallel.deferred_run import train_from, train_in_turn
 
 pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from distributed import OnDemand, run_distributed
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.model.decoder import Decoder
-from modelwright.parallel import fsdp
+from modelwright.parallel import sharded_weights
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
 from modelwright.train import parallelize
@@ -82,7 +82,7 @@ class Seen:
 
 def formats_when_gathered(model: Decoder) -> dict[str, str]:
     """Return the dtype of every parameter after `unshard`, by name."""
-    modules = fsdp.sharded_modules(model)
+    modules = sharded_weights.sharded_modules(model)
     for module in modules:
         module.unshard()
     found = {name: str(parameter.dtype).removeprefix("torch.") for name, parameter in model.named_parameters()}
@@ -96,7 +96,7 @@ def run_case(world: World, folder: Path, case: dict[str, Any]) -> dict[str, Any]
     model, seen = Decoder(SHAPE), Seen()
     model.init_weights(0)
     parts: list[Decoder] = []
-    shard_states = fsdp.shard_states
+    shard_states = sharded_weights.shard_states
 
     def remember(part: Decoder, *arguments: Any) -> Decoder:
         parts.append(shard_states(part, *arguments))
@@ -200,6 +200,6 @@ def test_packed_weights_that_pytorch_cannot_shard_are_refused_by_name(monkeypatc
     def fully_shard(*_: Any, **__: Any) -> None:
         torch.nn.Parameter(torch.zeros(2, dtype=torch.uint8))
 
-    monkeypatch.setattr(fsdp, "fully_shard", fully_shard)
+    monkeypatch.setattr(sharded_weights, "fully_shard", fully_shard)
     with pytest.raises(ConfigError, match=r"^lora\.base_format: PyTorch .*zero_stage 0"):
-        fsdp.shard_states(Decoder(SHAPE), None, 3, {"attention": torch.float32})  # pyright: ignore[reportArgumentType]
+        sharded_weights.shard_states(Decoder(SHAPE), None, 3, {"attention": torch.float32})  # pyright: ignore[reportArgumentType]

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from distributed import run_distributed, start_distributed
-from modelwright.parallel.heartbeat import LOST, Heartbeat
+from modelwright.parallel.control_plane import LOST, Heartbeat
 from modelwright.parallel.mesh import World, single
 
 LOST_AFTER_S = 3.0

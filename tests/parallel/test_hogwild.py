@@ -17,9 +17,8 @@ from distributed import run_distributed, start_distributed
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, build_mesh, single
-from modelwright.parallel.shared_memory import share
-from modelwright.parallel.strategies.hogwild import Hogwild
-from modelwright.parallel.strategies.hogwild_counters import SLOT_BYTES, SLOTS
+from modelwright.parallel.strategies.hogwild import SLOT_BYTES, SLOTS, Hogwild
+from modelwright.parallel.strategies.shared_memory import share
 from modelwright.parallel.strategy import Replica
 from modelwright.train.optim.build import compensate
 

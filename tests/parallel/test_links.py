@@ -12,8 +12,7 @@ from distributed import hosts_of, run_distributed
 from link_cases import renumbered, uniform
 from modelwright.core.errors import ConfigError
 from modelwright.parallel.mesh import World, single
-from modelwright.parallel.topology.link_costs import Links, LinksConfig, _tournament, measure_links
-from modelwright.parallel.topology.rank_mapping import take_places
+from modelwright.parallel.topology.links import Links, LinksConfig, _tournament, measure_links, take_places
 from modelwright_claims import netns
 
 

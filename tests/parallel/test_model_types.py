@@ -13,7 +13,7 @@ import torch
 from distributed import OnDemand, RankError, run_distributed
 from modelwright.core.records import column, read_records
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, NormConfig
-from modelwright.ops.rope import RopeScaling
+from modelwright.ops.rope_norm_swiglu import RopeScaling
 from parallel.parity_run import Case, run_case, run_cases
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

@@ -13,14 +13,13 @@ from distributed import run_distributed
 from modelwright.core.errors import StorageError
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, build_mesh, single
-from modelwright.parallel.shared_memory import has_room, shared_file
 from modelwright.parallel.strategies.optimizer_in_backward import (
     OptimizerInBackward,
     ReducedInBackward,
     SharedInBackward,
     room_of_two_buckets,
 )
-from modelwright.parallel.strategies.shared_memory import SharedMemory, fits, starts_of
+from modelwright.parallel.strategies.shared_memory import SharedMemory, fits, has_room, shared_file, starts_of
 from modelwright.parallel.strategy import Replica
 from modelwright.train.techniques.gradient_clipping import clip_naive
 

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from link_cases import uniform
-from modelwright.parallel.topology.link_costs import Links
-from modelwright.parallel.topology.rank_mapping import DEFAULT_TRAFFIC, AxisTraffic, hops, place, step_seconds
+from modelwright.parallel.topology.links import DEFAULT_TRAFFIC, AxisTraffic, Links, hops, place, step_seconds
 
 AXES = [
     {"data": 4},

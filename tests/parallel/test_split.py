@@ -7,7 +7,7 @@ import pytest
 
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
-from modelwright.parallel.pipeline.partition import LayerCosts, flop_costs, split_layers
+from modelwright.parallel.pipeline.balance import LayerCosts, flop_costs, split_layers
 
 SHAPE = ModelConfig(
     vocab_size=64, num_layers=3, model_dim=16, num_heads=2, num_kv_heads=1, ffn_dim=32, head_dim=8, max_seq_len=32

@@ -11,8 +11,8 @@ from modelwright.data.rows.batch import IGNORED
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.grad_norm import redistribute_like
 from modelwright.parallel.mesh import World, build_mesh
+from modelwright.parallel.strategy import redistribute_like
 from modelwright.parallel.tensor_parallel import check_shape, stage_tokens
 from parallel.axis_cases import RANKS, Results, model, rows, shard
 from tiny_decoder import make_config

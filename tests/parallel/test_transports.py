@@ -9,10 +9,9 @@ import torch
 from distributed import run_distributed
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ArtifactError, ConfigError
-from modelwright.parallel.codecs.error_feedback import flatten
 from modelwright.parallel.codecs.quantized import GROUP, MAX_CODE, Int8Codec
 from modelwright.parallel.codecs.topk_quantized import TopKQuantizedConfig, bucket_bounds, decode_flat, encode_flat
-from modelwright.parallel.gradient_sync import AllReduceSync, GradientSync
+from modelwright.parallel.gradient_sync import AllReduceSync, GradientSync, flatten
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.strategies.config import GradientSyncConfig, build_outer_step, build_sync
 from parallel.transport_cases import CASES, ROUNDS, SHAPES, build, copied, gradients

@@ -11,7 +11,6 @@ from distributed import run_distributed
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.ops import sparse_codec
-from modelwright.parallel.codecs.error_feedback import flatten
 from modelwright.parallel.codecs.topk_quantized import (
     MAX_LEVELS,
     TopKQuantizedConfig,
@@ -20,6 +19,7 @@ from modelwright.parallel.codecs.topk_quantized import (
     encode_flat,
     encode_levels,
 )
+from modelwright.parallel.gradient_sync import flatten
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.strategies.config import GradientSyncConfig, build_outer_step
 from modelwright.parallel.strategies.local_sgd import FLOOR, SharedMoment, decode_moves, encode_moves

@@ -18,7 +18,7 @@ from modelwright.core.errors import ConfigError, ModelError
 from modelwright.data.images.decode import StoredImage
 from modelwright.data.images.store import open_images
 from modelwright.data.rows.loader import PackedRows
-from modelwright.data.sources.digits import digit_images
+from modelwright.data.sources.corpora import digit_images
 from modelwright.data.sources.docstrings import described_functions
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.objectives.aligned_model import load_aligned

@@ -19,14 +19,13 @@ from modelwright.data.images.store import open_images
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.rows.pack import PackConfig
-from modelwright.data.sources.digits import digit_images
+from modelwright.data.sources.corpora import digit_images
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import causal_attend
 from modelwright.model.hf import load_model
-from modelwright.model.vision.image_prefix import PIXELS, image_prefix, inserted_images
-from modelwright.model.vision.llava import load_llava
+from modelwright.model.vision.llava import PIXELS, image_prefix, inserted_images, load_llava
 from modelwright.objectives.captioning import CaptionConfig, image_numbers
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.exports.hf import export_hf

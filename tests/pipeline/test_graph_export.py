@@ -19,9 +19,17 @@ import torch
 from finetune_files import write_model
 from hf_folders import VOCAB_SIZE, write_folder
 from modelwright.compress.fold import fold_norms
-from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid, save_grid_model
-from modelwright.compress.int8 import Int8WeightsConfig, choose_backend, load_int8, quantize_model, save_int8
-from modelwright.compress.onnx.export import write_onnx
+from modelwright.compress.int8 import (
+    Int8WeightsConfig,
+    TrainedGrid,
+    choose_backend,
+    load_int8,
+    quantize_model,
+    quantize_to_grid,
+    save_grid_model,
+    save_int8,
+)
+from modelwright.compress.onnx import write_onnx
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.document import Document
@@ -278,6 +286,6 @@ def test_what_no_graph_can_say_is_refused_by_name(tmp_path: Path, monkeypatch: p
     with pytest.raises(ModelError, match="rope_scaling: dynamic"):
         EXPORTS["onnx"].write(found, tmp_path / "out", ExportOptions())
     assert not list(tmp_path.glob("out*"))
-    monkeypatch.setattr("modelwright.compress.onnx.export.find_spec", lambda name: None)
+    monkeypatch.setattr("modelwright.compress.onnx.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs onnx, onnxscript, openvino: pip install 'modelwright\[openvino\]'"):
         EXPORTS["openvino"].write(found, tmp_path / "out", ExportOptions())

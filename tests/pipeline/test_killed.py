@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.compress.grid_model import GRID
-from modelwright.compress.grid_model import STEPS as STEPS_FILE
+from modelwright.compress.int8 import GRID
+from modelwright.compress.int8 import STEPS as STEPS_FILE
 from modelwright.core.rundir import read_attempts
 from modelwright.pipeline.runner import RunDir
 from rank_processes import Started, start_process

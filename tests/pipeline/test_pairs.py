@@ -14,7 +14,7 @@ from modelwright.cli.main import main
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.records import column, read_records
 from modelwright.data.rows.loader import PackedRows
-from modelwright.data.sources.conversations import RECORD_TYPES, read_conversation, record_type
+from modelwright.data.sources.records import RECORD_TYPES, read_conversation, record_type
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.pipeline.stages.model_folder import save_model_folder
 from tiny_decoder import make_decoder

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from modelwright.cli.main import main
-from modelwright.compress.grid_linear import GridLinear
-from modelwright.compress.grid_model import TrainedGrid
-from modelwright.compress.int8 import Int8WeightsConfig, load_int8
+from modelwright.compress.int8 import Int8WeightsConfig, TrainedGrid, load_int8
+from modelwright.compress.integer_linear import GridLinear
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir

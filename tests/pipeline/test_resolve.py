@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from modelwright.core.progress import SilentProgress
-from modelwright.ops import lowp_emulation
+from modelwright.ops import matmul
 from modelwright.pipeline import resolve
 from modelwright.recipes.load import load, recipe
 
@@ -20,7 +20,7 @@ def no_speed_up(monkeypatch):
 @pytest.mark.parametrize(("has_bf16", "expected"), [(False, "fp32"), (True, "bf16")])
 def test_bf16_without_instructions_is_never_the_fastest(monkeypatch, has_bf16, expected):
     monkeypatch.setattr(resolve, "measured_rates", lambda config, precision, note: {"fp32": 1e9, "bf16": 2e9})
-    monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", lowp_emulation.NARROW if has_bf16 else frozenset())
+    monkeypatch.setattr(matmul, "CPU_MULTIPLIES", matmul.NARROW if has_bf16 else frozenset())
     monkeypatch.setattr(resolve, "resolved_device", lambda device: "cpu")
     found = resolve.resolve(recipe("quickstart"), None, SilentProgress())
     assert found.section("pretrain").precision.compute == expected

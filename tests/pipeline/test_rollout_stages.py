@@ -16,9 +16,9 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import read_records
 from modelwright.core.rundir import RunDir
-from modelwright.data.rows.prompts import read_prompts
-from modelwright.data.sources import sentence_pairs
-from modelwright.data.sources.arithmetic import arithmetic_problems
+from modelwright.data.rows.examples import read_prompts
+from modelwright.data.sources import corpora
+from modelwright.data.sources.corpora import arithmetic_problems
 from modelwright.objectives.rollouts import RolloutConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import single
@@ -96,7 +96,7 @@ SHORT_PREFERENCE = (
 def test_the_recipe_preference_shows_what_pleasing_a_reward_model_costs(
     inside: Callable[..., CompletedProcess[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sentence_pairs, "MODULES_FRACTION", 0.05)
+    monkeypatch.setattr(corpora, "MODULES_FRACTION", 0.05)
     run = tmp_path / "run"
     ended = inside("run", "preference", "--run-dir", str(run), *SHORT_PREFERENCE)
     assert ended.returncode == 0, ended.stderr

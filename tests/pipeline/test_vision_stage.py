@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from cleaned import keep_all
-from modelwright.compress.grid_linear import GridLinear
+from modelwright.compress.integer_linear import GridLinear
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.errors import ConfigError, DataError, ModelError
 from modelwright.data.document import Document
 from modelwright.data.images.decode import StoredImage, encode
 from modelwright.data.images.store import ImageStore, LabeledImages, class_of, write_images, write_labels
 from modelwright.data.rows.loader import PackedRows
-from modelwright.data.sources.digits import digit_images
-from modelwright.model.vision.batch_norm import BatchNorm
+from modelwright.data.sources.corpora import digit_images
+from modelwright.model.vision.classifier import BatchNorm
 from modelwright.objectives.image_classifier import load_classifier
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.run import check_training

@@ -10,7 +10,7 @@ import pytest
 import tiny_run
 
 from modelwright.core.errors import ConfigError, Stopped
-from modelwright.data.rows.batching.augmented import AHEAD, AugmentationCost
+from modelwright.data.rows.ahead import AHEAD, AugmentationCost
 from modelwright.train.technique import Update
 from modelwright.train.techniques.augmentation_strength import (
     AugmentationStrength,

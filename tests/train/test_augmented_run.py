@@ -22,11 +22,10 @@ from modelwright.core.errors import Stopped
 from modelwright.core.records import column, read_records
 from modelwright.data.augment.augmenter import CopyRecipe
 from modelwright.data.document import Document
+from modelwright.data.rows.ahead import AHEAD, AugmentedLoader
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.data.rows.batching.augmented import AHEAD, AugmentedLoader
-from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
-from modelwright.data.rows.batching.order import BatchingConfig
-from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.loader import PackedRows, PlannedLoader, build_loader
+from modelwright.data.rows.order import BatchingConfig
 from modelwright.data.rows.origins import Origin
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.objectives.next_token import NextToken

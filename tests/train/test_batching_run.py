@@ -15,9 +15,8 @@ from distributed import run_distributed
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
-from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
-from modelwright.data.rows.batching.order import BatchingConfig, MixtureConfig, exponentiated_gradient
-from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.loader import PackedRows, PlannedLoader, build_loader
+from modelwright.data.rows.order import BatchingConfig, MixtureConfig, exponentiated_gradient
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.model.attention import packed_attend
 from modelwright.model.hf import save_model

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from modelwright.core.errors import ConfigError
-from modelwright.ops.tensor_view import view_of
+from modelwright.ops.dtensor import view_of
 from modelwright.train.technique import NOT_FINITE, Update
 from modelwright.train.techniques.gradient_clipping import AdaptiveClipConfig, GradientClipping
-from modelwright.train.techniques.weight_decay import WeightDecayScheduleConfig
-from modelwright.train.techniques.weight_decay import WeightDecaySchedule
+from modelwright.train.techniques.weight_decay import WeightDecaySchedule, WeightDecayScheduleConfig
 
 
 def update(norm: float, skip: bool = False) -> Update:

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from distributed import run_distributed
-from modelwright.compress.grid_model import TrainedGrid, load_grid_model, quantize_to_grid, save_grid_model
-from modelwright.compress.int8 import Int8WeightsConfig, choose_backend, load_int8
+from modelwright.compress.int8 import (
+    Int8WeightsConfig,
+    TrainedGrid,
+    choose_backend,
+    load_grid_model,
+    load_int8,
+    quantize_to_grid,
+    save_grid_model,
+)
 from modelwright.core.errors import ConfigError, ModelError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.model.decoder import Decoder

@@ -12,7 +12,7 @@ from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.data.rows.batch import IGNORED
 from modelwright.objectives.next_token import NextToken
-from modelwright.parallel.grad_norm import total_norm
+from modelwright.parallel.strategy import total_norm
 from modelwright.train.objective import Objective, Terms, forward
 from modelwright.train.optim.build import build_optimizer
 

@@ -10,7 +10,7 @@ import torch
 from modelwright.core.library_environment import LOWER
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
-from modelwright.ops.kernel_speed import KERNELS
+from modelwright.ops.cpu_kernels import KERNELS
 
 SHAPE = replace(tiny.SHAPE, head_dim=16)
 """With heads that the kernels of attention take."""

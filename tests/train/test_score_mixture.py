@@ -11,9 +11,8 @@ import torch
 
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError, Stopped
-from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
-from modelwright.data.rows.batching.order import BatchingConfig, Mixture, MixtureConfig, softmax_shares
-from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.loader import PackedRows, PlannedLoader, build_loader
+from modelwright.data.rows.order import BatchingConfig, Mixture, MixtureConfig, softmax_shares
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.objectives.next_token import NextToken
 from modelwright.train.techniques.score_mixture import score_mixture

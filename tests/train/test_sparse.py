@@ -16,11 +16,15 @@ from modelwright.core.errors import ConfigError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.data.rows.batch import IGNORED
 from modelwright.objectives.next_token import NextToken
-from modelwright.ops.flop_counter import Executed
+from modelwright.ops.matmul import Executed
 from modelwright.train.job import all_reduce_by
 from modelwright.train.objective import forward
-from modelwright.train.techniques.batch_selection import BatchSelector, first_queries_and_keys, first_tokens
-from modelwright.train.techniques.batch_selection import BatchSelectionConfig
+from modelwright.train.techniques.batch_selection import (
+    BatchSelectionConfig,
+    BatchSelector,
+    first_queries_and_keys,
+    first_tokens,
+)
 from modelwright.train.work import attention_flops, dense_flops, head_flops
 
 QUIET = {"eval_every_steps": 0, "checkpoint_every_steps": 0}

@@ -9,8 +9,8 @@ from torch import nn
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.ops.tensor_view import view_of
-from modelwright.parallel.grad_norm import total_norm
+from modelwright.ops.dtensor import view_of
+from modelwright.parallel.strategy import total_norm
 from modelwright.train.checkpoint.manager import load_optimizer_state, optimizer_state_dict, reading_state
 from modelwright.train.optim.build import build_optimizer
 from modelwright.train.technique import NOT_FINITE, Update

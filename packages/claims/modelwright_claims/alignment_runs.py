@@ -16,8 +16,8 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document
-from modelwright.data.rows.prompts import PromptRecord, read_prompts
-from modelwright.data.sources.sentence_pairs import sentence_pairs
+from modelwright.data.rows.examples import PromptRecord, read_prompts
+from modelwright.data.sources.corpora import sentence_pairs
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_model
 from modelwright.objectives.model_reward import MODEL_REWARDS, with_folder

@@ -1,5 +1,5 @@
 """Batches of a small text whose documents change while a model trains on them, as by the section `augmentation` of a
-run: the product's copies (`data/rows/batching/augmented.py`) and its rule for their strength.
+run: the product's copies (`data/rows/ahead.py`) and its rule for their strength.
 """
 
 import json
@@ -10,7 +10,7 @@ from functools import partial
 from modelwright.core.seeds import derive_seed
 from modelwright.data.augment.augmenter import CopyRecipe
 from modelwright.data.document import Document
-from modelwright.data.rows.batching.augmented import AugmentedLoader
+from modelwright.data.rows.ahead import AugmentedLoader
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.origins import Origin
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from modelwright.core.config import dump
-from modelwright.ops.matmul_rates import matmul_rate
+from modelwright.ops.microbenchmark import matmul_rate
 from modelwright.train.precision.policy import Policy, PrecisionConfig
 from modelwright_claims import memory_probe, workbench
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict

@@ -28,7 +28,7 @@ from modelwright.core.resources import num_usable_cores
 from modelwright.core.rundir import RunDir
 from modelwright.data.rows.loader import PackedRows
 from modelwright.model.hf import load_model
-from modelwright.ops.lowp_emulation import is_emulated
+from modelwright.ops.matmul import is_emulated
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.rows import TEXT_ROWS
 from modelwright_claims import nano_gpt

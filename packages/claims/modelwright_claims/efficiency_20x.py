@@ -17,7 +17,7 @@ import torch
 
 from modelwright.core.config import merge
 from modelwright.core.resources import num_usable_cores
-from modelwright.ops.lowp_emulation import is_emulated
+from modelwright.ops.matmul import is_emulated
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.experiment import Experiment, Runner, Tuning, best_value, run_experiment, tune, with_value
 from modelwright_claims.fp32_baseline import NO_ONEDNN, baseline_conditions, onednn_is_exact

@@ -18,7 +18,7 @@ from modelwright.core.config import merge
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document
-from modelwright.data.rows.prompts import PromptRecord
+from modelwright.data.rows.examples import PromptRecord
 from modelwright.pipeline.run_config import read_run_config
 from modelwright_claims import alignment_runs
 from modelwright_claims.alignment_runs import Answers, Asker, SeedJob, by_seed, shared_settings, write_documents

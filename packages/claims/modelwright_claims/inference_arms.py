@@ -13,10 +13,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from modelwright.compress.gguf.export import GgufFormat, export_gguf
-from modelwright.compress.grid_linear import ActivationGrid
-from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid, save_grid_model
-from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
+from modelwright.compress.gguf import GgufFormat, export_gguf
+from modelwright.compress.int8 import (
+    Int8WeightsConfig,
+    TrainedGrid,
+    quantize_model,
+    quantize_to_grid,
+    save_grid_model,
+    save_int8,
+)
+from modelwright.compress.integer_linear import ActivationGrid
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.sources.stdlib_corpus import machine_corpus

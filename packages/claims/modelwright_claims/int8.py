@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from modelwright.compress.agreement import Agreement
+from modelwright.compress.int8 import Agreement
 from modelwright.core.resources import versions as versions_of
 from modelwright.ops import cpu_kernels
 from modelwright.recipes.load import recipe

@@ -18,11 +18,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_model
 
-from modelwright.compress.agreement import Agreement, measure_agreement
+from modelwright.compress.fold import smoothed
 from modelwright.compress.gptq import gptq
-from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid
-from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
-from modelwright.compress.smooth import smoothed
+from modelwright.compress.int8 import (
+    Agreement,
+    Int8WeightsConfig,
+    TrainedGrid,
+    measure_agreement,
+    quantize_model,
+    quantize_to_grid,
+)
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder, Linear
 from modelwright.ops.int_grid import Codes, WeightGrid

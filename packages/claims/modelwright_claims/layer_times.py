@@ -13,7 +13,7 @@ from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.ops.microbenchmark import repeated, seconds_of
 from modelwright.parallel.mesh import World
-from modelwright.parallel.pipeline.partition import LayerCosts
+from modelwright.parallel.pipeline.balance import LayerCosts
 
 
 def measure_layer_times(

@@ -82,7 +82,7 @@ def training_batch(samples: list[Any], eos_id: int) -> dict[str, torch.Tensor]:
 
 def product_epochs(side: str, task: Task, stack: ExitStack) -> Epochs:
     """The product's loader, with and without its tiers and its reading ahead."""
-    from modelwright.data.rows.cache.lookahead import LookaheadLoader
+    from modelwright.data.rows.ahead import LookaheadLoader
     from modelwright.data.rows.cache.reader import BlockReader
     from modelwright.data.rows.cache.row_cache import RowCacheConfig, open_cache
     from modelwright.data.rows.loader import PackedLoader, PackedRows, row_layout

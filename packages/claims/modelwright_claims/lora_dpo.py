@@ -20,7 +20,7 @@ from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.data.document import Document
-from modelwright.data.sources.arithmetic import arithmetic_problems
+from modelwright.data.sources.corpora import arithmetic_problems
 from modelwright_claims import alignment_runs
 from modelwright_claims.alignment_runs import HeldOut, SeedJob, by_seed, make, shared_settings, split_file
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict

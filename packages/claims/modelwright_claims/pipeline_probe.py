@@ -19,7 +19,7 @@ from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, build_mesh, join_world
-from modelwright.parallel.pipeline.partition import split_layers
+from modelwright.parallel.pipeline.balance import split_layers
 from modelwright.parallel.pipeline.runner import Pipeline
 from modelwright_claims.layer_times import agree, measure_layer_times
 from modelwright_claims.memory_probe import RandomRows

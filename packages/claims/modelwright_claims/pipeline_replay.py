@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
-from modelwright.parallel.pipeline.trace import StageSpan
+from modelwright.parallel.pipeline.balance import StageSpan
 from modelwright_plan.bubble import Action, Kind, makespan
 
 EQUAL: dict[Kind, float] = {"forward": 1.0, "loss": 0.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from modelwright.parallel.pipeline.trace import StageSpan
+from modelwright.parallel.pipeline.balance import StageSpan
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.launch import run_ranks

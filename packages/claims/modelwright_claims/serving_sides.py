@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelwright.compress.gguf.export import export_gguf
+from modelwright.compress.gguf import export_gguf
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.resources import num_usable_cores

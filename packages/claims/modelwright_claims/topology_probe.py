@@ -24,8 +24,7 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, build_mesh, join_world
 from modelwright.parallel.topology.collectives import Collectives, TopologyConfig
-from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
-from modelwright.parallel.topology.rank_mapping import place, take_places
+from modelwright.parallel.topology.links import Links, LinksConfig, measure_links, place, take_places
 from modelwright_claims.launch import Rank, finish_ranks, start_ranks
 from modelwright_claims.netns import Network, Topology, full_mesh, racks
 

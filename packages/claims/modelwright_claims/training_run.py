@@ -29,9 +29,8 @@ from modelwright.core.records import column, read_records
 from modelwright.core.rundir import StageDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
-from modelwright.data.rows.batching.order import BatchingConfig
-from modelwright.data.rows.loader import PackedLoader, PackedRows
+from modelwright.data.rows.loader import PackedLoader, PackedRows, PlannedLoader, build_loader
+from modelwright.data.rows.order import BatchingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken

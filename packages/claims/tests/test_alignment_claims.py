@@ -10,8 +10,8 @@ import torch
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
 from modelwright.data.document import Document
-from modelwright.data.rows.prompts import PromptRecord
-from modelwright.data.sources import arithmetic, sentence_pairs
+from modelwright.data.rows.examples import PromptRecord
+from modelwright.data.sources import corpora
 from modelwright.objectives.rollouts import Rollout
 from modelwright.pipeline import resolve
 from modelwright_claims import alignment_runs, grpo_arithmetic, lora_dpo, ppo_true_reward
@@ -176,7 +176,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With few pairs."""
     folder = tmp_path_factory.mktemp("claims")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sentence_pairs, "MODULES_FRACTION", 0.05)
+        patch.setattr(corpora, "MODULES_FRACTION", 0.05)
         pairs_file(folder / "alignment", "test")
     return folder
 
@@ -216,7 +216,7 @@ def file(folder: Path, heldout: alignment_runs.HeldOut) -> list[str]:
 @pytest.fixture
 def setting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     """For measurements of few problems, by runs that do not measure the machine."""
-    monkeypatch.setattr(arithmetic, "NUM_TERMS", 20)
+    monkeypatch.setattr(corpora, "NUM_TERMS", 20)
     monkeypatch.setattr(resolve, "measure_rates", lambda *words, **settings: RATES)
     return Setting(quick=True, folder=folder, progress=SilentProgress())
 

@@ -5,7 +5,7 @@ import torch
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.parallel.pipeline.partition import LayerCosts
+from modelwright.parallel.pipeline.balance import LayerCosts
 from modelwright_claims.layer_times import measure_layer_times
 
 SHAPE = ModelConfig(

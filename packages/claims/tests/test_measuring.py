@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modelwright.compress.agreement import Agreement
+from modelwright.compress.int8 import Agreement
 from modelwright.core.progress import SilentProgress
 from modelwright.data.rows.loader import PackedLoader
 from modelwright.model.decoder import Decoder

@@ -7,7 +7,7 @@ import pytest
 
 from modelwright.core.progress import SilentProgress
 from modelwright.parallel.topology.collectives import FlatCost, Planner
-from modelwright.parallel.topology.link_costs import Links
+from modelwright.parallel.topology.links import Links
 from modelwright_claims import compressed_links, topology, topology_probe
 from modelwright_claims.claim import Setting, Verdict
 from modelwright_claims.gradient_compression import METHOD

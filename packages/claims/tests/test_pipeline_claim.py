@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from modelwright.core.progress import SilentProgress
-from modelwright.parallel.pipeline.trace import StageSpan
+from modelwright.parallel.pipeline.balance import StageSpan
 from modelwright_claims import pipeline_utilisation as claim
 from modelwright_claims.claim import Measurement, Setting
 from modelwright_claims.judging import judge

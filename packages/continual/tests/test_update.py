@@ -21,8 +21,7 @@ from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
-from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
-from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.loader import PackedRows, PlannedLoader, build_loader
 from modelwright.pipeline.run import execute
 from modelwright.pipeline.run_config import run_schema
 from modelwright.pipeline.stages.average import averaged, best_share

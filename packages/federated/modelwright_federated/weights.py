@@ -17,11 +17,10 @@ import torch
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.seeds import derive_seed
-from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import ADAPTER, adapters_of, attach_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
-from modelwright.model.low_rank import A, B
+from modelwright.model.low_rank import A, AdapterConfig, B
 from modelwright.pipeline.models import find_model
 from modelwright_federated.config import FederatedConfig, FederatedLoraConfig
 

@@ -2,7 +2,7 @@
 
 The order of work of interleaved and zero-bubble schedules is PyTorch's own table
 (`torch.distributed.pipelining.schedules`), the one that `parallel.pipeline` executes. Messages between stages take no
-time here: `cluster.axis_seconds` accounts for them. Measured steps are in `parallel.pipeline.trace`.
+time here: `cluster.axis_seconds` accounts for them. Measured steps are in `parallel.pipeline.balance`.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,5 @@
-"""When to start a job so that it causes the least carbon dioxide, by an hourly table of the electricity's intensity.
-
-codecarbon's figure for a job on this machine: a few seconds under load, extended over the job.
+"""The start of a job that causes the least carbon dioxide, by an hourly table of the electricity's carbon intensity;
+and codecarbon's estimate of a job: a few seconds under load on this machine, extrapolated to the job.
 """
 
 import csv
@@ -15,20 +14,20 @@ from pathlib import Path
 import torch
 
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.train.monitors.power_meters import CodecarbonReading, CodecarbonTracker
+from modelwright.train.monitors.power_meters import CodecarbonTracker
 
 HOUR = datetime.timedelta(hours=1)
 
 
 @dataclass(frozen=True)
 class CarbonTable:
-    """Grams of carbon dioxide per kWh, hour by hour from `start` on."""
+    """Grams of carbon dioxide per kWh for each hour from `start` on."""
 
     start: datetime.datetime
     g_per_kwh: Sequence[float]
 
     def mean(self, first_hour: int, hours: float) -> float:
-        """Mean intensity of a job of constant power that starts with an hour of the table."""
+        """Returns the mean intensity over a job of constant power that starts with an hour of the table."""
         whole = math.floor(hours)
         rest = hours - whole
         total = sum(self.g_per_kwh[first_hour : first_hour + whole])
@@ -37,7 +36,7 @@ class CarbonTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A start of a job and what it causes."""
+    """A start of a job and its emissions."""
 
     time: datetime.datetime
     g_per_kwh: float
@@ -46,7 +45,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class StartPlan:
-    """The first possible start, and the one that causes least."""
+    """The first possible start, and the one with the least emissions."""
 
     at_once: Start
     best: Start
@@ -57,7 +56,7 @@ class StartPlan:
 
 
 def read_carbon_table(path: Path) -> CarbonTable:
-    """Read a CSV file with the columns `time` (ISO 8601, every full hour) and `g_per_kwh`. Raises `DataError` that
+    """Reads a CSV file with the columns `time` (ISO 8601, every full hour) and `g_per_kwh`. Raises `DataError` that
     names the file and the line.
     """
     try:
@@ -69,7 +68,15 @@ def read_carbon_table(path: Path) -> CarbonTable:
         raise DataError(f"{path}: is not a CSV file ({error})") from None
     if not rows or not {"time", "g_per_kwh"} <= rows[0].keys():
         raise DataError(f"{path}: needs the columns time and g_per_kwh, and at least one hour")
-    hours = [_hour(path, line, row) for line, row in enumerate(rows, start=2)]
+    hours = list[tuple[datetime.datetime, float]]()
+    for line, row in enumerate(rows, start=2):
+        try:
+            hour, value = datetime.datetime.fromisoformat(row["time"]), float(row["g_per_kwh"])
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{path}:{line}: {error}; write 2026-01-31T14:00 and grams per kWh") from None
+        if (hour.minute, hour.second, hour.microsecond) != (0, 0, 0) or not 0 <= value < math.inf:
+            raise DataError(f"{path}:{line}: needs a full hour and an intensity from 0 on, got {row['time']}, {value}")
+        hours.append((hour, value))
     for line, ((before, _), (after, _)) in enumerate(itertools.pairwise(hours), start=3):
         if after - before != HOUR:
             raise DataError(f"{path}:{line}: {after.isoformat()} must be one hour after {before.isoformat()}")
@@ -84,10 +91,10 @@ def plan_start(
     earliest: datetime.datetime | None = None,
     finish_by: datetime.datetime | None = None,
 ) -> StartPlan:
-    """The start at a full hour that causes the least carbon dioxide; of equal ones the first.
+    """Finds the start at a full hour that causes the least carbon dioxide; among equal ones, the first.
 
-    hours, watts: of the job, at constant power; earliest, finish_by: the whole table without them. Raises `ConfigError`
-    if the job does not fit.
+    hours, watts: length and constant power of the job; earliest, finish_by: bounds, by default those of the table.
+    Raises `ConfigError` if the job does not fit.
     """
     if not 0 < hours < math.inf or not 0 < watts < math.inf:
         raise ConfigError(f"--hours, --watts: must be above 0, got {hours} and {watts}")
@@ -104,39 +111,28 @@ def plan_start(
             f"--hours: no {hours:g} hours fit between the earliest start and the latest end; the table has "
             f"{table.start.isoformat()} to {end.isoformat()}"
         )
-    starts = [_start(table, first, hours, watts) for first in possible]
+    means = {first: table.mean(first, hours) for first in possible}
+    starts = [
+        Start(time=table.start + first * HOUR, g_per_kwh=mean, co2_g=mean * watts * hours / 1000)
+        for first, mean in means.items()
+    ]
     return StartPlan(at_once=starts[0], best=min(starts, key=lambda start: start.co2_g))
 
 
-def _start(table: CarbonTable, first: int, hours: float, watts: float) -> Start:
-    mean = table.mean(first, hours)
-    return Start(time=table.start + first * HOUR, g_per_kwh=mean, co2_g=mean * watts * hours / 1000)
-
-
-def _hour(path: Path, line: int, row: dict[str, str]) -> tuple[datetime.datetime, float]:
-    try:
-        time, value = datetime.datetime.fromisoformat(row["time"]), float(row["g_per_kwh"])
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{path}:{line}: {error}; write 2026-01-31T14:00 and grams per kWh") from None
-    if (time.minute, time.second, time.microsecond) != (0, 0, 0) or not 0 <= value < math.inf:
-        raise DataError(f"{path}:{line}: needs a full hour and an intensity from 0 on, got {row['time']}, {value}")
-    return time, value
-
-
 LOAD_S = 3.0
-"""Seconds of matrix products on all threads under the tracker, as long as several of its readings."""
+"""Seconds of matrix products on all threads under the tracker, enough for several of its readings."""
 _READ_EVERY_S = 0.5
 _MATRIX_DIM = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecarbonEstimate:
-    """A job as long as it was given, at the power that codecarbon finds under load."""
+    """Energy and emissions of a job at the power that codecarbon measures under load."""
 
     version: str
     country: str
     watts: float
-    """Processor, memory and accelerator, without the data center's overhead."""
+    """Power of processor, memory and accelerator, without the data center's overhead."""
     cpu_watts: float
     ram_watts: float
     gpu_watts: float
@@ -146,22 +142,24 @@ class CodecarbonEstimate:
 
 
 def codecarbon_estimate(country: str, *, hours: float, load_s: float = LOAD_S) -> CodecarbonEstimate:
-    """Track a few seconds of products here and extend their power over the job.
+    """Tracks a few seconds of matrix products on this machine and extrapolates their power to the job.
 
     country: ISO 3166 code of three letters, as FRA. Raises `ConfigError` if codecarbon is not installed, does not know
     the country or cannot track this machine.
     """
     tracker = CodecarbonTracker(country, setting="--country", pue=1.0, read_every_s=_READ_EVERY_S)
     try:
-        _compute(load_s)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        matrix = torch.rand(_MATRIX_DIM, _MATRIX_DIM, device=device)
+        deadline = time.monotonic() + load_s
+        while time.monotonic() < deadline:  # keeps all of PyTorch's threads busy
+            torch.mm(matrix, matrix)
+            if device == "cuda":
+                torch.cuda.synchronize()
     finally:
         reading = tracker.stop()
     if reading is None:
         raise ConfigError("--country: codecarbon cannot track this machine; leave the option out")
-    return _estimate(reading, hours)
-
-
-def _estimate(reading: CodecarbonReading, hours: float) -> CodecarbonEstimate:
     watts, g_per_kwh = reading.watts(reading.kwh), reading.co2_g / reading.kwh
     kwh = watts * hours / 1000
     return CodecarbonEstimate(
@@ -175,14 +173,3 @@ def _estimate(reading: CodecarbonReading, hours: float) -> CodecarbonEstimate:
         kwh=kwh,
         co2_g=kwh * g_per_kwh,
     )
-
-
-def _compute(seconds: float) -> None:
-    """Keep all of PyTorch's threads busy."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    one = torch.rand(_MATRIX_DIM, _MATRIX_DIM, device=device)
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        torch.mm(one, one)
-        if device == "cuda":
-            torch.cuda.synchronize()

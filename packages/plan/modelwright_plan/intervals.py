@@ -1,4 +1,4 @@
-"""How often to save a checkpoint when interruptions are a Poisson process, and how long a job then takes.
+"""Optimal checkpoint intervals when interruptions are a Poisson process, and the expected time of a job.
 
 Notation of Daly (2006): delta is the stall of a checkpoint, R the recovery, M the mean time between interruptions, tau
 the time of work between checkpoints.
@@ -12,12 +12,12 @@ from modelwright.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointCosts:
-    """What checkpoints and interruptions cost a job, in seconds."""
+    """Costs of checkpoints and interruptions, in seconds."""
 
     stall_s: float
-    """Seconds that work stands still for a checkpoint."""
+    """Seconds for which a checkpoint stalls the work."""
     recovery_s: float
-    """Seconds from an interruption until work goes on from the last checkpoint, on an instance that is there."""
+    """Seconds from an interruption until work resumes from the last checkpoint, on an available instance."""
 
     def __post_init__(self) -> None:
         if not 0 < self.stall_s < math.inf:
@@ -27,12 +27,12 @@ class CheckpointCosts:
 
 
 def young_interval_s(stall_s: float, mtbf_s: float) -> float:
-    """Young's first-order optimum (CACM 1974): sqrt(2 delta M)."""
+    """Computes Young's first-order optimum (CACM 1974): sqrt(2 delta M)."""
     return math.sqrt(2 * stall_s * mtbf_s)
 
 
 def daly_interval_s(stall_s: float, mtbf_s: float) -> float:
-    """Daly's higher-order optimum (FGCS 2006, equation 37); infinite without interruptions."""
+    """Computes Daly's higher-order optimum (FGCS 2006, equation 37); infinite without interruptions."""
     if math.isinf(mtbf_s):
         return math.inf
     if stall_s >= 2 * mtbf_s:
@@ -42,10 +42,10 @@ def daly_interval_s(stall_s: float, mtbf_s: float) -> float:
 
 
 def expected_wall_s(work_s: float, interval_s: float, costs: CheckpointCosts, mtbf_s: float) -> float:
-    """Expected seconds of a job of `work_s` seconds of work (Daly's complete model, equation 20).
+    """Computes the expected seconds of a job of `work_s` seconds of work (Daly's complete model, equation 20).
 
-    Every `interval_s` seconds of work, and at the end, a checkpoint is saved. An interruption loses what came after the
-    last one; a recovery can be interrupted too, and then starts over. An instance is there again at once.
+    A checkpoint is saved every `interval_s` seconds of work and at the end. An interruption loses the work after the
+    last checkpoint; a recovery can be interrupted, too, and then starts over. A new instance is available at once.
     """
     num_whole = math.floor(work_s / interval_s)
     rest_s = work_s - num_whole * interval_s
@@ -54,7 +54,7 @@ def expected_wall_s(work_s: float, interval_s: float, costs: CheckpointCosts, mt
 
 
 def _segment_s(work_s: float, costs: CheckpointCosts, mtbf_s: float) -> float:
-    """Expected seconds until a segment of work and its checkpoint are done."""
+    """Computes the expected seconds until a segment of work and its checkpoint are done."""
     if math.isinf(mtbf_s):
         return work_s + costs.stall_s
     try:

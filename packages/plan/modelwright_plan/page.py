@@ -1,6 +1,5 @@
-"""A plan as one page that works offline: figures, charts, and the same as text.
-
-A bill or the cost of a spot job as a page, with its tornado chart.
+"""Plans as HTML pages that work offline: figures, charts, and the plan as text; and the page of a cost with its
+tornado.
 """
 
 from collections.abc import Sequence
@@ -15,15 +14,15 @@ from modelwright_plan.cost.bill import Swing
 
 
 def plan_page(title: str, facts: Sequence[tuple[str, str]], charts: Sequence[tuple[str, str]], text: str) -> str:
-    """HTML. facts: values with their labels; charts: titles with their `<svg>` elements."""
+    """Renders a plan as HTML. facts: values with their labels; charts: titles with their `<svg>` elements."""
     source = files("modelwright_plan").joinpath("plan.html.jinja").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(source)
     return template.render(title=title, facts=facts, charts=charts, text=text)
 
 
 def write_cost_page(path: Path, name: str, text: str, swings: Sequence[Swing], base: float) -> None:
-    """Write HTML with the total, the tornado and the text. swings: the widest first. Raises `ConfigError` if there is
-    no such folder.
+    """Writes HTML with the total, the tornado and the text. swings: the widest first. Raises `ConfigError` if the
+    folder does not exist.
     """
     if not path.parent.is_dir():
         raise ConfigError(f"--html: {path.parent} is not a folder; name a file in one that exists")

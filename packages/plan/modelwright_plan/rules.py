@@ -1,5 +1,5 @@
-"""Published rules of thumb for a training: the rows that ship with the package or come from other packages, one evaluator
-for each row, and the text of their outcomes.
+"""Published rules of thumb for a training: the rows that ship with the package or come from other packages, one
+evaluator for each row, and the text of their outcomes.
 """
 
 import datetime

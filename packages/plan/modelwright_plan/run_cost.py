@@ -1,6 +1,5 @@
-"""What a run would have cost on rented instances: a workload from its time and its artifacts.
-
-How often a run was interrupted, as a rate to plan with.
+"""Figures of a run for plans: its cost on rented instances as a workload, the stall of a checkpoint, the recovery after
+an interruption, and the rate of interruptions.
 """
 
 import statistics
@@ -21,10 +20,10 @@ from modelwright_plan.cost.workload import StorageUse, TrainingUse, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRate:
-    """Interruptions of a run while it trained."""
+    """Rate of a run's interruptions during training."""
 
     num_faults: int
-    """Interruptions without a word."""
+    """Interruptions without an announcement."""
     num_announced: int
     """Interruptions that SIGTERM announced."""
     hours: float
@@ -36,18 +35,18 @@ class MeasuredRate:
 
     @property
     def per_hour(self) -> float:
-        """The mean rate."""
+        """Mean rate."""
         return self.count / self.hours
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The exact 95% interval of a Poisson rate, per hour (Garwood 1936)."""
+        """Exact 95% interval of a Poisson rate, per hour (Garwood 1936)."""
         low = float(chi2.ppf(0.025, 2 * self.count)) / 2 if self.count else 0.0
         return low / self.hours, float(chi2.ppf(0.975, 2 * self.count + 2)) / 2 / self.hours
 
     @property
     def text(self) -> str:
-        """How sure the rate is."""
+        """The rate with its confidence interval, as text."""
         low, high = self.interval
         announced = f", {self.num_announced} of them announced" if self.num_announced else ""
         return (
@@ -58,15 +57,15 @@ class MeasuredRate:
 
 HOUR_S = 3600
 NONE_SEEN = 3.0
-"""Without interruptions the rate is, with 95% confidence, at most that of so many (the rule of three, Hanley and
+"""Upper 95% confidence bound on the expected number of interruptions when none occurred (rule of three, Hanley and
 Lippman-Hand, JAMA 1983)."""
 
 
 def workload_of_run(
     run: RunDir, *, provider: str, region: str, instance: str, purchase: Purchase, count: int, months: float
 ) -> Workload:
-    """The run's measured time on so many instances, as if they were as fast as the machine that it ran on, and its
-    folder in hot storage for some months. Raises `ConfigError` if no stage has run.
+    """Returns a workload of the run's measured time on `count` instances, assumed to be as fast as the machine of the
+    run, and of its folder in hot storage for `months`. Raises `ConfigError` if no stage has run.
     """
     config = previous_config(run)
     stages = config.stages if config else ()
@@ -90,7 +89,7 @@ def workload_of_run(
 
 
 def measured_stall_s(run: RunDir) -> float:
-    """Median seconds that training stood still for a checkpoint. Raises `ConfigError` if none was saved."""
+    """Returns the median stall of training for a checkpoint. Raises `ConfigError` if none was saved."""
     files = sorted(run.path.glob("*/metrics.jsonl"))
     stalls = [stall for path in files for _, stall in column(read_records(path), "checkpoint_stall_s")]
     if not stalls:
@@ -99,22 +98,22 @@ def measured_stall_s(run: RunDir) -> float:
 
 
 def measured_recovery_s(run: RunDir) -> float | None:
-    """Mean seconds from an interruption to the first step after it, without those that were announced: a run that is
-    told to stop also waits. None if none was survived.
+    """Returns the mean seconds from an interruption to the first step after it; None if the run recovered from none.
+    Announced interruptions are left out, because a run that is told to stop also waits.
     """
-    down = [record["down_s"] for record in _recoveries(run) if _kind(record) == FAULT]
+    down = [record["down_s"] for kind, record in _recoveries(run) if kind == FAULT]
     return statistics.fmean(down) if down else None
 
 
 def measured_rate(run: RunDir) -> MeasuredRate:
-    """How often the run's trainings were interrupted. Raises `ConfigError` if it has not trained, or was never
-    interrupted: what the run then bounds is the rate, and the shorter the run, the less that says about the instances.
+    """Returns the rate at which the run's trainings were interrupted. Raises `ConfigError` if it has not trained or was
+    never interrupted: it then only bounds the rate, and the bound of a short run says little about the instances.
     """
     entries = [entry for path in sorted(run.path.glob(f"*/{ENERGY_FILE}")) for entry in read_energy(path)]
     seconds = total_energy(entries).seconds
     if not seconds:
         raise ConfigError(f"--run: {run.path} has trained nothing; give --interruptions-per-hour")
-    kinds = [_kind(record) for record in _recoveries(run)]
+    kinds = [kind for kind, _ in _recoveries(run)]
     hours = seconds / HOUR_S
     if not kinds:
         raise ConfigError(
@@ -125,10 +124,10 @@ def measured_rate(run: RunDir) -> MeasuredRate:
     return MeasuredRate(num_faults=len(kinds) - num_announced, num_announced=num_announced, hours=hours)
 
 
-def _recoveries(run: RunDir) -> list[dict[str, Any]]:
-    return [record for path in sorted(run.path.glob(f"*/{RECOVERIES_FILE}")) for record in read_records(path)]
-
-
-def _kind(record: dict[str, Any]) -> str:
-    """Runs of earlier versions recorded faults only."""
-    return record.get("kind", FAULT)
+def _recoveries(run: RunDir) -> list[tuple[str, dict[str, Any]]]:
+    # Runs of earlier versions recorded faults only, without a kind.
+    return [
+        (record.get("kind", FAULT), record)
+        for path in sorted(run.path.glob(f"*/{RECOVERIES_FILE}"))
+        for record in read_records(path)
+    ]

@@ -1,9 +1,8 @@
-"""The plan of a job on spot instances, by Young's and Daly's formulas: how often to save a checkpoint, how long the job
-then takes, and what it costs.
+"""The plan of a job on spot instances by Young's and Daly's formulas: the interval between checkpoints, the expected
+time and cost; and the plan as a task of SkyPilot's managed jobs (`sky jobs launch task.yaml`).
 
-A plan as a task of SkyPilot's managed jobs (`sky jobs launch task.yaml`), checked without SkyPilot or a network.
-
-The machines get the source tree, from which they install the package, and the file that the job runs.
+A task is checked without SkyPilot or a network. Its machines get the source tree, from which they install the package,
+and the file that the job runs.
 """
 
 import json
@@ -16,8 +15,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-
 from modelwright.core.errors import ConfigError
 from modelwright.core.resources import PINNED_PYTHON, source_checkout
 from modelwright.core.texts import did_you_mean
@@ -27,22 +24,22 @@ from modelwright_plan.intervals import CheckpointCosts, daly_interval_s, expecte
 from modelwright_plan.run_cost import MeasuredRate
 
 MOST_TIMES_THE_WORK = 100.0
-"""A job that is expected to take longer than this many times its work is refused: it would hardly ever end, and no
-interval helps."""
+"""Largest ratio of expected time to work. A job beyond it is refused: it would hardly ever end at any interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpotJob:
-    """A job, how often its instances are interrupted, and what they cost an hour, all together."""
+    """A job with the rate of interruptions and the hourly prices of all its instances together."""
 
     work_s: float
     stall_s: float
-    """Seconds that work stands still for a checkpoint."""
+    """Seconds for which a checkpoint stalls the work."""
     recovery_s: float | None
-    """Seconds from an interruption until work goes on; None if unknown, so that time and cost are lower bounds."""
+    """Seconds from an interruption until work resumes; None if unknown, so that time and cost are lower bounds."""
     mtbf_s: float
     """Mean seconds between interruptions."""
     spot_usd: float
+    """US dollars an hour."""
     on_demand_usd: float
 
     def __post_init__(self) -> None:
@@ -50,33 +47,35 @@ class SpotJob:
             raise ConfigError(f"--work-hours: must be above 0, got {self.work_s / 3600}")
 
     def wall_s(self, interval_s: float) -> float:
-        """Expected seconds until the job is done."""
+        """Computes the expected seconds until the job is done."""
         costs = CheckpointCosts(stall_s=self.stall_s, recovery_s=self.recovery_s or 0.0)
         return expected_wall_s(self.work_s, interval_s, costs, self.mtbf_s)
 
     def usd(self, interval_s: float) -> float:
-        """Expected cost; instances are taken to be there again at once, and are paid for as long as the job takes."""
+        """Computes the expected cost. Replacement instances are assumed to be available at once; all are paid for as
+        long as the job takes.
+        """
         return self.wall_s(interval_s) * self.spot_usd / 3600
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpotPlan:
-    """The interval between checkpoints and what comes of it."""
+    """The interval between checkpoints, with the time and cost that result."""
 
     job: SpotJob
     young_s: float
     interval_s: float
-    """Seconds of work between checkpoints: Daly's optimum, or the whole work where that is shorter."""
+    """Seconds of work between checkpoints: Daly's optimum, or the whole work if that is shorter."""
     wall_s: float
     usd: float
     on_demand_usd: float
     """Cost on instances that are never interrupted, with one checkpoint at the end."""
     measured: MeasuredRate | None
-    """Where the rate of interruptions comes from, if it was measured."""
+    """Measurement that the rate of interruptions comes from; None for a given rate."""
 
 
 def plan_spot(job: SpotJob, measured: MeasuredRate | None = None) -> SpotPlan:
-    """Choose the interval. Raises `ConfigError` for a job that is interrupted too often to end."""
+    """Chooses the interval. Raises `ConfigError` for a job that is interrupted too often to end."""
     interval_s = min(job.work_s, daly_interval_s(job.stall_s, job.mtbf_s))
     wall_s = job.wall_s(interval_s)
     if wall_s > MOST_TIMES_THE_WORK * job.work_s:
@@ -96,8 +95,8 @@ def plan_spot(job: SpotJob, measured: MeasuredRate | None = None) -> SpotPlan:
 
 
 def spot_tornado(plan: SpotPlan, *, factor: float) -> list[Swing]:
-    """Expected cost if one assumption is `factor` times as small or as large, at the chosen interval: it is set before
-    the truth is known.
+    """Computes the expected cost if one assumption is `factor` times smaller or larger. The interval stays as chosen,
+    because it is set before the truth is known.
     """
     job = plan.job
     changes = {
@@ -113,7 +112,7 @@ def spot_tornado(plan: SpotPlan, *, factor: float) -> list[Swing]:
 
 
 def spot_text(plan: SpotPlan, swings: Sequence[Swing]) -> str:
-    """The interval, the expected time and cost, and the tornado."""
+    """Formats the interval, the expected time and cost, and the tornado."""
     job = plan.job
     if job.recovery_s is None:
         recovery, least = "what a recovery takes is unknown (--recovery-s)", "at least "
@@ -133,7 +132,7 @@ def spot_text(plan: SpotPlan, swings: Sequence[Swing]) -> str:
 
 
 def spot_data(plan: SpotPlan, swings: Sequence[Swing]) -> dict[str, Any]:
-    """The same as plain data: seconds and dollars."""
+    """Returns the plan as plain data, in seconds and dollars."""
     rate = plan.measured
     measured = {**vars(rate), "per_hour": rate.per_hour, "interval_per_hour": rate.interval} if rate else None
     return {
@@ -150,27 +149,27 @@ def spot_data(plan: SpotPlan, swings: Sequence[Swing]) -> dict[str, Any]:
 
 RENDEZVOUS_PORT = 29400
 RUN_DIR = "/modelwright-runs"
-"""Where the bucket with the checkpoints is mounted."""
+"""Mount point of the bucket with the checkpoints."""
 TARGET_DIR = "/modelwright-target"
-"""Where the machines find a file that the job runs."""
+"""Folder on the machines for the file that the job runs."""
 UV = "~/.local/bin/uv"
-"""SkyPilot puts uv there on every machine (0.14.1). Its own Python is older than ours."""
+"""Path of uv, which SkyPilot 0.14.1 installs on every machine. SkyPilot's own Python is older than ours."""
 ENVIRONMENT = "~/modelwright-environment"
 MOST_RESTARTS = 3
-"""Restarts of a job that fails by itself; interruptions do not count."""
+"""Largest number of restarts of a job that fails; interruptions do not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkyTask:
-    """What the task is to run, and where."""
+    """A task's command, and the machines that run it."""
 
     name: str
     target: str
     """Recipe or YAML file for `modelwright run`."""
     is_file: bool
-    """Whether the target is a file, which the machines get."""
+    """True if the target is a file, which is copied to the machines."""
     extras: Sequence[str] = ()
-    """Of the package, which the job needs."""
+    """Optional dependencies of the package that the job needs."""
     provider: str
     region: str
     instance: str
@@ -180,11 +179,11 @@ class SkyTask:
     interval_s: float
     """Seconds of work between checkpoints."""
     falls_back: bool
-    """Whether on-demand instances are taken where there are no spot instances."""
+    """True if on-demand instances may replace spot instances that are unavailable."""
 
     def plain(self) -> dict[str, Any]:
-        """The task's YAML as plain data. Raises `ConfigError` if there is no source tree to install from, or one that
-        names the field that SkyPilot would refuse.
+        """Returns the task's YAML as plain data. Raises `ConfigError` if the source tree to install from is missing,
+        or, with the name of the field, for a field that SkyPilot would refuse.
         """
         resources: dict[str, Any] = {
             "infra": f"{self.provider}/{self.region}",
@@ -196,57 +195,47 @@ class SkyTask:
         else:
             resources["use_spot"] = True
         root = source_checkout("--skypilot")
-        check_extras(self.extras, root)
+        known = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+        for extra in self.extras:
+            if extra not in known:
+                raise ConfigError(
+                    f"--extras: {extra!r} is not an extra of the package{did_you_mean(extra, list(known))}"
+                )
+        target = f"{TARGET_DIR}/{Path(self.target).name}" if self.is_file else self.target
         mounts: dict[str, Any] = {RUN_DIR: {"name": self.bucket, "mode": "MOUNT"}}
         if self.is_file:
-            mounts[self._target_there] = str(Path(self.target).resolve())
+            mounts[target] = str(Path(self.target).resolve())
+        # The commands of a task run in the source tree.
+        package = f".[{','.join(self.extras)}]" if self.extras else "."
+        setup = (
+            f"{UV} venv --allow-existing --python {PINNED_PYTHON} {ENVIRONMENT}\n"
+            f"{UV} pip install --python {ENVIRONMENT}/bin/python -c constraints.txt {shlex.quote(package)}\n"
+        )
+        run = [
+            *("run", target, "--run-dir", f"{RUN_DIR}/{self.name}"),
+            *("--training.checkpoint_every_minutes", f"{self.interval_s / 60:.6g}"),
+        ]
+        command = f"{ENVIRONMENT}/bin/modelwright"
+        if self.num_nodes > 1:
+            endpoint = f'"$(echo "$SKYPILOT_NODE_IPS" | head -n1):{RENDEZVOUS_PORT}"'
+            command += f" launch --nnodes {self.num_nodes} --rdzv-endpoint {endpoint}"
         task = {
             "name": self.name,
             "workdir": str(root),
             "num_nodes": self.num_nodes,
             "resources": resources,
             "file_mounts": mounts,
-            "setup": self._setup(),
-            "run": self._command() + "\n",
+            "setup": setup,
+            "run": f"{command} {shlex.join(run)}\n",
         }
         check_task(task)
         return task
 
-    @property
-    def _target_there(self) -> str:
-        """The target on the job's machines."""
-        return f"{TARGET_DIR}/{Path(self.target).name}" if self.is_file else self.target
-
-    def _setup(self) -> str:
-        """Installs the package from the source tree, in which the commands of a task are executed."""
-        package = f".[{','.join(self.extras)}]" if self.extras else "."
-        return (
-            f"{UV} venv --allow-existing --python {PINNED_PYTHON} {ENVIRONMENT}\n"
-            f"{UV} pip install --python {ENVIRONMENT}/bin/python -c constraints.txt {shlex.quote(package)}\n"
-        )
-
-    def _command(self) -> str:
-        run = [
-            *("run", self._target_there, "--run-dir", f"{RUN_DIR}/{self.name}"),
-            *("--training.checkpoint_every_minutes", f"{self.interval_s / 60:.6g}"),
-        ]
-        if self.num_nodes == 1:
-            return f"{ENVIRONMENT}/bin/modelwright {shlex.join(run)}"
-        endpoint = f'"$(echo "$SKYPILOT_NODE_IPS" | head -n1):{RENDEZVOUS_PORT}"'
-        launch = f"{ENVIRONMENT}/bin/modelwright launch --nnodes {self.num_nodes} --rdzv-endpoint {endpoint}"
-        return f"{launch} {shlex.join(run)}"
-
-
-def check_extras(extras: Sequence[str], root: Path) -> None:
-    """Raise `ConfigError` for an extra that the source tree's package does not have."""
-    known = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    for extra in extras:
-        if extra not in known:
-            raise ConfigError(f"--extras: {extra!r} is no extra of the package{did_you_mean(extra, list(known))}")
-
 
 def check_task(task: dict[str, Any]) -> None:
-    """Raise `ConfigError` if the task has a field or a value that the schema does not know."""
+    """Raises `ConfigError` if the task has a field or a value that the schema does not allow."""
+    import jsonschema  # which plans without a task do not need
+
     text = (files("modelwright_plan") / "skypilot_task.schema.json").read_text(encoding="utf-8")
     validator = jsonschema.Draft202012Validator(json.loads(text))
     for error in validator.iter_errors(task):

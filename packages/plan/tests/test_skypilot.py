@@ -68,7 +68,7 @@ def test_the_machines_install_the_source_tree_with_its_pinned_versions(tmp_path:
 def test_an_extra_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--skypilot", str(tmp_path / "task.yaml"), "--target", "quickstart", "--extras", "imagse"]
     assert main([*WORDS, *TASK, *words]) == 2
-    assert "--extras: 'imagse' is no extra of the package; did you mean 'images'?" in capsys.readouterr().err
+    assert "--extras: 'imagse' is not an extra of the package; did you mean 'images'?" in capsys.readouterr().err
 
 
 def test_a_file_is_taken_along_and_runs_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

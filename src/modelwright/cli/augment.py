@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import field, make_dataclass
 from difflib import SequenceMatcher
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from modelwright.cli.display import choose_display
+from modelwright.cli.display import shown_progress
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError
@@ -86,12 +85,9 @@ def augment(words: Sequence[str]) -> int:
         if not pairs:
             console.print("no document changes; check --augment.methods and the kinds of the documents")
         return 0
-    display = choose_display(sys.stderr)
-    try:
+    with shown_progress() as display:
         for line in augment_sources(config.data, config.augment, methods, Path(options.out), display):
             print(line)
-    finally:
-        display.end()
     return 0
 
 

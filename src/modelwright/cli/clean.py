@@ -1,11 +1,10 @@
 """`modelwright clean`: cleans text into a folder, without a run, and explains the cleaning of one document."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from modelwright.cli.display import choose_display
+from modelwright.cli.display import shown_progress
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.config import merge, parse
 from modelwright.core.errors import ConfigError
@@ -77,14 +76,11 @@ def clean(words: Sequence[str]) -> int:
     config = parse(CleanCommandConfig, merge(base, read_overrides(CleanCommandConfig, settings, _FLAGS)))
     from modelwright.pipeline.cleaning import clean_sources, try_cleaning
 
-    display = choose_display(sys.stderr)
-    try:
+    with shown_progress() as display:
         if options.dry_run:
             lines = try_cleaning(config.data, config.clean, display)
         else:
             lines = clean_sources(config.data, config.clean, options.out, display, parquet=options.parquet)
-    finally:
-        display.end()
     print("\n".join(lines))
     return 0
 

@@ -1,10 +1,9 @@
 """`modelwright compare`: two models on the same records."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
-from modelwright.cli.display import choose_display
+from modelwright.cli.display import shown_progress
 from modelwright.cli.parsers import Command, new_parser
 
 
@@ -40,11 +39,8 @@ def compare(words: Sequence[str]) -> int:
         resamples=options.resamples, max_new_tokens=options.max_new_tokens, num_records=options.num_records
     )
     first, second = (find_model(find_target(word)) for word in (options.first, options.second))
-    display = choose_display(sys.stderr)
-    try:
+    with shown_progress() as display:
         result = compare_models(first, second, options.sources, config, display)
-    finally:
-        display.end()
     print(result.as_json() if options.json else result.table())
     return 0
 

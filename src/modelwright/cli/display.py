@@ -2,7 +2,10 @@
 `core.progress.Progress`. They know numbers and names, not the work behind them.
 """
 
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console
@@ -23,6 +26,16 @@ def choose_display(stream: TextIO) -> Progress:
     """Returns a live line if `stream` is a terminal that can redraw, plain lines otherwise."""
     console = Console(file=stream, highlight=False)
     return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(stream)
+
+
+@contextmanager
+def shown_progress() -> Iterator[Progress]:
+    """Shows the progress of the block on the error stream."""
+    display = choose_display(sys.stderr)
+    try:
+        yield display
+    finally:
+        display.end()
 
 
 class TaskProgress:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelwright.cli.display import choose_display
+from modelwright.cli.display import shown_progress
 from modelwright.cli.parsers import Command, new_parser
 
 
@@ -42,11 +42,8 @@ def evaluate(words: Sequence[str]) -> int:
     found = find_model(find_target(options.target), stage=options.stage, int8=options.int8)
     name = f"lm-eval-{options.tasks.resolve().stem}.json"
     target = found.run.path / name if found.run is not None else Path(f"{found.source.name}-{name}")
-    display = choose_display(sys.stderr)
-    try:
+    with shown_progress() as display:
         results = evaluate_tasks(found, tasks, config, display)
-    finally:
-        display.end()
     written = write_results(results, options.out or target)
     print(as_json(results) if options.json else table(results))
     print(f"Model: {found.source.describe()}\nResults: {written}", file=sys.stderr)

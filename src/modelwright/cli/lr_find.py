@@ -1,12 +1,11 @@
 """`modelwright lr-find`: proposes a peak learning rate for a recipe by a short sweep over rates."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from modelwright.cli.config import setting_names
-from modelwright.cli.display import choose_display
+from modelwright.cli.display import shown_progress
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.recipes import recipe_names
 from modelwright.core.errors import ConfigError
@@ -55,11 +54,8 @@ def lr_find(words: Sequence[str]) -> int:
         )
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out: {folder} is a file; choose a folder")
-    display = choose_display(sys.stderr)
-    try:
+    with shown_progress() as display:
         result = range_test(request.config, request.run, folder, test, words=["lr-find", *words], progress=display)
-    finally:
-        display.end()
     print(f"proposed peak  {result.proposal:.3g}   (a tenth of {result.lowest:.3g}, where the loss was lowest)")
     print(f"steepest fall  {result.steepest:.3g}")
     print(f"configured     {request.config.first_training.learning_rate:.3g}")

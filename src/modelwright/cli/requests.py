@@ -2,13 +2,13 @@
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
-from modelwright.cli.display import choose_display
+from modelwright.cli.display import shown_progress
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.errors import ConfigError
 
@@ -59,22 +59,16 @@ def requests(words: Sequence[str]) -> int:
     if options.command == "prune":
         from modelwright.serve.account.request_store import delete_before
 
-        try:
+        with closing(database):
             with database.transaction():
                 count = delete_before(database, time.time() - options.older_than_days * DAY_S)
             database.vacate()  # after the transaction: SQLite returns space to the disk only outside of one
-        finally:
-            database.close()
         print(f"{count:,} records deleted")
         return 0
     from modelwright.serve.account.request_store import export_records
 
-    display = choose_display(sys.stderr)
-    try:
+    with closing(database), shown_progress() as display:
         count = export_records(database, options.target, since=options.since, until=options.until, progress=display)
-    finally:
-        display.end()
-        database.close()
     print(f"{count:,} records in {options.target}")
     return 0
 

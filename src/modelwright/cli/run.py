@@ -3,14 +3,13 @@ processes started here, and shows the outcome.
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from modelwright.cli.config import setting_names
-from modelwright.cli.display import choose_display, duration
+from modelwright.cli.display import duration, shown_progress
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.processes import Say, is_first, is_started, print_ending, supervise
 from modelwright.cli.recipes import recipe_names
@@ -130,8 +129,7 @@ def carry_out(
         if hosts or num_processes > 1:
             return start_processes(start, line, request.config, request.run, only)
     started = time.monotonic()
-    display = choose_display(sys.stderr)
-    try:
+    with shown_progress() as display:
         # One process speaks for all: they have the same request.
         for note in request.notes if is_first() else ():
             display.note(note)
@@ -145,8 +143,6 @@ def carry_out(
             elastic=hosts is not None,
             restart=options.restart,
         )
-    finally:
-        display.end()
     if done.is_first:
         print(_summary(done, request, time.monotonic() - started))
     return 0

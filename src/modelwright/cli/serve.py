@@ -1,4 +1,4 @@
-"""`modelwright serve`: serves a model over HTTP; also the model and the settings of a server, from a command's words."""
+"""`modelwright serve`: serves a model over HTTP. Also reads the model and the settings of a server from words."""
 
 import argparse
 import sys

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modelwright.compress.int8_linear import WEIGHT_LEVELS, GridLinear, Int8Embedding, Int8Linear
+from modelwright.compress.integer_linear import WEIGHT_LEVELS, GridLinear, Int8Embedding, Int8Linear
 from modelwright.core.errors import ModelError
 from modelwright.infer.kv_cache import PagedCache
 from modelwright.infer.sequence import DecodeRow

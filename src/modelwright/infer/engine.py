@@ -17,7 +17,14 @@ from modelwright.core.errors import ConfigError
 from modelwright.infer.decode_operator import decode_operator
 from modelwright.infer.kv_cache import BlockManager, PagedCache, PrefixCache
 from modelwright.infer.model_runner import CONTEXT_STEP, ModelRunner
-from modelwright.infer.products import MULTIPLES, Product, adapter_row_multiple, fastest_head, stable_row_multiple
+from modelwright.infer.products import (
+    MULTIPLES,
+    Product,
+    adapter_row_multiple,
+    fastest_head_kind,
+    head_of,
+    stable_row_multiple,
+)
 from modelwright.infer.sampler import SampleRequest, sample
 from modelwright.infer.scheduler import PromptLookup, Scheduler
 from modelwright.infer.sequence import (
@@ -153,7 +160,7 @@ class Engine:
         model.eval()
         weight = model.norm.weight
         cache = PagedCache(model.config, num_blocks, config.block_size, dtype=weight.dtype, device=weight.device)
-        head = head or fastest_head(model)
+        head = head or head_of(model, fastest_head_kind(model))
         # Measured with the head that serves: each kernel has its own row counts at which it sums in another order.
         multiple = stable_row_multiple(model, head) if config.batch_invariant else 1
         self.is_batch_invariant = config.batch_invariant and multiple > 0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from modelwright.infer.sequence import Sequence
 from modelwright.model.config import ModelConfig
-from modelwright.ops.rope import RopeScaling
+from modelwright.ops.rope_norm_swiglu import RopeScaling
 
 
 class BlockManager:

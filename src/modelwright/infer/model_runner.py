@@ -31,8 +31,7 @@ from modelwright.model.adapter_bank import AdapterSet
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Attend, AttentionSpec, Decoder, Insert
 from modelwright.model.vision.llava import image_prefix, replaced
-from modelwright.ops.attention import masked_attention, packed_tiles
-from modelwright.ops.capped_attention import masked_capped_attention
+from modelwright.ops.attention import masked_attention, masked_capped_attention, packed_tiles
 from modelwright.ops.selected_attention import selected_attention
 
 CONTEXT_STEP = 64

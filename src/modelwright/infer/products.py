@@ -36,20 +36,15 @@ _ROWS = (4, 32)
 
 
 @torch.inference_mode()
-def fastest_head(model: Decoder) -> Product:
-    """The fastest way to multiply by the head on this machine; all ways agree up to rounding."""
-    return head_of(model, fastest_head_kind(model))
-
-
-@torch.inference_mode()
 def fastest_head_kind(model: Decoder) -> HeadKind:
-    """Name of the method that `fastest_head` measures as the fastest; engines that must agree bit for bit need the same
-    one.
+    """Returns the kind of head that is measured as the fastest on this machine. All kinds agree up to rounding; engines
+    that must agree bit for bit need the same one.
     """
-    is_quantized = not (model.head is None or isinstance(model.head, nn.Linear))  # it brings its own product
+    if not (model.head is None or isinstance(model.head, nn.Linear)):
+        return "plain"  # a quantized head brings its own product
     has_operators = all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
     on_cpu = model.head_weight.device.type == "cpu" and model.head_weight.dtype == torch.float32
-    if is_quantized or not (on_cpu and torch.backends.mkldnn.is_available() and has_operators):
+    if not (on_cpu and torch.backends.mkldnn.is_available() and has_operators):
         return "plain"
     seconds = dict.fromkeys(HEAD_KINDS, 0.0)
     for kind in HEAD_KINDS:

@@ -23,8 +23,8 @@ from modelwright.model.adapters import ADAPTER
 from modelwright.model.decoder import Decoder
 from modelwright.model.low_rank import MAGNITUDE, A, B, LowRank
 from modelwright.model.peft_folder import read_adapter
-from modelwright.ops.linear_gemms import multiply_add
 from modelwright.ops.lowp_linear import in_float
+from modelwright.ops.matmul import multiply_add
 
 BASE = ""
 """The name under which the model computes without an adapter."""

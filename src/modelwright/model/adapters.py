@@ -14,11 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core.errors import ConfigError
-from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder, Linear, StoredParameters
-from modelwright.model.frozen_weight import CODES, SCALES, FrozenWeight, PackedFormat, pack, unpack
-from modelwright.model.low_rank import A, B, LowRank, initial_a, row_norms
+from modelwright.model.low_rank import (
+    CODES,
+    SCALES,
+    A,
+    AdapterConfig,
+    B,
+    FrozenWeight,
+    LowRank,
+    PackedFormat,
+    initial_a,
+    pack,
+    row_norms,
+    unpack,
+)
 
 ADAPTER = ".adapter."
 """Infix of the names of adapter parameters, after the name of the projection."""

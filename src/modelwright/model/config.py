@@ -9,7 +9,7 @@ from typing import Literal
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.ops.rope import RopeScaling
+from modelwright.ops.rope_norm_swiglu import RopeScaling
 
 AttentionGate = Literal["none", "head", "element"]
 """Gate on attention's output (Qiu et al. 2025, arXiv 2505.06708): none, or sigmoids of a projection of the layer's

@@ -17,23 +17,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import Activation, ModelConfig
-from modelwright.model.frozen_weight import FrozenWeight
 from modelwright.model.head_selection import HeadSelection
+from modelwright.model.low_rank import AdapterConfig, FrozenWeight
 from modelwright.ops.cross_entropy import (
     CHUNK_TOKENS,
+    LinearHead,
     LossOfLogits,
     linear_cross_entropy,
     soft_cap_logits,
     soft_capped,
     softmax_loss,
+    token_log_probs,
+    token_log_probs_and_entropies,
 )
 from modelwright.ops.distillation_loss import Teacher, distillation_loss
-from modelwright.ops.norm import rms_norm
-from modelwright.ops.rope import apply_rope, document_lengths, rope_tables, scaled_rope_tables
-from modelwright.ops.swiglu import gated_gelu, swiglu
-from modelwright.ops.token_log_probs import LinearHead, token_log_probs, token_log_probs_and_entropies
+from modelwright.ops.rope_norm_swiglu import (
+    apply_rope,
+    document_lengths,
+    gated_gelu,
+    rms_norm,
+    rope_tables,
+    scaled_rope_tables,
+    swiglu,
+)
 
 
 class AttentionSpec(NamedTuple):
@@ -71,7 +78,7 @@ EmbeddingHook = Callable[[Tensor, Tensor, Tensor], Tensor]
 first [B, T, D] or, with sequence parallelism, this rank's tokens of it.
 """
 Insert = Callable[[Tensor], Tensor]
-"""`embeddings [B, T, D] -> embeddings`: replaces some in one forward pass (`vision/image_prefix.py`)."""
+"""`embeddings [B, T, D] -> embeddings`: replaces some in one forward pass (`vision/llava.py`)."""
 
 
 class Adapter(Protocol):
@@ -270,7 +277,7 @@ class StoredParameters(Protocol):
 
 class Decoder(nn.Module):
     """A decoder-only transformer; passes (checkpointing, compile, sharding) work on `blocks`. stored: source of the
-    weights while parameters are on the meta device; a layout then reads this rank's part (`parallel/full_state.py`).
+    weights while parameters are on the meta device; a layout then reads this rank's part (`parallel/sharded_weights.py`).
     adapters: their settings, `r` 0 without; base_fingerprint: identifies the weights that they were attached to
     (`adapters.py`).
     """

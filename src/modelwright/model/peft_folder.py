@@ -22,12 +22,10 @@ from torch import Tensor
 
 from modelwright.core.artifacts import make_folder, write_atomic
 from modelwright.core.errors import ConfigError, ModelError, writing
-from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import ADAPTER, adapters_of, attach_adapters, base_fingerprint, own_projections
 from modelwright.model.decoder import Decoder
-from modelwright.model.hf import hf_name, type_of
-from modelwright.model.low_rank import MAGNITUDE, A, B, row_norms
-from modelwright.model.stored_weights import read_json, read_tensors
+from modelwright.model.hf import hf_name, read_json, read_tensors, type_of
+from modelwright.model.low_rank import MAGNITUDE, A, AdapterConfig, B, row_norms
 
 Value = TypeVar("Value", int, float)
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

@@ -21,8 +21,7 @@ from modelwright.core.errors import ModelError
 from modelwright.data.images.decode import square_pixels
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
-from modelwright.model.hf import load_model, save_tensors, set_parameter
-from modelwright.model.stored_weights import read_json, read_tensors
+from modelwright.model.hf import load_model, read_json, read_tensors, save_tensors, set_parameter
 from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import save_vision_tower
 from modelwright.model.vision.vit import VisionTower

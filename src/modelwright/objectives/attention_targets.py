@@ -16,8 +16,8 @@ from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batch import TokenBatch
+from modelwright.model.attention import HeadInputs
 from modelwright.model.config import ModelConfig
-from modelwright.model.layer_taps import HeadInputs
 from modelwright.ops.attention_divergence import QueriesAndKeys, attention_divergence, relation_loss
 
 AttentionForm = Literal["relations", "distributions"]

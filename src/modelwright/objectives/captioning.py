@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from modelwright.core.compatibility import WHOLE_LAYERS, WHOLE_ROWS, Feature, feature
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.images.store import ImageStore
+from modelwright.data.rows.ahead import PlannedRows
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.data.rows.batching.augmented import PlannedRows
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import load_vision_tower
-from modelwright.model.vision.image_prefix import IMAGES, PIXELS, ImagePrefix
+from modelwright.model.vision.llava import IMAGES, PIXELS, ImagePrefix
 from modelwright.model.vision.vit import VisionTower
 from modelwright.objectives.image_batches import fill_squares, image_batches, image_numbers
 from modelwright.objectives.next_token import num_targets

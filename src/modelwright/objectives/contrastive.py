@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from modelwright.core.compatibility import SYNCHRONOUS_UPDATES, WHOLE_BATCHES, WHOLE_ROWS, Feature, feature
 from modelwright.core.errors import ConfigError
 from modelwright.data.images.store import ImageStore
+from modelwright.data.rows.ahead import PlannedRows
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.data.rows.batching.augmented import PlannedRows
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.vision.config import VisionConfig
@@ -33,8 +33,7 @@ from modelwright.objectives.alignment_heads import CODE, IMAGE, SCALE, TEXT, ali
 from modelwright.objectives.image_batches import fill_squares, image_batches, image_numbers
 from modelwright.objectives.pairs import Pairs
 from modelwright.ops.piece_sums import piece_ends, piece_keys, piece_means
-from modelwright.parallel.mesh import World, single
-from modelwright.parallel.tp_collectives import gather_rows
+from modelwright.parallel.mesh import World, gather_rows, single
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import ModelLayout, Objective, Terms
 

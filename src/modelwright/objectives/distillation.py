@@ -17,16 +17,15 @@ from torch import Tensor, nn
 from modelwright.core.compatibility import EAGER_BLOCKS, LAYER_OUTPUTS, WHOLE_LAYERS, WHOLE_ROWS
 from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batch import TokenBatch
+from modelwright.model.attention import LayerTaps
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.model.layer_taps import LayerTaps
 from modelwright.objectives.attention_targets import AttentionForm, AttentionTargets, attention_targets
 from modelwright.objectives.next_token import num_targets, numbered_batches
 from modelwright.objectives.teacher import TeacherModel
 from modelwright.objectives.teacher_cache import LOG_PROBS, TOKENS, TeacherCache
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.ops.distillation_loss import FORWARD, Teacher, TopTokens
-from modelwright.ops.divergences import DivergenceKind
+from modelwright.ops.distillation_loss import FORWARD, DivergenceKind, Teacher, TopTokens
 from modelwright.train.objective import BatchSource, Metric, Objective, Terms
 
 

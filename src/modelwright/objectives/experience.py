@@ -15,7 +15,7 @@ from torch import Tensor
 
 from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.data.rows.batching.order import permutation
+from modelwright.data.rows.order import permutation
 from modelwright.objectives.completion_rows import RowPlan, completion_batch
 from modelwright.objectives.rollouts import Rollout, gather_rows, share
 from modelwright.parallel.mesh import World

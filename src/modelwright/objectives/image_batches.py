@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from modelwright.data.images.store import ImageStore
+from modelwright.data.rows.ahead import ImagesAhead, Look, PlannedRows, own_images
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.data.rows.batching.augmented import PlannedRows
-from modelwright.data.rows.cache.lookahead import ImagesAhead, Look, own_images
 from modelwright.data.rows.cache.reader import BlockReader
 from modelwright.model.vision.config import VisionConfig
 from modelwright.objectives.next_token import numbered_batches

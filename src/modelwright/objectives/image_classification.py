@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from modelwright.compress.grid_model import TrainedGrid
+from modelwright.compress.int8 import TrainedGrid
 from modelwright.core.compatibility import (
     EQUAL_REPLICAS,
     SAME_UNITS,
@@ -36,13 +36,11 @@ from modelwright.core.compatibility import (
 from modelwright.core.config import only_for
 from modelwright.core.errors import ConfigError
 from modelwright.data.images.store import LabeledImages
+from modelwright.data.rows.ahead import PlannedRows, images_of, own_images
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.data.rows.batching.augmented import PlannedRows
-from modelwright.data.rows.cache.lookahead import images_of, own_images
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.model.vision.batch_norm import statistics_over
-from modelwright.model.vision.classifier import ImageClassifier, Shape, forward_flops, has_batch_norm
+from modelwright.model.vision.classifier import ImageClassifier, Shape, forward_flops, has_batch_norm, statistics_over
 from modelwright.model.vision.config import ResNetConfig, VisionConfig
 from modelwright.model.vision.folders import load_vision_tower
 from modelwright.model.vision.vit import VisionTower
@@ -50,8 +48,7 @@ from modelwright.objectives.image_augmentation import Augmented, ImageAugmentati
 from modelwright.objectives.image_batches import image_batches
 from modelwright.ops.image_augment import soft_target
 from modelwright.ops.int_grid import WeightGrid
-from modelwright.parallel.mesh import World, single
-from modelwright.parallel.tp_collectives import gather_rows
+from modelwright.parallel.mesh import World, gather_rows, single
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import ModelLayout, Objective, Terms
 from modelwright.train.techniques.fake_quantization import QuantizationAwareConfig

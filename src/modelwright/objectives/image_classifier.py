@@ -1,7 +1,7 @@
 """`TrainedClassifier`: a trained image classifier, which maps image files to probabilities of classes.
 
 Its folder has `classifier.safetensors` with weights and running statistics, and `classifier.json` with the shape and
-the names of the classes. A quantized classifier also has its grid, which `compress/grid_model.py` writes: convolutions
+the names of the classes. A quantized classifier also has its grid, which `compress/int8.py` writes: convolutions
 and projections are integers with batch norms folded in, the first layer and the head keep their format.
 
 Legend: N images, K classes, S pixels of a side.
@@ -20,15 +20,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from modelwright.compress.fold import fold_batch_norms
-from modelwright.compress.grid_linear import GridLinear
-from modelwright.compress.grid_model import TrainedGrid
+from modelwright.compress.int8 import TrainedGrid
+from modelwright.compress.integer_linear import GridLinear
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.data.images.decode import square_pixels
 from modelwright.model.decoder import Linear
-from modelwright.model.hf import save_tensors
-from modelwright.model.stored_weights import read_json, read_tensors
+from modelwright.model.hf import read_json, read_tensors, save_tensors
 from modelwright.model.vision.classifier import ImageClassifier, Shape
 from modelwright.model.vision.config import ResNetConfig, VisionConfig
 from modelwright.objectives.image_classification import normalized

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.data.rows.prompts import prompt_numbers
+from modelwright.data.rows.examples import prompt_numbers
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.experience import Experience, ExperienceBuffer, ReferenceModel
 from modelwright.objectives.heldout_rewards import HeldoutRewards

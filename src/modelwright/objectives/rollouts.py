@@ -20,8 +20,8 @@ from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import part_sizes
-from modelwright.data.rows.batching.order import BatchingConfig
-from modelwright.data.rows.prompts import PromptRecord
+from modelwright.data.rows.examples import PromptRecord
+from modelwright.data.rows.order import BatchingConfig
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import Completion, generate

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from modelwright.data.rows.batch import TokenBatch
+from modelwright.model.attention import HeadInputs, LayerTaps
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.model.layer_taps import HeadInputs, LayerTaps
 from modelwright.ops.cross_entropy import CHUNK_TOKENS, soft_cap_logits
-from modelwright.ops.distillation_loss import TeacherHead
-from modelwright.ops.divergences import DivergenceKind
+from modelwright.ops.distillation_loss import DivergenceKind, TeacherHead
 from modelwright.parallel.mesh import World
 from modelwright.train.frozen_model import FrozenModel
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from modelwright.ops.linear_gemms import PLAIN, LinearGemms, multiply
-from modelwright.ops.lowp_emulation import product
+from modelwright.ops.matmul import PLAIN, LinearGemms, multiply, product
 from modelwright.ops.quantize import (
     ROW_BLOCKS,
     ROWWISE,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from modelwright.ops.lowp_emulation import upcast
+from modelwright.ops.matmul import upcast
 
 Span = tuple[int, int]
 """`(start, end)` of consecutive tokens of a row."""

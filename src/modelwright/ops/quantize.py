@@ -6,18 +6,27 @@ in DeepSeek-V3 (2024, section 3.3): 1 x 128 for activations and gradients, 128 x
 the hardware's kernel if there is one; `scaled_product_naive` is the definition, and runs anywhere.
 
 Legend: M, N rows of the factors, K the summed dimension, R rows of either, G groups.
+
+The product with a frozen weight that is stored packed: forward and backward unpack it again, some rows at a time.
+
+Weights in four bits: NormalFloat (QLoRA, Dettmers et al. 2023, section 3), two codes in a byte.
+
+Each run of 64 weights of a row has one FP32 scale, its largest magnitude; a code is the number of the nearest of 16
+levels, quantiles of a normal distribution scaled to [-1, 1]. Together 0.56 bytes per weight.
+
+Legend: O outputs, I inputs, P bytes of a row.
 """
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from modelwright.ops import cpu_kernels
-from modelwright.ops.lowp_emulation import is_emulated
+from modelwright.ops.matmul import is_emulated
 
 log = logging.getLogger("modelwright.ops")
 
@@ -214,3 +223,81 @@ def _laid_out(scales: Tensor, grid: Grid) -> Tensor:
         num_columns = scales.shape[1]
         return torch.nn.functional.pad(scales.contiguous(), (0, -num_columns % 4))[:, :num_columns]
     return scales.contiguous()
+
+
+RowBlocks = Callable[[Tensor, Tensor], Iterator[Tensor]]
+"""`(codes, scales)` -> consecutive rows of the weight [O, I], together all of them."""
+Product = Callable[[Tensor, Tensor], Tensor]
+"""`(x [..., I], weight [O, I])` -> [..., O]."""
+
+
+def packed_product(x: Tensor, codes: Tensor, scales: Tensor, row_blocks: RowBlocks, product: Product) -> Tensor:
+    """Returns product(x, W), [..., O] for x [..., I]. Its gradient is the same product of the output's gradient with W
+    transposed. Saves codes and scales for backward, neither x nor W. Differentiable once, in x.
+    """
+    return _PackedProduct.apply(x, codes, scales, row_blocks, product)  # type: ignore[return-value]
+
+
+def packed_product_naive(x: Tensor, codes: Tensor, scales: Tensor, row_blocks: RowBlocks, product: Product) -> Tensor:
+    """The definition, with the whole weight: the reference for `packed_product`."""
+    return product(x, torch.cat(list(row_blocks(codes, scales))))
+
+
+class _PackedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, codes, scales, row_blocks, product):
+        ctx.save_for_backward(codes, scales)
+        ctx.row_blocks, ctx.product, ctx.dtype = row_blocks, product, x.dtype
+        parts = [product(x, rows_RI) for rows_RI in row_blocks(codes, scales)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None
+        dx, start = None, 0
+        for rows_RI in ctx.row_blocks(*ctx.saved_tensors):
+            part = ctx.product(grad[..., start : start + rows_RI.shape[0]], rows_RI.T)
+            # Several parts are added up in FP32 at least.
+            dx = part if dx is None else dx.to(torch.promote_types(part.dtype, torch.float32)) + part
+            start += rows_RI.shape[0]
+        assert dx is not None
+        return dx.to(ctx.dtype), None, None, None, None
+
+
+RUN_LEN = 64
+RUNS: Grid = (1, RUN_LEN)
+"""The groups of weights that share a scale."""
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""QLoRA, appendix E."""
+
+
+def quantize_nf4(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns codes [O, P] as uint8, the even columns' in the lower halves of the bytes, and FP32 scales [O, runs]. The
+    last run of a row may be shorter; a row of odd length ends in half a byte.
+    """
+    scales = group_maxima(weight_OI, RUNS).clamp_min_(_TINY)
+    levels = torch.tensor(LEVELS, device=weight_OI.device)
+    between = (levels[1:] + levels[:-1]) / 2
+    codes_OI = torch.bucketize(weight_OI.float() / spread(scales, weight_OI, RUNS), between).to(torch.uint8)
+    codes_OI = torch.nn.functional.pad(codes_OI, (0, codes_OI.shape[1] % 2))
+    return codes_OI[:, ::2] | (codes_OI[:, 1::2] << 4), scales
+
+
+def dequantize_nf4(codes_OP: Tensor, scales: Tensor, num_inputs: int) -> Tensor:
+    """Returns the weight [O, I] in the format of the scales."""
+    # A table of all 256 bytes gives two weights per lookup.
+    levels = torch.tensor(LEVELS, device=codes_OP.device, dtype=scales.dtype)
+    pairs = torch.stack((levels.repeat(16), levels.repeat_interleave(16)), dim=1)
+    weight_OI = pairs[codes_OP.int()].flatten(1)
+    # Whole runs are scaled in place, without a copy of the scales as large as the weight.
+    if num_inputs % RUN_LEN == 0:
+        weight_OI.unflatten(1, (-1, RUN_LEN)).mul_(scales[..., None])
+        return weight_OI
+    weight_OI = weight_OI[:, :num_inputs]
+    return weight_OI.mul_(spread(scales, weight_OI, RUNS))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from modelwright.ops import cpu_kernels
 from modelwright.ops.attention import Tiles, whole_rows_backward, whole_rows_forward
-from modelwright.ops.lowp_emulation import upcast
+from modelwright.ops.matmul import upcast
 
 
 def selected_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, open_BTH: Tensor, tiles: Tiles) -> Tensor:

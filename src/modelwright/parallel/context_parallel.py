@@ -26,8 +26,7 @@ from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import ALL_TOKENS, packed_attend, tiled_attention
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Attend, AttentionSpec
-from modelwright.ops.attention import masked_attention, packed_tiles
-from modelwright.ops.capped_attention import capped_attention, masked_capped_attention
+from modelwright.ops.attention import capped_attention, masked_attention, masked_capped_attention, packed_tiles
 from modelwright.ops.partial_attention import (
     Visible,
     add_keys,
@@ -37,8 +36,7 @@ from modelwright.ops.partial_attention import (
     visible_mask,
 )
 from modelwright.parallel.config import ContextAttention
-from modelwright.parallel.mesh import World
-from modelwright.parallel.tp_collectives import gathered, summed_slice, with_gradient
+from modelwright.parallel.mesh import World, gathered, summed_slice, with_gradient
 
 _KEYS, _GRADIENTS = 0, 1
 """Tags of the two kinds of messages, which may be in flight between two ranks at once."""

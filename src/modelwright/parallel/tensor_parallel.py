@@ -34,13 +34,12 @@ from torch.func import functional_call
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Adapter, Block, Decoder, Linear, RMSNorm, add_bias, decoders_in
-from modelwright.model.frozen_weight import CODES, SCALES, FrozenWeight
-from modelwright.model.low_rank import MAGNITUDE, A, B, Factors, LowRank
-from modelwright.ops.cross_entropy import linear_cross_entropy
-from modelwright.ops.nf4 import RUN_LEN
-from modelwright.ops.token_log_probs import LinearHead
-from modelwright.parallel.mesh import World, axis_world
-from modelwright.parallel.tp_collectives import (
+from modelwright.model.low_rank import CODES, MAGNITUDE, SCALES, A, B, Factors, FrozenWeight, LowRank
+from modelwright.ops.cross_entropy import LinearHead, linear_cross_entropy
+from modelwright.ops.quantize import RUN_LEN
+from modelwright.parallel.mesh import (
+    World,
+    axis_world,
     enter,
     gather,
     gather_replicated,

@@ -18,8 +18,8 @@ from modelwright.data.augment.methods import known_methods
 from modelwright.data.rows.cache.row_cache import RowCacheConfig
 from modelwright.data.sources.sources import SourceConfig
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig
-from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import ModelConfig
+from modelwright.model.low_rank import AdapterConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.stage import StageSpec
 from modelwright.serve.config import RequestsConfig, ServeConfig

@@ -21,13 +21,19 @@ from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir
 from modelwright.ops import cpu_kernels
-from modelwright.ops.kernel_speed import KERNELS
+from modelwright.ops.cpu_kernels import KERNELS
 from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.control_plane import Heartbeat
 from modelwright.parallel.elastic import join_as_fits
-from modelwright.parallel.heartbeat import Heartbeat
 from modelwright.parallel.mesh import World, join_world
-from modelwright.parallel.topology.link_costs import LinksConfig
-from modelwright.parallel.topology.rank_mapping import DEFAULT_TRAFFIC, AxisTraffic, Placement, find_places, take_places
+from modelwright.parallel.topology.links import (
+    DEFAULT_TRAFFIC,
+    AxisTraffic,
+    LinksConfig,
+    Placement,
+    find_places,
+    take_places,
+)
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.layout import expected_traffic, planned
 from modelwright.pipeline.resolve import check_device, resolve_inputs, resolved_device

@@ -7,7 +7,7 @@ configurations are the same run if their sources and the model that is trained a
 
 import glob
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from modelwright.compress.int8 import HOPELESS, backend_times
-from modelwright.compress.int8_linear import quantize_rows
+from modelwright.compress.integer_linear import quantize_rows
 from modelwright.core.artifacts import is_finished
 from modelwright.core.config import dump, flatten
 from modelwright.core.errors import ConfigError
@@ -26,7 +26,7 @@ from modelwright.core.rundir import RunDir
 from modelwright.core.texts import redact_text
 from modelwright.data.clean.config import CleanConfig
 from modelwright.model.config import ModelConfig
-from modelwright.ops.lowp_emulation import is_emulated
+from modelwright.ops.matmul import is_emulated
 from modelwright.ops.microbenchmark import undisturbed
 from modelwright.pipeline.config import HardwareConfig, RunConfig
 from modelwright.pipeline.estimate.cost import size
@@ -65,10 +65,11 @@ def resolve(config: RunConfig, previous: RunConfig | None, progress: Progress) -
     device = kept.device if kept and wish.device == "auto" else resolved_device(wish.device)
     check_device(device)
     config = replace(config, hardware=HardwareConfig(device=device, num_threads=threads))
-    same_model = previous is not None and dump(previous.model) == dump(config.model)  # a file has no constants
-    config = _resolve_onednn(config, previous if same_model else None, progress)
-    config = _resolve_precision(config, previous if same_model else None, progress)
-    return _resolve_int8(config, previous if same_model else None, progress)
+    if previous and dump(previous.model) != dump(config.model):  # dumped, because a file has no constants
+        previous = None
+    config = _decide(config, previous if device == "cpu" else None, "fp32_matmul", _measure_fp32, progress)
+    config = _decide(config, previous, "policy", _measure_policy, progress)
+    return _resolve_int8(config, previous, progress)
 
 
 def resolved_device(device: str) -> Literal["cpu", "cuda"]:
@@ -226,75 +227,59 @@ def product_rate(config: RunConfig, precision: PrecisionConfig, note: Callable[[
     return measured_rates(config, precision, note)[known_as]
 
 
-def _resolve_onednn(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
-    """Chooses the kernels of FP32 matrix products on the CPU."""
-    open_stages = _open_stages(config, "fp32_matmul")
-    kept = _kept(previous, "fp32_matmul", open_stages)
-    if not open_stages:
+def _decide(
+    config: RunConfig,
+    previous: RunConfig | None,
+    setting: str,
+    measure: Callable[[RunConfig, Progress], str],
+    progress: Progress,
+) -> RunConfig:
+    """Replaces `auto` in a setting of `precision` by the earlier choices of the run, or by what is measured here."""
+    stages = [one.name for one in config.trainings if getattr(config.section(one).precision, setting) == "auto"]
+    if not stages:
         return config
-    if config.hardware.device != "cpu":
-        chosen = dict.fromkeys(open_stages, "default")
-    elif kept:
-        chosen = kept
+    if previous and previous.trainings:
+        # A training that is new in the run uses the choice of the run's first one.
+        before = [previous.sections.get(name, previous.first_training) for name in stages]
+        chosen = {name: getattr(one.precision, setting) for name, one in zip(stages, before, strict=True)}
     else:
-        check_size(config.model)
-        torch.set_num_threads(config.hardware.num_threads)
-        measure = partial(onednn_speed_up, matrix_shapes(config.model), num_rows=_probe_tokens(config))
-        speed_up = undisturbed(measure, OtherProcesses()).value
-        chosen = dict.fromkeys(open_stages, "onednn" if speed_up >= CLEARLY_FASTER else "default")
-        if speed_up >= CLEARLY_FASTER:
-            progress.note(f"FP32 products: oneDNN's, as exact as PyTorch's own and {speed_up:.1f}x as fast here")
-    return _with_precision(config, {name: {"fp32_matmul": kernels} for name, kernels in chosen.items()})
-
-
-def _with_precision(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """Replaces fields of `precision`. changes: new values by stage."""
-    sections = {name: config.section(name) for name in changes}
-    precisions = {name: replace(section.precision, **changes[name]) for name, section in sections.items()}
+        chosen = dict.fromkeys(stages, measure(config, progress))
+    precisions = {name: replace(config.section(name).precision, **{setting: value}) for name, value in chosen.items()}
     config = config.with_sections(
-        {name: replace(section, precision=precisions[name]) for name, section in sections.items()}
+        {name: replace(config.section(name), precision=precision) for name, precision in precisions.items()}
     )
-    of_all = next(iter(changes.values()))
     # A choice that all trainings share moves to the section that they inherit, which keeps config.yaml short.
-    if len(changes) == len(config.trainings) and all(change == of_all for change in changes.values()):
-        precision = replace(config.training.precision, **of_all)
-        config = replace(config, training=replace(config.training, precision=precision))
+    if len(chosen) == len(config.trainings) and len(set(chosen.values())) == 1:
+        shared = replace(config.training.precision, **{setting: chosen[stages[0]]})
+        config = replace(config, training=replace(config.training, precision=shared))
     return config
 
 
-def _open_stages(config: RunConfig, setting: str) -> list[str]:
-    """Returns the trainings in which a setting of `precision` is `auto`."""
-    return [one.name for one in config.trainings if getattr(config.section(one).precision, setting) == "auto"]
+def _measure_fp32(config: RunConfig, progress: Progress) -> str:
+    """Returns the faster kernels of FP32 matrix products; only the CPU has a choice."""
+    if config.hardware.device != "cpu":
+        return "default"
+    check_size(config.model)
+    torch.set_num_threads(config.hardware.num_threads)
+    measure = partial(onednn_speed_up, matrix_shapes(config.model), num_rows=_probe_tokens(config))
+    speed_up = undisturbed(measure, OtherProcesses()).value
+    if speed_up < CLEARLY_FASTER:
+        return "default"
+    progress.note(f"FP32 products: oneDNN's, as exact as PyTorch's own and {speed_up:.1f}x as fast here")
+    return "onednn"
 
 
-def _kept(previous: RunConfig | None, setting: str, stages: Sequence[str]) -> dict[str, Any]:
-    """Returns the earlier choices of a setting of `precision`, by stage. A training that is new in the run uses the
-    choice of the run's first one. Empty if nothing was resolved.
-    """
-    if not previous or not previous.trainings:
-        return {}
-    first = previous.first_training
-    sections = {name: previous.sections.get(name, first) for name in stages}
-    return {name: getattr(section.precision, setting) for name, section in sections.items()}
-
-
-def _resolve_precision(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
-    open_stages = _open_stages(config, "policy")
-    if not open_stages:
-        return config
-    if kept := _kept(previous, "policy", open_stages):
-        chosen = kept
-    else:
-        torch.set_num_threads(config.hardware.num_threads)
-        rates = measured_rates(config, config.first_training.precision, progress.note)
-        if is_emulated(torch.bfloat16, torch.device(config.hardware.device)):
-            # Emulated BF16 is FP32 products with casts: never faster, even if a disturbed measurement says so.
-            rates = {name: rate for name, rate in rates.items() if name != "bf16"}
-        best = resolve_precision(PrecisionConfig(policy="auto"), rates)
-        chosen = dict.fromkeys(open_stages, best.policy)
-        shown = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
-        progress.note(f"precision policy: {best.policy} (measured at the model's shapes: {shown})")
-    return _with_precision(config, {name: {"policy": policy} for name, policy in chosen.items()})
+def _measure_policy(config: RunConfig, progress: Progress) -> str:
+    """Returns the fastest precision policy."""
+    torch.set_num_threads(config.hardware.num_threads)
+    rates = measured_rates(config, config.first_training.precision, progress.note)
+    if is_emulated(torch.bfloat16, torch.device(config.hardware.device)):
+        # Emulated BF16 is FP32 products with casts: never faster, even if a disturbed measurement says so.
+        rates = {name: rate for name, rate in rates.items() if name != "bf16"}
+    best = resolve_precision(PrecisionConfig(policy="auto"), rates)
+    shown = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
+    progress.note(f"precision policy: {best.policy} (measured at the model's shapes: {shown})")
+    return best.policy
 
 
 def _resolve_int8(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:

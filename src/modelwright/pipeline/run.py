@@ -7,7 +7,7 @@ Packed rows of a run for commands that train outside of it: the run's own rows, 
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -196,7 +196,8 @@ def execute(
             if not restart:
                 check_same_run(config, previous_config(run), run)
             config = resolve(config, previous_config(run), shown)
-            stages = _stages(config, run, only, ranks)
+            # With the layout of the processes that exist now; config.yaml keeps the requested one.
+            stages = build_stages(replace(config, parallel=ranks.layout), run, only)
             to_do = _to_do(run, stages, only)
             # Checked first: a run that is refused must not replace the configuration in the folder.
             check_training(config, ranks.layout, num_processes=ranks.size, stages=to_do)
@@ -212,7 +213,7 @@ def execute(
         ranks.barrier()  # config.yaml exists from here on; the others read the first rank's choices from it
         if ranks.rank != 0:
             config = read_run_config(run.config)
-            stages = _stages(config, run, only, ranks)
+            stages = build_stages(replace(config, parallel=ranks.layout), run, only)
         use_tensor_heap()  # in every stage: tensors that outlive a stage then leave no gaps in the heap of the next
         num_threads = use_threads(config.hardware.num_threads)
         if ranks.rank == 0 and (busy := busy_machine(OtherProcesses(), num_threads)):
@@ -283,11 +284,6 @@ def is_finished(config: RunConfig, run: RunDir, only: Sequence[str]) -> bool:
     return not _to_do(run, stages, only)
 
 
-def _stages(config: RunConfig, run: RunDir, only: Sequence[str], ranks: RunGroup) -> list[Stage]:
-    # With the layout of the processes that exist now; config.yaml keeps the requested one.
-    return build_stages(replace(config, parallel=ranks.layout), run, only)
-
-
 def _to_do(run: RunDir, stages: Sequence[Stage], only: Sequence[str]) -> list[str]:
     states = survey(run, stages).states
     return [name for name, state in states.items() if state != "done" and (not only or name in only)]
@@ -312,40 +308,17 @@ def _hold(run: RunDir, held: ExitStack, patience_s: float) -> None:
 def _journal(
     run: RunDir, config: RunConfig, origin: str, words: Sequence[str], ranks: RunGroup, kernels: Mapping[str, Any]
 ) -> Iterator[Callable[[Stage, Manifest], None]]:
-    """Maintains run.json on the first process: the end of the block, and each stage reported to the yielded function. A
-    collective that fails because another process has left is raised as `PeerLost`.
+    """Maintains run.json on the first process: an entry for this invocation, the end of the block, and the digests of
+    each stage reported to the yielded function. A collective that fails because another process has left is raised as
+    `PeerLost`.
     """
-    journal = _RunJournal(run, config, origin, words, ranks, kernels) if ranks.rank == 0 else None
-    try:
-        yield journal.stage_done if journal else lambda stage, manifest: None
-    except BaseException as error:
-        if journal:
-            journal.end("stopped" if isinstance(error, STOPPING) else "failed", str(error))
-        if isinstance(error, RuntimeError) and ranks.size > 1:
-            raise as_lost_peer(error) from error
-        raise
-    if journal:
-        journal.end("done", "")
-
-
-class _RunJournal:
-    """run.json: one entry per invocation, and the digests of each stage's output."""
-
-    def __init__(
-        self,
-        run: RunDir,
-        config: RunConfig,
-        origin: str,
-        words: Sequence[str],
-        ranks: RunGroup,
-        kernels: Mapping[str, Any],
-    ) -> None:
-        self._run, folder = run, Path(__file__).resolve().parents[1]
-        try:
-            self._info = run.read_info()
-        except ArtifactError:
-            self._info = {"name": config.name, "created": now(), "invocations": [], "stages": {}}
-        self._entry: dict[str, Any] = {
+    is_first, folder = ranks.rank == 0, Path(__file__).resolve().parents[1]
+    info: dict[str, Any] = {"name": config.name, "created": now(), "invocations": [], "stages": {}}
+    entry: dict[str, Any] = {}
+    if is_first:
+        with suppress(ArtifactError):
+            info = run.read_info()
+        entry |= {
             "started": now(),
             "command": ["modelwright", *redact_words(words)],
             "origin": origin,
@@ -359,22 +332,29 @@ class _RunJournal:
             "state": "running",
         }
         if ranks.placement:
-            self._entry["placement"] = asdict(ranks.placement)
-        self._info["invocations"].append(self._entry)
-        run.write_info(self._info)
+            entry["placement"] = asdict(ranks.placement)
+        info["invocations"].append(entry)
+        run.write_info(info)
 
-    def stage_done(self, stage: Stage, manifest: Manifest) -> None:
-        self._info["stages"][stage.name] = {
-            "digest": manifest.digest,
-            "content": manifest.content_digest,
-            "parents": dict(manifest.inputs),
-        }
-        self._run.write_info(self._info)
+    def stage_done(stage: Stage, manifest: Manifest) -> None:
+        digests = {"digest": manifest.digest, "content": manifest.content_digest, "parents": dict(manifest.inputs)}
+        info["stages"][stage.name] = digests
+        run.write_info(info)
 
-    def end(self, state: str, error: str) -> None:
-        self._entry |= {"ended": now(), "state": state} | ({"error": error} if error else {})
-        with nullcontext() if state == "done" else suppress(OSError):  # a full disk must not hide the failure
-            self._run.write_info(self._info)
+    try:
+        yield stage_done
+    except BaseException as error:
+        if is_first:
+            entry |= {"ended": now(), "state": "stopped" if isinstance(error, STOPPING) else "failed"}
+            entry |= {"error": str(error)} if str(error) else {}
+            with suppress(OSError):  # a full disk must not hide the failure
+                run.write_info(info)
+        if isinstance(error, RuntimeError) and ranks.size > 1:
+            raise as_lost_peer(error) from error
+        raise
+    if is_first:
+        entry |= {"ended": now(), "state": "done"}
+        run.write_info(info)
 
 
 @dataclass(frozen=True, kw_only=True)

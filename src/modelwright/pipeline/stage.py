@@ -22,7 +22,7 @@ from modelwright.data.document import Split
 if TYPE_CHECKING:
     from modelwright.data.augment.augmenter import RowEncoder
     from modelwright.data.images.store import ImageStore
-    from modelwright.data.rows.batching.augmented import PlannedRows
+    from modelwright.data.rows.ahead import PlannedRows
     from modelwright.data.rows.pack import PackConfig
     from modelwright.model.decoder import Decoder
     from modelwright.parallel.mesh import World

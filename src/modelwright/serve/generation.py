@@ -149,10 +149,10 @@ class Generation:
                 if self.request.num_logprobs is not None:
                     # a character may consist of several tokens, so the offset of each follows from decoding the whole
                     # prompt
-                    ids, text = answer.prompt.ids, IncrementalDetokenizer(self.model.tokenizer.stream())
-                    parts = [text.push(token, 0.0, ()) for token in ids] + [text.finish("length")]
+                    ids, decoder = answer.prompt.ids, IncrementalDetokenizer(self.model.tokenizer.stream())
+                    parts = [decoder.push(token, 0.0, ()) for token in ids] + [decoder.finish("length")]
                     offsets = [info.offset for part in parts for info in part.tokens]
-                    offsets += [text.num_shown] * (len(ids) - len(offsets))
+                    offsets += [decoder.num_shown] * (len(ids) - len(offsets))
                     tokens = [TokenInfo(ids[0], None, (), 0)]
                     tokens += [
                         TokenInfo(

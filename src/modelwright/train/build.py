@@ -3,8 +3,6 @@
 Runs are repeatable: batch number n is a function of n, random streams are reseeded at every step from (seed, step,
 rank), and everything else that outlives a step is in the checkpoint. A run that is killed at any moment and restarted
 therefore ends with the same bits.
-
-Puts the modules of an objective into the model before it is laid out.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -22,8 +20,8 @@ from modelwright.model.adapters import attach_adapters
 from modelwright.model.decoder import Decoder, StoredParameters
 from modelwright.ops.tensor_heap import use_tensor_heap
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.full_state import is_deferred, move_out, restore_weights, whole_weights
 from modelwright.parallel.mesh import Mesh, World, build_mesh, single
+from modelwright.parallel.sharded_weights import is_deferred, move_out, restore_weights, whole_weights
 from modelwright.parallel.strategy import Replica
 from modelwright.train.config import check_layout, without_effect
 from modelwright.train.interruption import StopRequest, Watchdog
@@ -61,47 +59,6 @@ from modelwright.train.techniques.token_balance import token_balance
 from modelwright.train.techniques.weight_decay import dynamic_weight_decay
 from modelwright.train.trainer import Trainer
 from modelwright.train.work import BatchStream, Throughput
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
-import torch
-from torch import Tensor
-from modelwright.model.decoder import Decoder
-from modelwright.model.vision.image_prefix import inserted_images
-from modelwright.parallel.config import ContextAttention
-from modelwright.parallel.context_parallel import shard_sequence
-from modelwright.parallel.fsdp import scatter_gradients
-from modelwright.parallel.mesh import World
-from modelwright.parallel.pipeline.trace import StageSpan
-from modelwright.train.objective import Batch
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-import torch
-from torch import Tensor
-from modelwright.data.rows.batch import TokenBatch
-from modelwright.model.adapter_config import AdapterConfig
-from modelwright.model.adapters import adapter_flops, projection_sizes
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
-from modelwright.parallel.mesh import Mesh, World
-from modelwright.train.objective import Batch, Objective
-from modelwright.train.runner import Executor
-from modelwright.train.technique import Runtime, StepInfo, Update
-
-
-@contextmanager
-def repeatable_convolutions() -> Generator[None]:
-    """Within the block cuDNN sums gradients of convolutions in the same order in every run."""
-    before = torch.backends.cudnn.deterministic  # the fastest of its algorithms add in any order
-    torch.backends.cudnn.deterministic = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.deterministic = before
-
 
 
 def attach_modules(model: Decoder, objective: Objective, seed: int) -> None:
@@ -230,10 +187,13 @@ def open_session(job: TrainJob, world: World, progress: Progress) -> Generator[S
     use_tensor_heap()
     with (
         StopRequest() as stop,
-        repeatable_convolutions(),
+        ExitStack() as on_exit,
         fp32_products(tf32=matmul == "tf32", onednn=matmul == "onednn", on_cpu=on_cpu),
         Watchdog(folder / f"hang-{world.rank}.txt", limit_s=hang_after_s) as watchdog,
     ):
+        # The fastest algorithms of cuDNN sum gradients of convolutions in any order.
+        on_exit.callback(setattr, torch.backends.cudnn, "deterministic", torch.backends.cudnn.deterministic)
+        torch.backends.cudnn.deterministic = True
         anomalies = None
         if world.is_first:
             anomalies = AnomalyLog(folder / "anomalies.jsonl", config.anomalies, note=progress.note)

@@ -1,7 +1,4 @@
-"""Settings of training.
-
-Settings of fault detection and tolerance; `train/build.py` lists the monitors with the other techniques.
-"""
+"""Settings of training."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,10 +32,10 @@ from modelwright.core.compatibility import (
 )
 from modelwright.core.config import constant, dump, only_for, unused_settings
 from modelwright.core.errors import ConfigError, prefix_errors
-from modelwright.data.rows.batching.order import BatchingConfig
-from modelwright.model.adapter_config import AdapterConfig
+from modelwright.data.rows.order import BatchingConfig
+from modelwright.model.low_rank import AdapterConfig
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.pipeline.rebalance import LoadBalanceConfig
+from modelwright.parallel.pipeline.balance import LoadBalanceConfig
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientSyncConfig, StrategyConfig
 from modelwright.parallel.strategies.shared_memory import SharedMemory
 from modelwright.train.memory.activations import ActivationCheckpointingConfig
@@ -48,14 +45,14 @@ from modelwright.train.monitors.stragglers import StragglerConfig
 from modelwright.train.optim.build import OptimizerKind
 from modelwright.train.outside import named_features, named_objectives, named_settings
 from modelwright.train.precision.policy import PrecisionConfig
+from modelwright.train.techniques.batch_selection import BatchSelectionConfig
 from modelwright.train.techniques.ewc import EwcConfig
 from modelwright.train.techniques.gradient_clipping import AdaptiveClipConfig
 from modelwright.train.techniques.learning_rate import ScheduleConfig
-from modelwright.train.techniques.weight_decay import WeightDecayScheduleConfig
 from modelwright.train.techniques.loss_spikes import LossSpikeConfig
 from modelwright.train.techniques.out_of_memory import WhenOutOfMemory
 from modelwright.train.techniques.sparse_updates import SparseUpdateConfig, sparsity_features
-from modelwright.train.techniques.batch_selection import BatchSelectionConfig
+from modelwright.train.techniques.weight_decay import WeightDecayScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from torch import Tensor
 from modelwright.data.rows.loader import PackedRows
 from modelwright.parallel.mesh import Mesh
 from modelwright.train.objective import Batch, Objective, TermSums
-from modelwright.train.runner import Executor
-from modelwright.train.runner import LaidOutForward
+from modelwright.train.runner import Executor, LaidOutForward
 
 
 @dataclass(eq=False)

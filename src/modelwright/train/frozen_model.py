@@ -1,7 +1,9 @@
-"""`FrozenModel`: a teacher or a reference model that runs alongside training, under its own layout.
-
-Losses of a given model on each packed row, or group of rows: measured once and stored, for a curriculum by loss.
+"""Models beside the one in training: a `FrozenModel`, which runs under its own layout as teacher or reference,
+and a given model whose losses on each packed row are measured once and stored, for a curriculum by loss.
 """
+
+# PyTorch leaves the types of tolist, split and backward open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 import copy
 from collections.abc import Callable
@@ -20,8 +22,8 @@ from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.full_state import is_deferred
 from modelwright.parallel.mesh import World, build_mesh, single
+from modelwright.parallel.sharded_weights import is_deferred
 from modelwright.train.objective import Batch, forward
 from modelwright.train.parallelize import parallelize
 from modelwright.train.precision.policy import PrecisionConfig

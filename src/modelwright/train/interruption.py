@@ -1,15 +1,7 @@
-"""What ends a run between two steps, or within one: signals, hangs, and the vote by which all ranks agree.
+"""What ends a run: a signal between two steps (`StopRequest`), a hang (`Watchdog`), and the vote by which ranks agree."""
 
-SIGTERM and Ctrl-C become a request that the trainer handles between two steps.
-
-Ends a process that hangs, with the stacks of all its threads in the log, so that a launcher can restart it.
-
-A lost link or a collective that one rank never enters blocks a process inside C code without an error. The timer runs
-in `faulthandler`'s own thread, which needs neither the interpreter's lock nor a healthy main thread. A process has only
-one such timer.
-
-The vote: one message in which the ranks of an update exchange sums and requests, once in every step.
-"""
+# PyTorch leaves the type of tolist open.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import faulthandler
 import os
@@ -27,7 +19,8 @@ from torch import Tensor
 from modelwright.core.errors import ConfigError, ModelwrightError, writing
 from modelwright.parallel.mesh import World
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""The first of these that any rank has received is the one for all of them."""
 
 
 @dataclass(eq=False)
@@ -41,7 +34,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            self._before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -90,10 +83,6 @@ class Watchdog:
             self._file.close()
             if not self.log.stat().st_size:
                 self.log.unlink()
-
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""The first of these that any rank has received is the one for all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ docs/extending.md shows how to write one.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +22,10 @@ from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.core.extensions import NoSettings, configured
 from modelwright.core.seeds import derive_seed
-from modelwright.ops.tensor_view import TensorView
+from modelwright.ops.dtensor import TensorView
 from modelwright.train.objective import Batch, Objective
 from modelwright.train.runner import generator_states, seed_generators
-from modelwright.train.technique import Request, StepInfo, Technique, Update
-
-if TYPE_CHECKING:  # the settings of training name techniques, and a run is made from them
-    from modelwright.train.technique import Runtime, TechniqueBuilder
+from modelwright.train.technique import Request, Runtime, StepInfo, Technique, TechniqueBuilder, Update
 
 TECHNIQUES_GROUP = "modelwright.techniques"
 """Entry points of other packages: each a `TechniqueSpec`."""
@@ -38,7 +35,7 @@ TECHNIQUES_GROUP = "modelwright.techniques"
 class TechniqueSpec:
     """A technique that a training names in its setting `techniques`."""
 
-    build: "Callable[[Any, Runtime], Technique | None]"
+    build: Callable[[Any, Runtime], Technique | None]
     """Builds the technique from its settings for one layout; None where it has nothing to do."""
     config: type = NoSettings
     """The dataclass of its settings."""
@@ -82,14 +79,14 @@ def named_features(techniques: Mapping[str, Any]) -> list[Feature]:
     return [feature(f"techniques.{name}", needs=spec.needs, breaks=spec.breaks) for name, (spec, _) in found.items()]
 
 
-def named_techniques(techniques: Mapping[str, Any]) -> "list[TechniqueBuilder]":
+def named_techniques(techniques: Mapping[str, Any]) -> list[TechniqueBuilder]:
     """Returns builders of the named techniques, in their order."""
     found = configured(TECHNIQUES_GROUP, TechniqueSpec, techniques, "techniques")
     # The key names the setting in errors, and the technique's state in checkpoints.
     return [partial(_build_named, f"techniques.{name}", spec, settings) for name, (spec, settings) in found.items()]
 
 
-def _build_named(name: str, spec: TechniqueSpec, settings: Any, run: "Runtime") -> Technique | None:
+def _build_named(name: str, spec: TechniqueSpec, settings: Any, run: Runtime) -> Technique | None:
     technique = spec.build(settings, run)
     if technique is None:
         return None
@@ -101,7 +98,7 @@ def _build_named(name: str, spec: TechniqueSpec, settings: Any, run: "Runtime") 
     return replace(technique, name=name, needs=spec.needs, breaks=spec.breaks)
 
 
-def guarded(build: "TechniqueBuilder") -> "TechniqueBuilder":
+def guarded(build: TechniqueBuilder) -> TechniqueBuilder:
     """Wraps a builder so that a technique that does not know the layout acts correctly under any, or is refused.
 
     The technique needs `WHOLE_GRADIENTS` if it acts on gradients: under a setting that leaves none after backward it
@@ -111,7 +108,7 @@ def guarded(build: "TechniqueBuilder") -> "TechniqueBuilder":
     each of them; both are refused.
     """
 
-    def build_guarded(run: "Runtime") -> Technique | None:
+    def build_guarded(run: Runtime) -> Technique | None:
         technique = build(run)
         if technique is None:
             return None
@@ -127,7 +124,7 @@ class _Guard:
     """The guarded hooks of a technique, see `guarded`."""
 
     technique: Technique
-    run: "Runtime"
+    run: Runtime
 
     def seed(self, moment: str, *stream: int) -> list[Tensor]:
         """Seed PyTorch's default generators; returns their states."""

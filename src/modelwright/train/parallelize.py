@@ -1,8 +1,8 @@
 """Model passes, `model -> model`, in their one fixed order.
 
 Tensor parallelism replaces the layers, so it comes first. Activation checkpointing comes before compile, which sees
-(and may fuse across) the recomputation; FSDP, which gathers whole blocks, comes last. Number formats of products (`precision/apply.py`) are set on the finished
-layers, because they may change while the model trains.
+(and may fuse across) the recomputation; FSDP, which gathers whole blocks, comes last. Number formats of products
+(`precision/apply.py`) are set on the finished layers, because they may change while the model trains.
 """
 
 import math
@@ -15,10 +15,9 @@ from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context_parallel import check_context
-from modelwright.parallel.fsdp import shard_states
-from modelwright.parallel.full_state import read_deferred
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.pipeline.stages import layers_of_stages, microbatches_in_flight, rank_of_stage
+from modelwright.parallel.sharded_weights import read_deferred, shard_states
 from modelwright.parallel.tensor_parallel import shard_layers
 from modelwright.train.memory.activations import ActivationCheckpointingConfig, block_shape, head_workspace_bytes
 from modelwright.train.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for

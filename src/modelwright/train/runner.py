@@ -1,13 +1,15 @@
 """Forward and backward of one batch: `Runner` splits it into microbatches and passes them to an `Executor`.
 
 An `Executor` runs microbatches through the model, whole (`WholeModel`) or as a pipeline
-(`parallel/pipeline/runner.py`); gradients end up in the parameters.
-
-Repeatable steps: their random streams, and gradient sums in one order.
+(`parallel/pipeline/runner.py`); gradients end up in the parameters. `LaidOutForward` only evaluates, and
+`seed_generators` makes both repeatable.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+# PyTorch leaves the types of tolist, split and backward open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,63 +17,13 @@ import torch
 from torch import Tensor
 
 from modelwright.model.decoder import Decoder
-from modelwright.model.vision.image_prefix import inserted_images
+from modelwright.model.vision.llava import inserted_images
 from modelwright.parallel.config import ContextAttention
 from modelwright.parallel.context_parallel import shard_sequence
-from modelwright.parallel.fsdp import scatter_gradients
-from modelwright.parallel.mesh import World
-from modelwright.parallel.pipeline.trace import StageSpan
-from modelwright.train.objective import Batch
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-import torch
-from torch import Tensor
-from modelwright.data.rows.batch import TokenBatch
-from modelwright.model.adapter_config import AdapterConfig
-from modelwright.model.adapters import adapter_flops, projection_sizes
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import Mesh, World
-from modelwright.train.objective import Batch, Objective
-from modelwright.train.runner import Executor
-from modelwright.train.technique import Runtime, StepInfo, Update
-
-
-@dataclass(frozen=True)
-class LaidOutForward:
-    """A `ForwardSums` by an executor. num_parts: microbatches of the rows. own_replica: sum over the rows of this
-    rank's replica alone. evaluating: context of the evaluation, which sets number formats.
-    """
-
-    executor: Executor
-    mesh: Mesh
-    num_parts: int = 1
-    own_replica: bool = False
-    evaluating: Callable[[], AbstractContextManager[None]] = nullcontext
-
-    @torch.no_grad()
-    def __call__(self, rows: Batch, sums_of: Callable[[Tensor, Batch], Tensor], *, size: int) -> Tensor:
-        """See `ForwardSums`. All ranks call it together."""
-        mesh, model = self.mesh, self.executor.model
-        # A row of sums for each replica, so that one all-reduce serves both kinds of sums.
-        sums_RN = torch.zeros(mesh.data.size, size, dtype=torch.float64, device=mesh.world.device)
-
-        def add(output: Tensor, part: Batch) -> Tensor:
-            sums_N = sums_of(output, part).double()
-            sums_RN[mesh.data.rank].add_(sums_N, alpha=float(mesh.tensor.is_first))  # its ranks compute the same
-            return sums_N.sum()
-
-        was_training = model.training
-        model.eval()
-        with self.evaluating():
-            parts = rows.padded(self.num_parts).to(mesh.world.device).split(self.num_parts)
-            self.executor.evaluate(parts, add)
-        model.train(was_training)
-        mesh.world.all_reduce_sum(sums_RN)
-        return sums_RN[mesh.data.rank] if self.own_replica else sums_RN.sum(dim=0)
-
+from modelwright.parallel.pipeline.balance import StageSpan
+from modelwright.parallel.sharded_weights import scatter_gradients
+from modelwright.train.objective import Batch
 
 LossFn = Callable[[Tensor, Batch], Tensor]
 """Maps the model's output and the rows (or the slice of them) that it belongs to to a scalar to differentiate."""
@@ -225,6 +177,40 @@ class WholeModel:
         return loss_of(self.model(part.input_ids_BT, part.positions_BT, attend, insert=insert), part)
 
 
+@dataclass(frozen=True)
+class LaidOutForward:
+    """A `ForwardSums` by an executor. num_parts: microbatches of the rows. own_replica: sum over the rows of this
+    rank's replica alone. evaluating: context of the evaluation, which sets number formats.
+    """
+
+    executor: Executor
+    mesh: Mesh
+    num_parts: int = 1
+    own_replica: bool = False
+    evaluating: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @torch.no_grad()
+    def __call__(self, rows: Batch, sums_of: Callable[[Tensor, Batch], Tensor], *, size: int) -> Tensor:
+        """See `ForwardSums`. All ranks call it together."""
+        mesh, model = self.mesh, self.executor.model
+        # A row of sums for each replica, so that one all-reduce serves both kinds of sums.
+        sums_RN = torch.zeros(mesh.data.size, size, dtype=torch.float64, device=mesh.world.device)
+
+        def add(output: Tensor, part: Batch) -> Tensor:
+            sums_N = sums_of(output, part).double()
+            sums_RN[mesh.data.rank].add_(sums_N, alpha=float(mesh.tensor.is_first))  # its ranks compute the same
+            return sums_N.sum()
+
+        was_training = model.training
+        model.eval()
+        with self.evaluating():
+            parts = rows.padded(self.num_parts).to(mesh.world.device).split(self.num_parts)
+            self.executor.evaluate(parts, add)
+        model.train(was_training)
+        mesh.world.all_reduce_sum(sums_RN)
+        return sums_RN[mesh.data.rank] if self.own_replica else sums_RN.sum(dim=0)
+
+
 def seed_generators(seed: int, device: torch.device) -> None:
     """Like `torch.manual_seed`, but without the stack trace that it queues for every absent kind of device (2 ms)."""
     torch.default_generator.manual_seed(seed)
@@ -236,5 +222,3 @@ def generator_states(device: torch.device) -> list[torch.Tensor]:
     """The states of the generators that `seed_generators` seeds."""
     states = [torch.default_generator.get_state()]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-

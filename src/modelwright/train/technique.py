@@ -2,9 +2,7 @@
 
 A technique acts at four moments: on the batch before forward, on the gradients before the weights change, on the
 finished step, and when a step is abandoned and repeated. `train/build.py` lists all techniques in the order in which
-they act; each is one file under `techniques/` or `monitors/`.
-
-`Runtime`: the parts of a run under one layout, passed to the builders of techniques.
+they act; each is one file under `techniques/` or `monitors/`, whose builder gets the parts of the run (`Runtime`).
 """
 
 import math
@@ -12,20 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from modelwright.core.compatibility import UNDECLARED
 from modelwright.model.decoder import Decoder
-from modelwright.ops.tensor_view import TensorView
+from modelwright.ops.dtensor import TensorView
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.strategy import Replica, Strategy
-from modelwright.train.monitors.anomalies import AnomalyLog
 from modelwright.train.objective import Batch
 from modelwright.train.precision.apply import ModelPrecision
 from modelwright.train.precision.loss_scale import LossScaler, NoLossScaler
 from modelwright.train.runner import Executor, Runner
+
+if TYPE_CHECKING:  # it judges finished steps, which are defined here
+    from modelwright.train.monitors.anomalies import AnomalyLog
 
 NOT_FINITE, EMPTY_BATCH, LOSS_SPIKE = "not_finite", "empty_batch", "loss_spike"
 """Reasons for which a step changes nothing."""
@@ -236,7 +236,7 @@ class Runtime:
     """The folder of the stage."""
     note: Callable[[str], None]
     """Shows a line to the user."""
-    anomalies: AnomalyLog | None
+    anomalies: "AnomalyLog | None"
     """The list of events that a person should look at; on the first rank only, and None for a step that is traced."""
     alive: Callable[[], None]
     """Resets the watchdog's timer; for techniques that work for long between two steps."""

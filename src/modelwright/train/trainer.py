@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from modelwright.core.errors import Stopped
 from modelwright.core.records import Recorder
 from modelwright.ops.tensor_heap import give_back_memory
-from modelwright.parallel.traffic import Traffic
+from modelwright.parallel.control_plane import Traffic
 from modelwright.train.checkpoint.manager import CheckpointManager
 from modelwright.train.evaluation import evaluate_heldout
 from modelwright.train.interruption import Requests

@@ -1,36 +1,23 @@
-"""The work of a step: its rows, the FLOPs that they cost, and the time that they take.
+"""The work of a step: its rows (`BatchStream`), the FLOPs that they cost, and the time that they take.
 
-The rows of an objective's batches, step by step, with the extras that it measures before the step.
-
-`LaidOutForward`: sums over rows that an objective evaluates with the model in training, before a step or in an
-evaluation.
-
-FLOPs outside the projections, computed from the batch: attention and head, forward.
-
-A token attends to itself and to earlier tokens of its document. Backward costs twice as much.
-
-Counts the work of a step from its batch and times its phases; makes the step's record.
+FLOPs are computed from the batch. A token attends to itself and to earlier tokens of its document; backward costs twice
+as much as forward.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import adapter_flops, projection_sizes
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.parallel.mesh import Mesh, World
+from modelwright.model.low_rank import AdapterConfig
+from modelwright.parallel.mesh import World
 from modelwright.train.objective import Batch, Objective
-from modelwright.train.runner import Executor
+from modelwright.train.runner import LaidOutForward
 from modelwright.train.technique import Runtime, StepInfo, Update
-
-
 
 
 @dataclass

@@ -9,7 +9,7 @@ from modelwright.model.attention import causal_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
-from modelwright.ops.kernel_speed import speed
+from modelwright.ops.cpu_kernels import speed
 from modelwright.pipeline.estimate.doctor import (
     effective_rate,
     forward_products,

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import attach_adapters, merge_adapters
 from modelwright.model.attention import causal_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.model.low_rank import AdapterConfig
 from modelwright.pipeline.estimate.cost import (
     ASSUMED_FORWARD_MFU,
     ASSUMED_OTHER_WORK,

@@ -8,12 +8,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from modelwright.core.errors import ConfigError
-from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.attention import causal_attend, packed_attend
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
 from modelwright.model.decoder import Decoder
-from modelwright.ops import cpu_kernels, lowp_emulation
+from modelwright.model.low_rank import AdapterConfig
+from modelwright.ops import cpu_kernels, matmul
 from modelwright.ops.attention import packed_cuts
 from modelwright.train.memory import checkpointing as selective
 from modelwright.train.memory.activations import (
@@ -117,7 +117,7 @@ def run(config, *, compute="fp32", attend=None, decoder=CONFIG, adapters=NO_ADAP
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_gradients_are_equal_and_bytes_and_flops_are_those_of_the_formulas(compute, own_kernels, monkeypatch):
     """The last product of a block is spared where it is one of PyTorch's own, hence with instructions for BF16."""
-    monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", lowp_emulation.NARROW)
+    monkeypatch.setattr(matmul, "CPU_MULTIPLIES", matmul.NARROW)
     if not own_kernels:
         monkeypatch.setenv(cpu_kernels.SWITCH, "0")
     plain, _, flops, _, _ = run(ActivationCheckpointingConfig(), compute=compute)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelwright.ops.lowp_emulation import is_emulated
+from modelwright.ops.matmul import is_emulated
 from modelwright.train.optim import muon
 from modelwright.train.optim.build import COEFFICIENTS, Muon, orthogonal
 

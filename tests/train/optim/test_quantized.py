@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from modelwright.ops.tensor_view import view_of
+from modelwright.ops.dtensor import view_of
 from modelwright.train.optim.adamw import (
     BLOCK,
     LowBitAdamW,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from modelwright.core.errors import ConfigError
-from modelwright.train.techniques.sparse_updates import Selector, SparseUpdateConfig, moment_signal, shrunk_mask
 from modelwright.train.techniques.batch_selection import BatchSelectionConfig
+from modelwright.train.techniques.sparse_updates import Selector, SparseUpdateConfig, moment_signal, shrunk_mask
 
 
 def selector(num_units: int = 20, **changes) -> Selector:

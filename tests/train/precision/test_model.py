@@ -12,18 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.model.attention import packed_attend
-from modelwright.ops import lowp_emulation
+from modelwright.ops import matmul
 from modelwright.ops.lowp_linear import E4M3, E5M2
 from modelwright.train.precision import apply
-from modelwright.train.precision.apply import (
-    ROLES,
-    AmaxHistory,
-    ModelPrecision,
-    SyncAmaxHistory,
-    fp32_products,
-    names_of_projections,
-)
+from modelwright.train.precision.apply import ROLES, AmaxHistory, ModelPrecision, fp32_products, names_of_projections
 from modelwright.train.precision.policy import POLICIES, PrecisionConfig
+from modelwright.train.techniques.amax_history import SyncAmaxHistory
 from tiny_decoder import make_decoder
 
 PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default"}
@@ -91,7 +85,7 @@ def run(model, *, backward: bool = True) -> tuple[torch.Tensor, Formats]:
 def test_products_run_in_the_formats_of_the_policy(policy, formats, monkeypatch):
     """Seven projections in each of two blocks, three products each; head and loss chunk by chunk beside them. As on a
     processor that has instructions for all formats."""
-    monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", lowp_emulation.NARROW)
+    monkeypatch.setattr(matmul, "CPU_MULTIPLIES", matmul.NARROW)
     model = make_decoder()
     ModelPrecision(model, config(policy))
     _, seen = run(model)
@@ -129,13 +123,13 @@ def test_fp8_casts_both_factors_of_all_products_in_every_projection():
 @pytest.mark.parametrize(("policy", "dtype"), [("bf16_mixed", torch.bfloat16), ("pure_fp16", torch.float16)])
 def test_without_instructions_fp32_products_take_factors_of_the_format(policy, dtype, monkeypatch):
     """Every factor of every product has a value of the format, and so has every result that is handed on."""
-    monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", frozenset())
+    monkeypatch.setattr(matmul, "CPU_MULTIPLIES", frozenset())
     model = make_decoder()
     ModelPrecision(model, config(policy))
     loss, seen = run(model)
     assert set(seen.products()) == {torch.float32}
     assert seen.wide_factors(dtype) == 0
-    monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", lowp_emulation.NARROW)
+    monkeypatch.setattr(matmul, "CPU_MULTIPLIES", matmul.NARROW)
     assert loss.item() == pytest.approx(run(model)[0].item(), rel=2e-3)
 
 
@@ -221,7 +215,7 @@ def test_evaluation_in_fp32_is_that_of_a_plain_model():
 
 def test_parts_change_their_format_while_the_others_keep_theirs(monkeypatch):
     model = make_decoder()
-    monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", lowp_emulation.NARROW)
+    monkeypatch.setattr(matmul, "CPU_MULTIPLIES", matmul.NARROW)
     formats = ModelPrecision(model, config("fp32"))
     assert formats.parts == ["blocks.0.attention", "blocks.0.ffn", "blocks.1.attention", "blocks.1.ffn"]
     formats.change({"blocks.1.ffn": "int8", "blocks.0.attention": "bf16"})

@@ -1,1 +1,1 @@
-"""Advice on a training: its needs of a machine, the resource that limits it there, and the techniques and rules that help."""
+"""Advice on a training: its needs of a machine, the resource that limits it, and the techniques and rules that help."""

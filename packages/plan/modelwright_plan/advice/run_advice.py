@@ -1,11 +1,7 @@
-"""What limits the first training of a run on this machine, which techniques help, and what published rules of thumb say
-about it.
+"""Advice on the first training of a run on this machine: the resource that limits it, the techniques that help, each
+with its results in the ledger, and the published rules of thumb; as text and as plain data.
 
-The advice as text and as plain data.
-
-The stored results of measured claims, as far as advice names them: the only place that reads them.
-
-The files are written by the package `modelwright-claims`, which also knows whether code has changed since.
+The ledger's files are written by the package `modelwright-claims`, which also knows whether code has changed since.
 """
 
 import json
@@ -34,8 +30,8 @@ USUAL_PROCESSES = 2
 
 
 def usual_processes(target: Path, parallel: ParallelConfig) -> int:
-    """Processes of a run folder's last invocation; for any other target as few as its layout needs, at least 2, so that
-    communication is judged, too.
+    """Returns the number of processes of a run folder's last invocation; for any other target the least that its layout
+    needs, but at least 2, so that communication is judged, too.
     """
     run = RunDir(target)
     if run.info.is_file():
@@ -46,45 +42,54 @@ def usual_processes(target: Path, parallel: ParallelConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class AdviceOptions:
-    """What the advice is for."""
+    """Options of the advice."""
 
     num_processes: int
-    """Processes on this machine that would train together."""
+    """Number of processes that train together on this machine."""
     results: Path
     """Folder of the ledger's results."""
     mtbf_s: float = 0.0
-    """Mean seconds between interruptions, 0 if unknown."""
+    """Mean seconds between interruptions; 0 if unknown."""
     refusal: Refusal = lambda settings: ""
-    """Says why the run would be refused with further settings."""
+    """Returns why the run would be refused with further settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunAdvice:
-    """What limits a training here, and what to do about it: as text, and as JSON holds it."""
+    """The advice as text and as plain data for JSON."""
 
     text: str
     data: Mapping[str, Any]
 
 
 def check_layout(config: RunConfig, num_processes: int) -> None:
-    """Raise `ConfigError` for a layout that does not divide the processes, the model or the batch."""
+    """Raises `ConfigError` for a layout that does not divide the processes, the model or the batch."""
     config = resolve_inputs(config)
     training = _with_format(config.first_training, {"fp32": 1.0, "bf16": 0.0})  # no format changes the layout
     _needs(config, training, num_processes, resolved_device(config.hardware.device))
 
 
 def advise_run(config: RunConfig, options: AdviceOptions, found: Examination) -> RunAdvice:
-    """Advice on the first training of a run. found: this machine, with the rates of the run's products."""
+    """Advises on the first training of a run. found: facts about this machine, with the rates of the run's products."""
     config = resolve_inputs(config)
     device = resolved_device(config.hardware.device)
-    rates: Mapping[str, float] = found.facts["training"]["effective"]
+    machine, rates = found.facts["machine"], found.facts["training"]["effective"]
     training = _with_format(config.first_training, rates)
     needs = _needs(config, training, options.num_processes, device)
+    transport: Transport = "none"
+    available_bytes = machine["memory_limit_bytes"] or machine["memory_bytes"]
+    if device == "cuda":
+        available_bytes = needs.num_processes * min(gpu["memory_bytes"] for gpu in found.facts["torch"]["gpus"])
+    if needs.num_processes > 1 and device == "cuda":
+        transport = "NCCL"
+    elif needs.num_processes > 1:
+        is_plain = needs.axes["replicate"] == needs.num_processes and config.parallel.shared_memory
+        transport = "shared memory" if training.strategy(shares_memory=is_plain).shares_memory else "gloo"
     times = step_times(
         needs,
         found.probes,
         flops_per_s=rates["bf16" if training.precision.planned_as == "bf16" else "fp32"],
-        transport=_transport(config, training, needs, device),
+        transport=transport,
         num_devices=needs.num_processes if device == "cuda" else 1,
     )
     situation = Situation(
@@ -95,7 +100,7 @@ def advise_run(config: RunConfig, options: AdviceOptions, found: Examination) ->
         needs=needs,
         times=times,
         rates=rates,
-        available_bytes=_available_bytes(found.facts, needs, device),
+        available_bytes=available_bytes,
         on_cpu=device == "cpu",
     )
     stage = config.trainings[0].name if config.trainings else "training"
@@ -128,37 +133,25 @@ def _needs(config: RunConfig, training: TrainConfig, num_processes: int, device:
 
 
 def _with_format(training: TrainConfig, rates: Mapping[str, float]) -> TrainConfig:
-    """With what `auto` would choose: the format that was measured to be the fastest."""
+    """Returns the training with the fastest measured format in place of the policy `auto`."""
     if training.precision.policy != "auto":
         return training
     policy = "bf16_mixed" if rates["bf16"] > rates["fp32"] else "fp32"
     return replace(training, precision=replace(training.precision, policy=policy))
 
 
-def _transport(config: RunConfig, training: TrainConfig, needs: StepNeeds, device: str) -> Transport:
-    """What the processes of one host exchange gradients through."""
-    if needs.num_processes == 1:
-        return "none"
-    if device == "cuda":
-        return "NCCL"
-    is_plain = needs.axes["replicate"] == needs.num_processes and config.parallel.shared_memory
-    return "shared memory" if training.strategy(shares_memory=is_plain).shares_memory else "gloo"
-
-
-def _available_bytes(facts: Mapping[str, Any], needs: StepNeeds, device: str) -> float:
-    machine = facts["machine"]
-    if device == "cuda":
-        return needs.num_processes * min(gpu["memory_bytes"] for gpu in facts["torch"]["gpus"])
-    return machine["memory_limit_bytes"] or machine["memory_bytes"]
-
-
 def _rule_target(config: RunConfig, situation: Situation, mtbf_s: float, device: str) -> RuleTarget:
     training, needs, times = situation.training, situation.needs, situation.times
     scales = training.lr_scaling != "none"
+    # Without embedding and head; 0 if the length depends on the data.
+    num_tokens = training.num_tokens or training.num_steps * training.batch_tokens
+    head = 2 * config.model.vocab_size * config.model.model_dim
+    training_flops = 3.0 * num_tokens * (config.model.flops_per_token(packed_row_len(config) / 4) - head)
+    by_steps_s = needs.checkpoint_every_steps * max(times.seconds.values())
     return RuleTarget(
         num_parameters=config.model.num_parameters - config.model.embedding_parameters,
         num_all_parameters=config.model.num_parameters,
-        training_flops=_training_flops(config, training),
+        training_flops=training_flops,
         is_from_scratch=not config.init_from,
         batch_tokens=training.batch_tokens,
         learning_rate=training.peak_learning_rate,
@@ -173,22 +166,9 @@ def _rule_target(config: RunConfig, situation: Situation, mtbf_s: float, device:
         axes=needs.axes,
         zero_stage=config.parallel.zero_stage,
         checkpoint_s=times.checkpoint_s,
-        checkpoint_every_s=_checkpoint_interval_s(needs, times),
+        checkpoint_every_s=min(filter(None, (needs.checkpoint_every_s, by_steps_s)), default=0.0),
         mtbf_s=mtbf_s,
     )
-
-
-def _training_flops(config: RunConfig, training: TrainConfig) -> float:
-    """FLOPs of the whole training without embedding and head; 0 if its length depends on the data."""
-    num_tokens = training.num_tokens or training.num_steps * training.batch_tokens
-    head = 2 * config.model.vocab_size * config.model.model_dim
-    return 3.0 * num_tokens * (config.model.flops_per_token(packed_row_len(config) / 4) - head)
-
-
-def _checkpoint_interval_s(needs: StepNeeds, times: StepTimes) -> float:
-    """The shorter of what was set by time and by steps, 0 for none."""
-    by_steps = needs.checkpoint_every_steps * max(times.seconds.values())
-    return min(filter(None, (needs.checkpoint_every_s, by_steps)), default=0.0)
 
 
 _NEEDED = frozenset({"name", "kind", "figures", "machine", "date"})
@@ -196,70 +176,70 @@ _NEEDED = frozenset({"name", "kind", "figures", "machine", "date"})
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerRow:
-    """One stored measurement of a claim on one machine."""
+    """A stored measurement of a claim on one machine."""
 
     claim: str
     verdict: str
     machine: str
-    """The kind of processor or accelerator: only on one of this kind does the verdict say much about another."""
+    """Kind of processor or accelerator. A verdict says little about machines of another kind."""
     date: str
     file: str
 
 
 def this_machine() -> str:
-    """The kind of this machine, as rows describe theirs."""
+    """Returns the kind of this machine, in the form of `LedgerRow.machine`."""
     accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return accelerator or f"{hardware()['processor']}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def read_ledger(folder: Path) -> list[LedgerRow]:
-    """The full measurements in a folder; none if there is no such folder. Files of other benchmarks, quick
-    measurements and damaged files are passed over.
+    """Reads the full measurements in a folder; returns none if the folder does not exist. Skips files of other
+    benchmarks, quick measurements and damaged files.
     """
     rows = []
     for path in sorted(folder.glob("*.json")):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(record, dict) and record.keys() >= _NEEDED and not record.get("quick"):
-                rows.append(_row(record, path.name))
-        except (OSError, ValueError, TypeError, AttributeError, KeyError):
+            if not isinstance(record, dict) or not record.keys() >= _NEEDED or record.get("quick"):
+                continue
+            machine = record["machine"]
+            processor = machine.get("processor", "unknown processor")
+            instructions = machine.get("instruction_set", "unknown instructions")
+            kind = machine.get("accelerator", "") or f"{processor}, {instructions}"
+        except (OSError, ValueError, AttributeError):
             continue
+        rows.append(
+            LedgerRow(claim=record["name"], verdict=record["kind"], machine=kind, date=record["date"], file=path.name)
+        )
     return rows
 
 
-def _row(record: Mapping[str, Any], file: str) -> LedgerRow:
-    machine = record["machine"]
-    processor = machine.get("processor", "unknown processor")
-    instructions = machine.get("instruction_set", "unknown instructions")
-    return LedgerRow(
-        claim=record["name"],
-        verdict=record["kind"],
-        machine=machine.get("accelerator", "") or f"{processor}, {instructions}",
-        date=record["date"],
-        file=file,
-    )
-
-
 def limit_lines(needs: StepNeeds, times: StepTimes) -> list[str]:
-    """What a step needs, how long each resource takes for it here, and which one limits it."""
+    """Formats the needs of a step, the time of each resource, and the bottleneck."""
     processes = "1 process" if needs.num_processes == 1 else f"{needs.num_processes} processes"
+    layout = ", ".join(f"{axis} {number}" for axis, number in needs.axes.items() if number > 1)
+    cadence = [f"every {needs.checkpoint_every_steps} steps"] if needs.checkpoint_every_steps else []
+    if needs.checkpoint_every_s:
+        cadence.append(f"every {needs.checkpoint_every_s / 60:g} min")
+    via = "" if times.transport == "none" else f", through {times.transport}"
+    if via and times.tcp_s:
+        via += f"; bare TCP over loopback would take {times.tcp_s:.4f} s"
     amounts = {
         "compute": f"{needs.flops:.3g} FLOPs",
-        "communication": f"{size(needs.link_bytes)} in {needs.link_messages:.0f} messages from each process",
+        "communication": f"{size(needs.link_bytes)} in {needs.link_messages:.0f} messages from each process{via}",
         "memory": (
             f"{size(needs.memory_bytes)}: weights and gradients {size(needs.weight_bytes)}, activations "
             f"{size(needs.activation_bytes)}, optimizer {size(needs.optimizer_bytes)}"
         ),
         "disk": (
             f"{size(needs.row_bytes)} of rows in {needs.row_reads:.0f} reads, checkpoints of "
-            f"{size(needs.checkpoint_bytes)} {_cadence(needs)}"
+            f"{size(needs.checkpoint_bytes)} {' and '.join(cadence) or 'at the end'}"
         ),
     }
-    lines = [f"a step with {processes} here ({_layout(needs)}):"]
+    lines = [f"a step with {processes} here ({layout or 'no axis of more than one process'}):"]
     for one in RESOURCES:
         seconds = f"{times.seconds[one]:>10.4f} s" if one in times.seconds else f"{'not measured':>12}"
-        via = _via(times) if one == "communication" else ""
-        lines.append(f"  {one:<15}{seconds}  {amounts[one]}{via}")
+        lines.append(f"  {one:<15}{seconds}  {amounts[one]}")
     return [
         *lines,
         f"  {times.ratio}",
@@ -269,16 +249,20 @@ def limit_lines(needs: StepNeeds, times: StepTimes) -> list[str]:
 
 
 def technique_lines(advice: Sequence[TechniqueAdvice], ledger: Sequence[LedgerRow], *, here: str) -> list[str]:
-    """What to switch on, off or keep, each with its rows of the ledger; then what nothing asks for.
-
-    here: the kind of this machine
+    """Formats the techniques to switch on, off or keep, each with its rows of the ledger; then those that nothing calls
+    for. here: kind of this machine.
     """
     lines, idle = [], [one.switch.name for one in advice if one.action == "not now"]
     advised = [one for one in advice if one.action == "switch on"]
     for one in advice:
         if one.action == "not now":
             continue
-        rivals = [other.switch.name for other in advised if _are_alternatives(one, other)]
+        purpose = one.switch.remedy_for
+        rivals = [
+            other.switch.name
+            for other in advised
+            if other is not one and purpose and purpose == other.switch.remedy_for
+        ]
         alternative = f"  (instead of: {', '.join(rivals)})" if one in advised and rivals else ""
         gain, rows = expected_gain(one, ledger, here=here)
         action = "try" if one in advised and gain != "likely" else one.action
@@ -292,8 +276,8 @@ def technique_lines(advice: Sequence[TechniqueAdvice], ledger: Sequence[LedgerRo
 
 
 def expected_gain(advice: TechniqueAdvice, ledger: Sequence[LedgerRow], *, here: str) -> tuple[str, str]:
-    """Whether stored results promise a gain on this machine, and the results that say so: those of this kind of
-    processor, or where there are none those of others. The gain is DOUBTFUL if one of them missed its target.
+    """Returns the gain that stored results promise on this machine, and the results: those of this kind of processor,
+    or those of others if none exists. The gain is DOUBTFUL if one of them missed its target.
     """
     rows = [row for row in ledger if row.claim in advice.switch.claims]
     rows = [row for row in rows if row.machine == here] or rows
@@ -304,14 +288,10 @@ def expected_gain(advice: TechniqueAdvice, ledger: Sequence[LedgerRow], *, here:
     return "likely" if all(row.verdict == "met" for row in rows) else "DOUBTFUL", f"on {where}: {named}"
 
 
-def _are_alternatives(one: TechniqueAdvice, other: TechniqueAdvice) -> bool:
-    return one is not other and bool(one.switch.remedy_for) and one.switch.remedy_for == other.switch.remedy_for
-
-
 def advice_data(
     needs: StepNeeds, times: StepTimes, advice: Sequence[TechniqueAdvice], ledger: Sequence[LedgerRow], *, here: str
 ) -> dict[str, Any]:
-    """Everything that `limit_lines` and `technique_lines` show, as JSON holds it."""
+    """Returns everything that `limit_lines` and `technique_lines` show, as plain data for JSON."""
     techniques = []
     for one in advice:
         gain, rows = expected_gain(one, ledger, here=here)
@@ -322,25 +302,3 @@ def advice_data(
         "times": {**asdict(times), "ratio": times.ratio, "bottleneck": times.bottleneck},
         "techniques": techniques,
     }
-
-
-def _via(times: StepTimes) -> str:
-    """What messages go through, and how long bare TCP would take for them."""
-    if times.transport == "none":
-        return ""
-    bare = f"; bare TCP over loopback would take {times.tcp_s:.4f} s" if times.tcp_s else ""
-    return f", through {times.transport}{bare}"
-
-
-def _layout(needs: StepNeeds) -> str:
-    axes: Mapping[str, int] = {axis: number for axis, number in needs.axes.items() if number > 1}
-    return ", ".join(f"{axis} {number}" for axis, number in axes.items()) or "no axis of more than one process"
-
-
-def _cadence(needs: StepNeeds) -> str:
-    words = []
-    if needs.checkpoint_every_steps:
-        words.append(f"every {needs.checkpoint_every_steps} steps")
-    if needs.checkpoint_every_s:
-        words.append(f"every {needs.checkpoint_every_s / 60:g} min")
-    return " and ".join(words) or "at the end"

@@ -1,5 +1,5 @@
-"""The techniques that advice covers: the conditions under which to switch each on or off, its options, and the claims of
-the ledger that measured its gain. `SWITCHES` is the only list.
+"""The techniques that advice covers: the conditions under which to switch each on or off, its options, and the claims
+of the ledger that measured its gain. `SWITCHES` is the only list.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,18 +39,6 @@ class Situation:
     available_bytes: float
     """Memory available to all processes of this training together."""
     on_cpu: bool
-
-    @property
-    def lacks_memory(self) -> bool:
-        return self.needs.peak_bytes > self.available_bytes
-
-    @property
-    def memory_reason(self) -> str:
-        return (
-            f"{size(self.needs.peak_bytes)} are planned and {size(self.available_bytes)} available"
-            if self.lacks_memory
-            else ""
-        )
 
     @property
     def communication_reason(self) -> str:
@@ -139,6 +127,13 @@ def _checkpointing_reason(situation: Situation) -> str:
     return f"saving all activations needs {size(without)}, {size(situation.available_bytes)} are available"
 
 
+def _sharding_reason(situation: Situation) -> str:
+    planned, available = situation.needs.peak_bytes, situation.available_bytes
+    if situation.needs.num_processes == 1 or planned <= available:
+        return ""
+    return f"{size(planned)} are planned and {size(available)} available"
+
+
 def _rows_reason(situation: Situation) -> str:
     if situation.rows_at:
         return f"rows are read from {situation.rows_at}"
@@ -175,7 +170,7 @@ SWITCHES: tuple[TechniqueSwitch, ...] = (
         on=["parallel.zero_stage=3"],
         off=["parallel.zero_stage=0"],
         is_on=lambda now: now.parallel.zero_stage > 0,
-        reason=lambda now: now.memory_reason if now.needs.num_processes > 1 else "",
+        reason=_sharding_reason,
         claims=["zero_memory"],
         only_if_needed=False,
     ),

@@ -1,11 +1,7 @@
-"""The bill of a workload, line by line.
+"""The bill of a workload, line by line, its sensitivity to each assumption, and both as text and as plain data.
 
 Quantities and prices are exact fractions; a line is rounded to the cent, half a cent up, and the total is the sum of
-the lines. Every line has one price, so that another price changes its own lines and no others.
-
-How much each assumption matters: the result at its lowest and at its highest value, all others as they are.
-
-A bill as text and as plain data.
+the lines. Every line has one price, so that another price changes only its own lines.
 """
 
 import datetime
@@ -20,7 +16,7 @@ from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.texts import did_you_mean
 from modelwright_plan.cost.prices import UNITS, Kind, Price, PriceTable, age_warnings
-from modelwright_plan.cost.workload import NetworkUse, ServingUse, StorageUse, TrainingUse, Workload
+from modelwright_plan.cost.workload import StorageUse, TrainingUse, Workload
 from modelwright_plan.intervals import CheckpointCosts, daly_interval_s, expected_wall_s
 
 HOUR_S = 3600
@@ -33,23 +29,20 @@ TERM_HOURS = {"reserved_1y": 8760, "reserved_3y": 26_280}
 
 @dataclass(frozen=True, kw_only=True)
 class BillLine:
-    """One line: so many units at one price."""
+    """A line of the bill: a quantity at one price."""
 
     use: str
-    """The name of the training, service, storage or traffic."""
+    """Name of the training, service, storage or traffic."""
     what: str
     quantity: Fraction
-    """In the unit of the price (`prices.UNITS`)."""
+    """Amount in the unit of the price (`prices.UNITS`)."""
     price: Price
 
     @property
     def amount(self) -> Decimal:
-        """US dollars, rounded to the cent."""
-        return to_cents(self.quantity * Fraction(self.price.dollars))
-
-    @property
-    def unit(self) -> str:
-        return UNITS[self.price.kind]
+        """US dollars, rounded to the cent, half a cent up."""
+        dollars = self.quantity * Fraction(self.price.dollars)
+        return Decimal(math.floor(dollars * 100 + Fraction(1, 2))).scaleb(-2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,43 +56,52 @@ class Bill:
     def total(self) -> Decimal:
         return sum((line.amount for line in self.lines), Decimal(0))
 
-    def of_kind(self, kind: Kind) -> Decimal:
-        return sum((line.amount for line in self.lines if line.price.kind == kind), Decimal(0))
-
     @property
     def prices(self) -> list[Price]:
-        """The rows that the bill is made of, each once."""
+        """Rows of the price table that the bill uses, each once."""
         return list({line.price.key: line.price for line in self.lines}.values())
 
 
-def to_cents(dollars: Fraction) -> Decimal:
-    """Rounded to the cent, half a cent up."""
-    return Decimal(math.floor(dollars * 100 + Fraction(1, 2))).scaleb(-2)
-
-
 def make_bill(workload: Workload, prices: PriceTable) -> Bill:
-    """Raises `ConfigError` for something that has no price, and for training that interruptions let never end."""
-    return Bill(workload=workload, lines=list(_lines(workload, prices)))
-
-
-def _lines(workload: Workload, prices: PriceTable) -> Iterator[BillLine]:
-    for training in workload.training:
-        yield _training_line(training, workload, prices)
-    for serving in workload.serving:
-        yield _serving_line(serving, workload, prices)
-    for storage in workload.storage:
-        yield from _storage_lines(storage, workload, prices)
-    for network in workload.network:
-        yield from _network_lines(network, workload, prices)
+    """Prices the workload. Raises `ConfigError` if a price is missing, and for a training that would never end because
+    of interruptions.
+    """
+    place, lines = (workload.provider, workload.region), list[BillLine]()
+    for use in workload.training:
+        price = prices.price("compute", *place, use.instance, use.purchase)
+        hours, work = exact(use.hours), ""
+        if use.interruptions_per_hour:
+            hours, work = Fraction(math.ceil(training_wall_s(use)), HOUR_S), f" for {_decimal(hours)} h of work"
+        what = f"{use.count} x {use.instance} {use.purchase}, {_decimal(hours)} h{work}"
+        lines.append(BillLine(use=use.name, what=what, quantity=use.count * _billed_hours(hours, price), price=price))
+    for use in workload.serving:
+        price = prices.price("compute", *place, use.instance, use.purchase)
+        capacity = exact(use.tokens_per_s) * exact(use.utilization) * MONTH_HOURS * HOUR_S
+        count = max(use.min_instances, math.ceil(exact(use.tokens_per_month) / capacity))
+        hours = exact(use.months) * MONTH_HOURS
+        what = f"{count} x {use.instance} {use.purchase}, {_decimal(hours)} h"
+        lines.append(BillLine(use=use.name, what=what, quantity=count * _billed_hours(hours, price), price=price))
+    for use in workload.storage:
+        lines += _storage_lines(use, place, prices)
+    for use in workload.network:
+        tiers, gib = prices.tiers("network", *place, use.path), Fraction(use.bytes_per_month, GIB)
+        # One line for each tier that the traffic of a month reaches.
+        for number, tier in enumerate(tiers):
+            above = tiers[number + 1].from_gib if number + 1 < len(tiers) else gib
+            within = min(gib, Fraction(above)) - tier.from_gib
+            if within > 0:
+                what = f"{use.path}, {_decimal(within)} GiB a month for {_decimal(exact(use.months))} months"
+                lines.append(BillLine(use=use.name, what=what, quantity=within * exact(use.months), price=tier))
+    return Bill(workload=workload, lines=lines)
 
 
 def exact(number: float) -> Fraction:
-    """The decimal number that a user wrote: 0.1 is a tenth, not the nearest binary fraction."""
+    """Returns the decimal number that a user wrote: 0.1 is a tenth, not the nearest binary fraction."""
     return Fraction(repr(number))
 
 
 def training_wall_s(use: TrainingUse) -> float:
-    """Expected seconds of the job, with checkpoints and interruptions on spot instances."""
+    """Computes the expected seconds of the job, with checkpoints and interruptions on spot instances."""
     work_s = use.hours * HOUR_S
     if not use.interruptions_per_hour:
         return work_s
@@ -112,35 +114,15 @@ def training_wall_s(use: TrainingUse) -> float:
     return wall_s
 
 
-def _training_line(use: TrainingUse, workload: Workload, prices: PriceTable) -> BillLine:
-    price = prices.price("compute", workload.provider, workload.region, use.instance, use.purchase)
-    hours = exact(use.hours)
-    if use.interruptions_per_hour:
-        hours = Fraction(math.ceil(training_wall_s(use)), HOUR_S)
-    what = f"{use.count} x {use.instance} {use.purchase}, {_decimal(hours)} h"
-    if use.interruptions_per_hour:
-        what += f" for {_decimal(exact(use.hours))} h of work"
-    return BillLine(use=use.name, what=what, quantity=use.count * _billed_hours(hours, price), price=price)
-
-
-def _serving_line(use: ServingUse, workload: Workload, prices: PriceTable) -> BillLine:
-    price = prices.price("compute", workload.provider, workload.region, use.instance, use.purchase)
-    capacity = exact(use.tokens_per_s) * exact(use.utilization) * MONTH_HOURS * HOUR_S
-    count = max(use.min_instances, math.ceil(exact(use.tokens_per_month) / capacity))
-    hours = exact(use.months) * MONTH_HOURS
-    what = f"{count} x {use.instance} {use.purchase}, {_decimal(hours)} h"
-    return BillLine(use=use.name, what=what, quantity=count * _billed_hours(hours, price), price=price)
-
-
 def _billed_hours(hours: Fraction, price: Price) -> Fraction:
-    """Whole seconds, or whole terms of a reservation."""
+    """Rounds up to whole seconds, or to whole terms of a reservation."""
     if term := TERM_HOURS.get(price.purchase, 0):
         return Fraction(math.ceil(hours / term) * term)
     return Fraction(math.ceil(hours * HOUR_S), HOUR_S)
 
 
-def _storage_lines(use: StorageUse, workload: Workload, prices: PriceTable) -> Iterator[BillLine]:
-    place, gib = (workload.provider, workload.region), Fraction(use.size_bytes, GIB)
+def _storage_lines(use: StorageUse, place: tuple[str, str], prices: PriceTable) -> Iterator[BillLine]:
+    gib = Fraction(use.size_bytes, GIB)
     end = exact(use.months) * MONTH_DAYS
     moves = [move for move in use.lifecycle if move.after_days < end]
     classes = [use.storage_class, *(move.storage_class for move in moves)]
@@ -156,20 +138,8 @@ def _storage_lines(use: StorageUse, workload: Workload, prices: PriceTable) -> I
         yield BillLine(use=use.name, what=f"read from {read.storage_class}", quantity=quantity, price=price)
 
 
-def _network_lines(use: NetworkUse, workload: Workload, prices: PriceTable) -> Iterator[BillLine]:
-    """One line for each tier that the traffic of a month reaches."""
-    tiers = prices.tiers("network", workload.provider, workload.region, use.path)
-    gib = Fraction(use.bytes_per_month, GIB)
-    for number, tier in enumerate(tiers):
-        above = tiers[number + 1].from_gib if number + 1 < len(tiers) else gib
-        within = min(gib, Fraction(above)) - tier.from_gib
-        if within > 0:
-            what = f"{use.path}, {_decimal(within)} GiB a month for {_decimal(exact(use.months))} months"
-            yield BillLine(use=use.name, what=what, quantity=within * exact(use.months), price=tier)
-
-
 def _decimal(value: Fraction) -> str:
-    """At most two decimals, thousands grouped."""
+    """Formats a number with at most two decimals and grouped thousands."""
     text = f"{float(value):,.2f}"
     return text.rstrip("0").rstrip(".")
 
@@ -188,12 +158,12 @@ ASSUMED = frozenset(
         "bytes_per_month",
     }
 )
-"""Fields of a workload that are estimates; the others are choices."""
+"""Fields of a workload that are estimates; all other fields are choices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Swing:
-    """One bar of the tornado: an assumption, its two values, and the results at them."""
+    """A bar of the tornado: an assumption, its two values, and the results at them."""
 
     name: str
     low: float
@@ -207,8 +177,8 @@ class Swing:
 
 
 def tornado(assumptions: Mapping[str, tuple[float, float]], evaluate: Callable[[str, float], float]) -> list[Swing]:
-    """The swings, the widest first. assumptions: lowest and highest value by name; evaluate: the result if one of them
-    has a certain value.
+    """Varies one assumption at a time and returns the swings, the widest first. assumptions: lowest and highest value by
+    name; evaluate: computes the result if one of them has a given value.
     """
     swings = [
         Swing(name=name, low=low, high=high, at_low=evaluate(name, low), at_high=evaluate(name, high))
@@ -218,10 +188,10 @@ def tornado(assumptions: Mapping[str, tuple[float, float]], evaluate: Callable[[
 
 
 def bill_tornado(bill: Bill, prices: PriceTable, *, vary: float) -> list[Swing]:
-    """How the total of a bill depends on the workload's estimates and on each price.
+    """Computes the swings of a bill's total over the workload's estimates and each price.
 
-    vary: how far each may be off, as a share of its value; `Workload.ranges` says otherwise for some. Raises
-    `ConfigError` for a range of something that is no assumption.
+    vary: largest relative error of each assumption; `Workload.ranges` overrides it. Raises `ConfigError` for a range
+    whose name is not an assumption.
     """
     plain: dict[str, Any] = dump(bill.workload)
     values = {path: _get(plain, path) for path in _paths(plain) if _get(plain, path)}
@@ -232,7 +202,7 @@ def bill_tornado(bill: Bill, prices: PriceTable, *, vary: float) -> list[Swing]:
     }
     for name, given in bill.workload.ranges.items():
         if name not in ranges:
-            raise ConfigError(f"ranges: {name!r} is no assumption{did_you_mean(name, ranges)} of this workload")
+            raise ConfigError(f"ranges: {name!r} is not an assumption{did_you_mean(name, ranges)} of this workload")
         ranges[name] = given
     rows = {f"price {price.key}": price for price in bill.prices}
 
@@ -247,25 +217,23 @@ def bill_tornado(bill: Bill, prices: PriceTable, *, vary: float) -> list[Swing]:
 
 
 def tornado_lines(swings: Sequence[Swing], base: float, *, top: int, width: int = 40) -> list[str]:
-    """The tornado as text: bars around the present result."""
-    shown = [swing for swing in swings if swing.width > 0][:top]
+    """Formats the tornado as text: bars around the present result."""
+    shown, half = [swing for swing in swings if swing.width > 0][:top], width // 2
     reach = max((abs(value - base) for swing in shown for value in (swing.at_low, swing.at_high)), default=0.0)
     names = max((len(swing.name) for swing in shown), default=0)
-    return [
-        f"{swing.name:<{names}}  {_bar(swing, base, reach, width // 2)}  {min(swing.at_low, swing.at_high):>14,.2f} to "
-        f"{max(swing.at_low, swing.at_high):,.2f}  (at {swing.low:.6g} and {swing.high:.6g})"
-        for swing in shown
-    ]
-
-
-def _bar(swing: Swing, base: float, reach: float, half: int) -> str:
-    below = round(half * max(0.0, base - min(swing.at_low, swing.at_high)) / reach)
-    above = round(half * max(0.0, max(swing.at_low, swing.at_high) - base) / reach)
-    return f"{'#' * below:>{half}}|{'#' * above:<{half}}"
+    lines = []
+    for swing in shown:
+        least, most = min(swing.at_low, swing.at_high), max(swing.at_low, swing.at_high)
+        below, above = (round(half * max(0.0, part) / reach) for part in (base - least, most - base))
+        lines.append(
+            f"{swing.name:<{names}}  {'#' * below:>{half}}|{'#' * above:<{half}}  {least:>14,.2f} to {most:,.2f}  "
+            f"(at {swing.low:.6g} and {swing.high:.6g})"
+        )
+    return lines
 
 
 def _paths(plain: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all estimates: `training.0.hours`."""
+    """Yields the dotted paths of all estimates: `training.0.hours`."""
     items = plain.items() if isinstance(plain, Mapping) else enumerate(plain)
     for key, value in items:
         path = f"{prefix}{key}"
@@ -282,7 +250,7 @@ def _get(plain: Any, path: str) -> float:
 
 
 def _with(plain: Any, keys: Sequence[str], value: float) -> Any:
-    """A copy with another value at one place; one that was a whole number stays one."""
+    """Returns a copy with another value at one place, rounded if the old value was an integer."""
     if not keys:
         return round(value) if isinstance(plain, int) else value
     key: Any = int(keys[0]) if isinstance(plain, list) else keys[0]
@@ -298,20 +266,27 @@ TITLES: dict[Kind, str] = {
     "retrieval": "reading from storage",
     "network": "network",
 }
+UNIT_NAMES: dict[Kind, str] = {
+    "compute": "hour",
+    "storage": "GiB and month",
+    "retrieval": "GiB",
+    "network": "GiB",
+}
 NOT_INCLUDED = "Not included: requests, operations, support, taxes, discounts."
 
 
 def bill_text(bill: Bill, swings: Sequence[Swing], *, today: datetime.date, top: int, notes: Sequence[str] = ()) -> str:
-    """Lines by kind with their prices, the total, the tornado, the prices' origins and their age."""
+    """Formats the lines by kind with their prices, the total, the tornado, and the prices' origins and age."""
     width = max(len(f"{line.use}: {line.what}") for line in bill.lines)
     lines = [f"{bill.workload.name}: {bill.workload.provider} {bill.workload.region}, US dollars"]
     for kind, title in TITLES.items():
         rows = [line for line in bill.lines if line.price.kind == kind]
         if rows:
-            lines += ["", f"{title:<{width + 34}}{bill.of_kind(kind):>14,.2f}"]
+            subtotal = sum((row.amount for row in rows), Decimal(0))
+            lines += ["", f"{title:<{width + 34}}{subtotal:>14,.2f}"]
         for row in rows:
             words = f"{row.use}: {row.what}"
-            quantity = f"{float(row.quantity):,.2f} {row.unit}"
+            quantity = f"{float(row.quantity):,.2f} {UNITS[kind]}"
             lines.append(f"  {words:<{width}}{quantity:>20} x {row.price.usd:<9}{row.amount:>14,.2f}")
     lines += ["", f"{'total':<{width + 34}}{bill.total:>14,.2f}", NOT_INCLUDED]
     if swings:
@@ -319,13 +294,14 @@ def bill_text(bill: Bill, swings: Sequence[Swing], *, today: datetime.date, top:
     lines += ["", "Prices:"]
     for price in bill.prices:
         note = f" ({price.note})" if price.note else ""
-        lines.append(f"  {price.key}: {price.usd} per {_unit(price.kind)}, {_origin(price)}{note}")
+        origin = f"as of {price.date}, {price.source}" if price.checked else f"believed for {price.date}, not checked"
+        lines.append(f"  {price.key}: {price.usd} per {UNIT_NAMES[price.kind]}, {origin}{note}")
     warnings = [f"warning: {text}" for text in price_warnings(bill.prices, today=today)]
     return "\n".join([*lines, *(f"note: {note}" for note in notes), *warnings])
 
 
 def bill_data(bill: Bill, swings: Sequence[Swing], *, today: datetime.date) -> dict[str, Any]:
-    """The same as plain data; amounts and prices are decimal numbers as text."""
+    """Returns the bill as plain data; amounts and prices are decimal numbers as text."""
     return {
         "name": bill.workload.name,
         "lines": [
@@ -334,7 +310,7 @@ def bill_data(bill: Bill, swings: Sequence[Swing], *, today: datetime.date) -> d
                 "use": line.use,
                 "what": line.what,
                 "quantity": float(line.quantity),
-                "unit": line.unit,
+                "unit": UNITS[line.price.kind],
                 "price": line.price.key,
                 "usd_per_unit": line.price.usd,
                 "usd": str(line.amount),
@@ -348,17 +324,9 @@ def bill_data(bill: Bill, swings: Sequence[Swing], *, today: datetime.date) -> d
 
 
 def price_warnings(prices: Sequence[Price], *, today: datetime.date) -> list[str]:
-    """That prices are not checked, and which are old."""
+    """Returns warnings about prices that nobody has checked and about old ones."""
     unchecked = sum(not price.checked for price in prices)
     text = (
         f"{unchecked} of {len(prices)} prices were not compared with the provider's page; give your own with --prices"
     )
     return [*([text] if unchecked else []), *age_warnings(prices, today=today)]
-
-
-def _origin(price: Price) -> str:
-    return f"as of {price.date}, {price.source}" if price.checked else f"believed for {price.date}, not checked"
-
-
-def _unit(kind: Kind) -> str:
-    return {"compute": "hour", "storage": "GiB and month", "retrieval": "GiB", "network": "GiB"}[kind]

@@ -1,4 +1,4 @@
-"""The table of prices: dated rows that ship with the package, and rows of a user's that replace them."""
+"""The table of prices: dated rows that ship with the package, and a user's rows that replace them."""
 
 import datetime
 import re
@@ -22,28 +22,28 @@ OLD_AFTER_DAYS = 180
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """One row of the table: what one unit of something costs at a provider in a region on a date."""
+    """A row of the table: the price of one unit at a provider in a region on a date."""
 
     kind: Kind
     provider: str
     region: str
     name: str
-    """An instance type, a storage class (`hot`, `warm`, `cold`) or a path (`internet`, `cross_zone`,
+    """Instance type, storage class (`hot`, `warm`, `cold`) or network path (`internet`, `cross_zone`,
     `cross_region`)."""
     usd: str
     """US dollars per unit (`UNITS`), as a decimal number."""
     date: str
-    """When the price held, as YYYY-MM-DD."""
+    """Date on which the price was valid, as YYYY-MM-DD."""
     source: str
-    """Where it is published."""
+    """Publication of the price."""
     checked: bool = False
-    """Whether somebody has compared the row with its source; those that ship with the package are not checked."""
+    """True once somebody has compared the row with its source; rows that ship with the package are not checked."""
     purchase: Purchase = "on_demand"
-    """How compute is bought."""
+    """Purchase option of compute."""
     from_gib: int = 0
-    """GiB of a month from which this row applies to network traffic."""
+    """Monthly traffic in GiB from which this row applies."""
     minimum_days: int = 0
-    """Days that an object in this storage class is billed for at least."""
+    """Least number of days for which an object in this storage class is billed."""
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Price:
 
     @property
     def key(self) -> str:
-        """What identifies the row: one that a user gives replaces the row with the same key."""
+        """Key of the row; a user's row replaces the row with the same key."""
         words = [self.provider, self.region, self.kind, self.name]
         words += [self.purchase] if self.kind == "compute" else []
         words += [f"from {self.from_gib} GiB"] if self.from_gib else []
@@ -85,61 +85,59 @@ class PriceTable:
     rows: dict[str, Price]
 
     def updated(self, rows: Iterable[Price]) -> "PriceTable":
-        """The table with these rows in place of those with equal keys."""
+        """Returns the table with these rows in place of those with equal keys."""
         return PriceTable({**self.rows, **{row.key: row for row in rows}})
 
     def tiers(
         self, kind: Kind, provider: str, region: str, name: str, purchase: Purchase = "on_demand"
     ) -> Sequence[Price]:
-        """The rows for one thing, by the amount from which they apply. Raises `ConfigError` if there is none, or none
-        from 0 on.
+        """Returns the rows of one price, by the amount from which they apply. Raises `ConfigError` if none exists, or
+        none that applies from 0 on.
         """
         wanted = (kind, provider, region, name, purchase)
         found = [
             row for row in self.rows.values() if (row.kind, row.provider, row.region, row.name, row.purchase) == wanted
         ]
         if not found:
-            raise ConfigError(self._missing(kind, provider, region, name, purchase))
+            places = sorted({f"{row.provider}/{row.region}" for row in self.rows.values()})
+            place = f"{provider}/{region}"
+            of_kind = [row for row in self.rows.values() if row.kind == kind]
+            names = sorted({row.name for row in of_kind if f"{row.provider}/{row.region}" == place})
+            if place not in places:
+                problem = f"no prices for {place}{did_you_mean(place, places)}"
+                known = f"known: {', '.join(places)}"
+            elif name not in names:
+                problem = f"no price of {kind} {name!r}{did_you_mean(name, names)}"
+                known = f"known in {place}: {', '.join(names) or 'none'}"
+            else:
+                bought = sorted({row.purchase for row in of_kind if row.name == name})
+                problem, known = f"no price of {name} as {purchase}", f"known: {', '.join(bought)}"
+            raise ConfigError(f"prices: {problem}; {known}; add a row with --prices FILE")
         found.sort(key=lambda row: row.from_gib)
         if found[0].from_gib:
             raise ConfigError(f"{found[0].key}: the price of the first {found[0].from_gib} GiB is missing; add a row")
         return found
 
     def price(self, kind: Kind, provider: str, region: str, name: str, purchase: Purchase = "on_demand") -> Price:
-        """The one row for something that has no tiers."""
+        """Returns the row of a price without tiers."""
         return self.tiers(kind, provider, region, name, purchase)[0]
-
-    def _missing(self, kind: Kind, provider: str, region: str, name: str, purchase: Purchase) -> str:
-        rows = self.rows.values()
-        places = sorted({f"{row.provider}/{row.region}" for row in rows})
-        names = sorted({row.name for row in rows if (row.kind, row.provider, row.region) == (kind, provider, region)})
-        bought = sorted({row.purchase for row in rows if (row.kind, row.name) == (kind, name)})
-        if f"{provider}/{region}" not in places:
-            problem = f"no prices for {provider}/{region}{did_you_mean(f'{provider}/{region}', places)}"
-            known = f"known: {', '.join(places)}"
-        elif name not in names:
-            problem = f"no price of {kind} {name!r}{did_you_mean(name, names)}"
-            known = f"known in {provider}/{region}: {', '.join(names) or 'none'}"
-        else:
-            problem, known = f"no price of {name} as {purchase}", f"known: {', '.join(bought)}"
-        return f"prices: {problem}; {known}; add a row with --prices FILE"
 
 
 def shipped_prices() -> PriceTable:
-    """The table of the package."""
+    """Reads the table that ships with the package."""
     return PriceTable({}).updated(_rows(Path(str(files("modelwright_plan.cost") / "prices.yaml"))))
 
 
 def load_prices(path: Path | None) -> PriceTable:
-    """The package's table, with the rows of a user's file in place of those with equal keys. Raises `ConfigError` that
-    names the file and the row.
+    """Returns the package's table, with the rows of a user's file in place of those with equal keys. Raises
+    `ConfigError` that names the file and the row.
     """
     table = shipped_prices()
     return table.updated(_rows(path)) if path else table
 
 
 def age_warnings(rows: Iterable[Price], *, today: datetime.date) -> list[str]:
-    """One line for each date that is more than `OLD_AFTER_DAYS` ago, or in the future, with the rows known then."""
+    """Returns a line for each date more than `OLD_AFTER_DAYS` ago or in the future, with the rows of that date."""
     old: dict[str, list[Price]] = {}
     for row in rows:
         if not 0 <= row.age_days(today) <= OLD_AFTER_DAYS:

@@ -1,4 +1,4 @@
-"""What is paid for: training, serving, storage and traffic of a project, as a user describes it in a YAML file."""
+"""The uses that a project pays for: training, serving, storage and traffic, as a user describes them in a YAML file."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -32,17 +32,17 @@ class TrainingUse:
     name: str
     instance: str
     hours: float
-    """Hours of the whole group, without interruptions and the checkpoints against them."""
+    """Hours of the whole group, without interruptions and without checkpoints."""
     count: int = 1
-    """Instances of the group."""
+    """Number of instances in the group."""
     purchase: Purchase = "on_demand"
     """`spot` may be interrupted; `reserved_1y` and `reserved_3y` are paid for whole terms."""
     interruptions_per_hour: float = 0.0
     """Interruptions of the group (not of one instance) while it is spot."""
     checkpoint_stall_s: float = 0.0
-    """Seconds that training stands still for a checkpoint (`checkpoint_stall_s` in metrics.jsonl)."""
+    """Seconds for which a checkpoint stalls training (`checkpoint_stall_s` in metrics.jsonl)."""
     recovery_s: float = 0.0
-    """Seconds from an interruption until training goes on (`down_s` in recoveries.jsonl)."""
+    """Seconds from an interruption until training resumes (`down_s` in recoveries.jsonl)."""
     checkpoint_every_s: float = 0.0
     """Seconds of training between checkpoints; 0 for Daly's optimum."""
 
@@ -52,22 +52,24 @@ class TrainingUse:
         if self.interruptions_per_hour and self.purchase != "spot":
             raise ConfigError("interruptions_per_hour: only instances with purchase spot are interrupted; remove it")
         if self.interruptions_per_hour and not self.checkpoint_stall_s:
-            raise ConfigError("checkpoint_stall_s: give what a checkpoint costs, from which the best interval follows")
+            raise ConfigError(
+                "checkpoint_stall_s: give the stall of a checkpoint, from which the best interval follows"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingUse:
-    """A service that answers a load with as many instances as it takes."""
+    """A service on as many instances as its load needs."""
 
     name: str
     instance: str
     months: float
     tokens_per_month: float
-    """Generated tokens."""
+    """Tokens generated in a month."""
     tokens_per_s: float
-    """Generated tokens of one instance at full load."""
+    """Tokens that one instance generates in a second at full load."""
     utilization: float = 0.5
-    """Share of an instance's full load that it has on average; the rest is room for peaks."""
+    """Mean load of an instance as a share of its full load; the rest is a reserve for peaks."""
     min_instances: int = 1
     purchase: Purchase = "on_demand"
 
@@ -89,7 +91,7 @@ class Transition:
 
 @dataclass(frozen=True, kw_only=True)
 class Retrieval:
-    """Bytes read out of a storage class, in all."""
+    """Total bytes read from a storage class."""
 
     storage_class: StorageClass
     size_bytes: int
@@ -100,16 +102,16 @@ class Retrieval:
 
 @dataclass(frozen=True, kw_only=True)
 class StorageUse:
-    """Something that is stored for some time."""
+    """Data stored for some months."""
 
     name: str
     size_bytes: int
-    """For example `2TB` or `500GiB`."""
+    """Size in bytes, for example `2TB` or `500GiB`."""
     months: float
     storage_class: StorageClass = "hot"
-    """Where it is written to."""
+    """Storage class to which the data is written."""
     lifecycle: tuple[Transition, ...] = ()
-    """When it moves to other classes, in order."""
+    """Moves to other storage classes, in order."""
     retrievals: tuple[Retrieval, ...] = ()
 
     def __post_init__(self) -> None:
@@ -121,7 +123,7 @@ class StorageUse:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkUse:
-    """Traffic of every month."""
+    """Monthly network traffic."""
 
     name: str
     path: NetworkPath
@@ -135,7 +137,7 @@ class NetworkUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """All that is paid for, at one provider in one region."""
+    """All paid uses at one provider in one region."""
 
     name: str
     provider: str
@@ -145,18 +147,18 @@ class Workload:
     storage: tuple[StorageUse, ...] = ()
     network: tuple[NetworkUse, ...] = ()
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Lowest and highest value that an assumption may have, by its name in the table of sensitivity."""
+    """Lowest and highest value of an assumption, by its name in the table of sensitivity."""
 
     def __post_init__(self) -> None:
         names = [use.name for use in (*self.training, *self.serving, *self.storage, *self.network)]
         if not names:
             raise ConfigError("training: the workload is empty; add training, serving, storage or network")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"name: {', '.join(repeated)} is used more than once; each line needs a name of its own")
+            raise ConfigError(f"name: {', '.join(repeated)} is used more than once; each line needs a different name")
 
 
 def load_workload(path: Path) -> Workload:
-    """Read a workload's YAML file. Raises `ConfigError` that names the file and the field."""
+    """Reads a workload's YAML file. Raises `ConfigError` that names the file and the field."""
     data = load_yaml(path)
     try:
         return parse(Workload, {"name": path.stem} | data)

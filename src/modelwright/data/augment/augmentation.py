@@ -18,11 +18,24 @@ from modelwright.data.document import Document, Kind, join_turns
 Kept = Literal["words", "word_count", "letters", "lines", "syntax_tree"]
 """Property that a changed text shares with the original: the words apart from their order, the number of words, the
 letters apart from their case, the number of lines, the syntax tree apart from the names of local variables."""
-
 TextChange = Callable[[str, Random], str | None]
 """A changed text; None, or the same text, where nothing can be changed."""
 BatchChange = Callable[[Sequence[Document], Sequence[Random]], list[Document | None]]
 """A changed copy of each document, None where nothing can be changed; each with its own random stream."""
+T = TypeVar("T")
+_LETTER = r"[^\W\d_]"
+_SPANS = re.compile(
+    r"`[^`\n]*`"  # code
+    r"|https?://\S+|www\.\S+|\S+@\S+\.\w+|<[^<>\s]+>|[#@]\w+"  # addresses, tags
+    rf"|(?:{_LETTER}\.){{2,}}"  # abbreviations with dots
+    r"|[^\s\"'“”‘’()\[\],;:—-]*[\d_/\\][^\s\"'“”‘’()\[\],;:—-]*"  # figures, identifiers, paths
+    rf"|({_LETTER}+(?:['’-]{_LETTER}+)*)"
+)
+_ENGLISH_WORDS = frozenset({"the", "of", "and", "to", "in", "is", "was", "that", "with", "for", "it", "on", "are"})
+_MIN_ENGLISH = 0.06
+"""Share of these words from which a text counts as English. In running English it is about 0.25."""
+_PUNCTUATION = ".,;:!?)]\"'”’…—-"
+_ARTICLE = re.compile(rf"\b([Aa]n?)( |\n)({_LETTER}[\w'’-]*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,22 +106,6 @@ def check_fraction(config: Any) -> None:
         raise ConfigError(f"fraction: {config.fraction} is not in (0, 1]; for example 0.1")
 
 
-T = TypeVar("T")
-
-_LETTER = r"[^\W\d_]"
-_SPANS = re.compile(
-    r"`[^`\n]*`"  # code
-    r"|https?://\S+|www\.\S+|\S+@\S+\.\w+|<[^<>\s]+>|[#@]\w+"  # addresses, tags
-    rf"|(?:{_LETTER}\.){{2,}}"  # abbreviations with dots
-    r"|[^\s\"'“”‘’()\[\],;:—-]*[\d_/\\][^\s\"'“”‘’()\[\],;:—-]*"  # figures, identifiers, paths
-    rf"|({_LETTER}+(?:['’-]{_LETTER}+)*)"
-)
-_ENGLISH_WORDS = frozenset({"the", "of", "and", "to", "in", "is", "was", "that", "with", "for", "it", "on", "are"})
-_MIN_ENGLISH = 0.06
-"""Share of these words from which a text counts as English. In running English it is about 0.25."""
-_PUNCTUATION = ".,;:!?)]\"'”’…—-"
-
-
 @dataclass(frozen=True)
 class Span:
     """A part of a text: characters `start` to `end`, which are `text`."""
@@ -171,9 +168,6 @@ def repair_articles(text: str, before: str) -> str:
         return match_case(article, match[1]) + match[2] + match[3]
 
     return _ARTICLE.sub(agree, text)
-
-
-_ARTICLE = re.compile(rf"\b([Aa]n?)( |\n)({_LETTER}[\w'’-]*)")
 
 
 @cache

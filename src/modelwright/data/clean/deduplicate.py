@@ -166,7 +166,14 @@ class Containments:
         is_new = alive & ~self._searched
         if self._pairs is None or is_new.any():
             self._searched |= is_new
-            self._pairs = self._search()
+            needles, pairs = self._needles(), [np.empty((0, 2), np.uint32)]
+            for start, _, flat in self._corpus.shingles.chunks(self._num_new if needles is not None else 0):
+                assert needles is not None
+                contained = list(_search(start, flat, needles, self._corpus, self._searched))
+                pairs.append(np.array(contained, np.uint32).reshape(-1, 2))
+            # The numbers of documents and of those that contain them [2, P].
+            self._pairs = np.concatenate(pairs).T
+            del needles, pairs  # as large as the corpus
         needles, outers = self._pairs[:, alive[self._pairs].all(axis=0)]
         order = np.lexsort((outers, needles))
         needles, first = np.unique(needles[order], return_index=True)  # with the outer document of the lowest number
@@ -176,15 +183,6 @@ class Containments:
             own = self._corpus.split[numbers] == split
             result.append(Duplicate(numbers[own], reason, instead[own], np.ones(int(own.sum()), np.float32)))
         return result
-
-    def _search(self) -> NDArray[np.uint32]:
-        """The numbers of documents and of those that contain them [2, P]."""
-        needles, pairs = self._needles(), [np.empty((0, 2), np.uint32)]
-        for first, _, flat in self._corpus.shingles.chunks(self._num_new if needles is not None else 0):
-            assert needles is not None
-            found = list(_search(first, flat, needles, self._corpus, self._searched))
-            pairs.append(np.array(found, np.uint32).reshape(-1, 2))
-        return np.concatenate(pairs).T
 
     def _needles(self) -> _Needles | None:
         # A function of its own, so that its arrays of the whole corpus are freed before the search.

@@ -37,6 +37,9 @@ FILE, INDEX = "images.bin", "index.json"
 OFFSETS, CHECKSUMS, BLOCK_CHECKSUMS = "offsets.npy", "checksums.npy", "block_checksums.npy"
 IMAGES_AT_ONCE = 256
 """Number of images whose files are in memory at a time while many are read."""
+LABELS, CLASSES = "labels.npy", "classes.json"
+DECODED_BYTES = 256 * 2**20
+"""Memory for decoded images of a file that is mapped into memory; images of the cache only use its budgets."""
 
 
 @dataclass
@@ -266,11 +269,6 @@ def open_images(rows: Path, split: str, *, num_ahead: int = 0) -> ImageStore | N
     """Opens the images of a split; None without images. rows, num_ahead: see `images_folder` and `ImageStore`."""
     folder = images_folder(rows, split)
     return ImageStore(folder, num_ahead=num_ahead) if has_images(folder) else None
-
-
-LABELS, CLASSES = "labels.npy", "classes.json"
-DECODED_BYTES = 256 * 2**20
-"""Memory for decoded images of a file that is mapped into memory; images of the cache only use its budgets."""
 
 
 def class_of(document: Document) -> str:

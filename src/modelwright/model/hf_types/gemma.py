@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
 from modelwright.model.hf_types import hf_type
-from modelwright.model.hf_types.rope import read_rope, refuse_partial_rotary, scaling_settings, write_rope
+from modelwright.model.hf_types.hf_type import read_rope, refuse_partial_rotary, scaling_settings, write_rope
 
 NAMES: Mapping[str, str] = {
     "attention_norm": "input_layernorm",

@@ -3,8 +3,16 @@
 from typing import Any
 
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig
-from modelwright.model.hf_types.hf_type import HfSettings, HfType, read_activation, read_shape, write_shape
-from modelwright.model.hf_types.rope import read_rope, refuse_partial_rotary, write_rope
+from modelwright.model.hf_types.hf_type import (
+    HfSettings,
+    HfType,
+    read_activation,
+    read_rope,
+    read_shape,
+    refuse_partial_rotary,
+    write_rope,
+    write_shape,
+)
 
 DEFAULT_WINDOW = 4096
 

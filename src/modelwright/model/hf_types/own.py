@@ -5,8 +5,15 @@ heads. `transformers` refuses its folders, and the export does so by name.
 from typing import Any, get_args
 
 from modelwright.model.config import AttentionConfig, AttentionGate, FeedForwardConfig, ModelConfig
-from modelwright.model.hf_types.hf_type import HfSettings, HfType, read_activation, read_shape, write_shape
-from modelwright.model.hf_types.rope import read_rope, write_rope
+from modelwright.model.hf_types.hf_type import (
+    HfSettings,
+    HfType,
+    read_activation,
+    read_rope,
+    read_shape,
+    write_rope,
+    write_shape,
+)
 
 OWN_TYPE = "modelwright"
 

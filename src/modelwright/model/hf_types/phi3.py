@@ -3,8 +3,17 @@
 from typing import Any
 
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig
-from modelwright.model.hf_types.hf_type import HfSettings, HfType, read_activation, read_shape, write_shape
-from modelwright.model.hf_types.rope import PARTIAL, read_rope, rope_settings, scaling_settings
+from modelwright.model.hf_types.hf_type import (
+    PARTIAL,
+    HfSettings,
+    HfType,
+    read_activation,
+    read_rope,
+    read_shape,
+    rope_settings,
+    scaling_settings,
+    write_shape,
+)
 
 LONGROPE_NAMES = ("longrope", "su", "yarn")
 """Names of LongRoPE in Phi-3 folders of all versions."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, layers_where
 from modelwright.model.hf_types import hf_type
-from modelwright.model.hf_types.rope import read_rope, refuse_partial_rotary, write_rope
+from modelwright.model.hf_types.hf_type import read_rope, refuse_partial_rotary, write_rope
 
 
 def _read(settings: hf_type.HfSettings) -> dict[str, Any]:

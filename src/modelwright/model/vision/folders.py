@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ModelError, writing
-from modelwright.model.hf import save_tensors, set_parameter
-from modelwright.model.stored_weights import WEIGHTS, StoredWeights, check_tensors, read_json
+from modelwright.model.hf import WEIGHTS, StoredWeights, check_tensors, read_json, save_tensors, set_parameter
 from modelwright.model.vision.config import CLIP_MEAN, CLIP_STD, TextTowerConfig, TowerActivation, VisionConfig, three
 from modelwright.model.vision.text_tower import DualEncoder, TextTower
 from modelwright.model.vision.vit import VisionTower

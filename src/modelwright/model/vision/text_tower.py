@@ -9,8 +9,8 @@ Legend: N texts, T tokens, D width, E width of the common space.
 import torch
 from torch import Tensor, nn
 
-from modelwright.model.vision.blocks import EncoderBlock, init_encoder
 from modelwright.model.vision.config import TextTowerConfig
+from modelwright.model.vision.vit import EncoderBlock, init_encoder
 
 
 class TextTower(nn.Module):

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.parallel.codecs.error_feedback import Residual, flatten, shaped
-from modelwright.parallel.gradient_sync import AllReduceSync
+from modelwright.parallel.gradient_sync import AllReduceSync, Residual, flatten, shaped
 from modelwright.parallel.mesh import World
 
 

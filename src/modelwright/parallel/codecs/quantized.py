@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from modelwright.parallel.codecs.error_feedback import Residual, flatten, write_back
+from modelwright.parallel.gradient_sync import Residual, flatten, write_back
 from modelwright.parallel.mesh import World
 
 GROUP = 1024

@@ -32,7 +32,7 @@ from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.ops import sparse_codec
 from modelwright.ops.sparse_codec import Bytes, decode_places, encode_places, pack_bits, unpack_bits
-from modelwright.parallel.codecs.error_feedback import Residual, flatten, write_back
+from modelwright.parallel.gradient_sync import Residual, flatten, write_back
 from modelwright.parallel.mesh import World
 
 MAX_LEVELS = 8

@@ -28,8 +28,8 @@ from modelwright.model.decoder import Attend, Decoder
 from modelwright.ops.dtensor import local
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context_parallel import shard_sequence
-from modelwright.parallel.fsdp import sharded_modules
 from modelwright.parallel.mesh import Mesh
+from modelwright.parallel.pipeline.balance import StageSpan, StageTimeline
 from modelwright.parallel.pipeline.stages import (
     check_blocks,
     check_microbatches,
@@ -40,7 +40,7 @@ from modelwright.parallel.pipeline.stages import (
     layers_of_stages,
     rank_of_stage,
 )
-from modelwright.parallel.pipeline.trace import StageSpan, StageTimeline
+from modelwright.parallel.sharded_weights import sharded_modules
 from modelwright.parallel.tensor_parallel import stage_tokens
 
 Schedule = (

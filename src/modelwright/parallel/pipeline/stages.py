@@ -18,7 +18,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import HEAD_METHODS, Decoder
 from modelwright.parallel.config import ParallelConfig, Schedule
-from modelwright.parallel.pipeline.partition import flop_costs, split_layers
+from modelwright.parallel.pipeline.balance import flop_costs, split_layers
 
 
 def is_v_shaped(config: ParallelConfig) -> bool:

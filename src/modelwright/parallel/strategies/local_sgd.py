@@ -25,12 +25,10 @@ from torch import Tensor
 
 from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
-from modelwright.ops.dtensor import local
+from modelwright.ops.dtensor import TensorView, local
 from modelwright.ops.sparse_codec import rice_decode, rice_encode, rice_parameter
-from modelwright.ops.tensor_view import TensorView
-from modelwright.parallel.codecs.error_feedback import flatten, shaped, write_back
 from modelwright.parallel.codecs.topk_quantized import gather_bytes
-from modelwright.parallel.gradient_sync import AllReduceSync, GradientSync
+from modelwright.parallel.gradient_sync import AllReduceSync, GradientSync, flatten, shaped, write_back
 from modelwright.parallel.mesh import World
 from modelwright.parallel.strategy import Replica, Strategy, Unscale
 

@@ -20,13 +20,19 @@ from torch.utils.hooks import RemovableHandle
 
 from modelwright.core.compatibility import OWN_WEIGHTS, UNDIVIDED_GRADIENTS, WHOLE_GRADIENTS
 from modelwright.core.errors import ModelwrightError
-from modelwright.ops.dtensor import as_dtensor_like, local
-from modelwright.ops.tensor_view import TensorView
-from modelwright.parallel.grad_norm import combine_norms, redistribute_like, total_norm
+from modelwright.ops.dtensor import TensorView, as_dtensor_like, local
 from modelwright.parallel.gradient_sync import BUCKET_BYTES, MANY_BUCKETS, Buckets, cut_into_buckets
 from modelwright.parallel.mesh import World
 from modelwright.parallel.strategies.shared_memory import SharedModel, shard_range, starts_of
-from modelwright.parallel.strategy import Replica, Strategy, Unscale, layout_blocker
+from modelwright.parallel.strategy import (
+    Replica,
+    Strategy,
+    Unscale,
+    combine_norms,
+    layout_blocker,
+    redistribute_like,
+    total_norm,
+)
 
 UpdateInBackward = Literal["none", "unclipped", "clip_by_last_norm"]
 """`unclipped` leaves gradients unscaled; `clip_by_last_norm` scales them down by the norm of the previous step, which

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from modelwright.parallel.topology.link_costs import Links
+from modelwright.parallel.topology.links import Links
 
 
 @dataclass(frozen=True)

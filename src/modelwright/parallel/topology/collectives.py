@@ -29,8 +29,7 @@ from modelwright.ops.microbenchmark import repeated, seconds_of
 from modelwright.parallel.gradient_sync import ring_bytes
 from modelwright.parallel.mesh import World
 from modelwright.parallel.topology import algorithms
-from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
-from modelwright.parallel.topology.rank_mapping import AxisTraffic, place
+from modelwright.parallel.topology.links import AxisTraffic, Links, LinksConfig, measure_links, place
 
 Algorithm = Literal[
     "auto", "backend", "ring", "doubling", "tree", "hierarchical_ring", "hierarchical_doubling", "sharded"

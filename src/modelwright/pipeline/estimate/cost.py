@@ -14,12 +14,11 @@ message next to the copies made of it, the next group prefetched, the last scatt
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from modelwright.model.adapter_config import AdapterConfig, BaseFormat
 from modelwright.model.adapters import adapter_parameters, projection_sizes
 from modelwright.model.config import ModelConfig
-from modelwright.model.frozen_weight import CHUNK_ELEMENTS
+from modelwright.model.low_rank import CHUNK_ELEMENTS, AdapterConfig, BaseFormat
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.ops.nf4 import RUN_LEN
+from modelwright.ops.quantize import RUN_LEN
 from modelwright.parallel.config import ZeroStage
 from modelwright.train.memory.activations import (
     FP32_BYTES,

@@ -21,10 +21,9 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.resources import LoadMeter, OtherProcesses, hardware, load, num_usable_cores
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
+from modelwright.ops.cpu_kernels import rows_of, speed_lines
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.ops.kernel_speed import rows_of, speed_lines
-from modelwright.ops.matmul_rates import int8_linear_rate, matmul_rate
-from modelwright.ops.microbenchmark import Undisturbed, in_turn, undisturbed
+from modelwright.ops.microbenchmark import Undisturbed, in_turn, int8_linear_rate, matmul_rate, undisturbed
 from modelwright.pipeline.estimate.cost import size
 
 Pass = Literal["forward", "grad_input", "grad_weight"]

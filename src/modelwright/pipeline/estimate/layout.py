@@ -15,9 +15,9 @@ from typing import Literal
 
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.pipeline.partition import flop_costs, split_layers
+from modelwright.parallel.pipeline.balance import flop_costs, split_layers
 from modelwright.parallel.pipeline.stages import microbatches_in_flight, rank_of_stage
-from modelwright.parallel.topology.rank_mapping import AxisTraffic
+from modelwright.parallel.topology.links import AxisTraffic
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import (
     MemoryEstimate,

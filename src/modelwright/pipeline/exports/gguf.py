@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import cast, get_args
 
-from modelwright.compress.gguf.export import GgufFormat, export_gguf
-from modelwright.compress.gguf.vocabulary import read_vocabulary
+from modelwright.compress.gguf import GgufFormat, export_gguf
+from modelwright.compress.gguf_vocabulary import read_vocabulary
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.tokenizer.tokenizer import Tokenizer

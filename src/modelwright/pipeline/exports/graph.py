@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
-from modelwright.compress.onnx.export import (
+from modelwright.compress.onnx import (
     ONNX_FILE,
     OPENVINO_FILE,
     require_onnx,

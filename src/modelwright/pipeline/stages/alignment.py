@@ -10,7 +10,7 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.records import column
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document, Split
-from modelwright.data.rows.fit import PreferenceFit, PromptedAnswer, with_mismatched_answers
+from modelwright.data.rows.examples import PreferenceFit, PromptedAnswer, with_mismatched_answers
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.model.hf import deferred_model
 from modelwright.pipeline.report.blocks import Block, Chart

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.data.images.store import ImageStore, has_images, image_layout, images_folder, open_images
-from modelwright.data.rows.batching.augmented import PlannedRows
-from modelwright.data.rows.cache.lookahead import LookaheadLoader
+from modelwright.data.rows.ahead import LookaheadLoader, PlannedRows
 from modelwright.data.rows.cache.reader import DISK, MEMORY, SOURCE, BlockReader
 from modelwright.data.rows.cache.row_cache import RowCacheConfig, open_cache, remove_leftovers
 from modelwright.data.rows.loader import PackedRows, row_layout

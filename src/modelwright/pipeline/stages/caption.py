@@ -35,7 +35,7 @@ from modelwright.data.images.store import (
     write_labels,
 )
 from modelwright.data.rows.batch import IGNORED
-from modelwright.data.rows.fit import ConversationFit
+from modelwright.data.rows.examples import ConversationFit
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.data.tokenizer.chat import IMAGE_MARK
@@ -47,8 +47,7 @@ from modelwright.infer.sequence import SamplingParams
 from modelwright.model.decoder import Decoder
 from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import vision_config
-from modelwright.model.vision.image_prefix import image_prefix
-from modelwright.model.vision.llava import save_llava
+from modelwright.model.vision.llava import image_prefix, save_llava
 from modelwright.objectives.aligned_model import VISION_FOLDER
 from modelwright.objectives.captioning import CaptionConfig, Captioning
 from modelwright.pipeline.config import RunConfig

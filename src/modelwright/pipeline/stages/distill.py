@@ -29,7 +29,7 @@ from modelwright.objectives.distillation import (
 from modelwright.objectives.on_policy_distillation import OnPolicyConfig, OnPolicyDistillation
 from modelwright.objectives.teacher import TeacherModel
 from modelwright.objectives.teacher_cache import TeacherCache
-from modelwright.ops.divergences import DivergenceKind, DivergenceName
+from modelwright.ops.distillation_loss import DivergenceKind, DivergenceName
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.blocks import Fact, Section, Table, count, kind_title, number

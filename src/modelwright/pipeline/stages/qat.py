@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from modelwright.compress.fold import fold_norms
-from modelwright.compress.grid_model import TrainedGrid
+from modelwright.compress.int8 import TrainedGrid
 from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.config import ModelConfig

@@ -14,12 +14,21 @@ from typing import Any
 
 import torch
 
-from modelwright.compress.agreement import Agreement, measure_agreement
-from modelwright.compress.fold import fold_norms
+from modelwright.compress.fold import fold_norms, smoothed
 from modelwright.compress.gptq import LayerError, gptq
-from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid, save_grid_model
-from modelwright.compress.int8 import FOUR_BITS, choose_backend, load_int8, quantize_model, save_int8, weight_bytes
-from modelwright.compress.smooth import smoothed
+from modelwright.compress.int8 import (
+    FOUR_BITS,
+    Agreement,
+    TrainedGrid,
+    choose_backend,
+    load_int8,
+    measure_agreement,
+    quantize_model,
+    quantize_to_grid,
+    save_grid_model,
+    save_int8,
+    weight_bytes,
+)
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
 from modelwright.core.rundir import RunDir

@@ -19,9 +19,9 @@ from modelwright.core.seeds import derive_seed
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Split
 from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.examples import PromptRecord, read_prompts, write_prompts
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import TokenSequence
-from modelwright.data.rows.prompts import PromptRecord, read_prompts, write_prompts
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.objectives.experience import ReferenceModel
 from modelwright.objectives.heldout_rewards import HeldoutRewards, heldout_batch

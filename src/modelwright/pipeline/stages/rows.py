@@ -21,7 +21,7 @@ from modelwright.data.augment.augmenter import Encode
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document, Kind, Message, Split, says_something
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.data.rows.fit import ConversationFit
+from modelwright.data.rows.examples import ConversationFit
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.origins import Origin, row_score, row_source
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack

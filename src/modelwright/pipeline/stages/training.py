@@ -24,8 +24,7 @@ from modelwright.core.seeds import derive_seed
 from modelwright.core.sinks import Tracking, require_packages
 from modelwright.core.texts import redact_plain
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
-from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.loader import PackedRows, PlannedLoader, build_loader
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.adapters import merge_adapters, projection_sizes
 from modelwright.model.decoder import Decoder

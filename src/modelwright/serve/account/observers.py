@@ -27,10 +27,8 @@ from modelwright.serve.account.database import Database, DatabaseWriter, WriterB
 from modelwright.serve.account.monitoring import Metrics
 from modelwright.serve.account.request_store import RequestRecord
 from modelwright.serve.api.chat import ChatRequest
-from modelwright.serve.api.fields import GenerationRequest
 from modelwright.serve.config import RequestsConfig
 from modelwright.serve.errors import log, shutting_down
-from modelwright.serve.generation import Generation
 from modelwright.serve.service import CLIENT_LEFT, Exchange, FeedbackRequest, FinishedRequest, pseudonym
 
 if TYPE_CHECKING:
@@ -282,7 +280,22 @@ class Tracing:
         if finished.status >= 400:
             attributes["error.type"] = str(finished.status)
         if self._log_prompts:
-            attributes |= texts_of(asked, finished, generation)
+            # prompts and answers as the convention's messages, in JSON
+            if isinstance(asked, ChatRequest):
+                turns = [(one["role"], one["content"]) for one in asked.plain_messages()]
+            else:
+                turns = [("user", text) for text in asked.texts() or [finished.prompt]]
+            prompts = [{"role": role, "parts": [{"type": "text", "content": text}]} for role, text in turns]
+            answers: list[dict[str, Any]] = [
+                {
+                    "role": "assistant",
+                    "parts": [{"type": "text", "content": answer.new_text}],
+                    "finish_reason": answer.finish_reason,
+                }
+                for answer in (generation.answers if generation else [])
+            ]
+            attributes["gen_ai.input.messages"] = json.dumps(prompts)
+            attributes["gen_ai.output.messages"] = json.dumps(answers)
         # a stream ends outside the task of its request, where the server span is not the current one
         span = self._tracer.start_span(
             f"{attributes['gen_ai.operation.name']} {asked.model}",
@@ -305,21 +318,3 @@ class Tracing:
         await asyncio.to_thread(closing.join, CLOSE_TIMEOUT_S)
         if closing.is_alive():
             log.warning("some spans could not be exported")
-
-
-def texts_of(asked: GenerationRequest, finished: FinishedRequest, generation: Generation | None) -> dict[str, str]:
-    """Returns prompts and answers as the convention's messages, in JSON."""
-    if isinstance(asked, ChatRequest):
-        turns = [(one["role"], one["content"]) for one in asked.plain_messages()]
-    else:
-        turns = [("user", text) for text in asked.texts() or [finished.prompt]]
-    asked_turns = [{"role": role, "parts": [{"type": "text", "content": text}]} for role, text in turns]
-    answers = [
-        {
-            "role": "assistant",
-            "parts": [{"type": "text", "content": answer.new_text}],
-            "finish_reason": answer.finish_reason,
-        }
-        for answer in (generation.answers if generation else [])
-    ]
-    return {"gen_ai.input.messages": json.dumps(asked_turns), "gen_ai.output.messages": json.dumps(answers)}

@@ -44,20 +44,6 @@ page_style = _static("page_style", "pages.css", "text/css", _NO_SNIFF)
 grafana_dashboard = _static("grafana_dashboard", "grafana.json", "application/json", {})
 
 
-class LiveReply(BaseModel):
-    """The server needs no restart."""
-
-    status: Literal["alive"]
-
-
-class ReadyReply(BaseModel):
-    """The server accepts requests. `version`: version of the weights for new requests."""
-
-    status: Literal["ready"]
-    model: str
-    version: str
-
-
 class HealthReply(BaseModel):
     """The state of the server."""
 

@@ -7,7 +7,7 @@ from typing import get_args
 
 import torch
 
-from modelwright.compress.gguf.export import GgufFormat
+from modelwright.compress.gguf import GgufFormat
 from modelwright.core.errors import ConfigError
 from modelwright.core.extensions import offered
 from modelwright.infer.engine import Engine

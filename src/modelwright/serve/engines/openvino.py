@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from modelwright.compress.gguf.export import GgufFormat, export_gguf
+from modelwright.compress.gguf import GgufFormat, export_gguf
 from modelwright.compress.int8 import is_int8_folder
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.infer.engine import EngineConfig, EngineStats, StepOutput

@@ -53,12 +53,7 @@ def can_do_all(job: Job) -> None:
 class EngineThread:
     """An `EngineClient` of one engine in this process. check: see `EngineClient.check`."""
 
-    def __init__(
-        self,
-        engine: StepEngine,
-        info: EngineInfo,
-        check: Callable[[Job], None] = can_do_all,
-    ) -> None:
+    def __init__(self, engine: StepEngine, info: EngineInfo, check: Callable[[Job], None] = can_do_all) -> None:
         self.engine = engine
         self.info = info
         self.check = check

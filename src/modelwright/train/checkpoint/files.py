@@ -1,7 +1,6 @@
-"""Reads a checkpoint folder: its finished checkpoints, their integrity and their contents.
+"""A checkpoint folder: its finished checkpoints, their integrity, and their tensors.
 
-Saves tensors of a run laid out over processes as shards in safetensors files, and loads them under any layout.
-
+Tensors of a run that is laid out over processes are saved as shards in safetensors files, and loaded under any layout.
 A tensor is plain (whole on every rank that has its name) or a DTensor of which each rank holds a shard. Each shard is
 written once, by one of the ranks that hold it; `index.json` records its position in the whole tensor. A reader takes
 from each file only the values that its own shard of the tensor needs.

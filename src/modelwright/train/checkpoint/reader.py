@@ -1,10 +1,9 @@
-"""Finds the newest intact checkpoint, and loads from it only the shards of this rank.
+"""Finds the newest intact checkpoint, on disk or in the memory of the hosts, and loads from it only this rank's shards.
 
-Copies of a run's state in the memory of its hosts, for fast recovery when a process or a host is lost.
-
-A copy is a checkpoint folder in an in-memory file system, which outlives the processes: each rank's files are on its
-own host and on that of another rank. Unless two neighbors are lost together, the remaining hosts have all of it. They
-exchange missing files and read the copy like a checkpoint on disk.
+A copy in memory serves fast recovery when a process or a host is lost. It is a checkpoint folder in an in-memory file
+system, which outlives the processes: each rank's files are on its own host and on that of another rank. Unless two
+neighbors are lost together, the remaining hosts have all of it. They exchange missing files and read the copy like a
+checkpoint on disk.
 """
 
 import hashlib

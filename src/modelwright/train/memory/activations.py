@@ -1,17 +1,13 @@
-"""Bytes that a block of the decoder saves for its backward pass, and the cost of recomputing them.
+"""Activations between forward and backward: what is saved, recomputed and offloaded, its bytes and the cheapest choice.
 
-The figures follow `model.decoder.Block` tensor by tensor; tests compare them with what autograd saves. All are per
-token of one microbatch on one rank. Over all heads, Q is the width of this rank's queries, K that of its keys, F its
-feed-forward columns.
+The bytes that a block saves follow `model.decoder.Block` tensor by tensor; tests compare them with what autograd saves.
+All are per token of one microbatch on one rank. Over all heads, Q is the width of this rank's queries, K that of its
+keys, F its feed-forward columns.
 
-Settings of activations: saving, recomputation and offloading between forward and backward.
-
-Chooses what to save, recompute and offload under a memory budget at the least cost.
-
-Blocks run backward from the last to the first. While a segment runs, everything saved by the segments before it is
-still there, so the budget must hold at every such moment. Solved by dynamic programming over (blocks done, bytes saved
-so far), after the knapsack form of Beaumont et al. 2021, "Efficient Combination of Rematerialization and Offloading"
-and of PyTorch's memory-budget partitioner.
+`solve` chooses under a memory budget. Blocks run backward from the last to the first. While a segment runs, everything
+saved by the segments before it is still there, so the budget must hold at every such moment. Solved by dynamic
+programming over (blocks done, bytes saved so far), after the knapsack form of Beaumont et al. 2021, "Efficient
+Combination of Rematerialization and Offloading" and of PyTorch's memory-budget partitioner.
 """
 
 import itertools
@@ -202,7 +198,7 @@ class BlockShape:
         if not segment.recompute:
             return 0.0
         # The last product of a segment is not recomputed, because nothing in backward needs its output (for PyTorch's
-        # own products and those of `ops.linear_gemms`).
+        # own products and those of `ops.matmul`).
         spared = sum(map(self.flops, segment.keep)) + 2.0 * self.ffn_dim * self.model_dim
         return segment.num_layers * self.forward_flops - spared
 

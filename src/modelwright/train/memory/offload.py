@@ -2,14 +2,12 @@
 
 `torch.autograd.graph.save_on_cpu` would also move weights and their casts, which FSDP frees and gathers anyway, and
 would move a tensor once for each operator that saves it. Here only activations move, each of them once, and tensors
-that all blocks share stay. Copies to the host run in the order of the device's stream through pinned memory; a file is
-written and read by its own threads (`disk.py`).
+that all blocks share stay. Copies to the host run in the order of the device's stream through pinned memory.
 
-Offloads tensors to a file, concurrently with the computation, and reads them ahead of their use.
-
-One thread writes in the order of arrival, one reads. Backward asks in roughly the reverse order, so fetching a tensor
-prefetches the ones before it. A tensor that is requested before it was written stays in memory. The file is unlinked
-at once, so nothing is left of it if the process is killed; its space is reused from step to step.
+A file (`DiskStore`) is written and read concurrently with the computation. One thread writes in the order of arrival,
+one reads. Backward asks in roughly the reverse order, so fetching a tensor prefetches the ones before it. A tensor that
+is requested before it was written stays in memory. The file is unlinked at once, so nothing is left of it if the
+process is killed; its space is reused from step to step.
 """
 
 import os

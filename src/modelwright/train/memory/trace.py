@@ -1,22 +1,16 @@
-"""Traces a step: when each block of memory was allocated, by which operator, and when it was freed.
+"""The memory of a step: when each block was allocated, by which operator, and when it was freed; and an arena for all.
 
 `StepTrace` sees every operator below autograd, and the death of every storage that an operator created (views of one
 tensor are one storage). On real tensors it observes; on fake ones (`fake_model`), which have shapes and no values,
-nothing is computed, so that a model of any size can be traced. Temporary memory inside a kernel is not visible.
+nothing is computed, so that a model of any size can be traced. Temporary memory inside a kernel is not visible. Only
+what depends on weights is fake. Token ids, positions, masks and sums of losses are real and small, so the step's own
+Python code runs as in training; where it asks a fake tensor for its value it gets 1.
 
-Only what depends on weights is fake. Token ids, positions, masks and sums of losses are real and small, so the step's
-own Python code runs as in training; where it asks a fake tensor for its value it gets 1.
-
-Plans an arena for all tensors of a step: an offset for each, such that no two tensors alive together overlap.
-
-Offsets by size: the largest tensor first, each into the smallest gap between those that live when it does (Pisarchyk
-and Lee 2020, "Efficient Memory Management for Deep Neural Net Inference", section 4.3: greedy by size, best fit), and
-by birth, as an allocator would have to; the smaller arena wins. No arena can be smaller than the bytes alive at the
-peak.
-
-Lifetimes of the tensors of a step, the bytes alive over time, and the peak.
-
-Time counts operators. A tensor is alive from its birth up to and including the moment before its death.
+`plan_arena` gives each tensor an offset, such that no two alive together overlap. Time counts operators; a tensor is
+alive from its birth up to and including the moment before its death. Offsets by size: the largest tensor first, each
+into the smallest gap between those that live when it does (Pisarchyk and Lee 2020, "Efficient Memory Management for
+Deep Neural Net Inference", section 4.3: greedy by size, best fit), and by birth, as an allocator would have to; the
+smaller arena wins. No arena can be smaller than the bytes alive at the peak.
 """
 
 import weakref

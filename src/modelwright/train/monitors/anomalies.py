@@ -1,7 +1,4 @@
-"""Anomalies: steps that a person should look at.
-
-Passes finished steps to the list of events (`AnomalyLog`) of the run's first rank.
-"""
+"""Anomalies: finished steps that a person should look at, in a list of events on the run's first rank."""
 
 import math
 from collections.abc import Callable

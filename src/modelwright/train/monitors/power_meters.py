@@ -1,13 +1,9 @@
-"""Meters of the energy of this process or host: Intel and AMD processors (RAPL), NVIDIA GPUs (NVML), and models for
-machines without them.
+"""Meters of the energy of this process or host: Intel and AMD processors (RAPL), NVIDIA GPUs (NVML), models for
+machines without them, and codecarbon's estimate in addition to our own (optional extra `carbon`, offline).
 
 A meter counts joules from its start. If it can no longer be read it raises `OSError`, and `EnergyMonitor` continues
-without it.
-
-Tracks codecarbon's estimate for this machine, offline, in addition to our own (optional extra `carbon`).
-
-codecarbon models the power of processor and memory where it cannot read it, follows the whole machine, other processes
-included, and takes one mean carbon intensity for a country.
+without it. codecarbon models the power of processor and memory where it cannot read it, follows the whole machine,
+other processes included, and takes one mean carbon intensity for a country.
 """
 
 import ctypes

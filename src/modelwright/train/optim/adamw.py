@@ -1,17 +1,13 @@
-"""AdamW whose states take less of the device's memory: in 8 bits or BF16, or in host memory.
+"""AdamW whose states take less of the device's memory: in 8 bits (Dettmers et al. 2022, block by block), in BF16 with
+stochastic rounding, or in host memory (ZeRO-Offload: Ren et al. 2021).
 
-AdamW with small states: 8 bits (Dettmers et al. 2022, block by block) or BF16 with stochastic rounding.
+Small states take 2.03 or 4 bytes per parameter instead of 8. A state is unpacked, updated by AdamW's formula in FP32
+and packed again, one parameter at a time. From outside the states are FP32. ScaleBlocks and random bits follow the
+position in the whole parameter, whoever holds it, so every layout makes the same updates. Packing an unpacked state
+again changes no bit, so a checkpoint is lossless, and any layout or another AdamW can resume from it.
 
-2.03 or 4 bytes per parameter instead of 8. A state is unpacked, updated by AdamW's formula in FP32 and packed again,
-one parameter at a time. From outside the states are FP32. ScaleBlocks and random bits follow the position in the whole
-parameter, whoever holds it, so every layout makes the same updates. Packing an unpacked state again changes no bit, so
-a checkpoint is lossless, and any layout or another AdamW can resume from it.
-
-AdamW with its states in host memory (ZeRO-Offload: Ren et al. 2021), for models on an accelerator.
-
-Gradients are copied to the host, which computes AdamW's step, and the step is copied back: 4 bytes each way per
-parameter and update, and 8 bytes of accelerator memory per parameter are saved. Weights stay on the accelerator, where
-weight decay is applied.
+For states on the host, gradients are copied there, the host computes AdamW's step, and the step is copied back: 4 bytes
+each way per parameter and update. Weights stay on the accelerator, where weight decay is applied.
 """
 
 import math
@@ -26,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from modelwright.core.seeds import derive_seed
-from modelwright.ops.dtensor import as_dtensor_like, local, max_over_shards
-from modelwright.ops.tensor_view import TensorView, view_of
+from modelwright.ops.dtensor import TensorView, as_dtensor_like, local, max_over_shards, view_of
 
 BLOCK = 256
 """Elements that share a scale."""

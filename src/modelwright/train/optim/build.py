@@ -1,25 +1,5 @@
-"""The optimizer of a model, with weight decay on matrices only.
-
-Several optimizers, each with its own parameters, behind the interface of one.
-
-Lion (Chen et al. 2023, Symbolic Discovery of Optimization Algorithms): the sign of an interpolated momentum.
-
-One state instead of AdamW's two. Its learning rates are 3 to 10 times smaller than AdamW's and its weight decay is
-larger by the same factor. On a sharded parameter each rank updates its own shard.
-
-Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"): a matrix moves by its
-orthogonalized momentum.
-
-Matrices of one shape go through the Newton-Schulz iteration together, in BF16 as published if the machine multiplies
-BF16 natively, else in FP32, because emulated BF16 would take ten times as long (`ops.lowp_emulation`).
-
-Delay compensation: a gradient computed at older weights, corrected toward its value at the present ones.
-
-DC-ASGD (Zheng et al. 2017, Asynchronous Stochastic Gradient Descent with Delay Compensation): the first-order Taylor
-term of the gradient, with the Hessian's diagonal approximated by `strength * g * g`. The square of one sample's
-gradient estimates the diagonal; the square of a mean over n samples is about n times too small, so a `strength` of
-order 1 does nothing here and one of the order of the predicted tokens in a batch does a little. Far more can help or
-ruin a run, so it needs tuning.
+"""The optimizer of a model, with weight decay on matrices only; Lion and Muon, several optimizers behind the interface of
+one, and the compensation of gradients that come late.
 """
 
 import math
@@ -33,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from modelwright.core.errors import ConfigError
 from modelwright.ops.dtensor import local
-from modelwright.ops.lowp_emulation import is_emulated
+from modelwright.ops.matmul import is_emulated
 from modelwright.train.optim.adamw import LowBitAdamW, OffloadedAdamW
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

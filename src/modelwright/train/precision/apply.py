@@ -8,9 +8,8 @@ are unchanged.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Block, Decoder, Product, RMSNorm, decoders_in
-from modelwright.ops.linear_gemms import PLAIN, LinearGemms
 from modelwright.ops.lowp_linear import FLOATS, Format, Fp8, Int8, Role, SharedCodes, in_float, in_products
+from modelwright.ops.matmul import PLAIN, LinearGemms
 from modelwright.train.precision.policy import Kind, PrecisionConfig
 
 Around = Callable[[str, LinearGemms], LinearGemms]
@@ -203,34 +202,6 @@ class ModelPrecision:
                 block.attention_norm.out_dtype = None if plain else result_of[self.formats[attention]]
                 block.ffn_norm.out_dtype = None if plain else result_of[self.formats[ffn]]
                 block.ffn.activation_in_fp32 = "activation" in ops
-
-
-@dataclass
-class SyncAmaxHistory:
-    """Appends the maxima of delayed scaling, over all ranks, to the history after each step. of_heads: names of the
-    projections of heads, on whichever rank they are, in the same order on all.
-    """
-
-    formats: ModelPrecision
-    agree: Callable[[Sequence[float]], Sequence[float]]
-    of_heads: Sequence[str] = ()
-
-    def synchronize(self) -> None:
-        # All ranks list all layers of the whole model, whichever they hold: the maxima are exchanged by position.
-        own, nothing = self.formats.delayed, [0.0] * len(ROLES)
-        names = [*names_of_projections(self.formats.model.config), *self.of_heads]
-        result = self.agree([value for name in names for value in (own[name].collect() if name in own else nothing)])
-        for number, name in enumerate(names):
-            if name in own:
-                own[name].push(result[number * len(ROLES) : (number + 1) * len(ROLES)])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: {role: list(one.past[role]) for role in ROLES} for name, one in self.formats.delayed.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, one in self.formats.delayed.items():
-            for role in ROLES if name in state else ():
-                one.past[role].extend(float(value) for value in state[name][role])
 
 
 def norms_of(model: Decoder) -> Iterator[RMSNorm]:

@@ -18,8 +18,6 @@ Fifteen indicators, of a part (the attention or the feed-forward layers of one b
     speed                seconds of a format over those of FP32 at the part's own shapes, measured at the start
     size                 bytes of the outputs of a format's products over those of FP32
     memory_pressure      of the machine: the largest share of its memory that was in use so far, on the fullest rank
-
-Measurements of every part of a model between two decisions on its formats; `indicators` has the formulas.
 """
 
 import math

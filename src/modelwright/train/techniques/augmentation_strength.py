@@ -1,7 +1,7 @@
 """Adapts the strength of text augmentation to the training loss: more for a model that has much to learn, less for one
 that has nearly learned its data.
 
-`data/rows/batching/augmented.py` augments the documents, by these strengths. It makes batches ahead of the step that
+`data/rows/ahead.py` augments the documents, by these strengths. It makes batches ahead of the step that
 needs them, so a loss takes effect `AHEAD` batches later.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.data.rows.batching.augmented import AHEAD, AugmentationCost
+from modelwright.data.rows.ahead import AHEAD, AugmentationCost
 from modelwright.train.technique import Runtime, Technique, Update
 
 NEEDS = frozenset({SYNCHRONOUS_UPDATES, EQUAL_REPLICAS})

@@ -11,54 +11,22 @@ Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G grou
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from modelwright.core.config import constant, only_for
+from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.attention import masked_attend
 from modelwright.model.decoder import Attend, Block, Decoder
 from modelwright.ops.attention import document_mask
-from modelwright.ops.flop_counter import Executed
-from modelwright.ops.lowp_emulation import product
-from modelwright.ops.token_log_probs import LinearHead, token_log_probs
+from modelwright.ops.cross_entropy import LinearHead, token_log_probs
+from modelwright.ops.matmul import Executed, product
 from modelwright.train.work import all_attention_flops, attention_flops, head_flops
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal
-import torch
-from torch import Tensor
-from modelwright.core.compatibility import (
-    ADAMW_STATES,
-    EAGER_BLOCKS,
-    EQUAL_REPLICAS,
-    EXACT_SUMS,
-    PROMPT_GRADIENTS,
-    RESIDENT_STATES,
-    REVERSIBLE_UPDATES,
-    SAME_MATMULS,
-    SAME_UNITS,
-    SYNCHRONOUS_UPDATES,
-    TRAINED_WEIGHTS,
-    WHOLE_GRADIENTS,
-    WHOLE_MODEL,
-    Feature,
-    feature,
-)
-from modelwright.core.config import constant, only_for
-from modelwright.core.errors import ConfigError
-from modelwright.core.seeds import derive_seed
-from modelwright.ops.flop_counter import Executed, counted
-from modelwright.ops.linear_gemms import LinearGemms
-from modelwright.train.objective import Batch
-from modelwright.train.technique import Runtime, Technique, Update
-from modelwright.train.techniques.batch_selection import BatchSelector
-from modelwright.train.work import attention_flops, head_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +95,6 @@ class BatchSelectionConfig:
                 f"{num_parts} equal microbatches, selects all of them; {fewer}, or use more rows or fewer replicas"
             )
         return chosen
-
 
 
 @torch.no_grad()

@@ -1,10 +1,8 @@
-"""Quantization-aware training in a run: start of rounding, ranges of activations, initial values of learned steps.
+"""Quantization-aware training: the decoder's linear layers multiply weights and activations that are rounded to the
+grid of integer inference (Jacob et al. 2018); the integers are made in `compress/grid_model.py`.
 
-Ranges are those of all ranks. They are observed in the steps before rounding begins, and fixed from then on.
-
-Quantization-aware training: the decoder's linear layers multiply weights and activations that are rounded to the
-grid of integer inference (Jacob et al. 2018). A model pass through `ModelPrecision.quantize`; its steps in a run are in
-`train/techniques/fake_quantization.py`, the integers in `compress/grid_model.py`.
+A technique and a model pass through `ModelPrecision.quantize`. Ranges of activations are those of all ranks. They are
+observed in the steps before rounding begins, and fixed from then on.
 
 Legend: N tokens, O outputs, I inputs, G groups of a weight.
 """
@@ -25,7 +23,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder, Product
 from modelwright.ops.int_grid import WeightGrid, activation_range, fake_quantize, lsq_step, round_tokens
-from modelwright.parallel.full_state import put, whole_weights
+from modelwright.parallel.sharded_weights import put, whole_weights
 from modelwright.train.objective import Batch
 from modelwright.train.technique import Runtime, StepInfo, Technique, Update
 

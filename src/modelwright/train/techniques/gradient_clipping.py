@@ -1,7 +1,4 @@
-"""Gradient clipping by the global norm, to a fixed limit or to one that follows recent norms.
-
-Gradient clipping over many tensors at once: to a fixed norm, or to one that follows recent norms.
-"""
+"""Gradient clipping by the global norm, to a fixed limit or to one that follows recent norms."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

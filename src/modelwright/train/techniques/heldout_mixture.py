@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.rows.batching.order import Mixture, MixtureConfig, exponentiated_gradient
+from modelwright.data.rows.order import Mixture, MixtureConfig, exponentiated_gradient
 from modelwright.train.evaluation import evaluate_heldout
 from modelwright.train.objective import Batch, Objective
 from modelwright.train.technique import Runtime, StepInfo, Technique

@@ -1,9 +1,4 @@
-"""The scheduled learning rate, set before forward: it depends on the step alone.
-
-Learning-rate schedules as a pure function of the step; no state.
-
-Weight decay that is lowered while gradients are large.
-"""
+"""The scheduled learning rate, a pure function of the step, set before forward."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,7 +6,6 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from modelwright.core.compatibility import WHOLE_GRADIENTS, Feature, feature
 from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
 from modelwright.train.objective import Batch
@@ -82,8 +76,6 @@ def rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
         case _:
             left = 1.0 - done
     return config.final_lr_fraction + (1.0 - config.final_lr_fraction) * left
-
-
 
 
 @dataclass(eq=False)

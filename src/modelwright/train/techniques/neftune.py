@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from modelwright.core.seeds import derive_seed
-from modelwright.ops.rope import document_lengths
+from modelwright.ops.rope_norm_swiglu import document_lengths
 from modelwright.parallel.mesh import World
 from modelwright.train.objective import Batch
 from modelwright.train.technique import Runtime, Technique

@@ -1,7 +1,6 @@
 """Moves layers between pipeline stages that have drifted apart, by asking the trainer for another layout."""
 
-from modelwright.parallel.pipeline.partition import flop_costs
-from modelwright.parallel.pipeline.rebalance import LoadBalanceConfig, StageBalance
+from modelwright.parallel.pipeline.balance import LoadBalanceConfig, StageBalance, flop_costs
 from modelwright.train.technique import Relayout, Runtime, StepInfo, Technique
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.data.rows.batching.order import UNMEASURED, Mixture, MixtureConfig, softmax_shares
+from modelwright.data.rows.order import UNMEASURED, Mixture, MixtureConfig, softmax_shares
 from modelwright.train.objective import Batch, Objective
 from modelwright.train.technique import Runtime, Technique
 from modelwright.train.techniques.heldout_mixture import mixture_technique

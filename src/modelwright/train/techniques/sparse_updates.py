@@ -15,8 +15,6 @@ signal of a unit that is not selected dates from its last selection. It would ne
 once would be excluded forever (as with a published mask that is repeatedly multiplied by the next one: `shrunk_mask`).
 Two mechanisms bring it back: every selection that skips it adds its signal once more, because missed updates
 accumulate, and a share of the slots is drawn at random from all units that have none.
-
-Settings of sparse updates: which units are updated and which rows are trained on; the rest is not computed.
 """
 
 import math
@@ -48,17 +46,14 @@ from modelwright.core.compatibility import (
 from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
-from modelwright.ops.flop_counter import Executed, counted
-from modelwright.ops.linear_gemms import LinearGemms
+from modelwright.ops.matmul import Executed, LinearGemms, counted
 from modelwright.train.objective import Batch
 from modelwright.train.technique import Runtime, Technique, Update
-from modelwright.train.techniques.batch_selection import BatchSelector
+from modelwright.train.techniques.batch_selection import BatchSelectionConfig, BatchSelector
 from modelwright.train.work import attention_flops, head_flops
 
 UnitKind = Literal["none", "columns", "rows", "freeze_prefix", "layers"]
 DensitySchedule = Literal["constant", "dense_first", "sparse_first"]
-
-
 
 
 @dataclass(frozen=True, kw_only=True)

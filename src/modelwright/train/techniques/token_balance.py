@@ -1,6 +1,6 @@
 """Distributes rows over microbatches with nearly equal numbers of real tokens."""
 
-from modelwright.parallel.pipeline.rebalance import LoadBalanceConfig, balance_tokens
+from modelwright.parallel.pipeline.balance import LoadBalanceConfig, balance_tokens
 from modelwright.train.objective import Batch
 from modelwright.train.technique import Runtime, Technique
 

@@ -1,19 +1,14 @@
 """Weight decay that is lowered while gradients are large."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.optim import Optimizer
 
-from modelwright.train.technique import Runtime, Technique, Update
-import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
-from torch.optim import Optimizer
 from modelwright.core.compatibility import WHOLE_GRADIENTS, Feature, feature
 from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
-from modelwright.train.objective import Batch
-from modelwright.train.technique import Runtime, Technique
+from modelwright.train.technique import Runtime, Technique, Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +42,6 @@ class WeightDecayScheduleConfig:
         if not self.grad_norm_threshold:
             return False
         return norm > self.grad_norm_threshold * (self.release_fraction if was_low else 1.0)
-
 
 
 class WeightDecaySchedule:

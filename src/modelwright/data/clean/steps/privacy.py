@@ -30,7 +30,6 @@ _BY_ANCHOR = {
 # The record's own identifier and URL must survive numbers that merely identify, such as an IP address or a card number.
 _FIELDS = ("id", "url")
 _KINDS_IN_FIELDS = ("email", "credentials", "secret")
-_MARKERS = {kind: kind.upper() for kind in KINDS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,53 +79,44 @@ class Privacy:
         """Returns the changed document, and the number of replaced values by kind."""
         if not self.config.replace:
             return document, Counter()
-        replacer = _Replacer(self.config, document.kind == "code", self.failures)
-        changed = document.map_text(replacer)
+        markers: dict[tuple[str, str], str] = {}
+        numbers = Counter[str]()
+        counts_of: dict[str, Counter[str]] = {}  # by text, of the kinds that were found in it
+
+        def mark(text: str, kinds: Sequence[str] = KINDS) -> str:
+            findings = find(
+                text,
+                [kind for kind in kinds if kind in self.config.replace],
+                is_code=document.kind == "code",
+                regions=self.config.phone_regions,
+                failures=self.failures,
+            )
+            counts_of[text] = Counter(finding.kind for finding in findings)
+            parts, at = [], 0
+            for finding in findings:
+                key = (finding.kind, finding.value)
+                if key not in markers:
+                    numbers[finding.kind] += 1
+                    markers[key] = f"<{finding.kind.upper()}_{numbers[finding.kind]}>"
+                parts += [text[at : finding.start], markers[key]]
+                at = finding.end
+            return "".join([*parts, text[at:]])
+
+        changed = document.map_text(mark)
         fields = {name: document.meta[name] for name in _FIELDS if isinstance(document.meta.get(name), str)}
-        redacted = {name: replacer(value, kinds=_KINDS_IN_FIELDS) for name, value in fields.items()}
+        redacted = {name: mark(value, kinds=_KINDS_IN_FIELDS) for name, value in fields.items()}
         changed = replace(changed, meta={**changed.meta, **redacted})
-        if not replacer.markers:
+        if not markers:
             return document, Counter()
         # Counted by turn: the title and the summary repeat values of the text.
         turns = [*document.messages, *document.rejected] if document.kind == "qa" else []
         parts = list[str]() if turns else [document.text]
         for turn in turns:
             map_turn(turn, lambda text: parts.append(text) or text)
-        return changed, sum((replacer.counts[part] for part in parts), Counter[str]())
+        return changed, sum((counts_of[part] for part in parts), Counter[str]())
 
 
 PRIVACY = StepSpec(name="privacy", build=lambda config, seed: Privacy(config))
-
-
-@dataclass
-class _Replacer:
-    """Replaces values in the texts of one document. counts: by text, of the kinds that were found in it."""
-
-    config: PrivacyConfig
-    is_code: bool
-    failures: Counter[str]
-    markers: dict[tuple[str, str], str] = field(default_factory=dict)
-    numbers: Counter[str] = field(default_factory=Counter)
-    counts: dict[str, Counter[str]] = field(default_factory=dict)
-
-    def __call__(self, text: str, kinds: Sequence[str] = KINDS) -> str:
-        findings = find(
-            text,
-            [kind for kind in kinds if kind in self.config.replace],
-            is_code=self.is_code,
-            regions=self.config.phone_regions,
-            failures=self.failures,
-        )
-        self.counts[text] = Counter(finding.kind for finding in findings)
-        parts, at = [], 0
-        for finding in findings:
-            key = (finding.kind, finding.value)
-            if key not in self.markers:
-                self.numbers[finding.kind] += 1
-                self.markers[key] = f"<{_MARKERS[finding.kind]}_{self.numbers[finding.kind]}>"
-            parts += [text[at : finding.start], self.markers[key]]
-            at = finding.end
-        return "".join([*parts, text[at:]])
 
 
 def find(

@@ -18,7 +18,7 @@ import numpy as np
 
 from modelwright.core.errors import ArtifactError
 from modelwright.data.rows.cache.layout import BlockLayout, BlockPart, BlockSet, Items, damaged
-from modelwright.data.rows.cache.shared import AccessCounts, Displaced, SlotTier
+from modelwright.data.rows.cache.row_cache import AccessCounts, Displaced, SlotTier
 
 MOST_WAITING = 64
 """Maximum number of blocks that wait for a slot in a tier; further ones are not cached this time."""

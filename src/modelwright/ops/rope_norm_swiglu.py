@@ -1,9 +1,20 @@
-"""Rotary position embedding (Su et al. 2021) in the half-rotation layout that Hugging Face checkpoints use, and its
+"""Functions of a decoder block.
+
+Rotary position embedding (Su et al. 2021) in the half-rotation layout that Hugging Face checkpoints use, and its
 scaled forms.
 
 Legend: B rows, T tokens, H heads, d head width, r rotated width, F = r / 2 frequencies.
 
 Scaling stretches rotary frequencies for contexts longer than those of training.
+
+Root-mean-square normalization (Zhang and Sennrich 2019).
+
+PyTorch's own `rms_norm` takes many elementwise passes on a CPU, forward and backward; here both directions are one
+kernel each (`cpu_kernels`) or, without kernels, as few passes as eager code allows.
+
+Legend: D normalized width, the last dimension.
+
+The gated activation of the feed-forward layers (Shazeer 2020).
 """
 
 import math
@@ -11,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
@@ -198,3 +210,119 @@ class _Rotate(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         return cpu_kernels.rotate(grad.contiguous(), *ctx.saved_tensors, back=True), None, None
+
+
+def rms_norm(
+    x: Tensor, weight_D: Tensor, eps: float, *, out_dtype: torch.dtype | None = None, in_fp32: bool = True
+) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the format of `x` or `out_dtype`.
+
+    Computed in FP32 or wider; without `in_fp32` in the format of `x`, unless a kernel is used.
+
+    Differentiable once, in `x` and `weight_D`. Under `torch.compile` the definition itself is traced: the compiler
+    fuses it better than it would fuse a fixed backward.
+    """
+    if torch.compiler.is_compiling():
+        return rms_norm_naive(x, weight_D, eps, out_dtype=out_dtype, in_fp32=in_fp32)
+    # One kernel call, because a decode step of few rows is bound by the number of calls.
+    if not torch.is_grad_enabled() and x.dtype == weight_D.dtype == torch.float32 and out_dtype in (None, x.dtype):
+        return F.rms_norm(x, weight_D.shape, weight_D, eps)
+    out_dtype = out_dtype or x.dtype
+    if weight_D.dtype == torch.float32 and out_dtype in cpu_kernels.NAMES and cpu_kernels.take("norm", x, weight_D):
+        return _RmsNormByKernel.apply(x.contiguous(), weight_D, eps, out_dtype)  # type: ignore[return-value]
+    return _RmsNorm.apply(x, weight_D, eps, out_dtype, in_fp32)  # type: ignore[return-value]
+
+
+def rms_norm_naive(
+    x: Tensor, weight_D: Tensor, eps: float, *, out_dtype: torch.dtype | None = None, in_fp32: bool = True
+) -> Tensor:
+    """The definition: the reference for `rms_norm`."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)) if in_fp32 else x
+    unit = wide / (wide.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+    return (unit * weight_D.to(wide.dtype)).to(out_dtype or x.dtype)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight_D, eps, out_dtype, in_fp32):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32)) if in_fp32 else x
+        inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse = inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        unit = wide * inverse
+        ctx.save_for_backward(unit, inverse, weight_D)
+        ctx.dtype = x.dtype
+        return (unit * weight_D.to(unit.dtype)).to(out_dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        unit, inverse, weight_D = ctx.saved_tensors
+        grad = grad.to(unit.dtype)
+        product = grad * unit
+        weight = weight_D.to(product.dtype)
+        projection = (product @ weight).unsqueeze(-1).div_(unit.shape[-1])
+        # With u = x / norm: dx = (w g - u mean(w g u)) / norm.
+        grad_x = (grad * weight).sub_(unit * projection).mul_(inverse)
+        return grad_x.to(ctx.dtype), product.flatten(0, -2).sum(0).to(weight_D.dtype), None, None, None
+
+
+class _RmsNormByKernel(torch.autograd.Function):
+    """Saves its input, which the residual stream keeps in any case; `_RmsNorm` saves a normalized copy."""
+
+    @staticmethod
+    def forward(ctx, x, weight_D, eps, out_dtype):
+        y, inverse = cpu_kernels.norm(x, weight_D, eps, out_dtype)
+        ctx.save_for_backward(x, weight_D, inverse)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return *cpu_kernels.norm_backward(grad.contiguous(), *ctx.saved_tensors), None, None
+
+
+def swiglu(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
+    """Returns gate * sigmoid(gate) * up, in the format of `up`. in_fp32: compute the activation in FP32 at least.
+    Differentiable; once where a kernel computes it.
+    """
+    if gate.dtype == up.dtype and cpu_kernels.take("gated_activation", gate, up):
+        return _SwiGlu.apply(gate.contiguous(), up.contiguous())  # type: ignore[return-value]
+    # Step by step, because PyTorch's operators on a CPU round the last elements of a tensor differently, so that a
+    # row's result would depend on the number of rows.
+    if not torch.is_grad_enabled():
+        wide = gate.float() if gate.dtype.itemsize < 4 else gate
+        activated = wide / (1.0 + (-wide).exp())
+        return ((activated if in_fp32 else activated.to(gate.dtype)) * up).to(up.dtype)
+    return swiglu_naive(gate, up, in_fp32=in_fp32)
+
+
+def swiglu_naive(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
+    """The definition: the reference for `swiglu`."""
+    return (F.silu(gate.float() if in_fp32 else gate) * up).to(up.dtype)
+
+
+def gated_gelu(gate: Tensor, up: Tensor, *, by_tanh: bool, in_fp32: bool = False) -> Tensor:
+    """Returns gelu(gate) * up (GeGLU), in the format of `up`. by_tanh: approximate gelu by a tanh."""
+    gate = gate.float() if in_fp32 else gate
+    # Step by step for the same reason as in `swiglu`.
+    if not torch.is_grad_enabled():
+        wide = gate.float() if gate.dtype.itemsize < 4 else gate
+        if by_tanh:
+            # Hendrycks and Gimpel 2016
+            bent = (math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide * wide * wide)).tanh()
+        else:
+            bent = (wide * math.sqrt(0.5)).erf()
+        return ((0.5 * wide * (1.0 + bent)).to(gate.dtype) * up).to(up.dtype)
+    return (F.gelu(gate, approximate="tanh" if by_tanh else "none") * up).to(up.dtype)
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return cpu_kernels.swiglu(gate, up)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return cpu_kernels.swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
