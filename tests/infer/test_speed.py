@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from infer.engine_runs import make_model
-from modelwright.infer import speed
+from modelwright.infer import generate as speed
 from modelwright.infer.engine import Engine
 
 

@@ -1,6 +1,7 @@
 """Vision towers: CLIP and SigLIP folders give the embeddings of `transformers`, in both directions."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import (
-    load_dual_encoder,
     load_vision_tower,
     save_vision_tower,
     vision_config,
@@ -55,41 +55,15 @@ def pixels(count: int = 3) -> Tensor:
     return torch.randn(count, 3, 24, 24, generator=torch.Generator().manual_seed(1))
 
 
-def texts() -> Tensor:
-    """Token ids with an end token at different places, padded with others."""
-    tokens = torch.randint(3, 58, (4, 9), generator=torch.Generator().manual_seed(2))
-    tokens[0, 3] = tokens[1, 8] = tokens[2, 5] = tokens[3, 1] = 59
-    return tokens
-
-
-def features(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output.pooler_output
-
-
-@pytest.mark.parametrize("eos_id", [59, 2])
-def test_a_whole_clip_folder_gives_the_embeddings_of_transformers(eos_id: int, tmp_path: Path) -> None:
-    theirs = clip(tmp_path, eos_id=eos_id)
-    ours = load_dual_encoder(tmp_path)
+@pytest.mark.parametrize("make", [clip, siglip])
+def test_the_tower_of_a_whole_folder_gives_the_embeddings_of_transformers(
+    make: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    theirs = make(tmp_path)
     with torch.no_grad():
-        expected = features(theirs.get_image_features(pixel_values=pixels()))
+        expected = theirs.vision_model(pixels()).pooler_output
         assert expected.std() > 0.1
-        torch.testing.assert_close(ours.encode_images(pixels()), expected, **CLOSE)
-        expected = features(theirs.get_text_features(input_ids=texts()))
-        torch.testing.assert_close(ours.encode_texts(texts()), expected, **CLOSE)
-    torch.testing.assert_close(ours.logit_scale, theirs.logit_scale)
-
-
-def test_a_whole_siglip_folder_gives_the_embeddings_of_transformers(tmp_path: Path) -> None:
-    theirs = siglip(tmp_path)
-    ours = load_dual_encoder(tmp_path)
-    with torch.no_grad():
-        expected = features(theirs.get_image_features(pixel_values=pixels()))
-        assert expected.std() > 0.1
-        torch.testing.assert_close(ours.encode_images(pixels()), expected, **CLOSE)
-        expected = features(theirs.get_text_features(input_ids=texts()))
-        torch.testing.assert_close(ours.encode_texts(texts()), expected, **CLOSE)
-    for name in ("logit_scale", "logit_bias"):
-        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name)[0])
+        torch.testing.assert_close(load_vision_tower(tmp_path)(pixels()), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "quick_gelu"])
@@ -171,5 +145,3 @@ def test_wrong_inputs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="num_heads: 3 must divide"):
         VisionConfig(num_heads=3)
     save_vision_tower(tower, tmp_path)
-    with pytest.raises(ModelError, match="holds a vision tower alone"):
-        load_dual_encoder(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from modelwright.core.config import load_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
-from modelwright.pipeline.resolve import check_same_run
+from modelwright.pipeline.resolve import check_same_run, differences
 from modelwright.recipes.load import load, recipe
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -68,10 +68,10 @@ def test_a_report_of_earlier_stages_is_not_named(inside: Command, small_words: t
 def test_a_run_that_has_no_result_may_change(tmp_path: Path) -> None:
     run = RunDir(tmp_path).create()
     other = load("tiny", {"data": {"sources": ["/a/b?token=secret"]}}).config
-    check_same_run(other, recipe("tiny"), run)
+    check_same_run(differences(other, recipe("tiny")), run)
     run.stage("pretrain").checkpoints.mkdir(parents=True)
     (run.stage("pretrain").path / "stage.json").write_text("{}")
-    check_same_run(other, recipe("tiny"), run)
+    check_same_run(differences(other, recipe("tiny")), run)
     (run.stage("pretrain").checkpoints / "step-00000010").mkdir()
     with pytest.raises(ConfigError, match=r"data\.sources: was stdlib, now /a/b\?token=\*\*\*\)"):
-        check_same_run(other, recipe("tiny"), run)
+        check_same_run(differences(other, recipe("tiny")), run)

@@ -9,7 +9,7 @@ import torch
 from modelwright.core.errors import ModelwrightError
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.train.memory import disk, offload
+from modelwright.train.memory import offload
 from modelwright.train.memory.activations import block_shape, head_workspace_bytes
 from modelwright.train.memory.offload import DiskStore
 
@@ -24,7 +24,7 @@ KINDS = {
 def all_sizes_go(monkeypatch):
     """Tiny tensors too; nothing waits to be written, so that all of it is read again."""
     monkeypatch.setattr(offload, "MIN_BYTES", 0)
-    monkeypatch.setattr(disk, "MOST_QUEUED_BYTES", 0)
+    monkeypatch.setattr(offload, "MOST_QUEUED_BYTES", 0)
 
 
 @pytest.fixture

@@ -1,23 +1,18 @@
 """A plan for the memory of a training step: what to recompute, what to offload and when to update, judged by traces.
 
-What blocks save is chosen by `memory.budget` under a budget for activations; a trace of the whole step, including
-weights, gradients, head and update, shows the result. Optimizer in backward is used if it changes no weight. The plan
-is a configuration: training with it is what the second trace shows. Covers one process, without communication.
+The tensors that blocks save are chosen by `solve` under a budget for activations; a trace of the whole step,
+including weights, gradients, head and update, shows the result. Optimizer in backward is used if it changes no weight.
+The plan is a configuration: the second trace is of training with it. Covers one process, without communication.
 
-One training step of a configuration, traced on fake tensors: the memory that would be alive over time, on one
-process.
-
-The step is the one that training runs, made by the same builder (`train.build.build_step`): its second one, when
+A traced step is the one that training runs, made by the same builder (`train.build.build_step`): its second one, when
 optimizer states exist. `compile` is left out, because the effect of fusion is not visible, and formats stay as they
 start.
-
-The cost of offloading activations: FLOPs that could be computed while a byte moves there or back.
 """
 
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -58,17 +53,17 @@ from modelwright.train.precision.policy import AdaptiveConfig
 
 ObjectiveOf = Callable[[BatchSource], Objective]
 MORE_COMPUTE = 0.2
-"""Share of a step's FLOPs that a plan may add where nobody says otherwise."""
+"""Default share of a step's FLOPs that a plan may add."""
 _CANDIDATES = 24
 _AS_GOOD = 0.01
-"""Share of a peak that is worth no computing."""
+"""Difference between peaks, relative, that is not worth further computation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """before: the step as configured; after: with `train`, which is the plan. more_flops: recomputed, as a share of the
-    step's model FLOPs, and present_flops: as configured; moved_bytes: total bytes that a step's activations write to
-    another place and read again.
+    """A plan and its effect. before: timeline of the step as configured; after: timeline with `train`, which is the
+    plan. more_flops: recomputed FLOPs of the plan as a share of the step's model FLOPs; present_flops: the same as
+    configured; moved_bytes: bytes of activations that a step offloads and reads again.
     """
 
     before: MemoryTimeline
@@ -84,14 +79,14 @@ class StepPlan:
         return 1.0 - self.after.peak_bytes / self.before.peak_bytes
 
     def settings(self, configured: TrainConfig) -> dict[str, object]:
-        """What the plan changes in the configuration."""
+        """Returns the settings that the plan changes in the configuration."""
         planned, present = dump(self.train), dump(configured)
         return {name: value for name, value in planned.items() if value != present[name]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadTarget:
-    """A place where activations may be offloaded to; flops_per_byte: as in `ActivationCheckpointingConfig`."""
+    """Destination of offloaded activations; flops_per_byte: as in `ActivationCheckpointingConfig`."""
 
     tier: Tier = "none"
     flops_per_byte: float = 0.0
@@ -102,7 +97,7 @@ NOWHERE = OffloadTarget()
 
 @dataclass(frozen=True, kw_only=True)
 class _Candidate:
-    """cost: of recomputation and offloading, as a share of the step's model FLOPs."""
+    """A way to run the step. cost: recomputation and offloading, as a share of the step's model FLOPs."""
 
     train: TrainConfig
     more_flops: float
@@ -121,15 +116,14 @@ def plan_step(
     elsewhere: OffloadTarget = NOWHERE,
     progress: Progress = SilentProgress(),  # noqa: B008
 ) -> StepPlan:
-    """The least recomputation and offloading such that the peak is at most `budget_bytes`; without a budget (0) such
-    that it is within a hundredth of the lowest possible for `more_compute` of the step's FLOPs, where offloading counts
-    by what could be computed meanwhile. The step as configured is the plan if it achieves that at no higher cost;
+    """Finds the least recomputation and offloading with a peak of at most `budget_bytes`; without a budget (0), with a
+    peak within a hundredth of the lowest for `more_compute` of the step's FLOPs, where offloading counts as the FLOPs
+    that could be computed meanwhile. The plan is the step as configured if that reaches the goal at no higher cost, and
     without a budget also if nothing within `more_compute` takes less memory.
 
-    Traces know no gaps of a heap, which come on top of every peak.
+    Traces do not include the gaps of a heap, which come on top of every peak.
 
-    Candidates are traced one after the other, for peaks need not fall along them (a frozen prefix keeps nothing that
-    could be computed again). Raises `ConfigError` that names the lowest peak when the budget is too small.
+    Raises `ConfigError` that names the lowest peak if the budget is too small.
     """
     present, candidates = _candidates(model, train, seq_len, elsewhere)
     numbers = itertools.count(1)
@@ -140,6 +134,8 @@ def plan_step(
         progress.advance(next(numbers))
         return result
 
+    # One after the other, because peaks need not fall along the candidates: a frozen prefix saves nothing that could be
+    # recomputed.
     progress.begin("trace", 1 + len(candidates), "steps")
     before = trace(train)
     most, may_rise = budget_bytes, budget_bytes > 0
@@ -154,7 +150,13 @@ def plan_step(
     if after.peak_bytes > most:
         lowest = min(trace(one.train).peak_bytes for one in (present, *candidates))
         progress.end()
-        raise ConfigError(_too_small(budget_bytes, lowest, elsewhere))
+        alone = elsewhere == NOWHERE
+        how = "recomputing" if alone else "recomputing and moving"
+        more = ", or let activations wait elsewhere (--offload)" if alone else ""
+        raise ConfigError(
+            f"budget: {size(budget_bytes)} is not enough; the lowest peak that {how} reaches is {size(lowest)} "
+            f"({lowest}); use smaller microbatches, or divide the states (parallel.zero_stage){more}"
+        )
     progress.end()
     return StepPlan(
         before=before,
@@ -166,31 +168,11 @@ def plan_step(
     )
 
 
-def _too_small(budget_bytes: int, lowest: int, elsewhere: OffloadTarget) -> str:
-    alone = elsewhere == NOWHERE
-    how = "recomputing" if alone else "recomputing and moving"
-    more = ", or let activations wait elsewhere (--offload)" if alone else ""
-    return (
-        f"budget: {size(budget_bytes)} is not enough; the lowest peak that {how} reaches is {size(lowest)} "
-        f"({lowest}); use smaller microbatches, or divide the states (parallel.zero_stage){more}"
-    )
-
-
-def _with_updates_in_backward(train: TrainConfig) -> TrainConfig:
-    """Use optimizer in backward where the settings allow it and weights stay the same; otherwise unchanged."""
-    if train.optimizer_in_backward or train.max_grad_norm:
-        return train
-    try:
-        return replace(train, optimizer_in_backward=True)
-    except ConfigError:
-        return train
-
-
 def _candidates(
     model: ModelConfig, train: TrainConfig, seq_len: int, elsewhere: OffloadTarget
 ) -> tuple[_Candidate, Sequence[_Candidate]]:
-    """The step as configured, and ways to treat the blocks, from no recomputation to the least memory, whatever is
-    configured.
+    """Returns the step as configured, and ways to treat the blocks from no recomputation to the least memory, whatever
+    is configured.
     """
     compute, fused = train.precision.planned_as, cpu_kernels.are_used_on("cpu")
     shape = block_shape(model, compute=compute, mean_context=model.max_seq_len / 2, fused=fused)
@@ -215,7 +197,11 @@ def _candidates(
         )
 
     folder = train.activation_checkpointing.offload_dir if elsewhere.tier == "disk" else ""
-    lean = _with_updates_in_backward(train)
+    # Optimizer in backward, if the settings allow it; clipping by the norm would need all gradients first.
+    lean = train
+    if not train.max_grad_norm:
+        with suppress(ConfigError):
+            lean = replace(train, optimizer_in_backward=True)
     result = [candidate(replace(lean, activation_checkpointing=ActivationCheckpointingConfig()))]
     for budget in budgets:
         config = ActivationCheckpointingConfig(
@@ -233,7 +219,7 @@ def _candidates(
 
 @dataclass(frozen=True)
 class SameRows:
-    """A loader that always returns this batch: whole rows of one document each, with every token but the last of a row
+    """A loader that always returns the same batch: each row is one document, and every token but the row's last is
     predicted.
     """
 
@@ -247,8 +233,8 @@ class SameRows:
 def trace_step(
     model: ModelConfig, train: TrainConfig, objective_of: ObjectiveOf, *, seq_len: int, fake: bool = True
 ) -> MemoryTimeline:
-    """The timeline of one step on one process, on the CPU. fake: without computing or allocating anything. Raises
-    `ConfigError` if the batch does not divide into rows and microbatches.
+    """Traces one step of one process on the CPU; returns its memory over time. fake: computes and allocates nothing.
+    Raises `ConfigError` if the batch does not divide into rows and microbatches.
     """
     if train.precision.policy == "auto":
         raise ConfigError("precision.policy: 'auto' is not resolved yet; set fp32 or bf16_mixed")
@@ -259,13 +245,23 @@ def trace_step(
     if not fake:
         decoder.init_weights(0)
     on_disk = train.activation_checkpointing.offload == "disk"
-    decoder.base_fingerprint = "fake"  # adapters are not compared with the values that there are not
+    decoder.base_fingerprint = "fake"  # fake weights have no values with which adapters could be compared
     trace = StepTrace(decoder)
     with ExitStack() as exit_stack, trace.places():
         world = single()
+        # Token ids do not matter to memory; labels that do not count do.
+        tokens_BT = torch.arange(rows * seq_len).view(rows, seq_len) % model.vocab_size
+        labels_BT = tokens_BT.roll(-1, dims=1)
+        labels_BT[:, -1] = IGNORED
+        batch = TokenBatch(
+            input_ids_BT=tokens_BT,
+            labels_BT=labels_BT,
+            positions_BT=torch.arange(seq_len).repeat(rows, 1),
+            segments_BT=torch.zeros(rows, seq_len, dtype=torch.int32),
+        )
         job = TrainJob(
             model=decoder,
-            objective=objective_of(SameRows(_rows(rows, seq_len, model.vocab_size))),
+            objective=objective_of(SameRows(batch)),
             config=replace(train, compile=False, batch_tokens=rows * seq_len),
             stage=StageDir(Path(os.devnull)),
             num_steps=2,
@@ -285,25 +281,12 @@ def trace_step(
     return timeline
 
 
-def _rows(num_rows: int, seq_len: int, vocab_size: int) -> TokenBatch:
-    """Token ids do not matter to memory; labels that do not count do."""
-    tokens_BT = torch.arange(num_rows * seq_len).view(num_rows, seq_len) % vocab_size
-    labels_BT = tokens_BT.roll(-1, dims=1)
-    labels_BT[:, -1] = IGNORED
-    return TokenBatch(
-        input_ids_BT=tokens_BT,
-        labels_BT=labels_BT,
-        positions_BT=torch.arange(seq_len).repeat(num_rows, 1),
-        segments_BT=torch.zeros(num_rows, seq_len, dtype=torch.int32),
-    )
-
-
 NUM_TENSORS, TENSOR_BYTES = 32, 8 * 2**20
 
 
 def measure_flops_per_byte(store: Store, device: torch.device, flops_per_s: float) -> float:
-    """FLOPs that could be computed while a byte moves to this store. flops_per_s: of a training step. Files pass
-    through the page cache, as they do in training.
+    """Measures the FLOPs that could be computed while a byte moves to or from the store. flops_per_s: rate of a
+    training step. Files pass through the page cache, as they do in training.
     """
     tensors = [torch.ones(TENSOR_BYTES // 4, device=device) for _ in range(NUM_TENSORS)]
 

@@ -52,12 +52,16 @@ SHOWN = 3
 _REMEDY = "run again when the machine is quiet, or set precision.policy yourself"
 
 
-def resolve(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
+def resolve(config: RunConfig, previous: RunConfig | None, progress: Progress, run: RunDir | None = None) -> RunConfig:
     """Returns the configuration with every `auto` replaced by a value for this machine.
 
-    `previous`: the resolved configuration of the same run folder; its choices are kept if the model is the same.
+    previous: the resolved configuration of the same run folder; its choices are kept if the model is the same. run:
+    that folder, if results of another run in it, which this one would replace, are a `ConfigError`.
     """
     config = resolve_inputs(config)
+    changes = differences(config, previous) if previous else []
+    if run and changes:
+        check_same_run(changes, run)
     wish, kept = config.hardware, previous.hardware if previous else None
     check_threads(wish.num_threads)
     # A resumed run keeps its threads, because its bits depend on them, unless fewer cores exist now.
@@ -65,7 +69,7 @@ def resolve(config: RunConfig, previous: RunConfig | None, progress: Progress) -
     device = kept.device if kept and wish.device == "auto" else resolved_device(wish.device)
     check_device(device)
     config = replace(config, hardware=HardwareConfig(device=device, num_threads=threads))
-    if previous and dump(previous.model) != dump(config.model):  # dumped, because a file has no constants
+    if any(change.startswith("model.") for change in changes):
         previous = None
     config = _decide(config, previous if device == "cpu" else None, "fp32_matmul", _measure_fp32, progress)
     config = _decide(config, previous, "policy", _measure_policy, progress)
@@ -140,15 +144,11 @@ def resolve_inputs(config: RunConfig) -> RunConfig:
 
 def is_same_run(config: RunConfig, previous: RunConfig) -> bool:
     """Returns True if both describe the same run: the sources and the model that is trained are the same."""
-    return not _differences(config, previous)
+    return not differences(resolve_inputs(config), previous)
 
 
-def check_same_run(config: RunConfig, previous: RunConfig | None, run: RunDir) -> None:
-    """Raises `ConfigError` if `run` has results of another run, which this one would replace. previous: the
-    configuration that the folder was last used with, None for a new folder.
-    """
-    if not (changes := _differences(config, previous) if previous else []):
-        return
+def check_same_run(changes: Sequence[str], run: RunDir) -> None:
+    """Raises `ConfigError` if `run` has results of a run that differs in `changes`, which this one would replace."""
     # Results are finished stages, and checkpoints of a training.
     stages = [run.stage(path.parent.name) for path in run.path.glob("*/stage.json")]
     if not any(is_finished(one.artifact) or any(one.checkpoints.glob("*")) for one in stages):
@@ -160,11 +160,11 @@ def check_same_run(config: RunConfig, previous: RunConfig | None, run: RunDir) -
     )
 
 
-def _differences(config: RunConfig, previous: RunConfig) -> list[str]:
-    """Returns each setting in which two runs differ, as `model.num_layers: was 6, now 2`. previous: as it was saved."""
-    config = resolve_inputs(config)
+def differences(config: RunConfig, previous: RunConfig) -> list[str]:
+    """Returns each setting that makes two runs different ones, as `model.num_layers: was 6, now 2`."""
     identities: list[dict[str, Any]] = []
     for one in (previous, config):
+        # As plain data, because a model that was read from a file has no constants.
         model = {f"model.{name}": value for name, value in dump(one.model).items()}
         sources = list(one.data.sources) if not one.rows_from else []
         identities.append({"rows_from": one.rows_from, "data.sources": sources, "init_from": one.init_from, **model})

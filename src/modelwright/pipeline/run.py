@@ -41,7 +41,6 @@ from modelwright.pipeline.process_group import (
 from modelwright.pipeline.report.page import closing_lines
 from modelwright.pipeline.resolve import (
     check_device,
-    check_same_run,
     check_size,
     resolve,
     resolve_inputs,
@@ -61,18 +60,26 @@ from modelwright.train.monitors.power_meters import known_country
 from modelwright.train.techniques.augmentation_strength import NEEDS as AUGMENTATION_NEEDS
 
 
-def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: int, stages: Sequence[str]) -> None:
+def check_training(
+    config: RunConfig, layout: ParallelConfig, *, num_processes: int, stages: Sequence[str], elastic: bool = False
+) -> None:
     """Checks that `num_processes` laid out as `layout` can do the trainings among `stages` (names). `config.model` is
-    the model that is trained. Raises `ConfigError`.
+    the model that is trained; elastic: the layout is fitted to the processes first. Raises `ConfigError`.
     """
     trainings = [stage for stage in config.trainings if stage.name in stages]
-    if not trainings:
-        return
-    model, row_len = config.model, config.section(PACK).seq_len
-    check_size(model)
     on_cpu = resolved_device(config.hardware.device) == "cpu"
     augmented = [stage for stage in trainings if is_augmented(config, stage)]
     from_scratch = [stage for stage in trainings if not model_before(config, stage.name)]
+    if trainings:
+        check_size(config.model)
+    if elastic:
+        num_rows = shared_rows(config)
+        with prefix_errors("parallel"):
+            layout = fit(layout, num_processes=num_processes, num_rows=num_rows)
+        num_processes = num_used(layout)
+    if not trainings:
+        return
+    model, row_len = config.model, config.section(PACK).seq_len
     with prefix_errors("parallel"):
         axes = layout.axes(num_processes)
     try:
@@ -193,9 +200,7 @@ def execute(
             config = fit_to_minutes(config, run, ranks, shown)
         if ranks.rank == 0:
             _hold(run, held, LOCK_PATIENCE_S if elastic else 0.0)
-            if not restart:
-                check_same_run(config, previous_config(run), run)
-            config = resolve(config, previous_config(run), shown)
+            config = resolve(config, previous_config(run), shown, None if restart else run)
             # With the layout of the processes that exist now; config.yaml keeps the requested one.
             stages = build_stages(replace(config, parallel=ranks.layout), run, only)
             to_do = _to_do(run, stages, only)
@@ -254,23 +259,15 @@ def check_request(
     writing anything.
     """
     previous = previous_config(run)
-    if not restart:
-        check_same_run(config, previous, run)
     if previous is None:
         config = resolve_inputs(config)
         check_device(resolved_device(config.hardware.device))
         to_do: Sequence[str] = config.stage_names
     else:
-        config = resolve(config, previous, SilentProgress())
+        config = resolve(config, previous, SilentProgress(), None if restart else run)
         stages = build_stages(config, run, only)
         to_do = _to_do(run, stages, only)
-    layout = config.parallel
-    if elastic:
-        num_rows = shared_rows(config)
-        with prefix_errors("parallel"):
-            layout = fit(layout, num_processes=num_processes, num_rows=num_rows)
-        num_processes = num_used(layout)
-    check_training(config, layout, num_processes=num_processes, stages=to_do)
+    check_training(config, config.parallel, num_processes=num_processes, stages=to_do, elastic=elastic)
 
 
 def is_finished(config: RunConfig, run: RunDir, only: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""What ends a run: a signal between two steps (`StopRequest`), a hang (`Watchdog`), and the vote by which ranks agree."""
+"""What ends a run: a signal between two steps (`StopRequest`), a hang (`Watchdog`), and the vote of all ranks."""
 
 # PyTorch leaves the type of tolist open.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false

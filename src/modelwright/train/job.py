@@ -1,4 +1,4 @@
-"""`TrainJob`: a training to be run. `Session` and `StepParts`: a running one. `TrainState`, `TrainResult`: how far it is."""
+"""`TrainJob`: a training to be run. `Session`, `StepParts`: a running one. `TrainState`, `TrainResult`: its progress."""
 
 import math
 import os

@@ -12,7 +12,7 @@ from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.train.memory import disk, offload
+from modelwright.train.memory import offload
 from modelwright.train.memory.activations import (
     ActivationCheckpointingConfig,
     BlockShape,
@@ -129,7 +129,7 @@ def test_values_strides_and_formats_come_back_from_a_file(tmp_path):
 @pytest.mark.slow
 def test_memory_is_given_up_and_the_file_is_used_again(tmp_path, monkeypatch):
     """No more waits to be written than is allowed; a second step takes no more of the file than the first."""
-    monkeypatch.setattr(disk, "MOST_QUEUED_BYTES", 3 * 2**20)
+    monkeypatch.setattr(offload, "MOST_QUEUED_BYTES", 3 * 2**20)
     store, ends = DiskStore(tmp_path), []
     for step in range(3):
         fetches = []
@@ -156,7 +156,7 @@ def test_what_is_read_ahead_is_what_was_put_before(tmp_path):
 
 
 def test_a_disk_that_fails_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "MOST_QUEUED_BYTES", 0)
+    monkeypatch.setattr(offload, "MOST_QUEUED_BYTES", 0)
 
     def no_space(*_):
         raise OSError(28, "No space left on device")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from modelwright.ops.matmul import is_emulated
-from modelwright.train.optim import muon
+from modelwright.train.optim import build
 from modelwright.train.optim.build import COEFFICIENTS, Muon, orthogonal
 
 SHAPES = [(24, 24), (24, 40), (40, 24), (24, 40), (1, 8)]
@@ -91,7 +91,7 @@ def test_matrices_go_together_as_far_as_memory_lets_them(monkeypatch):
         seen.append(tuple(stack.shape))
         return stack
 
-    monkeypatch.setattr(muon, "orthogonal", watched)
+    monkeypatch.setattr(build, "orthogonal", watched)
     parameters = [torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(5)] + [torch.nn.Parameter(torch.zeros(2, 4))]
     for parameter in parameters[1:]:
         parameter.grad = torch.ones_like(parameter)
@@ -99,7 +99,7 @@ def test_matrices_go_together_as_far_as_memory_lets_them(monkeypatch):
     optimizer.step()
     assert seen == [(4, 4, 4), (1, 2, 4)]
     assert not parameters[0].any()  # it had no gradient
-    monkeypatch.setattr(muon, "TOGETHER", 40)
+    monkeypatch.setattr(build, "TOGETHER", 40)
     seen.clear()
     optimizer.step()
     assert seen == [(2, 4, 4), (2, 4, 4), (1, 2, 4)]

@@ -7,7 +7,7 @@ import torch
 
 from modelwright.core.config import parse
 from modelwright.ops.lowp_linear import Format
-from modelwright.train.precision import apply, hardware
+from modelwright.train.precision import apply, controllers
 from modelwright.train.precision.apply import ModelPrecision
 from modelwright.train.precision.controllers import measure_speeds, onednn_speed_up
 from modelwright.train.precision.policy import PrecisionConfig
@@ -41,6 +41,6 @@ def test_the_speed_up_of_onednn_is_of_the_best_times_of_all_shapes(monkeypatch):
         seen.append((tuple(weight_OI.shape), torch.get_float32_matmul_precision() == "medium"))
         return (9.0 if seen.count(seen[-1]) == 1 else 1.0) * weight_OI.numel() / (4 if seen[-1][1] else 1)
 
-    monkeypatch.setattr(hardware, "_product_seconds", seconds)
+    monkeypatch.setattr(controllers, "_product_seconds", seconds)
     assert onednn_speed_up([(32, 32), (64, 32)], num_rows=16) == pytest.approx(4.0)
     assert {one for one, _ in seen} == {(32, 32), (64, 32)}

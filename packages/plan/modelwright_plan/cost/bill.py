@@ -177,7 +177,7 @@ class Swing:
 
 
 def tornado(assumptions: Mapping[str, tuple[float, float]], evaluate: Callable[[str, float], float]) -> list[Swing]:
-    """Varies one assumption at a time and returns the swings, the widest first. assumptions: lowest and highest value by
+    """Varies one assumption at a time; returns the swings, the widest first. assumptions: lowest and highest value by
     name; evaluate: computes the result if one of them has a given value.
     """
     swings = [

@@ -8,7 +8,7 @@ A segment of one block is wrapped in the block's own `forward`, inside FSDP's ho
 segment of several blocks calls the blocks, hooks and compiled code included, from one checkpointed function.
 
 In selective checkpointing outputs of chosen operators are saved and everything else is recomputed. PyTorch decides
-operator by operator; here an operator is named by its place in the block (`config.OPERATORS`), so that each matrix
+operator by operator; here an operator is named by its place in the block (`OPERATORS`), so that each matrix
 product can be chosen separately. That relies on the order in which a block runs its products and on the known attention
 operators.
 """

@@ -61,7 +61,7 @@ class DiskStore:
         self._waiting: weakref.WeakValueDictionary[int, _Waiting] = weakref.WeakValueDictionary()
 
     def put(self, piece: Tensor) -> Callable[[], Tensor]:
-        """See `offload.Store`. Waits while more than `MOST_QUEUED_BYTES`, besides this tensor, are to be written."""
+        """See `Store`. Waits while more than `MOST_QUEUED_BYTES`, besides this tensor, are to be written."""
         # Only strides that a dense tensor has can be restored from bytes in storage order.
         dense = piece if torch.empty_like(piece, device="meta").stride() == piece.stride() else piece.contiguous()
         # A free slot of the same size, else the end of the file: sizes recur in every step.
@@ -199,7 +199,7 @@ class HostStore:
 @dataclass(eq=False, kw_only=True)
 class Nowhere:
     """Keeps only shapes and returns zeros, for tracing a step without real storage. queued_bytes, read_ahead: imitate a
-    file (`disk.py`), whose queue is assumed to be as full as allowed; it empties in backward.
+    file (`DiskStore`), whose queue is assumed to be as full as allowed; it empties in backward.
     """
 
     queued_bytes: int = 0

@@ -1,5 +1,5 @@
-"""The optimizer of a model, with weight decay on matrices only; Lion and Muon, several optimizers behind the interface of
-one, and the compensation of gradients that come late.
+"""The optimizer of a model, with weight decay on matrices only; Lion and Muon, several optimizers behind the
+interface of one, and the compensation of gradients that come late.
 """
 
 import math

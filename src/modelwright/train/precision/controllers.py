@@ -1,9 +1,9 @@
 """Decides periodically which parts of a model compute in which format, from the indicators of a run.
 
 An estimate of damage (`damage`) predicts what a format would cost a part; the speed of formats (a layer's three
-products at the shapes of the run, casts included), measured once, predicts what it would gain. A controller weighs both: fixed
-rules, a contextual bandit that learns from the results of its choices (LinUCB, Li et al. 2010), or a schedule by steps
-that ignores indicators. A change needs a sufficient gain and a cooldown (hysteresis), has a readable reason, and is
+products at the shapes of the run, casts included), measured once, predicts what it would gain. A controller weighs both:
+fixed rules, a contextual bandit that learns from the results of its choices (LinUCB, Li et al. 2010), or a schedule by
+steps that ignores indicators. A change needs a sufficient gain and a cooldown (hysteresis), has a readable reason, and is
 reverted if the loss jumps.
 """
 
