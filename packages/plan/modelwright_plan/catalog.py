@@ -15,8 +15,8 @@ from modelwright.pipeline.estimate.layout import ComputeFormat
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeRate:
-    """How fast a device computes in one format. peak_flops_per_s: of dense products, from the data sheet or measured;
-    efficiency: the share of it that a training step reaches if no rank waits for another; source: of that share.
+    """Compute rate of a device in a format. peak_flops_per_s: rate of dense products, from the data sheet or measured;
+    efficiency: share of it that a training step reaches if no rank waits for another; source: source of that share.
     """
 
     peak_flops_per_s: float
@@ -34,8 +34,8 @@ class ComputeRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """An accelerator as specified by its maker, per device and direction. rates: by the format of products;
-    host_bytes_per_s: to the others in the host; network_bytes_per_s: to other hosts.
+    """An accelerator as specified by its maker, per device and direction. rates: compute rate by format of products;
+    host_bytes_per_s: rate to the other devices in the host; network_bytes_per_s: rate to other hosts.
     """
 
     memory_bytes: float
@@ -44,7 +44,7 @@ class Device:
     network_bytes_per_s: float
 
     def rate(self, wanted: ComputeFormat, *, name: str) -> ComputeRate:
-        """Raises `ConfigError` for a format in which the device, called `name`, has no matrix products."""
+        """Returns the rate in a format. Raises `ConfigError`, with `name` for the device, if it does not support it."""
         if wanted not in self.rates:
             others = ", ".join(self.rates)
             raise ConfigError(f"--compute: {name} does not support {wanted.upper()}; it supports {others}")

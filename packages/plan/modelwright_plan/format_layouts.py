@@ -1,4 +1,4 @@
-"""A proposal of layouts as plain text, or as plain data for JSON."""
+"""Proposals of layouts as plain text, or as plain data for JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,19 +16,40 @@ _NO_ERROR = "the model's error has not been measured here (modelwright prove zer
 def proposal_text(
     job: TrainingJob, cluster: Cluster, proposal: Proposal, *, top: int, known_error: str, notes: Sequence[str] = ()
 ) -> str:
-    """The best layouts as a table, the first one in full, and the smallest of those that do not fit, with reasons.
-    notes: about the job, for the reader; known_error: the measured error of the memory model, "" if unknown.
+    """Formats the best layouts as a table, the first one in full, and the smallest of those that do not fit, with
+    reasons. notes: remarks about the job; known_error: measured error of the memory model, "" if unknown.
     """
-    lines = [*_job_lines(job, cluster), *(f"note        {note}" for note in notes), ""]
+    model, states = job.model, 16 * job.model.num_parameters
+    memory, total = cluster.memory_bytes, cluster.num_devices * cluster.memory_bytes
+    inside, between, rate = cluster.host_bytes_per_s / 1e9, cluster.network_bytes_per_s / 1e9, cluster.compute
+    lines = [
+        f"model       {model.num_parameters / 1e9:.1f} billion parameters, {model.num_layers} layers of width "
+        f"{model.model_dim}; rows of {job.seq_len}, {job.batch_tokens:,} tokens an update",
+        f"states      {_decimal(states)} in all: weights, gradients and two optimizer states in FP32",
+        f"cluster     {cluster.num_hosts} hosts x {cluster.devices_per_host} devices of {_decimal(memory)}, "
+        f"{_decimal(total)} in all; {inside:.3g} GB/s in a host, {between:.3g} GB/s between",
+        f"compute     {job.compute.upper()}, {rate.peak_flops_per_s / 1e12:.3g} TFLOP/s at the peak of a device; "
+        f"{rate.efficiency:.0%} of it assumed: {rate.source}",
+        *(f"note        {note}" for note in notes),
+        "",
+    ]
     if proposal.fitting:
         shown = proposal.fitting[:top]
-        lines += [f"{len(proposal.fitting)} meshes fit; the fastest {len(shown)}:", *_table(shown, cluster), ""]
-        lines += _details(job, shown[0])
+        lines += [f"{len(proposal.fitting)} meshes fit; the fastest {len(shown)}:", _HEAD]
+        lines += [*(_row(result, cluster) for result in shown), "", *_details(job, shown[0])]
     else:
         lines.append("no layout fits")
     if proposal.too_large:
         lines += ["", f"{len(proposal.too_large)} meshes do not fit; the nearest:"]
-        lines += [f"  {_short(result)}: {_reason(result, cluster)}" for result in proposal.too_large[:top]]
+    for result in proposal.too_large[:top]:
+        axes, parts, needed = result.layout.axes, asdict(result.memory), result.memory
+        data, zero_stage = f"{axes['replicate']}x{axes['shard']}", result.layout.parallel.zero_stage
+        kind = f"mostly {max(parts, key=parts.__getitem__)}"
+        kind = "its states alone" if needed.states > cluster.memory_bytes else kind
+        lines.append(
+            f"  pp {axes['pipeline']} data {data} cp {axes['context']} tp {axes['tensor']} ZeRO-{zero_stage}: needs "
+            f"{_decimal(needed.total)} on its fullest device, {kind} ({_parts(needed)})"
+        )
     lines += [f"  not possible: {reason}" for reason in proposal.refused[:3]]
     lines += ["", f"memory: {known_error or _NO_ERROR}"]
     lines.append(
@@ -39,7 +60,7 @@ def proposal_text(
 
 
 def proposal_data(job: TrainingJob, cluster: Cluster, proposal: Proposal) -> dict[str, Any]:
-    """The same as plain data."""
+    """Returns the proposal as plain data."""
 
     def plain(found: Assessment) -> dict[str, Any]:
         return {
@@ -65,27 +86,10 @@ def proposal_data(job: TrainingJob, cluster: Cluster, proposal: Proposal) -> dic
     }
 
 
-def _job_lines(job: TrainingJob, cluster: Cluster) -> list[str]:
-    model, states = job.model, 16 * job.model.num_parameters
-    memory, total = cluster.memory_bytes, cluster.num_devices * cluster.memory_bytes
-    inside, between, rate = cluster.host_bytes_per_s / 1e9, cluster.network_bytes_per_s / 1e9, cluster.compute
-    return [
-        f"model       {model.num_parameters / 1e9:.1f} billion parameters, {model.num_layers} layers of width "
-        f"{model.model_dim}; rows of {job.seq_len}, {job.batch_tokens:,} tokens an update",
-        f"states      {_decimal(states)} in all: weights, gradients and two optimizer states in FP32",
-        f"cluster     {cluster.num_hosts} hosts x {cluster.devices_per_host} devices of {_decimal(memory)}, "
-        f"{_decimal(total)} in all; {inside:.3g} GB/s in a host, {between:.3g} GB/s between",
-        f"compute     {job.compute.upper()}, {rate.peak_flops_per_s / 1e12:.3g} TFLOP/s at the peak of a device; "
-        f"{rate.efficiency:.0%} of it assumed: {rate.source}",
-    ]
-
-
-def _table(shown: Sequence[Assessment], cluster: Cluster) -> list[str]:
-    head = (
-        f"{'pp':>4}{'data':>9}{'cp':>4}{'tp':>4}  {'shard':<10}{'schedule':<16}{'rows x m':>11}  {'activations':<11}"
-        f"{'per device':>11}{'in all':>9}{'step':>9}{'bubble':>8}{'comm':>7}{'MFU':>6}"
-    )
-    return [head, *(_row(result, cluster) for result in shown)]
+_HEAD = (
+    f"{'pp':>4}{'data':>9}{'cp':>4}{'tp':>4}  {'shard':<10}{'schedule':<16}{'rows x m':>11}  {'activations':<11}"
+    f"{'per device':>11}{'in all':>9}{'step':>9}{'bubble':>8}{'comm':>7}{'MFU':>6}"
+)
 
 
 def _row(found: Assessment, cluster: Cluster) -> str:
@@ -104,7 +108,7 @@ def _row(found: Assessment, cluster: Cluster) -> str:
 
 
 def _details(job: TrainingJob, found: Assessment) -> list[str]:
-    """The settings that make the first layout, and its memory and time by part."""
+    """Formats the settings of the first layout, and its memory and time by part."""
     layout, memory = found.layout, found.memory
     plain = {"pipeline", "data", "context", "tensor", "zero_stage", "shard_group_size", "schedule", "stages_per_rank"}
     settings = {name: value for name, value in dump(layout.parallel).items() if name in plain and value not in (0, 1)}
@@ -129,25 +133,12 @@ def _parts(memory: MemoryEstimate) -> str:
     return f"{_decimal(memory.total)} = " + ", ".join(f"{name} {_decimal(value)}" for name, value in parts.items())
 
 
-def _reason(found: Assessment, cluster: Cluster) -> str:
-    memory = found.memory
-    parts = asdict(memory)
-    kind = "its states alone" if memory.states > cluster.memory_bytes else f"mostly {max(parts, key=parts.__getitem__)}"
-    return f"needs {_decimal(memory.total)} on its fullest device, {kind} ({_parts(memory)})"
-
-
-def _short(found: Assessment) -> str:
-    axes = found.layout.axes
-    data, zero_stage = f"{axes['replicate']}x{axes['shard']}", found.layout.parallel.zero_stage
-    return f"pp {axes['pipeline']} data {data} cp {axes['context']} tp {axes['tensor']} ZeRO-{zero_stage}"
-
-
 def _activations(config: ActivationCheckpointingConfig) -> str:
     return f"full {config.layers_per_segment}" if config.mode == "full" else config.mode
 
 
 def _decimal(num_bytes: float) -> str:
-    """Bytes in the units of memory vendors; small ones in powers of 1024."""
+    """Formats bytes in the decimal units of memory vendors; small ones in powers of 1024."""
     if num_bytes < 1e9:
         return size(num_bytes)
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes < 1e12 else f"{num_bytes / 1e12:.2f} TB"

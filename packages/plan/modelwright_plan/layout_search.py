@@ -1,16 +1,9 @@
-"""Proposes layouts of a training job over a cluster: all that fit, fastest first, and why the others do not.
+"""Layouts of a training job over a cluster: all that fit, fastest first, and the reasons why the others do not.
 
-Tries every way to divide the devices among the axes, ZeRO stages over all copies or within hosts, schedules, sizes of
-microbatches and ways to treat activations.
-
-How long a step of one layout of a training job takes on a cluster, part by part.
-
-Time is compute at the share of the peak rate that published runs reach, plus the pipeline's bubble, plus communication
-that is not overlapped. Estimates rank layouts; they do not replace a measurement.
-
-The devices and links that a layout is planned for, and the seconds that its messages take on them.
-
-An axis whose ranks lie in one host uses the host's link, any other the network.
+Tries every way to divide the devices among the axes, ZeRO stages over all copies or within hosts, schedules, microbatch
+sizes and modes of activation checkpointing. The time of a step is compute at the share of the peak rate that published
+runs reach, plus the pipeline's bubble, plus communication that is not overlapped. Estimates rank layouts; they do not
+replace a measurement. An axis whose ranks are in one host uses the host's link, any other the network.
 """
 
 import itertools
@@ -34,8 +27,9 @@ OVERLAP = {"cuda": 0.8, "cpu": 0.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Devices and links: memory of one device, how fast it computes, bytes/s of one device's link in each direction,
-    and the time until a message's first byte arrives."""
+    """Devices and links of a layout: memory and compute rate of one device, bytes/s of one device's link in each
+    direction, and the time until a message's first byte arrives.
+    """
 
     num_hosts: int
     devices_per_host: int
@@ -63,23 +57,20 @@ class Cluster:
         """FLOP/s that a device reaches in training if no rank waits for another."""
         return self.compute.peak_flops_per_s * self.compute.efficiency
 
-    def seconds(self, num_bytes: float, num_messages: float, *, reach: int) -> float:
-        """`reach`: how many neighboring ranks the axis spans from its first to its last rank."""
-        inside = reach <= self.devices_per_host
-        rate = self.host_bytes_per_s if inside else self.network_bytes_per_s
-        return num_bytes / rate + num_messages * (self.host_latency_s if inside else self.network_latency_s)
-
 
 def axis_seconds(
     model: ModelConfig, part: RankPart, axes: Mapping[str, int], cluster: Cluster, *, compute_s: float
 ) -> dict[str, float]:
-    """Seconds of a step that a rank waits for each axis; axes of one rank are left out."""
-    reach, result = 1, {}
+    """Computes the seconds of a step for which a rank waits for each axis; leaves out axes of one rank."""
+    reach, result = 1, {}  # reach: number of neighboring ranks from the axis's first to its last rank
     for axis in ("tensor", "context", "shard", "replicate", "pipeline"):
         reach *= axes[axis]
         if axes[axis] > 1:
             num_bytes, num_messages = sent_along(axis, model, part, axes)
-            seconds = cluster.seconds(num_bytes, num_messages, reach=reach)
+            inside = reach <= cluster.devices_per_host
+            rate = cluster.host_bytes_per_s if inside else cluster.network_bytes_per_s
+            latency_s = cluster.host_latency_s if inside else cluster.network_latency_s
+            seconds = num_bytes / rate + num_messages * latency_s
             if axis == "shard":
                 seconds = max(0.0, seconds - OVERLAP[cluster.device] * compute_s)
             result[axis] = seconds
@@ -88,7 +79,9 @@ def axis_seconds(
 
 @dataclass(frozen=True, kw_only=True)
 class Assessment:
-    """A layout's fullest rank and its step time by part, in seconds; communication is the part that is not hidden."""
+    """The memory of a layout's fullest rank and its step time by part, in seconds; communication excludes the part that
+    overlaps with compute.
+    """
 
     layout: Layout
     memory: MemoryEstimate
@@ -109,24 +102,41 @@ class Assessment:
         return bubble_share(bubble=self.bubble_s, work=self.compute_s + self.recompute_s)
 
     def utilization(self, cluster: Cluster) -> float:
-        """Model FLOPs as a share of the devices' peak."""
+        """Returns model FLOPs as a share of the devices' peak."""
         return self.model_flops / (self.step_s * self.layout.num_devices * cluster.compute.peak_flops_per_s)
 
 
 def assess(job: TrainingJob, layout: Layout, cluster: Cluster) -> Assessment:
-    """Memory and time. Raises `ConfigError` if the layout does not divide the model or the batch."""
-    axes, layers, parts = layout.axes, layers_per_stage(job, layout), rank_parts(job, layout)
-    fullest = max((rank_memory(job.model, part) for part in parts.values()), key=lambda memory: memory.total)
+    """Computes a layout's memory and time. Raises `ConfigError` if it does not divide the model or the batch."""
+    model, axes = job.model, layout.axes
+    layers, parts = layers_per_stage(job, layout), rank_parts(job, layout)
+    fullest = max((rank_memory(model, part) for part in parts.values()), key=lambda memory: memory.total)
     tokens = layout.microbatch_rows * job.seq_len // axes["context"]
     token_s = tokens / cluster.flops_per_s
-    forward = {rank: _forward_flops(job.model, part) for rank, part in parts.items()}
+    # FLOPs of one token's forward pass on each rank, and of its recomputation.
+    forward = {
+        rank: part.num_layers * part.shape.forward_flops + _head_flops(model, part) * part.has_head
+        for rank, part in parts.items()
+    }
     again = {rank: total_recomputed_flops(part.shape, part.segments) for rank, part in parts.items()}
     slowest = max(parts, key=lambda rank: 3 * forward[rank] + again[rank])
     part, forward_s, again_s = parts[slowest], forward[slowest] * token_s, again[slowest] * token_s
     num_microbatches = part.num_microbatches
-    seconds = axis_seconds(job.model, part, axes, cluster, compute_s=num_microbatches * 3 * forward_s)
+    seconds = axis_seconds(model, part, axes, cluster, compute_s=num_microbatches * 3 * forward_s)
     layer_again = again[slowest] / max(1, part.num_layers)
-    times = _stage_times(job.model, part, layers, layer_again=layer_again, flop_s=token_s)
+    # Attention has no weights: its backward pass costs twice its forward pass, all of it for its inputs.
+    attend = part.shape.flops("attend")
+    products = part.shape.forward_flops - attend
+    times = []
+    for stage, num_layers in enumerate(layers):
+        head = _head_flops(model, part) if stage == len(layers) - 1 else 0.0
+        times.append(
+            StageTime(
+                forward_s=token_s * (num_layers * (products + attend) + head),
+                input_s=token_s * (num_layers * (products + 2 * attend + layer_again) + head),
+                weight_s=token_s * (num_layers * products + head),
+            )
+        )
     return Assessment(
         layout=layout,
         memory=fullest.on_device(cluster.device),
@@ -136,40 +146,12 @@ def assess(job: TrainingJob, layout: Layout, cluster: Cluster) -> Assessment:
         recompute_s=num_microbatches * again_s,
         bubble_s=bubble_s(layout.parallel, times, num_microbatches),
         communication_s=seconds,
-        model_flops=3 * job.batch_tokens * job.model.flops_per_token(job.seq_len / 2),
+        model_flops=3 * job.batch_tokens * model.flops_per_token(job.seq_len / 2),
     )
-
-
-def _forward_flops(model: ModelConfig, part: RankPart) -> float:
-    """FLOPs of one token's forward pass on one rank."""
-    return part.num_layers * part.shape.forward_flops + _head_flops(model, part) * part.has_head
 
 
 def _head_flops(model: ModelConfig, part: RankPart) -> float:
     return 2.0 * model.vocab_size * model.model_dim / part.tensor
-
-
-def _stage_times(
-    model: ModelConfig, part: RankPart, layers: tuple[int, ...], *, layer_again: float, flop_s: float
-) -> list[StageTime]:
-    """Return the times of every stage.
-
-    layer_again: FLOPs that one layer recomputes per token; flop_s: seconds for one FLOP on every token of a microbatch.
-    Attention has no weights: its backward pass costs twice its forward pass, all of it for its inputs.
-    """
-    attend = part.shape.flops("attend")
-    products = part.shape.forward_flops - attend
-    times = []
-    for stage, num_layers in enumerate(layers):
-        head = _head_flops(model, part) if stage == len(layers) - 1 else 0.0
-        times.append(
-            StageTime(
-                forward_s=flop_s * (num_layers * (products + attend) + head),
-                input_s=flop_s * (num_layers * (products + 2 * attend + layer_again) + head),
-                weight_s=flop_s * (num_layers * products + head),
-            )
-        )
-    return times
 
 
 ACTIVATIONS = (
@@ -179,14 +161,14 @@ ACTIVATIONS = (
 )
 ZERO_STAGES: tuple[ZeroStage, ...] = get_args(ZeroStage)
 MARGIN = 0.9
-"""Share of the memory that a layout may fill: the model's own error, and what allocators lose between blocks."""
+"""Share of the memory that a layout may fill; the rest covers errors of the estimate and fragmentation."""
 _MAX_MICROBATCH_ROWS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Layouts that fit, fastest first, one for each mesh and ZeRO stage; for each that does not fit, its least
-    memory.
+    """Layouts that fit, the fastest first, one for each mesh and ZeRO stage; for each mesh and stage that does not fit,
+    the layout with the least memory.
     """
 
     fitting: Sequence[Assessment]
@@ -195,7 +177,7 @@ class Proposal:
 
 
 def propose(job: TrainingJob, cluster: Cluster, *, memory_share: float = MARGIN) -> Proposal:
-    """All layouts, assessed. Raises `ConfigError` if none divides the model, the batch and the devices."""
+    """Assesses all layouts. Raises `ConfigError` if none divides the model, the batch and the devices."""
     room = memory_share * cluster.memory_bytes
     fitting: dict[tuple, Assessment] = {}
     smallest: dict[tuple, Assessment] = {}
@@ -227,7 +209,7 @@ def propose(job: TrainingJob, cluster: Cluster, *, memory_share: float = MARGIN)
 
 
 def layouts(job: TrainingJob, cluster: Cluster) -> Iterator[Layout]:
-    """Every layout that divides the devices, the rows and the layers evenly."""
+    """Yields every layout that divides the devices, the rows and the layers evenly."""
     for parallel in meshes(job, cluster):
         axes = parallel.axes(cluster.num_devices)
         copies = axes["replicate"] * axes["shard"]
@@ -248,7 +230,7 @@ def layouts(job: TrainingJob, cluster: Cluster) -> Iterator[Layout]:
 
 
 def meshes(job: TrainingJob, cluster: Cluster) -> Iterator[ParallelConfig]:
-    """Tensor parallelism stays within a host; context parallelism is tried for long rows only."""
+    """Yields the meshes to try. Tensor parallelism stays within a host; context parallelism is for long rows only."""
     devices, model = cluster.num_devices, job.model
     contexts = [c for c in _divisors(devices) if c == 1 or job.seq_len // c >= 4096]
     for tensor, context in itertools.product(_divisors(cluster.devices_per_host), contexts):
@@ -258,7 +240,14 @@ def meshes(job: TrainingJob, cluster: Cluster) -> Iterator[ParallelConfig]:
             if pipeline > model.num_layers:
                 continue
             data = devices // (tensor * context * pipeline)
-            for zero_stage, group_size in _shard_groups(cluster, data, context, tensor):
+            # ZeRO stages with the size of their groups: all copies (0), or those within a host.
+            shardings: list[tuple[ZeroStage, int]] = [(0, 0)]
+            in_host = cluster.devices_per_host // (context * tensor)
+            for stage in ZERO_STAGES[1:] if data > 1 else ():
+                shardings.append((stage, 0))
+                if 1 < in_host < data and data % in_host == 0:
+                    shardings.append((stage, in_host))
+            for zero_stage, group_size in shardings:
                 for schedule, stages in _schedules(pipeline, model.num_layers):
                     yield ParallelConfig(
                         pipeline=pipeline,
@@ -273,23 +262,12 @@ def meshes(job: TrainingJob, cluster: Cluster) -> Iterator[ParallelConfig]:
 
 
 def _rank(found: Assessment) -> tuple[float, int]:
-    """Sort key: faster first, of equally fast ones the smaller."""
+    """Returns the sort key: faster layouts first, among equally fast ones the smaller."""
     return found.step_s, found.memory.total
 
 
-def _shard_groups(cluster: Cluster, data: int, context: int, tensor: int) -> Iterator[tuple[ZeroStage, int]]:
-    yield 0, 0
-    if data == 1:
-        return
-    in_host = cluster.devices_per_host // (context * tensor)
-    for zero_stage in ZERO_STAGES[1:]:
-        yield zero_stage, 0
-        if 1 < in_host < data and data % in_host == 0:
-            yield zero_stage, in_host
-
-
 def _schedules(pipeline: int, num_layers: int) -> Iterator[tuple[Schedule, int]]:
-    """GPipe is never faster than 1F1B and holds more, so it is not proposed."""
+    """Yields schedules with their stages per rank, without GPipe: it is never faster than 1F1B and holds more."""
     yield "1f1b", 1
     if pipeline > 1:
         yield "zero_bubble", 1
@@ -301,7 +279,7 @@ def _schedules(pipeline: int, num_layers: int) -> Iterator[tuple[Schedule, int]]
 
 
 def _schedulable(model: ModelConfig, parallel: ParallelConfig, num_microbatches: int) -> bool:
-    """Whether training would accept this pipeline; with fewer microbatches than ranks it would mostly wait."""
+    """Returns True if training would accept this pipeline. With fewer microbatches than ranks it would mostly wait."""
     if num_microbatches < parallel.pipeline:
         return False
     divided = parallel.zero_stage != 0 or parallel.tensor > 1

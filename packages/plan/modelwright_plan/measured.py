@@ -17,25 +17,25 @@ class MeasuredError:
     """The error of predicted memory in one measurement on one machine."""
 
     claim: str
-    """The claim whose measurement it is."""
+    """Name of the measured claim."""
     processor: str
     date: str
     num_predictions: int
-    """Predicted peaks that were compared with a real one."""
+    """Number of predicted peaks that were compared with a real one."""
     max_error_percent: float
-    """The largest error of them, without its sign."""
+    """Largest absolute error."""
     heap_gap_percent: Mapping[str, float] = field(default_factory=dict)
-    """How far a process's heap exceeded one without gaps, in a step "as configured" and one "as planned"."""
+    """Excess of a process's heap over one without gaps, in a step "as configured" and one "as planned"."""
 
 
 def measured_errors() -> list[MeasuredError]:
-    """Read the errors that ship with the package."""
+    """Reads the errors that ship with the package."""
     text = (files("modelwright_plan") / DATA_FILE).read_text(encoding="utf-8")
     return [MeasuredError(**entry) for entry in json.loads(text)]
 
 
 def error_text(errors: Sequence[MeasuredError]) -> str:
-    """Describe the largest error of each measurement and where it was measured; "" without any."""
+    """Describes the largest error of each measurement and its machine; "" without measurements."""
     return "; ".join(
         f"{error.claim}: at most {error.max_error_percent:.1f}% off over {error.num_predictions} measurements "
         f"({error.processor}, {error.date})"
@@ -44,7 +44,7 @@ def error_text(errors: Sequence[MeasuredError]) -> str:
 
 
 def heap_gap_text(errors: Sequence[MeasuredError]) -> str:
-    """Describe how far the heap of a training process exceeds the predicted peak; "" without measurements."""
+    """Describes the excess of a training process's heap over the predicted peak; "" without measurements."""
     return "; ".join(
         ", ".join(f"{percent:.0f}% for a step {step}" for step, percent in error.heap_gap_percent.items())
         + f": {error.processor}, {error.date}"

@@ -243,4 +243,4 @@ def test_a_run_is_priced_by_its_time(tmp_path: Path, capsys: pytest.CaptureFixtu
     (line,) = json.loads(capsys.readouterr().out)["lines"]
     assert (line["use"], line["quantity"], line["usd"]) == ("pretrain", 2.0, "2.01")
     assert main(["plan", "cost", str(run)]) == 2
-    assert "--instance: name what the run would be rented on" in capsys.readouterr().err
+    assert "--instance: name the instance type to rent for the run" in capsys.readouterr().err

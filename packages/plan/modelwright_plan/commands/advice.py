@@ -1,4 +1,4 @@
-"""`modelwright plan advice TARGET`: what limits a training on this machine, and what helps."""
+"""`modelwright plan advice TARGET`: the resource that limits a training on this machine, and remedies."""
 
 import argparse
 import json
@@ -17,16 +17,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", metavar="RECIPE|CONFIG.yaml|RUN")
     add_measuring_options(parser)
-    add("--nproc", type=int, default=0, metavar="N", help="processes here that would train together (default: a run's "
-        "own, or 2)")  # fmt: skip
+    add("--nproc", type=int, default=0, metavar="N", help="number of processes on this machine that train together "
+        "(default: a run's own, or 2)")  # fmt: skip
     add("--results", type=Path, default=Path("benchmarks/results"), metavar="DIR",
-        help="results of the claims, which say where techniques have helped (default: benchmarks/results)")  # fmt: skip
+        help="results of the claims on techniques (default: benchmarks/results)")  # fmt: skip
     add("--interruptions-per-hour", type=float, default=0.0, metavar="N",
         help="rate of all processes together, for the interval of checkpoints")  # fmt: skip
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print the survey and the advice. Raises `ConfigError` for a layout that does not divide the processes."""
+    """Prints the survey and the advice. Raises `ConfigError` for a layout that does not divide the processes."""
     budget_s, rate = check_seconds(options.seconds), options.interruptions_per_hour
     if options.nproc < 0:
         raise ConfigError(f"--nproc: must be at least 1, got {options.nproc}")
@@ -56,7 +56,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def refusal_of(target: str, settings: Sequence[str], num_processes: int) -> str:
-    """Why training would not begin with these settings over the target's; "" if it would."""
+    """Returns why training would not begin with these settings over the target's; "" if it would."""
     from modelwright.pipeline.run_config import run_schema
     from modelwright.recipes.load import load
     from modelwright.train.config import check_layout

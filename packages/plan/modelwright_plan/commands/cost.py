@@ -1,4 +1,4 @@
-"""`modelwright plan cost TARGET`: the bill of training, serving, storage and traffic, and what it depends on."""
+"""`modelwright plan cost TARGET`: the bill of training, serving, storage and traffic, and its sensitivity."""
 
 import argparse
 import datetime
@@ -11,36 +11,32 @@ TARGETS = "TARGET: a workload (a YAML file, see docs/planning.md), or a run dire
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="TARGET")
+    add = parser.add_argument
+    add("target", metavar="TARGET")
     add_price_options(parser)
-    parser.add_argument(
-        "--purchase",
-        choices=("on_demand", "spot", "reserved_1y", "reserved_3y"),
-        default="on_demand",
-        help="how the run's instances are bought (default: on_demand)",
-    )
-    parser.add_argument("--count", type=int, default=1, help="instances of the run (default: 1)")
-    parser.add_argument(
-        "--months", type=float, default=0.0, metavar="N", help="how long the run's folder is stored (default: 0)"
-    )
-    parser.add_argument(
-        "--vary", type=float, default=0.25, metavar="SHARE", help="how far each assumption may be off (default: 0.25)"
-    )
-    parser.add_argument("--top", type=int, default=8, help="assumptions to show (default: 8)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the bill as a page with a tornado chart, too")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add("--purchase", choices=("on_demand", "spot", "reserved_1y", "reserved_3y"), default="on_demand",
+        help="purchase option of the run's instances (default: on_demand)")  # fmt: skip
+    add("--count", type=int, default=1, help="number of instances of the run (default: 1)")
+    add("--months", type=float, default=0.0, metavar="N",
+        help="months for which the run's folder is stored (default: 0)")  # fmt: skip
+    add("--vary", type=float, default=0.25, metavar="SHARE",
+        help="largest relative error of each assumption (default: 0.25)")  # fmt: skip
+    add("--top", type=int, default=8, help="number of assumptions to show (default: 8)")
+    add("--html", type=Path, metavar="FILE", help="also write the bill as a page with a tornado chart")
+    add("--json", action="store_true", help="print everything as JSON")
 
 
 def add_price_options(parser: argparse.ArgumentParser) -> None:
-    """Options that say what is rented where, and for what price."""
-    parser.add_argument("--prices", type=Path, metavar="FILE", help="rows in place of those of the package's table")
-    parser.add_argument("--provider", default="aws", help="default: aws")
-    parser.add_argument("--region", default="us-east-1", help="default: us-east-1")
-    parser.add_argument("--instance", default="", metavar="TYPE", help="instance type")
+    """Adds the options for prices, place and instance type."""
+    add = parser.add_argument
+    add("--prices", type=Path, metavar="FILE", help="rows that replace those of the package's price table")
+    add("--provider", default="aws", help="cloud provider (default: aws)")
+    add("--region", default="us-east-1", help="region of the provider (default: us-east-1)")
+    add("--instance", default="", metavar="TYPE", help="instance type")
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print the bill. Raises `ConfigError` for a workload that cannot be priced."""
+    """Prints the bill. Raises `ConfigError` for a workload that cannot be priced."""
     from modelwright_plan.cost.bill import bill_data, bill_text, bill_tornado, make_bill
     from modelwright_plan.cost.prices import load_prices
 
@@ -66,7 +62,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def _workload(options: argparse.Namespace):
-    """The workload, and notes on it."""
+    """Returns the workload, and notes on it."""
     from modelwright_plan.cost.workload import load_workload
 
     if not Path(options.target).is_dir():
@@ -74,7 +70,7 @@ def _workload(options: argparse.Namespace):
             raise ConfigError("--instance: is for a run directory; a workload's file names its own instances")
         return load_workload(Path(options.target)), []
     if not options.instance:
-        raise ConfigError("--instance: name what the run would be rented on, such as --instance g5.xlarge")
+        raise ConfigError("--instance: name the instance type to rent for the run, such as --instance g5.xlarge")
     from modelwright.recipes.load import find_run
     from modelwright_plan.run_cost import workload_of_run
 

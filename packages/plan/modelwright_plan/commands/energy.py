@@ -12,21 +12,33 @@ from modelwright.core.errors import ConfigError
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--carbon", type=Path, required=True, metavar="CSV", help="hourly table with the columns time and g_per_kwh")
-    add("--run", metavar="RUN", default="", help="take hours and watts from what this run needed")
+    add("--run", metavar="RUN", default="", help="take hours and watts from this run's measured energy")
     add("--hours", type=float, metavar="H", help="length of the job")
-    add("--watts", type=float, metavar="W", help="its mean power, with that of the data center")
-    add("--earliest", metavar="TIME", default="", help="not before, as 2026-01-31T14:00 (default: the table's start)")
-    add("--finish-by", metavar="TIME", default="", help="not after (default: the table's end)")
-    add("--country", metavar="CODE", default="", help="codecarbon's estimate for this country beside ours, as FRA")
+    add("--watts", type=float, metavar="W", help="mean power of the job, including the data center's overhead")
+    add("--earliest", metavar="TIME", default="", help="earliest start, as 2026-01-31T14:00 (default: the table's)")
+    add("--finish-by", metavar="TIME", default="", help="latest end (default: the table's end)")
+    add("--country", metavar="CODE", default="", help="also show codecarbon's estimate for this country, as FRA")
     add("--json", action="store_true", help="print everything as JSON")
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print the start. Raises `ConfigError` for a job that does not fit."""
+    """Prints the start. Raises `ConfigError` for a job that does not fit."""
     from modelwright.pipeline.estimate.cost import duration
     from modelwright_plan.carbon import codecarbon_estimate, plan_start, read_carbon_table
 
-    hours, watts = _job(options)
+    hours, watts = options.hours, options.watts
+    if options.run:
+        from modelwright.recipes.load import find_run
+        from modelwright.train.monitors.energy import ENERGY_FILE, read_energy, total_energy
+
+        files = sorted(find_run(options.run).path.glob(f"*/{ENERGY_FILE}"))
+        total = total_energy([entry for path in files for entry in read_energy(path)])
+        if not total.seconds:
+            raise ConfigError(f"--run: {options.run} has trained nothing; give --hours and --watts")
+        hours = total.seconds / 3600 if hours is None else hours
+        watts = total.total_joules / total.seconds if watts is None else watts
+    if hours is None or watts is None:
+        raise ConfigError("--hours: give it and --watts, or --run with a run that has trained")
     table = read_carbon_table(options.carbon)
     plan = plan_start(
         table,
@@ -58,26 +70,8 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _job(options: argparse.Namespace) -> tuple[float, float]:
-    """Hours and mean watts: given, or as in the run."""
-    hours, watts = options.hours, options.watts
-    if options.run:
-        from modelwright.recipes.load import find_run
-        from modelwright.train.monitors.energy import ENERGY_FILE, read_energy, total_energy
-
-        files = sorted(find_run(options.run).path.glob(f"*/{ENERGY_FILE}"))
-        total = total_energy([entry for path in files for entry in read_energy(path)])
-        if not total.seconds:
-            raise ConfigError(f"--run: {options.run} has trained nothing; give --hours and --watts")
-        hours = total.seconds / 3600 if hours is None else hours
-        watts = total.total_joules / total.seconds if watts is None else watts
-    if hours is None or watts is None:
-        raise ConfigError("--hours: give it and --watts, or --run with a run that has trained")
-    return hours, watts
-
-
 def _time(text: str, name: str, like: datetime.datetime) -> datetime.datetime | None:
-    """A time that can be compared with those of the table; None for ""."""
+    """Parses a time that can be compared with those of the table; returns None for ""."""
     if not text:
         return None
     try:

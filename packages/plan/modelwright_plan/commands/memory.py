@@ -1,5 +1,5 @@
-"""`modelwright plan memory TARGET`: which tensors a training step keeps alive and when, and a plan that needs less
-memory.
+"""`modelwright plan memory TARGET`: the tensors that a training step keeps alive over time, and a plan that needs less
+memory; also the options on rows and batches that other plans share.
 """
 
 import argparse
@@ -19,19 +19,18 @@ if TYPE_CHECKING:  # PyTorch takes seconds to load
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--budget", metavar="BYTES", help="peak that the plan may reach")
-    parser.add_argument(
-        "--max-recompute", type=float, default=0.2, metavar="FRACTION", help="of FLOPs, where there is no budget"
-    )
-    parser.add_argument("--offload", choices=("host", "disk"), help="saved activations may also wait there")
-    parser.add_argument(
-        "--flops-per-byte", type=float, default=0.0, metavar="N", help="computed while a byte moves (default: measured)"
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the timelines as a page, too")
+    add = parser.add_argument
+    add("--budget", metavar="BYTES", help="largest allowed peak of the plan")
+    add("--max-recompute", type=float, default=0.2, metavar="FRACTION",
+        help="largest share of FLOPs to recompute without a budget")  # fmt: skip
+    add("--offload", choices=("host", "disk"), help="destination to which saved activations may be offloaded")
+    add("--flops-per-byte", type=float, default=0.0, metavar="N",
+        help="FLOPs that can be computed while a byte moves (default: measured)")  # fmt: skip
+    add("--html", type=Path, metavar="FILE", help="also write the timelines as a page")
 
 
 def row_len(given: int | None, usual: int, *, longest: int) -> int:
-    """Raises `ConfigError` for a row longer than the model's context."""
+    """Returns the given row length, or the usual one. Raises `ConfigError` if it exceeds the model's context."""
     seq_len = usual if given is None else given
     if not 1 <= seq_len <= longest:
         raise ConfigError(f"--seq-len: must be from 1 to the model's context of {longest} tokens, got {seq_len}")
@@ -39,7 +38,7 @@ def row_len(given: int | None, usual: int, *, longest: int) -> int:
 
 
 def count(text: str, name: str) -> int:
-    """`4096`, `4Ki` or `2M` as a whole number. Raises `ConfigError` for anything else."""
+    """Parses `4096`, `4Ki` or `2M` as an integer. Raises `ConfigError` for anything else."""
     number = -int(text[1:]) if text[:1] == "-" and text[1:].isdecimal() else parse_count(text)
     if number is None:
         raise ConfigError(f"{name}: {text!r} is not a whole number; write 4096, 4Ki or 2M")
@@ -47,8 +46,8 @@ def count(text: str, name: str) -> int:
 
 
 def batch_tokens(text: str, seq_len: int) -> int:
-    """Tokens of a batch of rows: the given number, or for a rounded figure such as 2M the nearest multiple of a row.
-    Raises `ConfigError` for a plain number that is not a multiple of a row.
+    """Returns the tokens of a batch: the given number, or for a rounded figure such as 2M the nearest multiple of a
+    row. Raises `ConfigError` for a plain number that is not a multiple of a row.
     """
     number = count(text, "--batch-tokens")
     if not text.lstrip("-").isdecimal():
@@ -59,7 +58,7 @@ def batch_tokens(text: str, seq_len: int) -> int:
 
 
 def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> int:
-    """Print the timeline and the plan. Raises `ConfigError` for a budget that cannot be held."""
+    """Prints the timeline and the plan. Raises `ConfigError` for a budget that cannot be met."""
     from modelwright.cli.display import choose_display
     from modelwright.objectives.next_token import NextToken
     from modelwright_plan.format_memory import Known, memory_page, plan_data, plan_text
@@ -103,8 +102,8 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
 
 
 def _elsewhere(options: argparse.Namespace, model: "ModelConfig", train: "TrainConfig"):
-    """Where activations can be offloaded to and what moving them costs: as given or configured, else measured on this
-    machine.
+    """Returns the destination of offloaded activations and the cost of moving them, as given or configured, else as
+    measured on this machine.
     """
     from modelwright.parallel.mesh import default_device
     from modelwright.pipeline.estimate.doctor import measure_rates
@@ -131,7 +130,7 @@ def _elsewhere(options: argparse.Namespace, model: "ModelConfig", train: "TrainC
 
 
 def _training(options: argparse.Namespace):
-    """Model, training settings and length of rows of the target, as the options change them."""
+    """Returns model, training settings and row length of the target, as the options change them."""
     from dataclasses import replace
 
     from modelwright.train.config import TrainConfig

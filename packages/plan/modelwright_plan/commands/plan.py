@@ -1,4 +1,4 @@
-"""`modelwright plan`: which layout suits a model on given hosts, how much memory it needs, how long a step takes."""
+"""`modelwright plan`: layout, memory, cost, spot instances, energy and advice, one plan for each subcommand."""
 
 import argparse
 import json
@@ -31,27 +31,35 @@ def parser() -> argparse.ArgumentParser:
         example="modelwright plan layout llama3.1-8b --hosts 2 --devices-per-host 8 --device h100",
     )
     commands = parser.add_subparsers(dest="command", metavar="|".join(_NAMES), required=True)
-    _layout_options(
-        commands.add_parser(
-            "layout",
-            help="propose parallel layouts for some hosts, the fastest first",
-            description="Propose layouts for training a model on some hosts, the fastest first, and say why others do "
-            "not fit. Without --device the rates of this machine's own products are measured, and the links' rates "
-            f"must be given where there is more than one device. {_SIZES}",
-            epilog="example: modelwright plan layout llama3.1-8b --hosts 2 --devices-per-host 8 --device h100",
-            allow_abbrev=False,
-        )
+    for_layout = commands.add_parser(
+        "layout",
+        help="propose parallel layouts for some hosts, the fastest first",
+        description="Propose layouts for training a model on some hosts, the fastest first, and say why others do "
+        "not fit. Without --device the rates of this machine's own products are measured, and the links' rates "
+        f"must be given for more than one device. {_SIZES}",
+        epilog="example: modelwright plan layout llama3.1-8b --hosts 2 --devices-per-host 8 --device h100",
+        allow_abbrev=False,
     )
-    advice.add_options(
-        commands.add_parser(
-            "advice",
-            help="what limits a training on this machine, which techniques help, what published rules say",
-            description="Survey this machine as `modelwright doctor` does, and say what limits the target's first "
-            "training here, which techniques help, and what published rules of thumb say (docs/planning.md).",
-            epilog="example: modelwright plan advice quickstart --nproc 2",
-            allow_abbrev=False,
-        )
+    _shared_options(for_layout)
+    add = for_layout.add_argument
+    add("--hosts", type=int, default=1, help="number of hosts (default: 1)")
+    add("--devices-per-host", type=int, default=1, help="number of GPUs of a host; on CPUs, of processes (default: 1)")
+    add("--device", choices=("h100", "a100", "v100"), help="accelerator whose data sheet gives memory and rates")
+    add("--device-memory", metavar="BYTES", help="memory of one device")
+    add("--flops", metavar="PER_S", help="peak FLOP/s of one device")
+    add("--host-bandwidth", metavar="BYTES_PER_S", help="rate of one device to the others in its host")
+    add("--network-bandwidth", metavar="BYTES_PER_S", help="rate of one device to other hosts")
+    add("--efficiency", type=float, metavar="FRACTION",
+        help="share of the peak rate that training reaches (default: published)")  # fmt: skip
+    for_advice = commands.add_parser(
+        "advice",
+        help="name the bottleneck of a training on this machine, helpful techniques and published rules",
+        description="Survey this machine as `modelwright doctor` does, and say what limits the target's first "
+        "training here, which techniques help, and what published rules of thumb say (docs/planning.md).",
+        epilog="example: modelwright plan advice quickstart --nproc 2",
+        allow_abbrev=False,
     )
+    advice.add_options(for_advice)
     for_memory = commands.add_parser(
         "memory",
         help="trace the memory of one training step, and plan one that takes less",
@@ -73,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     cost.add_options(for_cost)
     for_spot = commands.add_parser(
         "spot",
-        help="how often to save on spot instances, and what a job on them takes and costs",
+        help="choose a checkpoint interval on spot instances; estimate the time and cost of a job",
         description="Choose the checkpoint interval of a job on spot instances by Daly's formula, estimate its time "
         "and cost, and write it as a SkyPilot task.",
         epilog="example: modelwright plan spot --work-hours 40 --interruptions-per-hour 0.2 --stall-s 5 "
@@ -83,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     spot.add_options(for_spot)
     for_energy = commands.add_parser(
         "energy",
-        help="when to start a job so that it causes the least carbon dioxide",
+        help="find the start of a job that causes the least carbon dioxide",
         description="Find the start of a job that causes the least carbon dioxide, by an hourly table of the intensity "
         "of its electricity.",
         epilog="example: modelwright plan energy --run runs/quickstart --carbon tomorrow.csv",
@@ -94,59 +102,26 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _shared_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="TARGET")
-    parser.add_argument(
-        "--batch-tokens",
-        metavar="N",
-        help="tokens of an update (default: the recipe's, else 4Mi); 2M is the nearest number of whole rows",
-    )
-    parser.add_argument(
-        "--seq-len", metavar="N", help="tokens of a row (default: the recipe's, else the model's context)"
-    )
-    parser.add_argument(
-        "--compute",
-        choices=("fp32", "tf32", "bf16", "fp16", "fp8"),
-        help="format of products (default: the recipe's, else bf16, fp16 on a device without it)",
-    )
-    parser.add_argument("--top", type=int, default=8, help="layouts, or tensors, to show")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-
-
-def _layout_options(parser: argparse.ArgumentParser) -> None:
-    _shared_options(parser)
-    parser.add_argument("--hosts", type=int, default=1)
-    parser.add_argument("--devices-per-host", type=int, default=1, help="GPUs of a host; on CPUs, processes")
-    parser.add_argument("--device", choices=("h100", "a100", "v100"), help="take memory and rates from its data sheet")
-    parser.add_argument("--device-memory", metavar="BYTES", help="memory of one device")
-    parser.add_argument("--flops", metavar="PER_S", help="peak FLOP/s of one device")
-    parser.add_argument("--host-bandwidth", metavar="BYTES_PER_S", help="of one device to the others in its host")
-    parser.add_argument("--network-bandwidth", metavar="BYTES_PER_S", help="of one device to other hosts")
-    parser.add_argument(
-        "--efficiency",
-        type=float,
-        metavar="FRACTION",
-        help="of the peak rate that training reaches (default: published)",
-    )
+    add = parser.add_argument
+    add("target", metavar="TARGET")
+    add("--batch-tokens", metavar="N", help="tokens of an update (default: the recipe's, else 4Mi); 2M is the nearest "
+        "number of whole rows")  # fmt: skip
+    add("--seq-len", metavar="N", help="tokens of a row (default: the recipe's, else the model's context)")
+    add("--compute", choices=("fp32", "tf32", "bf16", "fp16", "fp8"),
+        help="format of products (default: the recipe's, else bf16, fp16 on a device without it)")  # fmt: skip
+    add("--top", type=int, default=8, help="number of layouts, or tensors, to show (default: 8)")
+    add("--json", action="store_true", help="print everything as JSON")
 
 
 def plan(words: Sequence[str]) -> int:
     """`modelwright plan`"""
     options = parser().parse_args(words)
+    if getattr(options, "seq_len", None) is not None:
+        options.seq_len = memory.count(options.seq_len, "--seq-len")
     return _SHOWN[options.command](options)
 
 
-def _memory(options: argparse.Namespace) -> int:
-    _read_seq_len(options)
-    return memory.show(options, number)
-
-
-def _read_seq_len(options: argparse.Namespace) -> None:
-    if options.seq_len is not None:
-        options.seq_len = memory.count(options.seq_len, "--seq-len")
-
-
 def _layout(options: argparse.Namespace) -> int:
-    _read_seq_len(options)
     for name in ("hosts", "devices-per-host", "top"):
         if (given := getattr(options, name.replace("-", "_"))) < 1:
             raise ConfigError(f"--{name}: must be at least 1, got {given}")
@@ -167,17 +142,17 @@ def _layout(options: argparse.Namespace) -> int:
 
 _SHOWN: dict[str, Callable[[argparse.Namespace], int]] = {
     "layout": _layout,
-    "memory": _memory,
+    "memory": lambda options: memory.show(options, number),
     "cost": cost.show,
     "spot": spot.show,
     "energy": energy.show,
     "advice": advice.show,
 }
-"""The only list of the plans."""
+"""The only list of the plans, by subcommand."""
 
 
 def number(text: str, name: str) -> float:
-    """`80GB`, `64GiB`, `9e14`, `900M` as a number. Raises `ConfigError` for anything else."""
+    """Parses `80GB`, `64GiB`, `9e14` or `900M`. Raises `ConfigError` for anything else."""
     quantity = parse_quantity(text)
     if quantity is None or quantity.value <= 0:
         raise ConfigError(f"{name}: {text!r} is not a size above 0; write 80GB, 64GiB or 8e10")
@@ -185,9 +160,9 @@ def number(text: str, name: str) -> float:
 
 
 def _job(options: argparse.Namespace):
-    """The job, and notes on what was chosen for it."""
+    """Returns the job, and notes on the choices made for it."""
     from modelwright.pipeline.estimate.layout import TrainingJob
-    from modelwright_plan.catalog import MODELS
+    from modelwright_plan.catalog import DEVICES, MODELS
 
     if options.target in MODELS:
         model, seq_len, batch_tokens, requested = MODELS[options.target], 0, 2**22, "bf16"
@@ -205,12 +180,16 @@ def _job(options: argparse.Namespace):
         batch_tokens = memory.batch_tokens(options.batch_tokens, seq_len)
     elif batch_tokens % seq_len:
         raise ConfigError(f"--batch-tokens: must be a multiple of a row's {seq_len} tokens, got {batch_tokens}")
-    compute, notes = (options.compute, []) if options.compute else _on_device(requested, options.device)
+    compute, notes = options.compute or requested, list[str]()
+    rates = DEVICES[options.device].rates if options.device else {}
+    if not options.compute and rates and requested == "bf16" and "bf16" not in rates and "fp16" in rates:
+        compute = "fp16"
+        notes.append(f"{options.device} has no products in BF16: planned in FP16 (precision.policy: fp16_mixed)")
     return TrainingJob(model=model, seq_len=seq_len, batch_tokens=batch_tokens, compute=compute), notes
 
 
 def _format_of(precision: "PrecisionConfig", device: str | None) -> "ComputeFormat":
-    """The format of most matrix products of a recipe on such a device, or on this machine."""
+    """Returns the format of most matrix products of a recipe on a device, or on this machine."""
     from modelwright_plan.catalog import DEVICES
 
     if precision.policy == "auto" and device and "bf16" in DEVICES[device].rates:
@@ -221,30 +200,9 @@ def _format_of(precision: "PrecisionConfig", device: str | None) -> "ComputeForm
     return compute
 
 
-def _on_device(wanted: "ComputeFormat", device: str | None) -> tuple["ComputeFormat", list[str]]:
-    """The format that replaces one that the device lacks, and a note that says so."""
-    from modelwright_plan.catalog import DEVICES
-
-    rates = DEVICES[device].rates if device else {}
-    if device and wanted == "bf16" and "bf16" not in rates and "fp16" in rates:
-        return "fp16", [f"{device} has no products in BF16: planned in FP16 (precision.policy: fp16_mixed)"]
-    return wanted, []
-
-
-def _check_measurable(model) -> None:
-    from modelwright.core.resources import hardware
-    from modelwright.pipeline.resolve import matrix_shapes
-
-    largest = max(outputs * inputs for outputs, inputs in matrix_shapes(model))
-    if 8 * largest > hardware()["memory_bytes"]:
-        raise ConfigError(
-            f"--flops: the model's largest matrix ({largest:.3g} weights) is too large to be measured in this "
-            "machine's memory; give --flops PER_S, or --device with a data sheet"
-        )
-
-
 def _cluster(options: argparse.Namespace, job: "TrainingJob") -> "Cluster":
     from modelwright.core.resources import hardware
+    from modelwright.pipeline.resolve import matrix_shapes
     from modelwright_plan.catalog import DEVICES
     from modelwright_plan.layout_search import Cluster
 
@@ -258,7 +216,12 @@ def _cluster(options: argparse.Namespace, job: "TrainingJob") -> "Cluster":
     if sheet is None and not alone and not {"host-bandwidth", "network-bandwidth"} <= given.keys():
         raise ConfigError("--host-bandwidth: give it and --network-bandwidth, or --device with a data sheet")
     if sheet is None and "flops" not in given:
-        _check_measurable(job.model)
+        largest = max(outputs * inputs for outputs, inputs in matrix_shapes(job.model))
+        if 8 * largest > hardware()["memory_bytes"]:
+            raise ConfigError(
+                f"--flops: the model's largest matrix ({largest:.3g} weights) is too large to be measured in this "
+                "machine's memory; give --flops PER_S, or --device with a data sheet"
+            )
     memory = given.get("device-memory") or (
         sheet.memory_bytes if sheet else hardware()["memory_bytes"] / options.devices_per_host
     )
@@ -274,7 +237,7 @@ def _cluster(options: argparse.Namespace, job: "TrainingJob") -> "Cluster":
 
 
 def _compute_rate(options: argparse.Namespace, job: "TrainingJob", peak: float) -> "ComputeRate":
-    """Take the rate from the device's data sheet or from `peak` (0: not given), or measure it on this machine."""
+    """Takes the rate from the device's data sheet or from `peak` (0: not given), or measures it on this machine."""
     from dataclasses import replace
 
     from modelwright.pipeline.estimate.cost import ASSUMED_TRAIN_MFU

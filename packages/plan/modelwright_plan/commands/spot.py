@@ -1,4 +1,4 @@
-"""`modelwright plan spot`: how often to save a checkpoint on spot instances, and what a job on them takes and costs."""
+"""`modelwright plan spot`: the interval between checkpoints on spot instances, and the time and cost of a job."""
 
 import argparse
 import json
@@ -18,26 +18,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--work-hours", type=float, required=True, metavar="H", help="hours of the job without interruptions")
     add("--run", metavar="RUN", default="",
-        help="take stall, recovery and rate of interruptions from what was measured in this run")  # fmt: skip
-    add("--stall-s", type=float, metavar="S", help="seconds that training stands still for a checkpoint")
-    add("--recovery-s", type=float, metavar="S", help="seconds from an interruption until training goes on")
+        help="take stall, recovery and rate of interruptions from the measurements of this run")  # fmt: skip
+    add("--stall-s", type=float, metavar="S", help="seconds for which a checkpoint stalls training")
+    add("--recovery-s", type=float, metavar="S", help="seconds from an interruption until training resumes")
     add("--interruptions-per-hour", type=float, metavar="N", help="rate of all instances together")
-    add("--nodes", type=int, default=1, metavar="N", help="instances of the job (default: 1)")
+    add("--nodes", type=int, default=1, metavar="N", help="number of instances of the job (default: 1)")
     add_price_options(parser)
-    add("--factor", type=float, default=2.0, metavar="X", help="how far assumptions may be off (default: twofold)")
-    add("--skypilot", type=Path, metavar="FILE", help="write the plan as a SkyPilot task")
-    add("--target", metavar="RECIPE|CONFIG.yaml", default="", help="what the task runs")
-    add("--bucket", metavar="NAME", default="", help="bucket for the task's run directory")
-    add("--extras", nargs="+", metavar="NAME", default=(), help="extras of the package that the task needs, as images")
     add(
-        "--or-on-demand", action="store_true", help="the task takes on-demand instances where there is no spot instance"
+        "--factor",
+        type=float,
+        default=2.0,
+        metavar="X",
+        help="largest factor of error of the assumptions (default: 2)",
     )
-    add("--html", type=Path, metavar="FILE", help="write the plan as a page with a tornado chart, too")
+    add("--skypilot", type=Path, metavar="FILE", help="write the plan as a SkyPilot task")
+    add("--target", metavar="RECIPE|CONFIG.yaml", default="", help="recipe or configuration that the task runs")
+    add("--bucket", metavar="NAME", default="", help="bucket for the task's run directory")
+    add(
+        "--extras",
+        nargs="+",
+        metavar="NAME",
+        default=(),
+        help="extras of the package that the task needs, as images",
+    )
+    add("--or-on-demand", action="store_true", help="use on-demand instances if no spot instance is available")
+    add("--html", type=Path, metavar="FILE", help="also write the plan as a page with a tornado chart")
     add("--json", action="store_true", help="print everything as JSON")
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print the plan. Raises `ConfigError` for a job that cannot be."""
+    """Prints the plan. Raises `ConfigError` for a job that cannot run."""
     from modelwright_plan.spot import plan_spot, spot_data, spot_text, spot_tornado
 
     if options.nodes < 1:
@@ -45,11 +55,11 @@ def show(options: argparse.Namespace) -> int:
     if not 1 < options.factor < math.inf:
         raise ConfigError(f"--factor: must be above 1, got {options.factor}; 2 is half to double")
     if options.skypilot and not (options.target and options.bucket):
-        raise ConfigError("--skypilot: needs --target, what to run, and --bucket, where to keep its run directory")
+        raise ConfigError("--skypilot: needs --target, the recipe to run, and --bucket, a bucket for its run directory")
     for name in ("target", "bucket", "extras", "or_on_demand"):
         if getattr(options, name) and not options.skypilot:
             raise ConfigError(f"--{name.replace('_', '-')}: describes a task; give --skypilot FILE, too")
-    task_name = _task_name(options.target) if options.skypilot else ""
+    task_name = _task_name(options.target) if options.skypilot else ""  # its errors come before the plan
     plan = plan_spot(*_job(options))
     swings = spot_tornado(plan, factor=options.factor)
     text = spot_text(plan, swings)
@@ -64,7 +74,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def _job(options: argparse.Namespace) -> "tuple[SpotJob, MeasuredRate | None]":
-    """The job, and its rate of interruptions where that was measured: what was given goes before what a run shows."""
+    """Returns the job, and its rate of interruptions if that was measured. Given values override those of a run."""
     from modelwright.recipes.load import find_run
     from modelwright_plan.cost.prices import load_prices
     from modelwright_plan.run_cost import measured_rate, measured_recovery_s, measured_stall_s
@@ -100,7 +110,7 @@ def _job(options: argparse.Namespace) -> "tuple[SpotJob, MeasuredRate | None]":
 
 
 def _task_name(target: str) -> str:
-    """The name of the run that the task is for. Raises `ConfigError` for a target that other machines cannot run."""
+    """Returns the name of the task's run. Raises `ConfigError` for a target that other machines cannot run."""
     from modelwright.pipeline.resolve import local_inputs
     from modelwright.recipes.load import load
 
