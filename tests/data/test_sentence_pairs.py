@@ -24,8 +24,7 @@ def test_the_chosen_answer_has_the_higher_score(documents: Sequence[Document]) -
     for document in documents:
         (rejected,) = document.rejected
         scores = [
-            distinct_word_score(text, corpora.MAX_WORDS)
-            for text in (document.meta["answer"], rejected["content"])
+            distinct_word_score(text, corpora.MAX_WORDS) for text in (document.meta["answer"], rejected["content"])
         ]
         assert scores[0] - scores[1] == pytest.approx(document.meta["margin"])
         assert document.meta["margin"] > 0

@@ -17,7 +17,7 @@ from modelwright.compress.integer_linear import ActivationGrid
 from modelwright.core.library_environment import LOWER
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
-from modelwright.model.adapters import adapters_disabled, adapters_of, attach_adapters
+from modelwright.model.adapters import adapters_of, attach_adapters
 from modelwright.model.attention import causal_attend
 from modelwright.model.config import AttentionConfig
 from modelwright.model.decoder import Decoder, Linear
@@ -380,8 +380,6 @@ def test_adapters_in_training_are_decoded_merged(changes: dict[str, Any], monkey
     without = answers(make_model(), prompts)[0]
     assert_same_answers(model, prompts, monkeypatch)
     assert answers(model, prompts)[0] != without
-    with adapters_disabled(model):
-        assert answers(model, prompts)[0] == without
 
 
 def test_weights_that_are_not_finite_end_a_request_with_an_error() -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from largest_output import largest_tensor
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
-from modelwright.model.adapters import attach_adapters, base_fingerprint, merged_adapters
+from modelwright.model.adapters import attach_adapters, base_fingerprint
 from modelwright.model.low_rank import AdapterConfig, FrozenWeight, PackedFormat, pack
 from modelwright.ops.lowp_linear import in_float
 from modelwright.ops.quantize import packed_product_naive
@@ -68,11 +68,6 @@ def test_the_fingerprint_is_that_of_the_weights_before_they_were_packed() -> Non
     fingerprint = base_fingerprint(model)
     attach_adapters(model, AdapterConfig(r=2, base_format="nf4"), 0)
     assert model.base_fingerprint == fingerprint
-    with (
-        pytest.raises(ConfigError, match="base_format: packed weights cannot be merged for a while"),
-        merged_adapters(model),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("policy", ["fp8", "int8"])

@@ -209,7 +209,7 @@ def _weight(module: nn.Module, *shape: int) -> decode_step.AnyWeight:
         weight = decode_step.Weight(
             _plain(module.weight), bias_O=_factors(module.bias) if module.has_bias else decode_step.NO_NORM
         )
-        if isinstance(adapter, LowRank) and adapter.is_on:
+        if isinstance(adapter, LowRank):
             weight = replace(weight, weight_OI=adapter.merged(weight.weight_OI.float()))
         elif chosen:
             weight = _cast(weight, chosen)

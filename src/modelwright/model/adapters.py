@@ -1,4 +1,4 @@
-"""Low-rank adapters on a decoder: attaching them, computing without them, merging them into the weights.
+"""Low-rank adapters on a decoder: attaching them, removing them, merging them into the weights.
 
 A model pass on the whole model, before it is laid out: its own weights are frozen, so that gradients, optimizer states
 and checkpoints are those of the adapters and of the objective's heads. One adapter is in `low_rank.py`; folders in
@@ -6,8 +6,7 @@ PEFT's layout are in `peft_folder.py`.
 """
 
 import hashlib
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +48,22 @@ def attach_adapters(model: Decoder, config: AdapterConfig, seed: int) -> None:
     projections = own_projections(model)
     targets = config.targets(projections)
     if model.adapters.r:
-        _keep_adapters(model, config, targets)
+        # The adapters of the model go on, with the dropout and the base format of the configuration
+        present, before = adapters_of(model), model.adapters
+        is_same = list(present) == list(targets) and config.use_dora == before.use_dora
+        is_same = is_same and before.base_format in ("full", config.base_format)
+        is_same = is_same and all(one.rank == config.rank_of(name) for name, one in present.items())
+        if not (is_same and all(one.scale == config.scale_of(name) for name, one in present.items())):
+            raise ConfigError(
+                f"lora: the model has adapters of another form; set the section to theirs, {before}, or merge them "
+                "first"
+            )
+        if config.base_format != "full" and before.base_format == "full":
+            pack_projections(model, config.base_format)
+        model.adapters = config
+        for adapter in present.values():
+            adapter.set_dropout(config.lora_dropout)
+        freeze_base(model)
         return
     # The fingerprint identifies the base before its projections are packed and adapters add parameters
     model.base_fingerprint = model.base_fingerprint or base_fingerprint(model)
@@ -124,25 +138,13 @@ def adapters_of(model: Decoder) -> dict[str, LowRank]:
     return {name: adapter for name, adapter in found.items() if isinstance(adapter, LowRank)}
 
 
-@contextmanager
-def adapters_disabled(model: Decoder) -> Generator[None]:
-    """Within the block the model is its own reference model (DPO, PPO): it computes as without adapters."""
-    adapters = list(adapters_of(model).values())
-    before = [adapter.is_on for adapter in adapters]
-    for adapter in adapters:
-        adapter.is_on = False
-    try:
-        yield
-    finally:
-        for adapter, was_on in zip(adapters, before, strict=True):
-            adapter.is_on = was_on
-
-
 def merge_adapters(model: Decoder) -> None:
     """Merge the adapters into the weights, in place: a plain, trainable model with the same outputs up to rounding."""
     # Unpacked first: codes of four or eight bits would round the merged weights again
     _unpack_projections(model)
-    _write_merged(model)
+    projections = model.projections()
+    for name, adapter in adapters_of(model).items():
+        _fill(projections[name].weight, adapter.merged(projections[name].weight))
     remove_adapters(model)
 
 
@@ -153,23 +155,6 @@ def remove_adapters(model: Decoder) -> None:
         projection.adapter = None
     model.adapters, model.base_fingerprint = AdapterConfig(), ""
     model.requires_grad_(True)
-
-
-@contextmanager
-def merged_adapters(model: Decoder) -> Generator[None]:
-    """Within the block the adapters are part of the weights, for faster products. Raises `ConfigError` if packed."""
-    if model.adapters.base_format != "full":
-        raise ConfigError("lora.base_format: packed weights cannot be merged for a while; use merge_adapters")
-    projections = model.projections()
-    before = {name: projections[name].weight.detach().clone() for name in adapters_of(model)}
-    _write_merged(model)
-    try:
-        with adapters_disabled(model):
-            yield
-    finally:
-        # The copies, not a subtraction, restore the weights: W + s B A - s B A rounds
-        for name, weight in before.items():
-            _fill(projections[name].weight, weight)
 
 
 def base_fingerprint(model: Decoder) -> str:
@@ -289,30 +274,6 @@ def _unpack_projections(model: Decoder) -> None:
         if projection.frozen is not None:
             projection.weight = nn.Parameter(projection.frozen.dense(), requires_grad=False)
             projection.frozen = None
-
-
-def _write_merged(model: Decoder) -> None:
-    projections = model.projections()
-    for name, adapter in adapters_of(model).items():
-        _fill(projections[name].weight, adapter.merged(projections[name].weight))
-
-
-def _keep_adapters(model: Decoder, config: AdapterConfig, targets: Sequence[str]) -> None:
-    """Continue with the adapters of a model, with the dropout and the base format of the configuration."""
-    present, before = adapters_of(model), model.adapters
-    is_same = list(present) == list(targets) and config.use_dora == before.use_dora
-    is_same = is_same and before.base_format in ("full", config.base_format)
-    is_same = is_same and all(one.rank == config.rank_of(name) for name, one in present.items())
-    if not (is_same and all(one.scale == config.scale_of(name) for name, one in present.items())):
-        raise ConfigError(
-            f"lora: the model has adapters of another form; set the section to theirs, {before}, or merge them first"
-        )
-    if config.base_format != "full" and before.base_format == "full":
-        pack_projections(model, config.base_format)
-    model.adapters = config
-    for adapter in present.values():
-        adapter.set_dropout(config.lora_dropout)
-    freeze_base(model)
 
 
 def _fill(parameter: Tensor, value: Tensor) -> None:

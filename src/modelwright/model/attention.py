@@ -1,9 +1,7 @@
-"""`Attend` functions for whole rows: causal, and causal within the documents of a packed row.
+"""`Attend` functions for whole rows, causal and within the documents of a packed row, and hooks that keep activations.
 
-Tiled ones, which a CPU uses, compute only the heads that a layer has selected for each token; the others, and all with
-a soft cap, compute all heads.
-
-Hooks that keep layers' activations of a forward pass: outputs of blocks, and queries, keys and values of attention.
+Tiled attention, which a CPU uses, computes only the heads that a layer has selected for each token; the others, and all
+with a soft cap, compute all heads.
 
 The hooks see single-device code: the tensors are whole wherever a layout leaves the layers' outputs, or all heads of a
 layer, on every rank (`LAYER_OUTPUTS` and `WHOLE_LAYERS` in `core/compatibility.py`).

@@ -277,9 +277,9 @@ class StoredParameters(Protocol):
 
 class Decoder(nn.Module):
     """A decoder-only transformer; passes (checkpointing, compile, sharding) work on `blocks`. stored: source of the
-    weights while parameters are on the meta device; a layout then reads this rank's part (`parallel/sharded_weights.py`).
-    adapters: their settings, `r` 0 without; base_fingerprint: identifies the weights that they were attached to
-    (`adapters.py`).
+    weights while parameters are on the meta device; a layout then reads this rank's part
+    (`parallel/sharded_weights.py`). adapters: their settings, `r` 0 without; base_fingerprint: identifies the weights
+    that they were attached to (`adapters.py`).
     """
 
     def __init__(self, config: ModelConfig) -> None:

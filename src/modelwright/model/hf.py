@@ -4,12 +4,10 @@ A model folder holds `config.json` (of a type in `hf_types/`), `model.safetensor
 `model.safetensors.index.json`, and `generation_config.json`. `transformers` reads what `save_model` writes, and
 `load_model` reads what `transformers` writes. Nothing is unpickled.
 
-Tensors of a model folder, read one at a time and only on request.
-
-Shapes come from the headers of the safetensors files, so that a folder is checked before any weight is read. The format
-lacks a checksum: the header, the length of each file, the set of tensors, their shapes and finite values are checked,
-but a flipped bit that leaves a finite weight goes unnoticed here. Folders of this project's own stages have a manifest
-with SHA-256 digests, which covers every bit.
+Shapes come from the headers of the safetensors files, so that a folder is checked before any weight is read, one tensor
+at a time. The format lacks a checksum: the header, the length of each file, the set of tensors, their shapes and finite
+values are checked, but a flipped bit that leaves a finite weight goes unnoticed here. Folders of this project's own
+stages have a manifest with SHA-256 digests, which covers every bit.
 """
 
 import functools
@@ -56,7 +54,20 @@ class StoredWeights:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
-        for path in _weight_files(folder):
+        names = [WEIGHTS]  # the single file, or the shards that an index names
+        if not (folder / WEIGHTS).is_file():
+            if not (folder / WEIGHTS_INDEX).is_file():
+                pickled = any(folder.glob("*.bin"))
+                hint = "its weights are pickled; save them again with safe_serialization=True"
+                raise ModelError(f"{folder}: {WEIGHTS} is missing ({hint if pickled else 'no weights'})")
+            weight_map = read_json(folder / WEIGHTS_INDEX).get("weight_map")
+            files = cast(dict[str, Any], weight_map) if isinstance(weight_map, dict) else {}
+            names = sorted({str(name) for name in files.values()})
+        for name in names:
+            # A plain file name: an index from the internet must not read files outside the folder
+            if Path(name).name != name or not (folder / name).is_file():
+                raise ModelError(f"{folder / name}: a shard named in {WEIGHTS_INDEX} is missing; copy the folder again")
+        for path in [folder / name for name in names]:
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 - the library's handle is not a mapping
                     header = file.get_slice(name)
@@ -130,24 +141,6 @@ def check_tensors(folder: Path, *, wanted: Mapping[str, torch.Size], stored: Map
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             raise ModelError(f"{folder}: tensors {problem}: {', '.join(names[:5])}{more}")
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a folder: the single one, or the shards that its index names."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if not (folder / WEIGHTS_INDEX).is_file():
-        pickled = any(folder.glob("*.bin"))
-        hint = "its weights are pickled; save them again with safe_serialization=True" if pickled else "no weights"
-        raise ModelError(f"{folder}: {WEIGHTS} is missing ({hint})")
-    weight_map = read_json(folder / WEIGHTS_INDEX).get("weight_map")
-    files = cast(dict[str, Any], weight_map) if isinstance(weight_map, dict) else {}
-    names = sorted({str(name) for name in files.values()})
-    for name in names:
-        # A plain file name: an index from the internet must not read files outside the folder
-        if Path(name).name != name or not (folder / name).is_file():
-            raise ModelError(f"{folder / name}: a shard named in {WEIGHTS_INDEX} is missing; copy the folder again")
-    return [folder / name for name in names]
 
 
 @contextmanager

@@ -1,18 +1,12 @@
-"""The low-rank adapter of one projection: LoRA, and DoRA with a magnitude for each output.
+"""The parts of a projection with a low-rank adapter: its settings, the adapter, and the frozen weight in few bits.
 
 LoRA (Hu et al. 2021): y = W x + s B A x. DoRA (Liu et al. 2024, equation 5): y = m / c * (W x + s B A x), where m is
 trained and c is the length of each row of W + s B A, through which no gradient flows (section 4.3).
 
-Legend: I inputs, O outputs, R rank.
+A frozen weight W may have four or eight bits (QLoRA, Dettmers et al. 2023). Forward and backward dequantize a few rows
+at a time, so that the whole weight never exists in a wider format.
 
-Settings of low-rank adapters, under the names that PEFT gives them.
-
-Frozen weight of a projection in four or eight bits, dequantized on every use.
-
-Forward and backward dequantize a few rows at a time, so that the whole weight never exists in a wider format (QLoRA,
-Dettmers et al. 2023). No gradient reaches the weight.
-
-Legend: I inputs, O outputs, P stored columns of codes.
+Legend: I inputs, O outputs, R rank, P stored columns of codes.
 """
 
 import math
@@ -149,8 +143,7 @@ class Factors(NamedTuple):
 class LowRank(nn.Module):
     """Adds its product to the output of a projection.
 
-    dropout: probability of ignoring an input feature in training. is_on: false while the model computes as without
-    adapters.
+    dropout: probability of ignoring an input feature in training.
     """
 
     def __init__(
@@ -162,7 +155,6 @@ class LowRank(nn.Module):
         self.dropout: nn.Module = nn.Identity()
         self.set_dropout(dropout)
         self.has_magnitude = has_magnitude
-        self.is_on = True
         self.lora_A = nn.Parameter(torch.empty(rank, num_inputs))
         self.lora_B = nn.Parameter(torch.empty(num_outputs, rank))
         self.magnitude = nn.Parameter(torch.empty(num_outputs)) if has_magnitude else None
@@ -184,8 +176,6 @@ class LowRank(nn.Module):
         """Returns the adapted output for x [..., I] and `out` [..., O], the projection's product without bias, in whose
         format it computes. row_blocks: the projection's weight, some rows at a time, which DoRA reads.
         """
-        if not self.is_on:
-            return out
         factors = self.factors()
         # Scaled where the product is narrow, [..., R] instead of [..., O]
         low = in_float(out.dtype, self.dropout(x), factors.a_RI)
@@ -197,7 +187,7 @@ class LowRank(nn.Module):
 
     def num_products(self, num_row_blocks: int) -> int:
         """Number of matrix products that `forward` computes for a weight in `num_row_blocks` blocks of rows."""
-        return (2 + (num_row_blocks + 2 if self.has_magnitude else 0)) if self.is_on else 0
+        return 2 + (num_row_blocks + 2 if self.has_magnitude else 0)
 
     @torch.no_grad()
     def row_lengths(self, row_blocks: Iterable[Tensor], factors: Factors) -> Tensor:

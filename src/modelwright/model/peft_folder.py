@@ -154,8 +154,8 @@ def read_adapter(model: Decoder, folder: Path) -> ReadAdapter:
     path = folder / CONFIG
     settings = _checked_settings(path)
     stored, metadata = read_tensors(folder / TENSORS)
-    own = model.base_fingerprint or base_fingerprint(model)
-    if metadata.get(FINGERPRINT, own) != own:
+    fingerprint = model.base_fingerprint or base_fingerprint(model)
+    if metadata.get(FINGERPRINT, fingerprint) != fingerprint:
         raise ModelError(
             f"{folder}: the adapter belongs to other weights than this model's; load the model that it names"
         )
@@ -174,7 +174,17 @@ def read_adapter(model: Decoder, folder: Path) -> ReadAdapter:
         shapes = {A: (rank, model.projections()[first].in_features), B: (num_outputs, rank), MAGNITUDE: (num_outputs,)}
         if not settings["use_dora"]:
             del shapes[MAGNITUDE]
-        _check_shapes(folder, name, shapes, tensors)
+        for own in [*shapes, *(own for own in tensors if own not in shapes)]:
+            place = f"{folder / TENSORS}: {PREFIX}{name}.{PEFT_NAMES[own]}"
+            if own not in tensors:
+                raise ModelError(f"{place}: is missing; copy the folder again")
+            if own not in shapes:
+                raise ModelError(f"{place}: belongs to DoRA, but use_dora is false in {CONFIG}; copy the folder again")
+            if tuple(tensors[own].shape) != shapes[own]:
+                raise ModelError(
+                    f"{place}: has shape {list(tensors[own].shape)} instead of {list(shapes[own])}; load the model "
+                    "that the adapter belongs to"
+                )
         for projection, rows in rows_of.items():
             ranks[projection], alphas[projection] = rank, float(matched[1])
             parts = {A: tensors[A], **{key: tensors[key][rows] for key in tensors if key != A}}
@@ -332,18 +342,3 @@ def _check_targets(path: Path, settings: Mapping[str, Any], modules: Sequence[st
     if missing := sorted(wanted - found):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelError(f"{path.with_name(TENSORS)}: lacks tensors for {', '.join(missing[:3])}{more}; copy it again")
-
-
-def _check_shapes(folder: Path, name: str, wanted: Mapping[str, Sequence[int]], found: Mapping[str, Tensor]) -> None:
-    path = folder / TENSORS
-    for own in [*wanted, *(own for own in found if own not in wanted)]:
-        place = f"{path}: {PREFIX}{name}.{PEFT_NAMES[own]}"
-        if own not in found:
-            raise ModelError(f"{place}: is missing; copy the folder again")
-        if own not in wanted:
-            raise ModelError(f"{place}: belongs to DoRA, but use_dora is false in {CONFIG}; copy the folder again")
-        if tuple(found[own].shape) != tuple(wanted[own]):
-            raise ModelError(
-                f"{place}: has shape {list(found[own].shape)} instead of {list(wanted[own])}; load the model that the "
-                "adapter belongs to"
-            )

@@ -1,9 +1,8 @@
-"""Entry of the table of Hugging Face model types, and functions that entries share.
+"""Entry of the table of Hugging Face model types, and what entries share: shapes, activations and rotary settings.
 
 An entry maps settings of a `config.json` to fields of `ModelConfig` and back, and parameters to names of tensors. All
-types use the modules of `decoder.py`.
-
-Rotary settings of a `config.json`: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4.
+types use the modules of `decoder.py`. Rotary settings are `rope_parameters` in transformers 5, `rope_theta` and
+`rope_scaling` in 4.
 """
 
 import math

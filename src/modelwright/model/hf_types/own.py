@@ -5,21 +5,13 @@ heads. `transformers` refuses its folders, and the export does so by name.
 from typing import Any, get_args
 
 from modelwright.model.config import AttentionConfig, AttentionGate, FeedForwardConfig, ModelConfig
-from modelwright.model.hf_types.hf_type import (
-    HfSettings,
-    HfType,
-    read_activation,
-    read_rope,
-    read_shape,
-    write_rope,
-    write_shape,
-)
+from modelwright.model.hf_types import hf_type as hf
 
 OWN_TYPE = "modelwright"
 
 
-def _read(settings: HfSettings) -> dict[str, Any]:
-    shape = read_shape(settings)
+def _read(settings: hf.HfSettings) -> dict[str, Any]:
+    shape = hf.read_shape(settings)
     gate = settings.required("attention_gate")
     if gate not in get_args(AttentionGate):
         settings.refuse("attention_gate", f"gate {gate!r}")
@@ -29,13 +21,13 @@ def _read(settings: HfSettings) -> dict[str, Any]:
     bias = bool(settings.get("attention_bias", False))
     return {
         **shape,
-        **read_rope(settings, max_len=shape["max_seq_len"]),
+        **hf.read_rope(settings, max_len=shape["max_seq_len"]),
         "qk_norm": bool(settings.required("qk_norm")),
         "attention_gate": gate,
         "head_budget": float(budget),
         "attention": AttentionConfig(qkv_bias=bias, output_bias=bias),
         "feed_forward": FeedForwardConfig(
-            activation=read_activation(settings, "hidden_act"), bias=bool(settings.get("mlp_bias", False))
+            activation=hf.read_activation(settings, "hidden_act"), bias=bool(settings.get("mlp_bias", False))
         ),
     }
 
@@ -47,7 +39,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "head_budget": config.head_budget,
         "mlp_bias": config.feed_forward.bias,
     }
-    return {**write_shape(config), **write_rope(config), **own}
+    return {**hf.write_shape(config), **hf.write_rope(config), **own}
 
 
-OWN = HfType(name=OWN_TYPE, architecture="ModelwrightForCausalLM", read=_read, write=_write)
+OWN = hf.HfType(name=OWN_TYPE, architecture="ModelwrightForCausalLM", read=_read, write=_write)

@@ -3,49 +3,39 @@
 from typing import Any
 
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig
-from modelwright.model.hf_types.hf_type import (
-    PARTIAL,
-    HfSettings,
-    HfType,
-    read_activation,
-    read_rope,
-    read_shape,
-    rope_settings,
-    scaling_settings,
-    write_shape,
-)
+from modelwright.model.hf_types import hf_type as hf
 
 LONGROPE_NAMES = ("longrope", "su", "yarn")
 """Names of LongRoPE in Phi-3 folders of all versions."""
 
 
-def _read(settings: HfSettings) -> dict[str, Any]:
-    shape = read_shape(settings, max_position_embeddings=4096, rms_norm_eps=1e-5)
-    group = dict(rope_settings(settings))
+def _read(settings: hf.HfSettings) -> dict[str, Any]:
+    shape = hf.read_shape(settings, max_position_embeddings=4096, rms_norm_eps=1e-5)
+    group = dict(hf.rope_settings(settings))
     kind = group.pop("rope_type", None) or group.pop("type", "default")
     if kind not in ("default", *LONGROPE_NAMES):
         settings.refuse("rope_scaling", f"scaled rotary positions ({kind}) of a Phi-3")
     group["rope_type"] = "longrope" if kind in LONGROPE_NAMES else kind
     if kind != "default" and not settings.data.get("original_max_position_embeddings"):
         group.setdefault("original_max_position_embeddings", 4096)
-    rotary_dim = int(shape["head_dim"] * float(group.get(PARTIAL) or settings.get(PARTIAL, 1.0)))
+    rotary_dim = int(shape["head_dim"] * float(group.get(hf.PARTIAL) or settings.get(hf.PARTIAL, 1.0)))
     window = int(settings.get("sliding_window", 0))
     return {
         **shape,
-        **read_rope(settings, max_len=shape["max_seq_len"], group=group),
+        **hf.read_rope(settings, max_len=shape["max_seq_len"], group=group),
         "rotary_dim": rotary_dim if rotary_dim < shape["head_dim"] else 0,
         "attention": AttentionConfig(window=window, window_layers=tuple(range(shape["num_layers"])) if window else ()),
-        "feed_forward": FeedForwardConfig(activation=read_activation(settings, "hidden_act")),
+        "feed_forward": FeedForwardConfig(activation=hf.read_activation(settings, "hidden_act")),
     }
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     part = config.num_rotated / config.head_dim
-    scaling = scaling_settings(config)
+    scaling = hf.scaling_settings(config)
     written = {
-        **write_shape(config),
-        "rope_parameters": {**scaling, "rope_theta": config.rope_theta, PARTIAL: part},
-        PARTIAL: part,
+        **hf.write_shape(config),
+        "rope_parameters": {**scaling, "rope_theta": config.rope_theta, hf.PARTIAL: part},
+        hf.PARTIAL: part,
         "sliding_window": config.attention.window or None,
         "original_max_position_embeddings": config.rope.original_max_len or config.max_seq_len,
     }
@@ -56,7 +46,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return written
 
 
-PHI3 = HfType(
+PHI3 = hf.HfType(
     name="phi3",
     architecture="Phi3ForCausalLM",
     read=_read,

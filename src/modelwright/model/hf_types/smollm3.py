@@ -3,15 +3,12 @@
 from typing import Any
 
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, layers_where
-from modelwright.model.hf_types import hf_type
-from modelwright.model.hf_types.hf_type import read_rope, refuse_partial_rotary, write_rope
+from modelwright.model.hf_types import hf_type as hf
 
 
-def _read(settings: hf_type.HfSettings) -> dict[str, Any]:
-    refuse_partial_rotary(settings)
-    shape = hf_type.read_shape(
-        settings, num_key_value_heads=4, max_position_embeddings=32_768, tie_word_embeddings=True
-    )
+def _read(settings: hf.HfSettings) -> dict[str, Any]:
+    hf.refuse_partial_rotary(settings)
+    shape = hf.read_shape(settings, num_key_value_heads=4, max_position_embeddings=32_768, tie_word_embeddings=True)
     interval = int(settings.get("no_rope_layer_interval", 4))
     every = [(layer + 1) % interval != 0 for layer in range(shape["num_layers"])]
     uses_rope = [bool(flag) for flag in settings.get("no_rope_layers", every)][: shape["num_layers"]]
@@ -21,7 +18,7 @@ def _read(settings: hf_type.HfSettings) -> dict[str, Any]:
     bias = bool(settings.get("attention_bias", False))
     return {
         **shape,
-        **read_rope(settings, max_len=shape["max_seq_len"], default_theta=2_000_000.0),
+        **hf.read_rope(settings, max_len=shape["max_seq_len"], default_theta=2_000_000.0),
         "attention": AttentionConfig(
             qkv_bias=bias,
             output_bias=bias,
@@ -30,7 +27,7 @@ def _read(settings: hf_type.HfSettings) -> dict[str, Any]:
             layers_without_rope=without_rope,
         ),
         "feed_forward": FeedForwardConfig(
-            activation=hf_type.read_activation(settings, "hidden_act"), bias=bool(settings.get("mlp_bias", False))
+            activation=hf.read_activation(settings, "hidden_act"), bias=bool(settings.get("mlp_bias", False))
         ),
     }
 
@@ -38,13 +35,13 @@ def _read(settings: hf_type.HfSettings) -> dict[str, Any]:
 def _write(config: ModelConfig) -> dict[str, Any]:
     without_rope = config.attention.layers_without_rope
     return {
-        **hf_type.write_shape(config),
-        **write_rope(config),
-        **hf_type.write_layer_types(config),
+        **hf.write_shape(config),
+        **hf.write_rope(config),
+        **hf.write_layer_types(config),
         "mlp_bias": config.feed_forward.bias,
         "use_sliding_window": config.attention.window > 0,
         "no_rope_layers": [int(layer not in without_rope) for layer in range(config.num_layers)],
     }
 
 
-SMOLLM3 = hf_type.HfType(name="smollm3", architecture="SmolLM3ForCausalLM", read=_read, write=_write)
+SMOLLM3 = hf.HfType(name="smollm3", architecture="SmolLM3ForCausalLM", read=_read, write=_write)

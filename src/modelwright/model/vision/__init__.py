@@ -1,1 +1,1 @@
-"""Vision towers, and the text towers of CLIP and SigLIP folders."""
+"""Vision towers, and models that read images."""

@@ -1,23 +1,16 @@
-"""`ImageClassifier`: a ResNet or a vision transformer with a linear layer over the classes.
+"""`ImageClassifier`: a vision transformer, or the residual network for small images of He et al. 2016, section 4.2,
+with a linear layer over the classes.
 
-Legend: N images, S pixels of a side, D width, K classes.
+The ResNet's convolutions between the first and the last layer are products of a decoder's `Linear`, so every number
+format and every rounding of training reaches them. The first one stays in the format of the weights, as first layers of
+quantized networks do.
 
-`ResNet`: the residual network for small images of He et al. 2016, section 4.2, from pixels to one vector an image.
-
-Its convolutions between the first and the last layer are products of a decoder's `Linear`, so every number format and
-every rounding of training reaches them. The first one stays in the format of the weights, as first layers of quantized
-networks do.
-
-Legend: N images, C channels, H rows, W columns, S pixels of a side, O channels of the output, K columns of a patch, D
-width.
-
-`BatchNorm`: batch normalization (Ioffe and Szegedy 2015) with statistics over all ranks that share a batch.
-
-Moments and norm are computed in FP32 at least, whatever the format of the input. PyTorch's synchronized batch norm
-needs an accelerator, and one batch that is not finite spoils its running statistics for good.
-
-Legend: N images, C channels, H rows, W columns, R ranks.
+Legend: N images, C channels, H rows, W columns, S pixels of a side, O channels of the output, L places of a patch, D
+width, K classes, R ranks.
 """
+
+# PyTorch leaves the types of split, unflatten, of iterated modules and of a module's result open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -32,6 +25,55 @@ from modelwright.model.vision.config import ResNetConfig, VisionConfig
 from modelwright.model.vision.vit import VisionTower
 from modelwright.ops.lowp_linear import plain_cast
 from modelwright.ops.matmul import convolution
+
+Shape = ResNetConfig | VisionConfig
+"""Shape of an image classifier; its type selects the tower."""
+
+
+class ImageClassifier(nn.Module):
+    """Logits of images. The first layer and the last one compute in the format of the weights."""
+
+    def __init__(self, shape: Shape, num_classes: int) -> None:
+        super().__init__()
+        if isinstance(shape, ResNetConfig):
+            self.tower: nn.Module = ResNet(shape)
+            width = shape.widths[-1]
+        else:
+            self.tower, width = VisionTower(shape), shape.model_dim
+            # Only the blocks: patch embedding and head compute in the format of the weights
+            for name, layer in list(self.tower.blocks.named_modules()):
+                if type(layer) is nn.Linear:
+                    # `Linear` multiplies in training's number format; names stay
+                    place, _, own = name.rpartition(".")
+                    projection = Linear(layer.in_features, layer.out_features, bias=True)
+                    projection.weight, projection.bias = layer.weight, layer.bias
+                    setattr(self.tower.blocks.get_submodule(place), own, projection)
+        self.head = nn.Linear(width, num_classes)
+        nn.init.normal_(self.head.weight, std=width**-0.5)
+        nn.init.zeros_(self.head.bias)
+        self.shape, self.num_classes = shape, num_classes
+
+    def forward(self, pixels_NCSS: Tensor) -> Tensor:
+        """Logits [N, K]. pixels_NCSS: normalized."""
+        return self.head(self.tower(pixels_NCSS.to(self.head.weight.dtype)))
+
+
+def has_batch_norm(shape: Shape) -> bool:
+    """Returns whether a classifier of this shape computes statistics over the images of a batch."""
+    return isinstance(shape, ResNetConfig)
+
+
+def forward_flops(shape: Shape, num_classes: int) -> int:
+    """FLOPs of one image forward, counted by PyTorch on tensors without values."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.device("meta"):
+        model = ImageClassifier(shape, num_classes).eval()
+        pixels = torch.zeros(1, 3, shape.image_size, shape.image_size)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(pixels)
+    return counter.get_total_flops()
+
 
 Gather = Callable[[Tensor], Tensor]
 """`(own [E]) -> vectors of all ranks [R, E]`, with gradients."""
@@ -213,57 +255,3 @@ def normed_convolutions(module: nn.Module) -> dict[str, str]:
             norms = {own: norm for own, norm in one.NORMS.items() if isinstance(getattr(one, norm), BatchNorm)}
             found |= {f"{place}{own}": f"{place}{norm}" for own, norm in norms.items()}
     return found
-
-
-Shape = ResNetConfig | VisionConfig
-"""Shape of an image classifier; its type selects the tower."""
-
-
-class ImageClassifier(nn.Module):
-    """Logits of images. The first layer and the last one compute in the format of the weights."""
-
-    def __init__(self, shape: Shape, num_classes: int) -> None:
-        super().__init__()
-        if isinstance(shape, ResNetConfig):
-            self.tower: nn.Module = ResNet(shape)
-            width = shape.widths[-1]
-        else:
-            self.tower, width = VisionTower(shape), shape.model_dim
-            # Only the blocks: patch embedding and head compute in the format of the weights
-            for block in self.tower.blocks:
-                use_projections(block)
-        self.head = nn.Linear(width, num_classes)
-        nn.init.normal_(self.head.weight, std=width**-0.5)
-        nn.init.zeros_(self.head.bias)
-        self.shape, self.num_classes = shape, num_classes
-
-    def forward(self, pixels_NCSS: Tensor) -> Tensor:
-        """Logits [N, K]. pixels_NCSS: normalized."""
-        return self.head(self.tower(pixels_NCSS.to(self.head.weight.dtype)))
-
-
-def use_projections(module: nn.Module) -> None:
-    """Replace linear layers, in place, by `Linear`, which multiplies in training's number format; names stay."""
-    for name, layer in list(module.named_modules()):
-        if type(layer) is nn.Linear:
-            place, _, own = name.rpartition(".")
-            projection = Linear(layer.in_features, layer.out_features, bias=True)
-            projection.weight, projection.bias = layer.weight, layer.bias
-            setattr(module.get_submodule(place), own, projection)
-
-
-def has_batch_norm(shape: Shape) -> bool:
-    """Returns whether a classifier of this shape computes statistics over the images of a batch."""
-    return isinstance(shape, ResNetConfig)
-
-
-def forward_flops(shape: Shape, num_classes: int) -> int:
-    """FLOPs of one image forward, counted by PyTorch on tensors without values."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with torch.device("meta"):
-        model = ImageClassifier(shape, num_classes).eval()
-        pixels = torch.zeros(1, 3, shape.image_size, shape.image_size)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(pixels)
-    return counter.get_total_flops()

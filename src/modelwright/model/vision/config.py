@@ -1,4 +1,4 @@
-"""Shapes of vision transformers, residual networks and text towers, and the preparation of their pixels."""
+"""Shapes of vision transformers and residual networks, and the preparation of their pixels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,24 +94,6 @@ class ResNetConfig:
                 f"image_size: {self.image_size} cannot be halved {len(self.widths) - 1} times, once for each stage "
                 f"after the first; choose a multiple of {2 ** (len(self.widths) - 1)}"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextTowerConfig:
-    """Shape of the text tower of a CLIP or SigLIP folder."""
-
-    vocab_size: int
-    max_seq_len: int
-    num_layers: int
-    model_dim: int
-    num_heads: int
-    ffn_dim: int
-    activation: TowerActivation
-    norm_eps: float
-    is_causal: bool
-    """CLIP's tokens see those before them, SigLIP's all."""
-    eos_id: int
-    """The token whose hidden state is the text's; -1 takes the last one, padding or not (SigLIP)."""
 
 
 def three(values: Sequence[float]) -> tuple[float, float, float]:

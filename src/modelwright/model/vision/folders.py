@@ -1,4 +1,4 @@
-"""CLIP and SigLIP models in the Hugging Face layout: whole ones are read, vision towers are read and written.
+"""Vision towers of CLIP and SigLIP folders in the Hugging Face layout.
 
 The model types `clip`, `clip_vision_model`, `siglip` and `siglip_vision_model` can be read. The preparation of pixels
 comes from `preprocessor_config.json`, where a folder has one. Nothing is unpickled.
@@ -11,18 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ModelError, writing
 from modelwright.model.hf import WEIGHTS, StoredWeights, check_tensors, read_json, save_tensors, set_parameter
-from modelwright.model.vision.config import CLIP_MEAN, CLIP_STD, TextTowerConfig, TowerActivation, VisionConfig, three
-from modelwright.model.vision.text_tower import DualEncoder, TextTower
+from modelwright.model.vision.config import CLIP_MEAN, CLIP_STD, TowerActivation, VisionConfig, three
 from modelwright.model.vision.vit import VisionTower
 
 CLIP, CLIP_VISION, SIGLIP, SIGLIP_VISION = "clip", "clip_vision_model", "siglip", "siglip_vision_model"
 """Values of `model_type`."""
-VISION_PREFIX, TEXT_PREFIX = "vision_model.", "text_model."
+VISION_PREFIX = "vision_model."
 _ACTIVATIONS: Mapping[str, TowerActivation] = {
     "quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
 }  # fmt: skip
@@ -36,20 +35,10 @@ _SIGLIP_DEFAULTS: Mapping[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
-_CLIP_TEXT_DEFAULTS: Mapping[str, Any] = {
-    "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8,
-    "vocab_size": 49408, "max_position_embeddings": 77, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
-    "eos_token_id": 49407,
-}  # fmt: skip
-_SIGLIP_TEXT_DEFAULTS: Mapping[str, Any] = {**_CLIP_TEXT_DEFAULTS,
-    "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "vocab_size": 32000,
-    "max_position_embeddings": 64, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
-}  # fmt: skip
 """Defaults of `transformers` for settings that a `config.json` lacks."""
 _NAMES = (
     (r"^class_token$", "embeddings.class_embedding"),
     (r"^patches\.", "embeddings.patch_embedding."),
-    (r"^embedding\.", "embeddings.token_embedding."),
     (r"^positions$", "embeddings.position_embedding.weight"),
     (r"^blocks\.(\d+)\.attention_norm\.", r"encoder.layers.\1.layer_norm1."),
     (r"^blocks\.(\d+)\.ffn_norm\.", r"encoder.layers.\1.layer_norm2."),
@@ -64,15 +53,22 @@ _NAMES = (
     (r"\.up_proj\.", ".fc1."),
     (r"\.down_proj\.", ".fc2."),
     (r"^norm_in\.", "pre_layrnorm."),
+    (r"^norm_out\.", "post_layernorm."),
 )
 """Patterns of this project's names, and their replacements in `transformers`."""
-_BESIDE = ("visual_projection.", "text_projection.", "logit_", f"{TEXT_PREFIX}head.")
-"""Tensors outside the towers."""
+_BESIDE = ("text_model.", "visual_projection.", "text_projection.", "logit_")
+"""Prefixes of tensors outside the tower."""
 
 
 def vision_config(folder: Path) -> VisionConfig:
     """Read the shape of the vision tower of a folder. Raises `ModelError` for a folder of another kind."""
-    kind, settings = _settings(folder)
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder; give a CLIP or SigLIP model in the Hugging Face layout")
+    settings, known = read_json(folder / "config.json"), (CLIP, CLIP_VISION, SIGLIP, SIGLIP_VISION)
+    kind, where = str(settings.get("model_type")), folder / "config.json"
+    if kind not in known:
+        names = ", ".join(known)
+        raise ModelError(f"{where}: model_type is {kind!r}, which lacks a vision tower; known are {names}")
     given: dict[str, Any] = (settings.get("vision_config") or {}) if kind in (CLIP, SIGLIP) else settings
     return tower_config(given, folder, is_clip=kind in (CLIP, CLIP_VISION))
 
@@ -85,6 +81,8 @@ def tower_config(given: Mapping[str, Any], folder: Path, *, is_clip: bool) -> Vi
         raise ModelError(f"{where}: num_channels is {own['num_channels']}; only images of 3 colors are read")
     if own.get("vision_use_head") is False:
         raise ModelError(f"{where}: vision_use_head is false; a tower without a pooled output cannot be aligned")
+    if (activation := str(own["hidden_act"])) not in _ACTIVATIONS:
+        raise ModelError(f"{where}: hidden_act is {activation!r}; known are {', '.join(_ACTIVATIONS)}")
     try:
         config = VisionConfig(
             image_size=own["image_size"],
@@ -94,14 +92,12 @@ def tower_config(given: Mapping[str, Any], folder: Path, *, is_clip: bool) -> Vi
             num_heads=own["num_attention_heads"],
             ffn_dim=own["intermediate_size"],
             pooling="class_token" if is_clip else "attention",
-            activation=_activation(own, where),
+            activation=_ACTIVATIONS[activation],
             norm_eps=float(own["layer_norm_eps"]),
             fit="crop" if is_clip else "stretch",
             pixel_mean=CLIP_MEAN if is_clip else (0.5, 0.5, 0.5),
             pixel_std=CLIP_STD if is_clip else (0.5, 0.5, 0.5),
         )
-    except ModelError:
-        raise
     except (ValueError, TypeError) as error:
         raise ModelError(f"{where}: {error}") from None
     path = folder / "preprocessor_config.json"
@@ -119,50 +115,20 @@ def tower_config(given: Mapping[str, Any], folder: Path, *, is_clip: bool) -> Vi
 def load_vision_tower(folder: Path) -> VisionTower:
     """Read the vision tower of a folder, without its projection. Raises `ModelError` if it cannot be read."""
     tower = VisionTower(vision_config(folder))
-    _fill(tower, folder, StoredWeights(folder), VISION_PREFIX)
-    return tower
-
-
-def load_dual_encoder(folder: Path) -> DualEncoder:
-    """Read the whole model of a CLIP or SigLIP folder. Raises `ModelError` if it cannot be read."""
-    kind, settings = _settings(folder)
-    if kind not in (CLIP, SIGLIP):
-        raise ModelError(f"{folder}: holds a vision tower alone ({kind}); read it with load_vision_tower")
     stored = StoredWeights(folder)
-    is_clip = kind == CLIP
-    own: dict[str, Any] = {
-        **(_CLIP_TEXT_DEFAULTS if is_clip else _SIGLIP_TEXT_DEFAULTS),
-        **(settings.get("text_config") or {}),
+    # Folders of a tower alone may lack the prefix
+    prefix = VISION_PREFIX if any(name.startswith(VISION_PREFIX) for name in stored.tensors) else ""
+    names = {name: prefix + stored_name(name).removeprefix(VISION_PREFIX) for name, _ in tower.named_parameters()}
+    shapes = {names[name]: one.shape for name, one in tower.named_parameters()}
+    present = {
+        name: one.shape
+        for name, one in stored.tensors.items()
+        if name.startswith(prefix) and not name.startswith(_BESIDE) and not name.endswith("position_ids")
     }
-    text_config = TextTowerConfig(
-        vocab_size=own["vocab_size"],
-        max_seq_len=own["max_position_embeddings"],
-        num_layers=own["num_hidden_layers"],
-        model_dim=own["hidden_size"],
-        num_heads=own["num_attention_heads"],
-        ffn_dim=own["intermediate_size"],
-        activation=_activation(own, str(folder / "config.json")),
-        norm_eps=float(own["layer_norm_eps"]),
-        is_causal=is_clip,
-        eos_id=int(own["eos_token_id"]) if is_clip else -1,
-    )
-    text = TextTower(text_config)
-    vision = load_vision_tower(folder)
-    _fill(text, folder, stored, TEXT_PREFIX)
-    projections: dict[str, nn.Module] = {"image": nn.Identity(), "text": nn.Identity()}
-    names = {"image": "visual_projection", "text": "text_projection" if is_clip else f"{TEXT_PREFIX}head"}
-    for side, name in names.items():
-        if f"{name}.weight" in stored.tensors:
-            weight, has_bias = stored.read(f"{name}.weight").float(), f"{name}.bias" in stored.tensors
-            projections[side] = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias)
-            set_parameter(projections[side], "weight", weight)
-            if has_bias:
-                set_parameter(projections[side], "bias", stored.read(f"{name}.bias").float())
-    model = DualEncoder(vision, text, projections["image"], projections["text"])
-    for name in ("logit_scale", "logit_bias"):
-        if name in stored.tensors:
-            set_parameter(model, name, stored.read(name).float().reshape(()))
-    return model
+    check_tensors(folder, wanted=shapes, stored=present)
+    for name, theirs in names.items():
+        set_parameter(tower, name, stored.read(theirs).float())
+    return tower
 
 
 def save_vision_tower(tower: VisionTower, folder: Path) -> None:
@@ -198,7 +164,7 @@ def tower_settings(config: VisionConfig) -> dict[str, Any]:
 
 def tower_weights(tower: VisionTower) -> dict[str, Tensor]:
     """Weights of a tower under the names of `transformers`."""
-    return {stored_name(name, VISION_PREFIX): one.detach().contiguous() for name, one in tower.named_parameters()}
+    return {stored_name(name): one.detach().contiguous() for name, one in tower.named_parameters()}
 
 
 def save_preprocessor(config: VisionConfig, folder: Path) -> None:
@@ -215,44 +181,8 @@ def save_preprocessor(config: VisionConfig, folder: Path) -> None:
     write_atomic(folder / "preprocessor_config.json", json.dumps(prepared, indent=2) + "\n")
 
 
-def stored_name(name: str, prefix: str) -> str:
+def stored_name(name: str) -> str:
     """Name in `transformers`: `blocks.0.ffn.up_proj.bias` is `vision_model.encoder.layers.0.mlp.fc1.bias`."""
-    last = "post_layernorm." if prefix == VISION_PREFIX else "final_layer_norm."
-    for pattern, theirs in (*_NAMES, (r"^norm_out\.", last)):
+    for pattern, theirs in _NAMES:
         name = re.sub(pattern, theirs, name)
-    return prefix + name
-
-
-def _settings(folder: Path) -> tuple[str, dict[str, Any]]:
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder; give a CLIP or SigLIP model in the Hugging Face layout")
-    settings = read_json(folder / "config.json")
-    kind, where = str(settings.get("model_type")), folder / "config.json"
-    if kind not in (CLIP, CLIP_VISION, SIGLIP, SIGLIP_VISION):
-        known = ", ".join((CLIP, CLIP_VISION, SIGLIP, SIGLIP_VISION))
-        raise ModelError(f"{where}: model_type is {kind!r}, which lacks a vision tower; known are {known}")
-    return kind, settings
-
-
-def _activation(settings: Mapping[str, Any], where: str) -> TowerActivation:
-    name = str(settings["hidden_act"])
-    if name not in _ACTIVATIONS:
-        raise ModelError(f"{where}: hidden_act is {name!r}; known are {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
-
-
-def _fill(tower: nn.Module, folder: Path, stored: StoredWeights, prefix: str) -> None:
-    """Fill a tower with the weights of a folder."""
-    # Folders of one tower alone may lack its prefix
-    others = [one for one in (VISION_PREFIX, TEXT_PREFIX) if one != prefix]
-    own = prefix if any(name.startswith(prefix) for name in stored.tensors) else ""
-    names = {name: own + stored_name(name, prefix).removeprefix(prefix) for name, _ in tower.named_parameters()}
-    shapes = {names[name]: one.shape for name, one in tower.named_parameters()}
-    present = {
-        name: one.shape
-        for name, one in stored.tensors.items()
-        if name.startswith(own) and not name.startswith((*others, *_BESIDE)) and not name.endswith("position_ids")
-    }
-    check_tensors(folder, wanted=shapes, stored=present)
-    for name, theirs in names.items():
-        set_parameter(tower, name, stored.read(theirs).float())
+    return VISION_PREFIX + name

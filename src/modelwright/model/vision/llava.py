@@ -1,14 +1,16 @@
-"""Decoders that read images in the Hugging Face layout: folders of `LlavaForConditionalGeneration`.
+"""Decoders that read images, and their folders in the layout of `LlavaForConditionalGeneration`.
 
-A language model of a type in `hf_types/` with a CLIP or SigLIP vision tower and a projector. `transformers` reads what
-`save_llava` writes, and `load_llava` reads what `transformers` writes. Nothing is unpickled.
-
-Images in the prompt of a decoder: `ImagePrefix` computes an embedding for each patch, which replaces one image token
-(Liu et al. 2023, "Visual Instruction Tuning"; the projector is that of LLaVA 1.5).
+`ImagePrefix` computes an embedding for each patch of an image, which replaces one image token of a prompt (Liu et al.
+2023, "Visual Instruction Tuning"; the projector is that of LLaVA 1.5). A folder holds a language model of a type in
+`hf_types/`, a CLIP or SigLIP vision tower and a projector. `transformers` reads what `save_llava` writes, and
+`load_llava` reads what `transformers` writes. Nothing is unpickled.
 
 Legend: B rows, T tokens, N images, I images of a row at most, P patches, C colors, S pixels of a side, D width of the
 decoder.
 """
+
+# PyTorch leaves the types of a module's result open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 import json
 from collections.abc import Mapping, Sequence
@@ -222,7 +224,7 @@ def load_llava(folder: Path) -> Decoder:
     # This project's parameters in each tensor, by rows
     names = {TEXT + tensor: parts for tensor, parts in hf_tensors(model, type_of(model.config)).items()}
     for name, _ in prefix.tower.named_parameters():
-        names[TOWER + stored_name(name, VISION_PREFIX)] = [f"heads.{IMAGES}.tower.{name}"]
+        names[TOWER + stored_name(name)] = [f"heads.{IMAGES}.tower.{name}"]
     for name in dict(prefix.projector.named_parameters()):
         names[PROJECTOR + name] = [f"heads.{IMAGES}.projector.{name}"]
     stored = StoredWeights(folder)
