@@ -1,5 +1,5 @@
-"""Sources to a folder of cleaned documents: the first stage of a run, and `modelwright clean`, which also tries cleaning
-on samples and writes results to a store that fsspec knows (`s3://bucket/folder`).
+"""Sources to a folder of cleaned documents: the first stage of a run, and `modelwright clean`, which also tries it
+on a sample and writes results to a store that fsspec knows (`s3://bucket/folder`).
 
 In addition to the files of `data.clean` the folder contains `sources.json`, a report on the sources, and
 `quarantine.jsonl`, with a line for each skipped record.

@@ -7,7 +7,7 @@ configurations are the same run if their sources and the model that is trained a
 
 import glob
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -144,7 +144,7 @@ def resolve_inputs(config: RunConfig) -> RunConfig:
 
 def is_same_run(config: RunConfig, previous: RunConfig) -> bool:
     """Returns True if both describe the same run: the sources and the model that is trained are the same."""
-    return not differences(resolve_inputs(config), previous)
+    return not differences(config, previous)
 
 
 def check_same_run(changes: Sequence[str], run: RunDir) -> None:
@@ -162,6 +162,7 @@ def check_same_run(changes: Sequence[str], run: RunDir) -> None:
 
 def differences(config: RunConfig, previous: RunConfig) -> list[str]:
     """Returns each setting that makes two runs different ones, as `model.num_layers: was 6, now 2`."""
+    config = resolve_inputs(config)
     identities: list[dict[str, Any]] = []
     for one in (previous, config):
         # As plain data, because a model that was read from a file has no constants.
