@@ -1,6 +1,5 @@
-"""Reward for Python code that passes the record's test cases, run in the sandbox.
-
-Test cases of a record in the common forms of data sets, and extraction of the program from an answer.
+"""Reward for Python code that passes the record's test cases, run in the sandbox; the common forms of test cases in
+data sets, and extraction of the program from an answer.
 """
 
 import dataclasses
@@ -41,54 +40,13 @@ class CodeTests:
         return [Program(source=source, stdin=text) for text in self.inputs]
 
 
-def read_tests(value: Any) -> CodeTests:
-    """Parses test cases. Raises `ValueError` that names the problem."""
-    if isinstance(value, str):
-        value = _from_text(value)
-    if isinstance(value, Mapping):
-        inputs, outputs = value.get("inputs"), value.get("outputs")
-        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-            raise ValueError("inputs and outputs are not two lists of the same length")
-        value = [{"input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
-    if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(f"not found; expected {FORMS}")
-    if all(isinstance(case, str) and case.strip() for case in value):
-        return CodeTests(checks=tuple(value))
-    pairs = [_pair(number, case) for number, case in enumerate(value, start=1)]
-    return CodeTests(inputs=tuple(one for one, _ in pairs), outputs=tuple(other for _, other in pairs))
+@dataclass(frozen=True)
+class Task:
+    """The programs of one sample, or its score if nothing has to run."""
 
-
-def extract_program(answer: str) -> str:
-    """Returns the last block of Python code, or the whole answer if it contains none; "" if a block does not end."""
-    blocks = [(language, code) for language, code in _FENCED.findall(answer) if language.lower() in _PYTHON]
-    if blocks:
-        return blocks[-1][1]
-    return "" if "```" in answer else answer
-
-
-def same_output(one: str, other: str) -> bool:
-    """Compares line by line, ignoring white space at the ends of lines and empty lines at the end."""
-    return _lines(one) == _lines(other)
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def _from_text(text: str) -> Any:
-    """Parses test cases that a table stores as JSON; other text is code."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return [text]
-    return value if isinstance(value, (list, dict)) else [text]
-
-
-def _pair(number: int, case: Any) -> tuple[str, str]:
-    stdin, stdout = (case.get("input"), case.get("output")) if isinstance(case, Mapping) else (None, None)
-    if not isinstance(stdin, str) or not isinstance(stdout, str):
-        raise ValueError(f"number {number} is not in one of the forms {FORMS}")
-    return stdin, stdout
+    tests: CodeTests = dataclasses.field(default_factory=CodeTests)
+    programs: Sequence[Program] = ()
+    known_score: Score | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,22 +77,21 @@ class Code:
     sandbox: Sandbox
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        tasks = [self._task(sample) for sample in samples]
+        tasks = list[Task]()
+        for sample in samples:
+            try:
+                tests = read_tests(sample.fields.get(self.config.field))
+            except ValueError as error:
+                text = f"test cases in the field {self.config.field!r}: {error}"
+                tasks.append(Task(known_score=Score.failure("no_tests", text)))
+                continue
+            source = extract_program(sample.answer)
+            has_code = bool(source.strip())
+            tasks.append(Task(tests, tests.programs(source)) if has_code else Task(known_score=Score(0.0, "no_code")))
         # One call for all samples, so that programs of different samples run in parallel; results come in the same
         # order.
         executions = iter(self.sandbox.run([program for task in tasks for program in task.programs]))
         return [task.known_score or self._score(task, [next(executions) for _ in task.programs]) for task in tasks]
-
-    def _task(self, sample: Sample) -> "Task":
-        try:
-            tests = read_tests(sample.fields.get(self.config.field))
-        except ValueError as error:
-            text = f"test cases in the field {self.config.field!r}: {error}"
-            return Task(known_score=Score.failure("no_tests", text))
-        source = extract_program(sample.answer)
-        if not source.strip():
-            return Task(known_score=Score(0.0, "no_code"))
-        return Task(tests, tests.programs(source))
 
     def _score(self, task: "Task", executions: Sequence[Execution]) -> Score:
         broken = next((one for one in executions if one.outcome == "not_started"), None)
@@ -147,16 +104,54 @@ class Code:
             num_passed = sum(one.outcome == "exit" and same_output(one.stdout, right) for one, right in pairs)
         fraction = num_passed / task.tests.count
         value = fraction if self.config.score == "fraction" else float(num_passed == task.tests.count)
-        return Score(value, "passed" if fraction == 1 else _worst(executions))
+        # The outcome of the first program that failed; `wrong` if all ended normally.
+        worst = next((one.outcome for one in executions if one.outcome != "exit"), "wrong")
+        return Score(value, "passed" if fraction == 1 else worst)
 
 
-@dataclass(frozen=True)
-class Task:
-    """The programs of one sample, or its score if nothing has to run."""
+def read_tests(value: Any) -> CodeTests:
+    """Parses test cases. Raises `ValueError` that names the problem."""
+    if isinstance(value, str):
+        text = value
+        try:
+            value = json.loads(text)  # tables store test cases as JSON; other text is code
+        except (ValueError, RecursionError):
+            value = None
+        value = value if isinstance(value, (list, dict)) else [text]
+    if isinstance(value, Mapping):
+        inputs, outputs = value.get("inputs"), value.get("outputs")
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+            raise ValueError("inputs and outputs are not two lists of the same length")
+        value = [{"input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"not found; expected {FORMS}")
+    if all(isinstance(case, str) and case.strip() for case in value):
+        return CodeTests(checks=tuple(value))
+    inputs, outputs = list[str](), list[str]()
+    for number, case in enumerate(value, start=1):
+        stdin, stdout = (case.get("input"), case.get("output")) if isinstance(case, Mapping) else (None, None)
+        if not isinstance(stdin, str) or not isinstance(stdout, str):
+            raise ValueError(f"number {number} is not in one of the forms {FORMS}")
+        inputs.append(stdin)
+        outputs.append(stdout)
+    return CodeTests(inputs=tuple(inputs), outputs=tuple(outputs))
 
-    tests: CodeTests = dataclasses.field(default_factory=CodeTests)
-    programs: Sequence[Program] = ()
-    known_score: Score | None = None
+
+def extract_program(answer: str) -> str:
+    """Returns the last block of Python code, or the whole answer if it contains none; "" if a block does not end."""
+    blocks = [(language, code) for language, code in _FENCED.findall(answer) if language.lower() in _PYTHON]
+    if blocks:
+        return blocks[-1][1]
+    return "" if "```" in answer else answer
+
+
+def same_output(one: str, other: str) -> bool:
+    """Compares line by line, ignoring white space at the ends of lines and empty lines at the end."""
+    return _lines(one) == _lines(other)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def _worst(executions: Sequence[Execution]) -> str:

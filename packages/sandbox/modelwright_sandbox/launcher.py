@@ -1,11 +1,10 @@
-"""The launcher: a small process that starts programs in the sandbox, one after another, and watches them.
+"""The launcher: a small process that starts programs in the sandbox, one after another, and watches them; and the code
+in the process of a program, which runs like a script, followed by checks if there are any.
 
 It reads programs from its standard input and writes their results to its standard output. Each program runs in a
 separate process, forked from the launcher, so that no new interpreter has to start. With namespaces two processes are
 in between: a keeper, which creates the namespaces, and the first process of the PID namespace, with whose end the
 kernel ends all others in it.
-
-The code in the process of a program, which runs like a script, followed by checks if there are any.
 """
 
 import atexit
@@ -56,7 +55,12 @@ def run_program(source: str, checks: Sequence[str], key: str) -> NoReturn:
     # Hides the sandbox's modules from the program, which cannot import them again: their folder is not on sys.path.
     for name in [name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]]:
         del sys.modules[name]
-    _open_streams()
+    # New text streams on descriptors 0, 1 and 2, which the launcher's own streams do not use.
+    make: Callable[..., Any] = io.TextIOWrapper
+    files = [os.fdopen(number, mode, closefd=False) for number, mode in enumerate(("rb", "wb", "wb"))]
+    sys.stdin = sys.__stdin__ = make(files[0], encoding="utf-8", errors="surrogateescape")
+    sys.stdout = sys.__stdout__ = make(files[1], encoding="utf-8", errors="surrogateescape")
+    sys.stderr = sys.__stderr__ = make(files[2], encoding="utf-8", errors="backslashreplace", line_buffering=True)
     random.seed(0)  # the same program gets the same score again
     module = types.ModuleType("answer" if checks else "__main__")
     sys.modules[module.__name__] = module
@@ -65,13 +69,8 @@ def run_program(source: str, checks: Sequence[str], key: str) -> NoReturn:
     for check in checks if exit_code == 0 else ():
         has_passed = _execute(check, module.__dict__, counts_exit=True) == 0
         os.write(REPORT_DESCRIPTOR, f"{key} {int(has_passed)}\n".encode())
-    _end(exit_code)
-
-
-def _end(exit_code: int) -> NoReturn:
-    """Ends the process like a script, in the same order: threads, exit handlers, buffers. Like the processes of
-    `multiprocessing`, it skips the interpreter's own clean-up, which would take longer than most programs.
-    """
+    # The end of a script, in the same order: threads, exit handlers, buffers. Like the processes of `multiprocessing`,
+    # it skips the interpreter's own clean-up, which would take longer than most programs.
     try:
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
         atexit._run_exitfuncs()
@@ -83,15 +82,6 @@ def _end(exit_code: int) -> NoReturn:
         except (OSError, ValueError, AttributeError):  # closed or replaced by the program
             exit_code = exit_code or 1
     os._exit(exit_code)
-
-
-def _open_streams() -> None:
-    """Opens new text streams on descriptors 0, 1 and 2, which the launcher's own streams do not use."""
-    make: Callable[..., Any] = io.TextIOWrapper
-    files = [os.fdopen(number, mode, closefd=False) for number, mode in enumerate(("rb", "wb", "wb"))]
-    sys.stdin = sys.__stdin__ = make(files[0], encoding="utf-8", errors="surrogateescape")
-    sys.stdout = sys.__stdout__ = make(files[1], encoding="utf-8", errors="surrogateescape")
-    sys.stderr = sys.__stderr__ = make(files[2], encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def _execute(source: str, namespace: dict[str, Any], *, counts_exit: bool = False) -> int:
@@ -196,7 +186,14 @@ class Watch:
             poll.register(descriptor, select.POLLOUT if name == "stdin" else select.POLLIN)
         poll.register(self.jobs, select.POLLIN)
         while any(name != "stdin" for name in self.names.values()):
-            self._check_limits()
+            # Time and memory of all processes together, at intervals; the kernel enforces the limits of each.
+            now = time.monotonic()
+            if not self.reason and now >= self.next_check:
+                self.next_check = now + _CHECK_INTERVAL_S
+                if now > self.deadline:
+                    self._kill("wall_time")
+                elif memory_of_tree(self.keeper, self.proc) > self.limits["memory_bytes"]:
+                    self._kill("memory")
             for descriptor, _ in poll.poll(_CHECK_INTERVAL_S * 1000):
                 if descriptor == self.jobs:  # nobody waits for the result any more
                     self._kill("abandoned")
@@ -208,40 +205,25 @@ class Watch:
         for descriptor in self.names:
             os.close(descriptor)
 
-    def _check_limits(self) -> None:
-        """Checks time and memory of all processes together, at intervals; the kernel enforces the limits of each."""
-        now = time.monotonic()
-        if self.reason or now < self.next_check:
-            return
-        self.next_check = now + _CHECK_INTERVAL_S
-        if now > self.deadline:
-            self._kill("wall_time")
-        elif memory_of_tree(self.keeper, self.proc) > self.limits["memory_bytes"]:
-            self._kill("memory")
-
     def _transfer(self, descriptor: int) -> bool:
         """Reads or writes once; returns False at the end."""
         name = self.names[descriptor]
         if name == "stdin":
-            return self._feed(descriptor)
+            try:
+                self.input = self.input[os.write(descriptor, self.input[:_CHUNK]) :]
+            except BlockingIOError:
+                return True
+            except BrokenPipeError:
+                return False
+            return len(self.input) > 0
         chunk = os.read(descriptor, _CHUNK)
         # Output after the kill is read, so that the pipes reach their end, but not kept.
         if not self.reason:
             self.data[name] += chunk
-        if len(self.data["stdout"]) + len(self.data["stderr"]) > self.limits["output_bytes"]:
-            self._kill("output")
-        if len(self.data["report"]) > _MAX_REPORT_BYTES:
+        num_bytes = len(self.data["stdout"]) + len(self.data["stderr"])
+        if num_bytes > self.limits["output_bytes"] or len(self.data["report"]) > _MAX_REPORT_BYTES:
             self._kill("output")
         return bool(chunk)
-
-    def _feed(self, descriptor: int) -> bool:
-        try:
-            self.input = self.input[os.write(descriptor, self.input[:_CHUNK]) :]
-        except BlockingIOError:
-            return True
-        except BrokenPipeError:
-            return False
-        return len(self.input) > 0
 
     def _kill(self, reason: str) -> None:
         if self.reason:

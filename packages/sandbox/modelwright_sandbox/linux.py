@@ -86,13 +86,10 @@ def enter_root(path: str) -> None:
     """Makes the mount at `path` the root of this process's mount namespace, and unmounts everything else."""
     os.chdir(path)
     # With "." for both, the old root is stacked on the new one and can be unmounted there (pivot_root(2)).
-    _checked(_libc.syscall(ctypes.c_long(_pivot_root_number()), b".", b"."), "pivot_root")
+    number = 155 if os.uname().machine == "x86_64" else 41
+    _checked(_libc.syscall(ctypes.c_long(number), b".", b"."), "pivot_root")
     _checked(_libc.umount2(b".", ctypes.c_int(MNT_DETACH)), "umount")
     os.chdir("/")
-
-
-def _pivot_root_number() -> int:
-    return 155 if os.uname().machine == "x86_64" else 41
 
 
 def prctl(option: int, value: int = 0, pointer: object = None) -> None:

@@ -124,23 +124,21 @@ class Sandbox:
         reason = ""
         for _ in range(2):
             try:
-                return self._attempt(program)
+                try:
+                    launcher = self._idle.get_nowait()
+                except queue.Empty:
+                    launcher = Launcher(self.kind)
+                try:
+                    execution = launcher.run(program, self.limits)
+                except SandboxError:
+                    launcher.close()
+                    raise
             except (SandboxError, OSError) as error:
                 reason = str(error)
+                continue
+            self._idle.put(launcher)
+            return execution
         return Execution(outcome="not_started", stderr=reason)
-
-    def _attempt(self, program: Program) -> Execution:
-        try:
-            launcher = self._idle.get_nowait()
-        except queue.Empty:
-            launcher = Launcher(self.kind)
-        try:
-            execution = launcher.run(program, self.limits)
-        except SandboxError:
-            launcher.close()
-            raise
-        self._idle.put(launcher)
-        return execution
 
     def _reason_not_to_use(self) -> str:
         """Returns why this kind does not work here, or ""."""
@@ -190,7 +188,10 @@ class Launcher:
         if result["outcome"] == "not_started":
             raise SandboxError(result["error"])
         num_passed = result["report"].splitlines().count(f"{key} 1")
-        outcome = _outcome(result["outcome"], result["code"], result["stderr"])
+        outcome = result["outcome"]
+        if outcome == "exit" and result["code"] != 0:
+            last_line = result["stderr"].rstrip().rpartition("\n")[2]
+            outcome = "memory" if last_line.startswith("MemoryError") else "error"
         return Execution(outcome=outcome, stdout=result["stdout"], stderr=result["stderr"], num_passed=num_passed)
 
     def close(self) -> None:
@@ -205,13 +206,6 @@ class Launcher:
         if message is None:
             raise SandboxError("the launcher ended; its standard error says why")
         return message
-
-
-def _outcome(outcome: str, code: int, stderr: str) -> str:
-    if outcome != "exit" or code == 0:
-        return outcome
-    last_line = stderr.rstrip().rpartition("\n")[2]
-    return "memory" if last_line.startswith("MemoryError") else "error"
 
 
 def _close_launchers(idle: "queue.SimpleQueue[Launcher]") -> None:

@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
         "Search depth, width, heads, kind of attention, gate and feed-forward width, or learning rate, batch and "
         "weight decay, for the lowest held-out loss within a latency measured on the serving engine and a number of "
         "parameters. Every strategy has the same budget of training. Writes a journal, a report and the winner's "
-        "settings into <run>/search; the same command goes on with a search that was stopped or killed.",
+        "settings into <run>/search; the same command continues a search that was stopped or killed.",
         example="modelwright search quickstart --budget 8 --steps 200",
         usage="modelwright search RECIPE|CONFIG.yaml|RUN_DIR [--OPTION VALUE ...] [--a.b VALUE ...]",
     )

@@ -10,7 +10,7 @@ SPACES = ("architecture", "hyperparameters")
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """What a search may spend and what its winner may need."""
+    """Budgets of a search and limits on its winner."""
 
     budget: float = 8.0
     """Training cost that each strategy may spend; the unit is one training of the run's own model."""
@@ -21,11 +21,11 @@ class SearchConfig:
     max_parameters: int = 0
     """Limit on parameters; 0 means the number of the run's own model."""
     num_streams: int = 1
-    """Answers that are decoded at once while latency is measured."""
+    """Number of answers that are decoded at once while latency is measured."""
     space: str = SPACES[0]
     """Space to search: architecture, hyperparameters, or a YAML file with other values on the axes of one of them."""
     strategies: tuple[str, ...] = ("halving",)
-    """Strategies that search, each with a budget of its own; docs/search.md lists them."""
+    """Strategies that search, each with a separate budget; docs/search.md lists them."""
     num_repetitions: int = 1
     """Trainings with other seeds of each strategy's best candidate; the winner is chosen by the mean loss."""
 
@@ -41,5 +41,5 @@ class SearchConfig:
 
 
 def option(name: str) -> str:
-    """The command-line option of a field of `SearchConfig`: `--steps` for `num_steps`."""
+    """Returns the command-line option of a field of `SearchConfig`: `--steps` for `num_steps`."""
     return f"--{name.removeprefix('num_').replace('_', '-')}"

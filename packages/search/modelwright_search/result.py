@@ -1,10 +1,8 @@
-"""What a search has found: the best of each strategy, repeated with other seeds, the winner among them, and its latency
-measured again.
+"""The result of a search: the best candidate of each strategy, trained again with other seeds, the winner among them,
+its latency measured again, and the report as text and as JSON.
 
 The best of many trials is partly the luckiest. So each strategy's best candidate is trained again with other seeds, and
 the winner is chosen by the mean over all of them.
-
-The report of a search, as text and as JSON, and the winner's settings as YAML.
 """
 
 import json
@@ -25,13 +23,13 @@ from modelwright_search.space import Choices
 from modelwright_search.workbench import SearchFinding, ServingLimits, Trial, Workbench
 
 PROMISE_MARGIN = 0.1
-"""By which the latency of the winner may differ from what was measured when it was tried."""
+"""Largest relative difference between the winner's latency at the end and in its trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A strategy with its best candidate. losses: held-out, of the best trial and of its repetitions with other seeds,
-    None for one that failed; empty without a best trial. finding: what the strategy adds to the report.
+    """A strategy with its best candidate. losses: held-out losses of the best trial and of its repetitions with other
+    seeds, None for a failed one; empty without a best trial. finding: the strategy's addition to the report.
     """
 
     bench: Workbench
@@ -40,25 +38,25 @@ class Contender:
 
     @property
     def best(self) -> Trial | None:
-        """The trial of full length with the lowest loss, None without one."""
+        """Trial of full length with the lowest loss; None without one."""
         return best_of(self.bench)
 
     @property
     def mean_loss(self) -> float:
-        """Infinite if a training failed."""
+        """Mean of the losses; infinite if a training failed."""
         losses = [loss for loss in self.losses if loss is not None]
         return statistics.mean(losses) if losses and len(losses) == len(self.losses) else math.inf
 
 
 def best_of(bench: Workbench) -> Trial | None:
-    """The trial of full length with the lowest loss, None without one."""
+    """Returns the trial of full length with the lowest loss; None without one."""
     full = [trial for trial in bench.trials if trial.is_full]
     return min(full, key=lambda trial: (trial.loss, trial.latency_ms), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """A latency in milliseconds a token: when a candidate was tried, and again at the end in a fresh engine."""
+    """A candidate's latency in milliseconds a token: in its trial, and at the end in a fresh engine."""
 
     promised_ms: float
     measured_ms: float
@@ -69,15 +67,15 @@ class Promise:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the two differ by no more than `PROMISE_MARGIN`."""
+        """True if the two differ by at most `PROMISE_MARGIN`."""
         return abs(self.ratio - 1.0) <= PROMISE_MARGIN
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The end of a search. contenders: the run's own model first; promise: of the winner; standard_promise: of the
-    run's own model, which says how much the machine itself has changed; config: settings of a run with the winner, in
-    plain form.
+    """Outcome of a search. contenders: strategies, the run's own model first; promise: latency of the winner;
+    standard_promise: latency of the run's own model, which shows how much the machine itself has changed; config:
+    settings of a run with the winner, in plain form.
     """
 
     limits: ServingLimits
@@ -98,8 +96,8 @@ class SearchResult:
 
     @property
     def frontier(self) -> list[Trial]:
-        """The trials of full length than which none is better in loss or latency and at least as good in the other, the
-        fastest first.
+        """Pareto frontier of the trials of full length, the fastest first: no other trial is better in loss or latency
+        and at least as good in the other.
         """
         best: list[Trial] = []
         full = (trial for trial in self.trials if trial.is_full)
@@ -112,8 +110,9 @@ class SearchResult:
 def judge(
     searched: Mapping[str, tuple[Workbench, SearchFinding | None]], wish: SearchConfig, limits: ServingLimits
 ) -> SearchResult:
-    """Repeat the best of each strategy, choose the winner and measure its latency in a fresh engine. searched: by
-    strategy, the run's own model first. Raises `ModelwrightError` if no candidate within the limits was trained.
+    """Repeats the best candidate of each strategy, chooses the winner and measures its latency in a fresh engine.
+    searched: workbench and finding by strategy, the run's own model first. Raises `ModelwrightError` if no candidate
+    within the limits was trained.
     """
     contenders: list[Contender] = []
     for bench, finding in searched.values():
@@ -145,8 +144,8 @@ def judge(
 
 
 def promise_of(candidates: Candidates, shape: ModelConfig) -> Promise:
-    """A shape's latency, and a new measurement of it, in a fresh engine; in further ones while it is slower than the
-    promise allows, because what else the machine does only ever adds time.
+    """Returns a shape's latency and a new measurement of it in a fresh engine. A shape that is slower than the margin
+    allows is measured again, because other load only ever adds time.
     """
     promise = Promise(promised_ms=candidates.latency_ms(shape), measured_ms=candidates.measure(shape))
     for _ in range(NUM_APPEALS):
@@ -160,48 +159,43 @@ WINNER = "winner.yaml"
 
 
 def write_report(result: SearchResult, folder: Path) -> None:
-    """`report.json`, `report.txt` and `winner.yaml`."""
+    """Writes `report.json`, `report.txt` and `winner.yaml`."""
     save_yaml(folder / WINNER, result.config)
     write_atomic(folder / "report.json", json.dumps(as_json(result), indent=1))
     write_atomic(folder / "report.txt", as_text(result, folder))
 
 
 def as_json(result: SearchResult) -> dict[str, Any]:
-    """The whole result; a number that is not finite is null."""
+    """Returns the whole result as plain data; a number that is not finite is null."""
+
+    def strategy(one: Contender) -> dict[str, Any]:
+        return {
+            "strategy": one.bench.strategy,
+            "num_trained": one.bench.num_trained,
+            "num_refused": len(one.bench.trials) - one.bench.num_trained,
+            "spent": one.bench.spent,
+            "best": vars(one.best) if one.best else None,
+            "losses": list(one.losses),
+            "mean_loss": one.mean_loss if math.isfinite(one.mean_loss) else None,
+        }
+
     return {
         "limits": vars(result.limits),
         "budget": result.budget,
-        "strategies": [_contender_json(one) for one in result.contenders],
+        "strategies": [strategy(one) for one in result.contenders],
         "trials": [vars(trial) for trial in result.trials],
         "frontier": [vars(trial) for trial in result.frontier],
-        "winner": _contender_json(result.winner),
+        "winner": strategy(result.winner),
         "findings": {finding.name: dict(finding.figures) for finding in result.findings},
         "latency": {
-            "winner": _promise_json(result.promise),
-            "standard": _promise_json(result.standard_promise),
+            name: {**vars(promise), "ratio": promise.ratio, "is_kept": promise.is_kept}
+            for name, promise in (("winner", result.promise), ("standard", result.standard_promise))
         },
     }
 
 
-def _promise_json(promise: Promise) -> dict[str, Any]:
-    return {**vars(promise), "ratio": promise.ratio, "is_kept": promise.is_kept}
-
-
-def _contender_json(one: Contender) -> dict[str, Any]:
-    bench = one.bench
-    return {
-        "strategy": bench.strategy,
-        "num_trained": bench.num_trained,
-        "num_refused": len(bench.trials) - bench.num_trained,
-        "spent": bench.spent,
-        "best": vars(one.best) if one.best else None,
-        "losses": list(one.losses),
-        "mean_loss": one.mean_loss if math.isfinite(one.mean_loss) else None,
-    }
-
-
 def as_text(result: SearchResult, folder: Path) -> str:
-    """For a terminal."""
+    """Formats the result for a terminal."""
     blocks = [
         _winner_lines(result, folder),
         ["Strategies, each with its best candidate and its losses over seeds:", *_strategy_table(result)],
@@ -278,6 +272,6 @@ def _words(choices: Choices) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines with aligned columns."""
+    """Formats rows of cells as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,4 +1,4 @@
-"""One search from a run's configuration to its report: folder, lock, journal, strategies, winner."""
+"""A search from a run's configuration to its report: folder, lock, journal, strategies, winner."""
 
 import shutil
 from collections.abc import Sequence
@@ -28,16 +28,16 @@ from modelwright_search.workbench import SearchFinding, SearchStrategy, ServingL
 
 
 def train_standard(bench: Workbench) -> None:
-    """`SearchStrategy.run` of the run's own model."""
+    """Trains the run's own model (`SearchStrategy.run`)."""
     bench.try_out(bench.space.standard_choices)
 
 
 def search(
     config: RunConfig, run: RunDir, wish: SearchConfig, *, words: Sequence[str], progress: Progress, restart: bool
 ) -> SearchResult:
-    """Search in `run`'s folder `search`, or go on with a search that is there, and write its report. restart: throw
-    away what is there. words: the command line, for the record of data that has to be made. Raises `ConfigError` for
-    wishes that make no search, `Stopped` when a training is asked to stop.
+    """Searches in the folder `search` of `run`, or continues the search in it, and writes its report. restart: discards
+    the trials of an earlier search. words: command line, for the record of data that has to be made. Raises
+    `ConfigError` for options that do not allow a search, `Stopped` when a training is asked to stop.
     """
     if not config.trainings:
         raise ConfigError("stages: none of them trains, so there is nothing to search; add one that does")
@@ -52,7 +52,9 @@ def search(
     make_folder(folder)
     with lock_folder(folder, "this search; wait for it or choose another --run-dir"):
         if restart:
-            remove_results(folder)
+            for path in (folder / JOURNAL, folder / "config.yaml"):  # everything except for the rows
+                path.unlink(missing_ok=True)
+            shutil.rmtree(folder / "trainings", ignore_errors=True)
         config = settled(config, run, folder, progress)
         training = config.first_training
         space = space_of(wish.space, config.model, training, config.section(PACK).seq_len)
@@ -88,19 +90,22 @@ def search(
                 strategy=strategy.name,
                 space=space,
                 candidates=candidates,
-                limits=ServingLimits() if strategy.name == STANDARD else limits,  # it takes part whatever it needs
+                limits=ServingLimits() if strategy.name == STANDARD else limits,  # the run's own model has no limits
                 budget=wish.budget,
             )
             searched[strategy.name] = bench, strategy.run(bench)
-            progress.note(summary(bench))
+            losses = [trial.loss for trial in bench.trials if trial.is_full and trial.loss is not None]
+            best = f"lowest held-out loss {min(losses):.4f}" if losses else "no training of full length"
+            spent = f"{plural(bench.num_trained, 'training')}, {bench.spent:.2f} of {bench.budget:g} spent"
+            progress.note(f"{bench.strategy}: {spent}; {best}")
         result = judge(searched, wish, limits)
         write_report(result, folder)
         return result
 
 
 def settled(config: RunConfig, run: RunDir, folder: Path, progress: Progress) -> RunConfig:
-    """The configuration with what is measured once, such as the fastest number format, taken from the search that this
-    one goes on with, or from the run.
+    """Resolves the configuration. Settings that are measured once, such as the fastest number format, come from the
+    search that this one continues, or from the run.
     """
     path = folder / "config.yaml"
     previous = read_run_config(path) if path.exists() else previous_config(run)
@@ -110,15 +115,8 @@ def settled(config: RunConfig, run: RunDir, folder: Path, progress: Progress) ->
     return config
 
 
-def remove_results(folder: Path) -> None:
-    """What a search has left, except for the rows."""
-    for path in (folder / JOURNAL, folder / "config.yaml"):
-        path.unlink(missing_ok=True)
-    shutil.rmtree(folder / "trainings", ignore_errors=True)
-
-
 def identity(config: RunConfig, wish: SearchConfig, space: Space, rows: Path) -> dict[str, Any]:
-    """What decides the trials. Strategies may be added to a search that has ended."""
+    """Returns everything that decides the trials, except for the strategies: they may be added to a finished search."""
     start = folder_fingerprint(Path(config.init_from), "init_from") if config.init_from else []
     return {
         "--budget": wish.budget,
@@ -134,11 +132,3 @@ def identity(config: RunConfig, wish: SearchConfig, space: Space, rows: Path) ->
         "section serve.engine": digest(dump(config.serve.engine)),
         "set of packed rows": read_manifest(rows.parent).content_digest,
     }
-
-
-def summary(bench: Workbench) -> str:
-    """What a strategy has done, in one line."""
-    losses = [trial.loss for trial in bench.trials if trial.is_full and trial.loss is not None]
-    best = f"lowest held-out loss {min(losses):.4f}" if losses else "no training of full length"
-    spent = f"{plural(bench.num_trained, 'training')}, {bench.spent:.2f} of {bench.budget:g} spent"
-    return f"{bench.strategy}: {spent}; {best}"

@@ -1,7 +1,7 @@
-"""What a search may choose: axes of named values, and what a choice makes of a model's shape or a training's settings.
+"""The space of a search: axes of named values, and the model shape or training settings that a choice on them makes.
 
-Every axis has finitely many values, so that a choice is a plain mapping that a journal holds, equal candidates are
-recognized, and every strategy, a controller with softmax outputs included, works on every space.
+Every axis has finitely many values, so that a choice is a plain mapping that a journal can store, equal candidates are
+recognized, and every strategy, including a controller with softmax outputs, works on every space.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,22 +18,22 @@ from modelwright_search.config import SPACES
 
 Value = int | float | str
 Choices = Mapping[str, Value]
-"""The value on each axis, by the axis's name."""
+"""Value on each axis, by the axis's name."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One thing to choose."""
+    """An axis of the space."""
 
     name: str
     values: tuple[Value, ...]
     is_ordered: bool
-    """Whether neighbors in `values` resemble each other, as numbers in ascending order do."""
+    """True if neighbors in `values` resemble each other, as numbers in ascending order do."""
 
 
 @dataclass(frozen=True)
 class ModelCandidate:
-    """What a choice makes of the run: the model's shape and the settings of its first training."""
+    """A variant of the run: the model's shape and the settings of its first training."""
 
     model: ModelConfig
     training: TrainConfig
@@ -48,21 +48,20 @@ class Space:
     standard: ModelCandidate
     """The run's own shape and settings."""
     standard_choices: Choices
-    """The values that the run itself has, which need not be among those of the axes."""
+    """Values of the run itself, which need not be among those of the axes."""
     apply: Callable[[ModelCandidate, Choices], ModelCandidate]
-    """Makes a candidate of the standard one and choices on all axes. Raises `ConfigError` for choices that make none.
-    """
+    """Makes a candidate from the standard one and choices on all axes. Raises `ConfigError` for invalid choices."""
     changes_shape: bool
 
     def candidate(self, choices: Choices) -> ModelCandidate:
-        """The candidate of these choices, which may be off the grid."""
+        """Returns the candidate of these choices, which may be off the grid."""
         assert set(choices) == {axis.name for axis in self.axes}, choices
         # Choices do not say everything: a `gqa` of the run may have another number of key/value heads than ours.
         return self.standard if choices == self.standard_choices else self.apply(self.standard, choices)
 
     def settings(self, candidate: ModelCandidate, stage: str) -> dict[str, Any]:
-        """The settings, as a run's YAML has them, in which a candidate differs from the standard one; stage: the name
-        of the training.
+        """Returns the settings in which a candidate differs from the standard one, in the form of a run's YAML. stage:
+        name of the training.
         """
         standard = self.standard
         sections = {"model": (standard.model, candidate.model), stage: (standard.training, candidate.training)}
@@ -80,7 +79,7 @@ GATES: tuple[AttentionGate, ...] = ("none", "head", "element")
 
 
 def num_kv_heads(kind: str, num_heads: int) -> int:
-    """Key/value heads of a kind of attention: for `gqa` the largest proper divisor of the query heads."""
+    """Returns the key/value heads of a kind of attention: for `gqa` the largest proper divisor of the query heads."""
     if kind == "mha":
         return num_heads
     if kind == "mqa":
@@ -89,16 +88,30 @@ def num_kv_heads(kind: str, num_heads: int) -> int:
 
 
 def kind_of(model: ModelConfig) -> str:
-    """The kind of attention that a shape has."""
+    """Returns the kind of attention of a shape."""
     if model.num_kv_heads == model.num_heads:
         return "mha"
     return "mqa" if model.num_kv_heads == 1 else "gqa"
 
 
 def architecture(model: ModelConfig, training: TrainConfig) -> Space:
-    """Depth, width, heads, kind of attention, gate and feed-forward width around a model's shape. The width of a head
-    stays, as do vocabulary and context.
+    """Returns the space of depth, width, heads, kind of attention, gate and feed-forward width around a model's shape.
+    Head width, vocabulary and context stay the same.
     """
+
+    def with_shape(standard: ModelCandidate, choices: Choices) -> ModelCandidate:
+        heads = cast(int, choices["heads"])
+        model = replace(
+            standard.model,
+            num_layers=cast(int, choices["layers"]),
+            model_dim=cast(int, choices["width"]),
+            num_heads=heads,
+            num_kv_heads=num_kv_heads(cast(str, choices["attention"]), heads),
+            attention_gate=cast(AttentionGate, choices["gate"]),
+            ffn_dim=cast(int, choices["ffn"]),
+        )
+        return ModelCandidate(model, standard.training)
+
     standard = {
         "layers": model.num_layers,
         "width": model.model_dim,
@@ -120,33 +133,19 @@ def architecture(model: ModelConfig, training: TrainConfig) -> Space:
         axes=axes,
         standard=ModelCandidate(model, training),
         standard_choices=standard,
-        apply=_with_shape,
+        apply=with_shape,
         changes_shape=True,
     )
 
 
 def _scaled(value: int, factors: Sequence[float], multiple: int) -> tuple[int, ...]:
-    """Multiples of a number, rounded to multiples of `multiple`, without the duplicates that rounding makes."""
+    """Scales a number by each factor, rounded to multiples of `multiple`; drops duplicates due to rounding."""
     return tuple(sorted({max(multiple, round(value * factor / multiple) * multiple) for factor in factors}))
 
 
-def _with_shape(standard: ModelCandidate, choices: Choices) -> ModelCandidate:
-    heads = cast(int, choices["heads"])
-    model = replace(
-        standard.model,
-        num_layers=cast(int, choices["layers"]),
-        model_dim=cast(int, choices["width"]),
-        num_heads=heads,
-        num_kv_heads=num_kv_heads(cast(str, choices["attention"]), heads),
-        attention_gate=cast(AttentionGate, choices["gate"]),
-        ffn_dim=cast(int, choices["ffn"]),
-    )
-    return ModelCandidate(model, standard.training)
-
-
 def hyperparameters(model: ModelConfig, training: TrainConfig, seq_len: int) -> Space:
-    """Learning rate, batch and weight decay around those of a training. seq_len: tokens of a row, of which a batch has
-    a whole number.
+    """Returns the space of learning rate, batch and weight decay around those of a training. seq_len: tokens of a row;
+    a batch is a whole number of rows.
     """
     rows = training.batch_tokens // seq_len
     batches = {round(rows * factor) * seq_len for factor in (0.5, 1.0, 2.0, 4.0) if rows * factor >= 1}
@@ -171,8 +170,8 @@ def hyperparameters(model: ModelConfig, training: TrainConfig, seq_len: int) -> 
 
 
 def space_of(word: str, model: ModelConfig, training: TrainConfig, seq_len: int) -> Space:
-    """The space that a user names: one of `SPACES`, or a YAML file with `space: NAME` and, under the names of axes,
-    lists of other values. Raises `ConfigError` for an unknown axis and for a value that makes no candidate.
+    """Returns the space that a user names: one of `SPACES`, or a YAML file with `space: NAME` and, under the names of
+    axes, lists of other values. Raises `ConfigError` for an unknown axis and for an invalid value.
     """
     path = Path(word)
     if path.suffix in (".yaml", ".yml"):
@@ -188,7 +187,7 @@ def space_of(word: str, model: ModelConfig, training: TrainConfig, seq_len: int)
 
 
 def narrowed(space: Space, lists: Mapping[str, Any], where: str) -> Space:
-    """The space with other values on some axes. where: the file that they come from."""
+    """Returns the space with other values on some axes. where: file that they come from, for errors."""
     names = [axis.name for axis in space.axes]
     axes = {axis.name: axis for axis in space.axes}
     for name, values in lists.items():
@@ -206,7 +205,7 @@ def narrowed(space: Space, lists: Mapping[str, Any], where: str) -> Space:
 
 
 def _values(axis: Axis, values: Any, where: str) -> tuple[Value, ...]:
-    """A user's values of one axis."""
+    """Checks a user's values of one axis."""
     if not isinstance(values, list) or not values:
         raise ConfigError(f"{where}: must be a list of values, such as [{', '.join(map(str, axis.values[:3]))}]")
     known, items = axis.values[0], cast(list[Any], values)

@@ -1,7 +1,7 @@
-"""`SearchStrategy`, one way to search, and `Workbench`, on which it tries candidates until its budget is spent.
+"""`SearchStrategy`, a way to search, and `Workbench`, on which it tries candidates until its budget is spent.
 
-The budget is training cost in trainings of the run's own model, so that a strategy may train many small candidates or
-few large ones, some of them briefly, and all strategies spend equally much.
+The unit of the budget is the cost of a training of the run's own model, so that a strategy may train many small
+candidates or few large ones, some of them briefly, and all strategies spend the same amount.
 """
 
 import math
@@ -16,33 +16,33 @@ from modelwright_search.candidates import Candidates
 from modelwright_search.space import Choices, Space
 
 LATENCY, PARAMETERS, DIVERGED, ILLEGAL = "latency", "parameters", "diverged", "illegal"
-"""Reasons for which a trial has no loss: it exceeds a limit, its training failed, or its choices make no model."""
+"""Reasons why a trial lacks a loss: it exceeds a limit, its training failed, or its choices are invalid."""
 MAX_REFUSALS = 500
-"""Candidates beyond the limits, or tried before, that a strategy may propose: in a space with few legal candidates it
-would otherwise go on forever."""
+"""Number of candidates beyond the limits, or tried before, that a strategy may propose: in a space with few legal
+candidates it would otherwise never end."""
 TOLERANCE = 1e-9
-"""By which sums of costs may exceed the budget, for rounding."""
+"""Rounding error by which a sum of costs may exceed the budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingLimits:
-    """What a candidate may need when it serves: milliseconds for a decoded token, and parameters."""
+    """Limits on a candidate in serving: milliseconds for a decoded token, and parameters."""
 
     latency_ms: float = math.inf
     num_parameters: float = math.inf
 
     def allow(self, trial: "Trial") -> bool:
-        """Whether a trial whose latency was measured is within both."""
+        """Returns True if a trial whose latency was measured is within both limits."""
         return trial.latency_ms <= self.latency_ms and trial.num_parameters <= self.num_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One candidate that a strategy proposed, and its figures.
+    """A candidate that a strategy proposed, and its figures.
 
-    share: of the full length of a training. latency_ms: measured, 0 if the candidate exceeded another limit. loss:
-    held-out, in nats per token, None without one. cost: training FLOPs, in trainings of the run's own model. reason:
-    why there is no loss.
+    share: trained share of the full length; latency_ms: measured latency, 0 if the candidate exceeded another limit;
+    loss: held-out loss in nats per token, None if it was not trained or failed; cost: training FLOPs, in trainings of
+    the run's own model; reason: reason for a missing loss.
     """
 
     number: int
@@ -57,13 +57,13 @@ class Trial:
 
     @property
     def is_full(self) -> bool:
-        """Whether it was trained for the full length, so that its loss compares with those of others."""
+        """True if it was trained for the full length, so that its loss compares with those of others."""
         return self.loss is not None and self.share == 1.0
 
 
 @dataclass(kw_only=True)
 class Workbench:
-    """One strategy's view of the search. budget: what it may spend; trials: what it has tried, in order."""
+    """A strategy's view of the search. budget: cost that it may spend; trials: its trials so far, in order."""
 
     strategy: str
     space: Space
@@ -75,7 +75,7 @@ class Workbench:
 
     @property
     def seed(self) -> int:
-        """The seed of everything random in the strategy."""
+        """Seed of everything random in the strategy."""
         return derive_seed(self.candidates.config.seed, "search", self.strategy)
 
     @property
@@ -84,7 +84,7 @@ class Workbench:
 
     @property
     def num_trained(self) -> int:
-        """Trials within the limits."""
+        """Number of trials within the limits."""
         return sum(trial.cost > 0 for trial in self.trials)
 
     @property
@@ -92,21 +92,21 @@ class Workbench:
         return self.budget - self.spent
 
     def cost(self, choices: Choices, share: float = 1.0) -> float:
-        """What a training of this share of the full length costs, in trainings of the run's own model. Raises
-        `ConfigError` for choices that make no model.
+        """Computes the cost of a training of this share of the full length, in trainings of the run's own model. Raises
+        `ConfigError` for invalid choices.
         """
         full = self.candidates.flops(self.space.standard, 1.0)
         return self.candidates.flops(self.space.candidate(choices), share) / full
 
     def find(self, choices: Choices, share: float) -> Trial | None:
-        """The trial that this strategy has made of these choices, None if it has made none."""
+        """Returns this strategy's earlier trial of these choices; None without one."""
         same = (trial for trial in self.trials if dict(trial.choices) == dict(choices) and trial.share == share)
         return next(same, None)
 
     def try_out(self, choices: Choices, share: float = 1.0, *, reserve: float = 0.0) -> Trial | None:
-        """Measure and train a candidate for a share of the full length. One beyond the limits is not trained and costs
-        nothing; one that was tried before is not trained again. None when the budget does not allow it any more.
-        reserve: share of the full length that the budget must allow besides, for the candidate's further trainings.
+        """Measures a candidate and trains it for a share of the full length. A candidate beyond the limits is not
+        trained and costs nothing; one that was tried before is not trained again. Returns None when the budget no
+        longer allows the trial. reserve: further share that the budget must allow for the candidate's later trainings.
         """
         if known := self.find(choices, share):
             self.num_refused += 1
@@ -143,15 +143,15 @@ class Workbench:
         return known
 
     def train(self, choices: Choices, share: float, seed: int = 0) -> float | None:
-        """The held-out loss of a candidate, None if its training failed. seed: 0, or the number of a repetition with
-        other initial weights and another order of rows.
+        """Trains a candidate; returns its held-out loss, None if the training failed. seed: 0, or the number of a
+        repetition with other initial weights and another order of rows.
         """
         name = f"{self.strategy} {len(self.trials) + 1}"
         return self.candidates.train(self.space.candidate(choices), share, seed, name)
 
     def refusal(self, choices: Choices) -> tuple[str, float, int]:
-        """Why a candidate is not trained ("" for one that is), its latency, 0 unless it had to be measured, and its
-        parameters. The cheap limit comes first.
+        """Returns why a candidate is not trained ("" if it is), its latency (0 unless it had to be measured) and its
+        number of parameters. The cheap limit comes first.
         """
         try:
             model = self.space.candidate(choices).model
@@ -166,7 +166,7 @@ class Workbench:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchFinding:
-    """What a strategy adds to the report. name: its key in the JSON; figures: plain data; text: one line."""
+    """A strategy's addition to the report. name: key in the JSON; figures: plain data; text: one line."""
 
     name: str
     figures: Mapping[str, Any]
@@ -175,14 +175,14 @@ class SearchFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchStrategy:
-    """One way to search. A package adds one as an entry point of the group `modelwright.search_strategies`."""
+    """A way to search. Packages add strategies as entry points of the group `modelwright.search_strategies`."""
 
     name: str
-    """On the command line and in the report."""
+    """Name on the command line and in the report."""
     run: Callable[[Workbench], SearchFinding | None]
-    """Tries candidates until the budget is spent. It must be a deterministic function of `Workbench.seed` and of what
-    its trials return: a search that was killed runs it again from the start, with the results that the journal has."""
+    """Tries candidates until the budget is spent. It must be a deterministic function of `Workbench.seed` and of the
+    results of its trials: a search that was killed runs it again from the start, with the results in the journal."""
     needs_shapes: bool = False
-    """Whether it works on the shape of a model alone, not on hyperparameters."""
+    """True if it works only on the shape of a model, not on hyperparameters."""
     min_budget: float = 1.0
-    """The least budget with which it trains a candidate as large as the run's own for the full length."""
+    """Least budget with which it trains a candidate as large as the run's own model for the full length."""

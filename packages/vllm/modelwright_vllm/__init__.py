@@ -1,1 +1,1 @@
-"""vLLM as the engine of a server, on GPUs: `modelwright serve RUN --backend vllm`, joined by an entry point."""
+"""vLLM as the engine of a server, on GPUs: `modelwright serve RUN --backend vllm`, added by an entry point."""

@@ -1,7 +1,7 @@
-"""Starts vLLM for a model: what `--backend vllm` stands for; `vllm:float16` and others choose the number format.
+"""Start of vLLM for a model: the back-end `vllm`; `vllm:float16` and others choose the number format.
 
-Which vLLM is started. Where it is, and how much of a GPU it may take, belongs to the machine and not to a run, so an
-environment variable says it: `MODELWRIGHT_VLLM="/opt/vllm/bin/vllm --gpu-memory-utilization=0.5"`.
+The program's path, and its share of a GPU, belong to the machine and not to a run, so an environment variable sets
+them: `MODELWRIGHT_VLLM="/opt/vllm/bin/vllm --gpu-memory-utilization=0.5"`.
 """
 
 import hashlib
@@ -10,7 +10,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,73 +22,39 @@ from modelwright.serve.engines.backends import Backend
 from modelwright.serve.engines.client import EngineClient, EngineInfo
 from modelwright.serve.load import FINGERPRINT_LEN, ModelSource, ServedTokenizer, require_folder
 
-VARIABLE = "MODELWRIGHT_VLLM"
-USUAL = "vllm"
-"""Found on PATH."""
-
-OF_THE_SERVER = (
-    "--allowed-origins", "--api-key", "--config", "--dtype", "--enable-lora", "--enable-prefix-caching",
-    "--generation-config", "--host", "--lora-modules", "--max-logprobs", "--max-model-len", "--max-num-seqs", "--model",
-    "--no-enable-prefix-caching", "--port", "--served-model-name", "--ssl-certfile", "--structured-outputs-config",
-    "--uds",
-)  # fmt: skip
-"""Options of vLLM that follow from the settings of the server. They are given after the user's, so that one that is
-written in another way (vLLM takes abbreviations) changes nothing."""
-
-
-@dataclass(frozen=True)
-class VllmCommand:
-    """program: its path; options: of `vllm serve`, beside those that the server gives."""
-
-    program: str
-    options: Sequence[str]
-
-
-def vllm_command() -> VllmCommand:
-    """Raises `ConfigError` where there is no such program, and for options that are not the user's to choose."""
-    try:
-        words = shlex.split(os.environ.get(VARIABLE, "")) or [USUAL]
-    except ValueError as error:
-        raise ConfigError(f"{VARIABLE}: {error}; write such as /opt/vllm/bin/vllm") from None
-    if words[1:] and not words[1].startswith("-"):
-        raise ConfigError(f"{VARIABLE}: write the program and its options alone, without {words[1]!r}")
-    for option in words[1:]:
-        name = option.partition("=")[0].replace("_", "-")
-        if name in OF_THE_SERVER:
-            raise ConfigError(f"{VARIABLE}: {name} follows from the server's own settings; leave it out")
-    program = shutil.which(words[0])
-    if program is None:
-        raise ConfigError(
-            f"--backend: {words[0]!r} is no program on PATH; pip install 'modelwright[vllm]', or, where vLLM's PyTorch "
-            f"differs from this one's, install it in an environment of its own and name its program: {VARIABLE}="
-            "/opt/vllm/bin/vllm"
-        )
-    return VllmCommand(program, words[1:])
-
-
 DTYPES = ("bfloat16", "float16", "float32")
 MOST_LOGPROBS = 20
-"""Alternatives that a request may ask for (`NumLogprobs`)."""
+"""Largest number of alternatives that a request may ask for (`NumLogprobs`)."""
 
 
 def vllm_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, ServedTokenizer]:
-    """Start vLLM and wait until it is ready. Raises `ConfigError` for settings that it cannot follow and where there is
-    no vLLM, `ModelError` for a model that it cannot load.
+    """Starts vLLM and waits until it is ready. Raises `ConfigError` if it does not support a setting or is not
+    installed, `ModelError` for a model that it cannot load.
     """
-    _require_settings(config)
     folder = source.folder
-    _require_model(folder)
-    command = vllm_command()
+    _check(config, folder)
+    program, options = vllm_command()
     from modelwright_vllm.client import VllmClient  # needs an HTTP client, which other back-ends do not
     from modelwright_vllm.process import VllmLaunch, VllmProcess
+    from modelwright_vllm.wire import SERVED_NAME
 
     model, tokenizer = load_config(folder), ServedTokenizer.load(folder)
     dtype = config.backend.partition(":")[2] or "auto"
-    launch = VllmLaunch(
-        program=command.program,
-        folder=folder.resolve(),
-        options=(*command.options, *_options(config, dtype, model.max_seq_len)),
+    caching = "enable-prefix-caching" if config.engine.enable_prefix_caching else "no-enable-prefix-caching"
+    options = (
+        *options,
+        f"--served-model-name={SERVED_NAME}",
+        f"--dtype={dtype}",
+        f"--max-model-len={model.max_seq_len}",
+        f"--max-num-seqs={config.engine.max_num_seqs}",
+        f"--max-logprobs={MOST_LOGPROBS}",
+        f"--{caching}",
+        "--generation-config=vllm",  # the server decides on what a request leaves out
+        '--structured-outputs-config={"backend": "guidance"}',  # llguidance, as in our engine
+        "--enable-prompt-tokens-details",
+        "--disable-uvicorn-access-log",
     )
+    launch = VllmLaunch(program=program, folder=folder.resolve(), options=options)
     fingerprint = partial(weights_of_files, folder, dtype)
     info = EngineInfo(
         fingerprint=fingerprint(),
@@ -111,7 +76,7 @@ def vllm_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineClient,
 
 
 def weights_of_files(folder: Path, dtype: str) -> str:
-    """The fingerprint of weights that this process does not read: a hash of their files and of the number format."""
+    """Computes the fingerprint of weights that this process does not load: a hash of their files and the format."""
     hashed = hashlib.sha256(dtype.encode())
     for path in sorted(folder.glob("*.safetensors")):
         with open(path, "rb") as content:
@@ -119,25 +84,8 @@ def weights_of_files(folder: Path, dtype: str) -> str:
     return f"fp_{hashed.hexdigest()[:FINGERPRINT_LEN]}"
 
 
-def _options(config: ServeConfig, dtype: str, context: int) -> tuple[str, ...]:
-    from modelwright_vllm.wire import SERVED_NAME
-
-    caching = "enable-prefix-caching" if config.engine.enable_prefix_caching else "no-enable-prefix-caching"
-    return (
-        f"--served-model-name={SERVED_NAME}",
-        f"--dtype={dtype}",
-        f"--max-model-len={context}",
-        f"--max-num-seqs={config.engine.max_num_seqs}",
-        f"--max-logprobs={MOST_LOGPROBS}",
-        f"--{caching}",
-        "--generation-config=vllm",  # what a request leaves out is for this server to decide
-        '--structured-outputs-config={"backend": "guidance"}',  # llguidance, as here
-        "--enable-prompt-tokens-details",
-        "--disable-uvicorn-access-log",
-    )
-
-
-def _require_settings(config: ServeConfig) -> None:
+def _check(config: ServeConfig, folder: Path) -> None:
+    """Raises `ConfigError` for settings and `ModelError` for kinds of models that the back-end does not support."""
     if sys.platform != "linux":
         raise ConfigError("--backend: vllm runs on Linux alone; leave it out")
     refused = {
@@ -150,10 +98,6 @@ def _require_settings(config: ServeConfig) -> None:
     for text, is_asked in refused.items():
         if is_asked:
             raise ConfigError(text)
-
-
-def _require_model(folder: Path) -> None:
-    """Raises `ModelError` for a kind of model that the back-end does not serve."""
     require_folder(folder)
     if is_int8_folder(folder):
         raise ModelError(f"{folder}: vLLM reads no INT8 folder of this form; serve the model that it was made from")
@@ -161,6 +105,43 @@ def _require_model(folder: Path) -> None:
         raise ModelError(f"{folder}: the back-end vllm generates texts and scores none")
     if is_llava_folder(folder):
         raise ModelError(f"{folder}: the back-end vllm gets token ids and no images; serve it without --backend")
+
+
+VARIABLE = "MODELWRIGHT_VLLM"
+USUAL = "vllm"
+"""Default program, found on PATH."""
+OF_THE_SERVER = (
+    "--allowed-origins", "--api-key", "--config", "--dtype", "--enable-lora", "--enable-prefix-caching",
+    "--generation-config", "--host", "--lora-modules", "--max-logprobs", "--max-model-len", "--max-num-seqs", "--model",
+    "--no-enable-prefix-caching", "--port", "--served-model-name", "--ssl-certfile", "--structured-outputs-config",
+    "--uds",
+)  # fmt: skip
+"""Options of vLLM that follow from the settings of the server. They come after the user's options, so that one in
+another spelling (vLLM accepts abbreviations) has no effect."""
+
+
+def vllm_command() -> tuple[str, Sequence[str]]:
+    """Returns the program's path and the user's options of `vllm serve`. Raises `ConfigError` if the program does not
+    exist, and for options that the server sets.
+    """
+    try:
+        words = shlex.split(os.environ.get(VARIABLE, "")) or [USUAL]
+    except ValueError as error:
+        raise ConfigError(f"{VARIABLE}: {error}; write such as /opt/vllm/bin/vllm") from None
+    if words[1:] and not words[1].startswith("-"):
+        raise ConfigError(f"{VARIABLE}: write the program and its options alone, without {words[1]!r}")
+    for option in words[1:]:
+        name = option.partition("=")[0].replace("_", "-")
+        if name in OF_THE_SERVER:
+            raise ConfigError(f"{VARIABLE}: {name} follows from the server's own settings; leave it out")
+    program = shutil.which(words[0])
+    if program is None:
+        raise ConfigError(
+            f"--backend: {words[0]!r} is not a program on PATH; pip install 'modelwright[vllm]', or, if vLLM's PyTorch "
+            f"differs from this one, install it in a separate environment and name its program: {VARIABLE}="
+            "/opt/vllm/bin/vllm"
+        )
+    return program, words[1:]
 
 
 BACKEND = Backend(vllm_engine, weights=DTYPES)

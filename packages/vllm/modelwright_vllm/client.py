@@ -1,20 +1,20 @@
-"""vLLM as the engines of a server: its `EngineClient`.
+"""`EngineClient` for vLLM.
 
-vLLM runs as a child process, `vllm serve`, and is asked over its OpenAI-compatible API, token ids in and out. It could
-run in this process, too (as an AsyncLLM), and for three reasons does not: vLLM pins one version of PyTorch, so that it
-usually lives in an environment of its own; what ends a CUDA context must not end the gateway with all its connections;
-and its HTTP fields are documented and change less than its classes.
+vLLM runs as a child process, `vllm serve`, and serves token ids over its OpenAI-compatible API. It could run in this
+process, too (as an AsyncLLM), but does not for three reasons: vLLM pins a version of PyTorch, so that it is usually
+installed in a separate environment; an error that ends a CUDA context must not end the gateway with all its
+connections; and its HTTP fields are documented and change less than its classes.
 
 Each answer is a task with a connection, and closing the connection ends the answer in vLLM. A vLLM that has ended or
-says nothing is started again with growing pauses. Its open answers end with the error `engine_lost`: other tokens could
-follow the second time.
+does not respond is started again with growing pauses. Its open answers end with the error `engine_lost`, because a
+second attempt could produce other tokens.
 """
 
 import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 
 from modelwright.core.errors import ModelError
-from modelwright.infer.engine import EngineStats
+from modelwright.infer.engine import EngineStats, StepOutput
 from modelwright.serve.account.monitoring import NO_LOAD
 from modelwright.serve.engines.client import EngineEnd, EngineEvents, EngineInfo, Job, refuse_lacking
 from modelwright.serve.engines.pool import FIRST_PAUSE_S, LONGEST_PAUSE_S, STABLE_S
@@ -43,16 +43,16 @@ WATCH_PERIOD_S = 0.2
 POLL_PERIOD_S = 1.0
 POLL_TIMEOUT_S = 5.0
 MOST_FAILED_POLLS = 3
-"""A vLLM that does not answer so often in a row hangs. Its event loop may be busy for a second or two."""
+"""Number of failed polls in a row after which vLLM counts as hung. Its event loop may be busy for a second or two."""
 
 
 class VllmClient:
-    """One vLLM with one version of the model. fingerprint: computes that of the weights again."""
+    """A vLLM process with one version of the model. fingerprint: computes the fingerprint of the weights again."""
 
     def __init__(
         self, launch: VllmLaunch, process: VllmProcess, info: EngineInfo, fingerprint: Callable[[], str]
     ) -> None:
-        """process: ready."""
+        """Takes over a process that is ready."""
         self.info = info
         self.unavailable = ""
         self.is_back_soon = False  # it takes minutes to start
@@ -99,7 +99,7 @@ class VllmClient:
         self._process.end()
 
     def _connect(self) -> None:
-        """To the present process, which has a name of its own."""
+        """Connects to the current process under a new name."""
         self._name = f"vllm-{secrets.token_hex(4)}"
         self._figures = VllmFigures()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.info.max_num_seqs)
@@ -108,15 +108,20 @@ class VllmClient:
         self._http = httpx.AsyncClient(transport=transport, base_url=BASE_URL, timeout=timeout)
 
     async def _answer(self, request_id: str, job: Job) -> None:
-        """Compute one answer and report it to the end."""
+        """Computes an answer and reports it to the end."""
         error: ApiError | None = None
         try:
             body = body_of(job, self.info.max_seq_len)
             reader = AnswerReader(request_id, body)
-            if body.get("stream"):
-                await self._read_stream(body, reader)
-            else:
-                await self._read_whole(body, reader)
+            async with self._http.stream("POST", ROUTE, json=body) as response:
+                if response.status_code != httpx.codes.OK:
+                    raise refusal(_error_of(await response.aread()), response.status_code)
+                if not body.get("stream"):
+                    self._report(reader.read(json.loads(await response.aread())))
+                else:
+                    async for line in response.aiter_lines():
+                        if line.startswith(DATA) and line != DATA + DONE:
+                            self._report(reader.read(json.loads(line.removeprefix(DATA))))
             last = reader.end()
         except ApiError as refused:
             error = refused
@@ -133,23 +138,7 @@ class VllmClient:
             return
         self._refuse(request_id, error)
 
-    async def _read_stream(self, body: Mapping[str, Any], reader: AnswerReader) -> None:
-        """Report all tokens but the last."""
-        async with self._http.stream("POST", ROUTE, json=body) as response:
-            if response.status_code != httpx.codes.OK:
-                raise refusal(_error_of(await response.aread()), response.status_code)
-            async for line in response.aiter_lines():
-                if not line.startswith(DATA) or line == DATA + DONE:
-                    continue
-                outputs = reader.read(json.loads(line.removeprefix(DATA)))
-                if outputs:
-                    self._events.deliver(self._name, outputs, self._stats())
-
-    async def _read_whole(self, body: Mapping[str, Any], reader: AnswerReader) -> None:
-        response = await self._http.post(ROUTE, json=body)
-        if response.status_code != httpx.codes.OK:
-            raise refusal(_error_of(response.content), response.status_code)
-        outputs = reader.read(response.json())
+    def _report(self, outputs: Sequence[StepOutput]) -> None:
         if outputs:
             self._events.deliver(self._name, outputs, self._stats())
 
@@ -173,13 +162,21 @@ class VllmClient:
         )
 
     async def _keep_running(self) -> None:
-        """Watch vLLM, and start it again when it is lost."""
+        """Watches vLLM, and starts it again when it is lost."""
         pause_s, loop = FIRST_PAUSE_S, asyncio.get_running_loop()
         while True:
             started = loop.time()
             end = await self._watch()
             log.error("vLLM (guarded by process %d) %s", self._process.pid, end)
-            await self._lose(end)
+            # All open answers end with an error.
+            self.unavailable = "vLLM is being started again; try again soon."
+            self._events.engine_lost(self._name, end)
+            answers, self._answers = self._answers, {}
+            for request_id, task in answers.items():
+                task.cancel()
+                self._refuse(request_id, engine_lost())
+            await self._http.aclose()
+            await asyncio.to_thread(self._process.end)
             pause_s = FIRST_PAUSE_S if loop.time() - started > STABLE_S else pause_s
             while True:
                 await asyncio.sleep(pause_s)
@@ -188,7 +185,7 @@ class VllmClient:
                     break
 
     async def _watch(self) -> EngineEnd:
-        """Wait until vLLM has ended or hangs; returns which. Reads its figures meanwhile."""
+        """Waits until vLLM has ended or hangs; returns which. Reads its figures meanwhile."""
         loop, num_failed = asyncio.get_running_loop(), 0
         polled_at = loop.time()
         while not self._process.has_ended:
@@ -202,7 +199,7 @@ class VllmClient:
         return "died"
 
     async def _poll(self) -> bool:
-        """Whether vLLM says that it is well."""
+        """Reads vLLM's figures; returns True if it reports that it is healthy."""
         try:
             async with asyncio.timeout(POLL_TIMEOUT_S):
                 if (await self._http.get("/health")).status_code != httpx.codes.OK:
@@ -217,19 +214,8 @@ class VllmClient:
         self._events.deliver(self._name, [], self._stats())
         return True
 
-    async def _lose(self, end: EngineEnd) -> None:
-        """End all open answers with an error, and what is left of the process."""
-        self.unavailable = "vLLM is being started again; try again soon."
-        self._events.engine_lost(self._name, end)
-        answers, self._answers = self._answers, {}
-        for request_id, task in answers.items():
-            task.cancel()
-            self._refuse(request_id, engine_lost())
-        await self._http.aclose()
-        await asyncio.to_thread(self._process.end)
-
     async def _restarted(self) -> bool:
-        """Start another process; false if that was not possible. `stop` ends one that is still starting."""
+        """Starts another process; returns False if that failed. `stop` ends one that is still starting."""
         try:
             found = await asyncio.to_thread(self._fingerprint)
             if found != self.info.fingerprint:

@@ -1,12 +1,12 @@
-"""Runs a command for as long as whoever asked for it lives:
+"""Runs a command for as long as the process that started the guard lives:
 
     python -m modelwright_vllm.guard FOLDER COMMAND ...
 
-Standard input is a pipe whose other end the asker keeps open. When it closes, on purpose or because the asker was
-killed, the command gets SIGTERM and a time to end. Whatever is left of its process group is killed then, and FOLDER,
-which has the command's socket, is removed. A signal on the death of the parent alone would not do: it is sent when the
-thread that started the child ends, and the server starts children in threads. The guard has one thread, so its own
-child has that signal, for the case that the guard is killed.
+Standard input is a pipe whose other end the starting process keeps open. When it closes, on purpose or because that
+process was killed, the command gets SIGTERM and a time to end. Then the rest of its process group is killed, and
+FOLDER, which contains the command's socket, is removed. A signal on the death of the parent alone would not do: it is
+sent when the thread that started the child ends, and the server starts children in threads. The guard has one thread,
+so its own child has that signal, in case the guard is killed.
 """
 
 import ctypes
@@ -21,43 +21,34 @@ from contextlib import suppress
 from pathlib import Path
 
 GRACE_S = 10.0
-"""From SIGTERM to SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL."""
 PR_SET_PDEATHSIG = 1
-"""Of the kernel's prctl.h: the signal that a process gets when its parent has ended."""
+"""Option of prctl(2): the signal that a process receives when its parent ends."""
 
 
 def guard(folder: Path, command: Sequence[str]) -> int:
-    """Run a command until it ends or standard input is closed; returns its exit code. folder: is removed at the end."""
+    """Runs a command until it ends or standard input is closed, then removes the folder. Returns the exit code."""
     try:
-        return _run(command)
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with_parent)
+        try:
+            poll = select.poll()
+            # Nobody writes into the pipe: either descriptor is ready only when its other end has ended.
+            for descriptor in (sys.stdin.fileno(), os.pidfd_open(child.pid)):
+                poll.register(descriptor, select.POLLIN)
+            poll.poll()
+            child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(GRACE_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        return child.wait()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(command: Sequence[str]) -> int:
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with_parent)
-    exited = os.pidfd_open(child.pid)
-    try:
-        _wait_for_either(sys.stdin.fileno(), exited)
-        child.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(GRACE_S)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-    return child.wait()
-
-
 def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _wait_for_either(pipe: int, exited: int) -> None:
-    """Until the pipe is closed, or a process has ended. Nobody writes into the pipe."""
-    poll = select.poll()
-    for descriptor in (pipe, exited):
-        poll.register(descriptor, select.POLLIN)
-    poll.poll()
 
 
 if __name__ == "__main__":

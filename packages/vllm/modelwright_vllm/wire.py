@@ -1,8 +1,7 @@
-"""Jobs as requests to vLLM's /v1/completions, and its replies as outputs of an engine: token ids in both directions.
+"""Jobs as requests to vLLM's /v1/completions, its replies as outputs of an engine (token ids in both directions), and
+its /metrics as figures of the cache (vllm.v1.metrics.loggers).
 
-As vLLM has it in vllm/entrypoints/openai/completion/protocol.py and serving.py, 0.14 to 0.29.
-
-What vLLM's /metrics says of its cache (vllm.v1.metrics.loggers).
+The fields follow vllm/entrypoints/openai/completion/protocol.py and serving.py, 0.14 to 0.29.
 """
 
 import json
@@ -21,21 +20,19 @@ from modelwright.serve.engines.grammars import JSON_FORM
 from modelwright.serve.errors import ApiError
 
 SERVED_NAME = "model"
-"""What vLLM calls the model."""
-
+"""Name of the model in vLLM."""
 MOST_SEED = 2**63
 SAME_NAMES = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
 GRAMMAR_KINDS = {"json": "json", "regex": "regex", "lark": "grammar"}
 """Fields of `structured_outputs` by the kind of a `GrammarSource`. Its guidance back-end is llguidance, as ours."""
-
 FINISHED = ("stop", "length")
 
 
 def body_of(job: Job, context: int) -> dict[str, Any]:
-    """The request of a job. A job that asks for log-probabilities of its prompt is answered in one piece, because
-    vLLM's streams have none. Raises `ApiError` 400 if the prompt leaves no room in the context.
+    """Returns the body of a job's request. A job with log-probabilities of its prompt is answered in one piece,
+    because vLLM's streams lack them. Raises `ApiError` 400 if the prompt fills the context.
     """
     message = job.to_message()
     params, room = message["params"], context - len(job.prompt_ids)
@@ -65,21 +62,18 @@ def body_of(job: Job, context: int) -> dict[str, Any]:
     if message["cache_salt"]:
         body["cache_salt"] = message["cache_salt"]
     if message["grammar"]:
-        body["structured_outputs"] = _structured(message["grammar"]["kind"], message["grammar"]["text"])
+        kind, grammar = message["grammar"]["kind"], message["grammar"]["text"]
+        if kind == "json":
+            schema = json.loads(grammar)
+            schema = {} if schema is True else schema
+            # JSON in the form in which our own engine writes it.
+            grammar = {**schema, "x-guidance": JSON_FORM} if isinstance(schema, dict) else schema
+        body["structured_outputs"] = {GRAMMAR_KINDS[kind]: grammar}
     return body
 
 
-def _structured(kind: str, text: str) -> dict[str, Any]:
-    """JSON in the form in which our own engine writes it."""
-    if kind != "json":
-        return {GRAMMAR_KINDS[kind]: text}
-    schema = json.loads(text)
-    schema = {} if schema is True else schema
-    return {"json": {**schema, "x-guidance": JSON_FORM} if isinstance(schema, dict) else schema}
-
-
 class AnswerReader:
-    """Makes outputs of the replies to one request: the events of a stream, or one whole body."""
+    """Converts the replies to one request into outputs: the events of a stream, or one whole body."""
 
     def __init__(self, request_id: str, body: Mapping[str, Any]) -> None:
         self._request_id = request_id
@@ -91,52 +85,51 @@ class AnswerReader:
         self._num_cached = 0
 
     def read(self, reply: Mapping[str, Any]) -> list[StepOutput]:
-        """The new tokens of a reply. The last token of an answer is held back until `end`: only then are its reason and
-        the number of cached tokens known. Raises `ApiError` for a reply that is an error.
+        """Returns the new tokens of a reply. The last token of an answer is held back until `end`: only then are its
+        reason and the number of cached tokens known. Raises `ApiError` for a reply that is an error.
         """
         if "error" in reply:
             raise refusal(reply, 0)
         usage = reply.get("usage") or {}
         self._num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         for choice in reply["choices"]:
-            self._held.extend(self._outputs(choice))
+            ids: Sequence[int] = choice.get("token_ids") or []
+            self._num_left -= len(ids)
+            scored = self._logprobs(choice.get("logprobs"), len(ids))
+            outputs = [
+                StepOutput(self._request_id, token, logprob, others, "")
+                for token, (logprob, others) in zip(ids, scored, strict=True)
+            ]
+            if outputs and choice.get("prompt_logprobs"):
+                outputs[0] = replace(outputs[0], prompt_scores=self._prompt_scores(choice["prompt_logprobs"]))
+            self._held.extend(outputs)
             self._reason = choice.get("finish_reason") or self._reason
         num_ready = len(self._held) - bool(self._reason or self._num_left <= 0)
         return [self._held.popleft() for _ in range(num_ready)]
 
     def end(self) -> StepOutput:
-        """The last token. Raises `ApiError` if the replies have ended before the answer."""
+        """Returns the last token. Raises `ApiError` if the replies have ended before the answer."""
         if self._reason not in FINISHED or len(self._held) != 1:
             what = f"with the reason {self._reason!r}" if self._reason else "in the middle of an answer"
             raise ApiError(500, f"vLLM has ended {what}; see the server's log.", code="engine_failed")
         return replace(self._held.popleft(), finish_reason=self._reason, num_cached_tokens=self._num_cached)
 
-    def _outputs(self, choice: Mapping[str, Any]) -> list[StepOutput]:
-        ids: Sequence[int] = choice.get("token_ids") or []
-        self._num_left -= len(ids)
-        scored = self._logprobs(choice.get("logprobs"), len(ids))
-        outputs = [
-            StepOutput(self._request_id, token, logprob, others, "")
-            for token, (logprob, others) in zip(ids, scored, strict=True)
-        ]
-        if outputs and choice.get("prompt_logprobs"):
-            outputs[0] = replace(outputs[0], prompt_scores=self._prompt_scores(choice["prompt_logprobs"]))
-        return outputs
-
     def _logprobs(self, reply: Mapping[str, Any] | None, num_tokens: int) -> list[tuple[float, Any]]:
-        """Log-probability and alternatives of each token, likeliest first."""
+        """Returns the log-probability and the alternatives of each token, the likeliest first."""
         if self._num_logprobs is None or not num_tokens:
             return [(0.0, ())] * num_tokens
         if reply is None or len(reply["token_logprobs"]) != num_tokens:
             raise ApiError(500, "vLLM has left out log-probabilities of its tokens.", code="engine_failed")
         tops = reply.get("top_logprobs") or [None] * num_tokens
-        return [
-            (logprob, _likeliest(top or {}, self._num_logprobs))
-            for logprob, top in zip(reply["token_logprobs"], tops, strict=True)
-        ]
+        scored: list[tuple[float, Any]] = []
+        for logprob, top in zip(reply["token_logprobs"], tops, strict=True):
+            # The token itself is among them even if others are likelier.
+            pairs = [(int(name.removeprefix(ID_PREFIX)), value) for name, value in (top or {}).items()]
+            scored.append((logprob, tuple(sorted(pairs, key=lambda pair: -pair[1])[: self._num_logprobs])))
+        return scored
 
     def _prompt_scores(self, entries: Sequence[Mapping[str, Any] | None]) -> tuple[ScoredToken, ...]:
-        """The tokens of the prompt from the second one on."""
+        """Returns the scores of the prompt's tokens from the second one on."""
         scores = []
         for token, entry in zip(self._prompt_ids[1:], entries[1:], strict=True):
             assert entry is not None, "only the first token follows nothing"
@@ -147,14 +140,8 @@ class AnswerReader:
         return tuple(scores)
 
 
-def _likeliest(top: Mapping[str, float], count: int) -> tuple[tuple[int, float], ...]:
-    """The token itself is among them even where others are likelier."""
-    pairs = [(int(name.removeprefix(ID_PREFIX)), logprob) for name, logprob in top.items()]
-    return tuple(sorted(pairs, key=lambda pair: -pair[1])[:count])
-
-
 def refusal(reply: Mapping[str, Any], status: int) -> ApiError:
-    """The error that vLLM sends in place of an answer. status: of HTTP, 0 for an event of a stream."""
+    """Returns the error that vLLM sends in place of an answer. status: HTTP status, 0 for an event of a stream."""
     error = reply.get("error") or {}
     status = status or (error["code"] if isinstance(error.get("code"), int) else 500)
     message = str(error.get("message") or reply.get("message") or "no reason given")
@@ -170,8 +157,8 @@ QUERIES, HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total
 
 @dataclass(frozen=True, kw_only=True)
 class VllmFigures:
-    """Figures of all engines of a vLLM together, since its start. num_blocks: of the cache; used_share: of them, the
-    mean over the engines.
+    """Figures of all engines of a vLLM together, since its start. num_blocks: blocks of the cache; used_share: share of
+    blocks in use, the mean over the engines.
     """
 
     num_blocks: int = 0
@@ -182,9 +169,9 @@ class VllmFigures:
 
 
 def read_figures(text: str) -> VllmFigures:
-    """Read the text of /metrics; a metric that is not there is 0. Raises `ValueError` for another format."""
+    """Parses the text of /metrics; a missing metric is 0. Raises `ValueError` for another format."""
     names = (BLOCKS, USAGE, PREEMPTIONS, QUERIES, HITS)
-    # Parsing all of them each second would hold up streams.
+    # Parsing all metrics each second would delay streams.
     lines = [line for line in text.splitlines(keepends=True) if line.startswith(names)]
     sums, counts, num_blocks = defaultdict[str, float](float), Counter[str](), 0
     for family in text_string_to_metric_families("".join(lines)):

@@ -12,23 +12,23 @@ from modelwright_search.strategies.scaled import SCALED
 from modelwright_search.workbench import SearchStrategy
 
 GROUP = "modelwright.search_strategies"
-"""Entry points of other packages, each a `SearchStrategy`."""
+"""Group of other packages' entry points, each a `SearchStrategy`."""
 
 STANDARD = "standard"
-"""The name under which the run's own shape and settings take part in every search."""
+"""Name of the run's own shape and settings, which are part of every search."""
 
 STRATEGIES = {strategy.name: strategy for strategy in (HALVING, TPE, RANDOM, SCALED, REINFORCE)}
 
 
 def known_strategies() -> Mapping[str, SearchStrategy]:
-    """The package's own and those of installed packages, which have the name of their entry point."""
+    """Returns the package's strategies and those of installed packages, which have the name of their entry point."""
     added = installed(GROUP, SearchStrategy, taken=(*STRATEGIES, STANDARD))
     return {**STRATEGIES, **{name: replace(strategy, name=name) for name, strategy in added.items()}}
 
 
 def strategies_of(names: Sequence[str], *, shapes: bool, budget: float) -> list[SearchStrategy]:
-    """The strategies with these names, in their order. shapes: whether the space is one of shapes. Raises
-    `ConfigError` for a name that is unknown, is named twice, or does not go with the space or the budget.
+    """Returns the strategies with these names, in this order. shapes: True if the space is one of shapes. Raises
+    `ConfigError` for a name that is unknown, is given twice, or does not suit the space or the budget.
     """
     known = known_strategies()
     if not names:

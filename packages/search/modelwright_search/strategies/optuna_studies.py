@@ -1,7 +1,7 @@
 """Strategies by Optuna, in this process: its samplers propose candidates, its pruner ends those that fall behind.
 
-The study lives in memory. A search that was killed replays its trials from the journal, with the same seed, so that
-Optuna proposes what it would have proposed.
+The study is in memory. A search that was killed replays its trials from the journal, with the same seed, so that Optuna
+repeats its proposals.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from optuna.trial import TrialState
 from modelwright_search.workbench import SearchStrategy, Workbench
 
 NUM_STARTUP = 5
-"""Random trials before the Parzen estimator, of which Optuna makes 10: a budget here is a few trainings."""
+"""Number of random trials before the Parzen estimator; less than Optuna's 10, as a budget here is a few trainings."""
 RUNGS = (0.25, 0.5, 1.0)
-"""Lengths to which successive halving trains a candidate. Each training has a whole learning-rate schedule of its own
-length and starts from scratch, so that losses within a rung compare; what the shorter rungs cost is charged."""
+"""Lengths to which successive halving trains a candidate. Each training starts from scratch with a learning-rate
+schedule over its whole length, so that losses within a rung compare; the cost of the shorter rungs is charged, too."""
 REDUCTION = 2
 """A candidate goes to the next rung if it is in the better half of those that have come as far: a rung is twice as long
 as the one before."""
 
 
 def search_by(bench: Workbench, sampler: BaseSampler, rungs: Sequence[float] = (1.0,)) -> None:
-    """Train what the sampler proposes, rung by rung, while the budget allows a candidate on all of them."""
+    """Trains the sampler's proposals, rung by rung, while the budget allows a candidate on all rungs."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     pruner = SuccessiveHalvingPruner(min_resource=1, reduction_factor=REDUCTION)
     study, axes = optuna.create_study(sampler=sampler, pruner=pruner), bench.space.axes
@@ -56,9 +56,9 @@ def search_by(bench: Workbench, sampler: BaseSampler, rungs: Sequence[float] = (
 
 
 def search_by_halving(bench: Workbench) -> None:
-    """Asynchronous successive halving (Li et al. 2020, ASHA) of random candidates. The first ones are compared with few
-    others, and the pruner never takes back an end: what the budget leaves over pays for the full length of those that
-    it has ended, the longest trained and then the best first.
+    """Runs asynchronous successive halving (Li et al. 2020, ASHA) on random candidates. The first are compared with
+    few others, and the pruner never revives a candidate: the rest of the budget pays for the full length of ended
+    candidates, those trained longest first, among equal ones the best first.
     """
     search_by(bench, RandomSampler(seed=bench.seed % 2**32), RUNGS)
     ended = [trial for trial in bench.trials if trial.loss is not None]
@@ -68,12 +68,12 @@ def search_by_halving(bench: Workbench) -> None:
 
 
 def search_at_random(bench: Workbench) -> None:
-    """Candidates drawn evenly on each axis (Bergstra and Bengio 2012; Li and Talwalkar 2019): a baseline."""
+    """Draws candidates evenly on each axis (Bergstra and Bengio 2012; Li and Talwalkar 2019): a baseline."""
     search_by(bench, RandomSampler(seed=bench.seed % 2**32))
 
 
 def search_by_tpe(bench: Workbench) -> None:
-    """Tree-structured Parzen estimator (Bergstra et al. 2011)."""
+    """Searches with the tree-structured Parzen estimator (Bergstra et al. 2011)."""
     search_by(bench, TPESampler(seed=bench.seed % 2**32, n_startup_trials=NUM_STARTUP))
 
 

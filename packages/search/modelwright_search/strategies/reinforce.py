@@ -31,7 +31,7 @@ BASELINE_DECAY = 0.95
 """Decay of the exponential moving average of rewards; the paper leaves it open."""
 
 MAX_LESSONS = 1000
-"""Draws of a search, repeated ones included."""
+"""Largest number of draws in a search, repeated ones included."""
 
 
 class RecurrentController(nn.Module):
@@ -50,8 +50,8 @@ class RecurrentController(nn.Module):
                 parameter.copy_((2.0 * draw - 1.0) * INIT_RANGE)
 
     def log_probs(self, places: Sequence[int]) -> list[Tensor]:
-        """The log-probabilities of all values of each axis, given the values at `places` on the axes before it: as many
-        as places, and one more if an axis is left.
+        """Returns the log-probabilities of all values of each axis, given the values at `places` on the axes before it:
+        one tensor for each place, and one more if an axis is left.
         """
         states = [(torch.zeros(1, HIDDEN_DIM), torch.zeros(1, HIDDEN_DIM)) for _ in self.cells]
         value, results = self.start[None], list[Tensor]()
@@ -67,7 +67,7 @@ class RecurrentController(nn.Module):
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> list[int]:
-        """The place of a value on each axis."""
+        """Draws the place of a value on each axis."""
         places: list[int] = []
         for _ in self.sizes:
             probabilities = self.log_probs(places)[-1].exp()
@@ -75,13 +75,13 @@ class RecurrentController(nn.Module):
         return places
 
     def log_prob(self, places: Sequence[int]) -> Tensor:
-        """The log-probability of drawing these places."""
+        """Returns the log-probability of drawing these places."""
         steps = zip(self.log_probs(places), places, strict=True)
         return torch.stack([log_probs[place] for log_probs, place in steps]).sum()
 
     @torch.no_grad()
     def probabilities(self) -> list[float]:
-        """The probability of the likeliest value of each axis, each after the likeliest ones before it."""
+        """Returns the probability of the likeliest value of each axis, each after the likeliest ones before it."""
         places: list[int] = []
         likeliest: list[float] = []
         for _ in self.sizes:
@@ -92,7 +92,7 @@ class RecurrentController(nn.Module):
 
 
 def reward_of(loss: float | None) -> float:
-    """c / perplexity^2; 0 for a candidate without a loss."""
+    """Computes c / perplexity^2; 0 for a candidate without a loss."""
     return 0.0 if loss is None else REWARD_SCALE * math.exp(-2.0 * loss)
 
 
@@ -110,7 +110,7 @@ class Reinforce:
         return self.controller.draw(self.generator)
 
     def learn(self, places: Sequence[int], reward: float) -> None:
-        """One step of REINFORCE. The first reward is its own baseline, and so teaches nothing."""
+        """Makes a step of REINFORCE. The first reward is its own baseline, so its gradient is zero."""
         if not self.num_rewards:
             self.baseline = reward
         loss = -(reward - self.baseline) * self.controller.log_prob(places)
@@ -122,8 +122,9 @@ class Reinforce:
 
 
 def search_by_reinforce(bench: Workbench) -> SearchFinding:
-    """The controller draws, the workbench tries, and each trial teaches it. A candidate that comes again teaches it
-    again, and costs nothing. Returns the probabilities of its likeliest values beside those of an even draw.
+    """Draws candidates from the controller, tries them on the workbench, and learns from each trial. A repeated
+    candidate is a lesson again, but costs nothing. Returns the probabilities of the likeliest values next to those of
+    an even draw.
     """
     axes = bench.space.axes
     learner = Reinforce(axes, bench.seed)

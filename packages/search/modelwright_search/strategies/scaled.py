@@ -1,18 +1,18 @@
-"""The run's own shape, scaled as a whole: what one would do without a search."""
+"""The run's own shape, scaled as a whole: the baseline without a search."""
 
 from modelwright_search.space import Choices, Value
 from modelwright_search.workbench import SearchStrategy, Workbench
 
 NUM_SCALES = 40
 LARGEST = 2.0
-"""The largest factor. They are tried downwards in equal steps: the first one within limits is the largest that fits."""
+"""Largest factor. Factors are tried downwards in equal steps: the first one within the limits is the largest."""
 MULTIPLE = 16
-"""Widths are multiples of it."""
+"""Number of which widths are multiples."""
 
 
 def search_along_scales(bench: Workbench) -> None:
-    """Depth, width, heads and feed-forward width times one factor, with the run's attention and gate: the largest shape
-    within the limits, and smaller ones while the budget lasts, each once.
+    """Scales depth, width, heads and feed-forward width by one factor, with the run's attention and gate: tries the
+    largest shape within the limits, and smaller ones while the budget lasts, each once.
     """
     for step in range(NUM_SCALES):
         choices = scaled_choices(bench.space.standard_choices, LARGEST * (1.0 - step / NUM_SCALES))
@@ -21,7 +21,7 @@ def search_along_scales(bench: Workbench) -> None:
 
 
 def scaled_choices(standard: Choices, factor: float) -> dict[str, Value]:
-    """Numbers times the factor, at least 1, widths as multiples of 16; words as they are."""
+    """Scales numbers by the factor, to at least 1, widths to multiples of 16; copies strings unchanged."""
     scaled: dict[str, Value] = {}
     for name, value in standard.items():
         if isinstance(value, str):
