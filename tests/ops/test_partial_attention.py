@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modelwright.ops.attention import document_mask, masked_attention_naive
-from modelwright.ops.partial_attention import (
+from modelwright.parallel.context_parallel import (
     VisibleBlock,
     add_keys,
     empty_output,

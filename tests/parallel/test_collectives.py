@@ -137,7 +137,7 @@ def watch(world: World, folder: Path, num_calls: int) -> dict[str, Any]:
     message = torch.ones(2**13)
 
     def edges() -> list[tuple[int, int]]:
-        steps = [step for steps in collectives.plan_for(4 * message.numel()).rounds for step in steps]
+        steps = [step for steps in collectives.plan_for(4 * message.numel()).plan.rounds for step in steps]
         return [(step.source, step.target) for step in steps if not step.adds]
 
     def call() -> None:

@@ -24,7 +24,7 @@ from modelwright.parallel.pipeline.stages import (
     layers_of_stages,
     rank_of_stage,
 )
-from modelwright.train.checkpoint.writer import read_weights
+from modelwright.train.checkpoint.files import read_weights
 from modelwright.train.memory.activations import Segment
 from modelwright.train.memory.checkpointing import checkpoint_segments
 from modelwright.train.parallelize import compile_each_block

@@ -136,7 +136,7 @@ def measure_arms(
         for name, arm in arms.items():
             num_calls = 1 + effort.calls // 10 if "64 x" in name else effort.calls
             times.setdefault(name, []).append(1e3 * timed(world, arm, num_calls))
-    return {f"{order}, {num_bytes // KIB} KiB": chosen.plan_for(num_bytes).name for num_bytes in SIZES}
+    return {f"{order}, {num_bytes // KIB} KiB": chosen.plan_for(num_bytes).plan.name for num_bytes in SIZES}
 
 
 def alike(links: Links) -> Links:
@@ -169,7 +169,7 @@ def follow(world: World, out: Path, effort: Effort) -> None:
     message = torch.zeros(64 * KIB // 4)
 
     def edges() -> list[tuple[int, int]]:
-        steps = [step for steps in collectives.plan_for(64 * KIB).rounds for step in steps]
+        steps = [step for steps in collectives.plan_for(64 * KIB).plan.rounds for step in steps]
         return [(step.source, step.target) for step in steps if not step.adds]
 
     def one() -> float:

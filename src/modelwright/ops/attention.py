@@ -4,19 +4,14 @@ Packed rows hold several documents, and a token sees its own document only. On a
 be masked away, so `packed_attention` splits every document into tiles of queries and gives each tile only its visible
 keys. This package's own kernels take all tiles at once (`cpu_kernels`); otherwise each tile is one call of PyTorch's
 attention, and rows so short that calls cost more than masked products are not split. With a sliding window of W tokens
-a tile has only the keys that some of its queries see, under a mask. Scores with a soft cap, which neither kernel
-computes, are in `ops/attention.py`.
+a tile has only the keys that some of its queries see, under a mask.
 
-Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G = H / K query heads per key/value head.
-Query head h reads key/value head h // G.
+No kernel computes scores with a soft cap, soft_cap * tanh(scores / soft_cap) (Gemma 2, section 2.3): `capped_attention`
+computes tiles one after the other, and again in backward, so that scores exist for one tile at a time (Dao et al. 2022,
+"FlashAttention"), in at least FP32.
 
-Attention whose scores have a soft cap, soft_cap * tanh(scores / soft_cap): Gemma 2, section 2.3.
-
-PyTorch's attention operators for CPUs do not support it. Here the tiles of `ops/attention.py` are computed one after
-the other and again in backward, so that scores exist for one tile at a time (Dao et al. 2022, "FlashAttention"). In at
-least FP32. The reference is `ops.attention.masked_attention_naive`.
-
-Legend: as in `ops/attention.py`; S queries and N keys of a tile, G query heads per key/value head.
+Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G = H / K query heads per key/value head, S
+queries and N keys of a tile. Query head h reads key/value head h // G.
 """
 
 import math

@@ -1,18 +1,18 @@
-"""Divergence of self-attention distributions, head by head (Wang et al. 2020, MiniLM, arXiv 2002.10957, section 3.1).
+"""Divergence of a student's self-attention from a teacher's: of distributions or of relations of tokens.
 
-A head's distribution over the tokens that a token sees is the softmax of its scaled and, where a model has a soft cap,
-capped scores. Student and teacher need equal numbers of query heads and the same window; widths of heads and numbers of
-key/value heads may differ. Only causally ordered pairs of tokens of one document count.
+Of distributions, head by head (Wang et al. 2020, MiniLM, arXiv 2002.10957, section 3.1): a head's distribution over the
+tokens that a token sees is the softmax of its scaled and, where a model has a soft cap, capped scores. Student and
+teacher need equal numbers of query heads and the same window; widths of heads and numbers of key/value heads may
+differ.
 
-Legend: B rows, T tokens, H query heads, K key/value heads, d head width, L tokens of one document, h some of the heads.
+Of relations (MiniLMv2, Wang et al. 2021, arXiv 2012.15828, section 3.1): queries, keys or values of all heads of a
+layer are concatenated and cut anew into R relation heads. The relations of a token are the softmax of its scaled
+products with the tokens that it sees, so that numbers and widths of heads may differ.
 
-Divergence of self-attention relations (MiniLMv2, Wang et al. 2021, arXiv 2012.15828, section 3.1).
+Only causally ordered pairs of tokens of one document count.
 
-Queries, keys or values of all heads of a layer are concatenated and cut anew into R relation heads. The relations of a
-token are the softmax of its scaled products with the tokens that it sees; student and teacher are compared there, so
-their numbers and widths of heads may differ. Only causally ordered pairs of tokens of one document count.
-
-Legend: B rows, T tokens, C student's channels, E teacher's channels, R relation heads, L tokens of one document.
+Legend: B rows, T tokens, H query heads, K key/value heads, d head width, L tokens of one document, h some of the heads;
+C student's channels, E teacher's channels, R relation heads.
 """
 
 from collections.abc import Iterator

@@ -1,15 +1,10 @@
-"""Cross-entropy of a linear head without materializing all logits.
+"""Cross-entropy, log-probabilities and entropies of a linear head without materializing all logits.
 
 A vocabulary of 12,000 makes the logits the largest tensor of a small model's step. Here they exist for one chunk of
-tokens at a time, and both gradients are computed while the chunk is in the cache, so nothing is computed twice.
-Tokens whose label is ignored cost nothing. The log-probability of each token is in `token_log_probs.py`.
-
-Legend: N flattened tokens, D model width, V vocabulary, C tokens of one chunk.
-
-Log-probability and entropy of every token under a linear head, with gradients, without materializing all logits.
-
-Preference and policy-gradient losses need them. Unlike the sum in `cross_entropy.py`, the factor of each token's
-gradient is known only in backward, which therefore computes each chunk of logits once more.
+tokens at a time. For the sum of the cross-entropy both gradients are computed while the chunk is in the cache, so
+nothing is computed twice. Preference and policy-gradient losses need each token's value; the factor of its gradient is
+known only in backward, which therefore computes each chunk of logits once more. Tokens whose label is ignored cost
+nothing.
 
 Legend: N flattened tokens, D model width, V vocabulary, U the rows of it on this rank, C tokens of one chunk, R ranks.
 """
@@ -239,14 +234,20 @@ class _TokenLogProbs(torch.autograd.Function):
             hidden_CD = hidden_ND[kept_C].to(ctx.compute)
             logits_CU = _logits(hidden_CD, weight, ctx.soft_cap, ctx.scores_in)
             slopes_CU = 1 - (logits_CU / ctx.soft_cap).square() if ctx.soft_cap else None
-            grad_CU = _grad_logits(
-                logits_CU,
-                normalizers_N[kept_C],
-                *_places(labels_N[kept_C], ctx.first_row, logits_CU.shape[1]),
-                grad_N[kept_C],
-                (grad_entropies_N[kept_C], entropies_N[kept_C]) if ctx.with_entropies else None,
-            )
-            del logits_CU
+            places_C1, here_C1 = _places(labels_N[kept_C], ctx.first_row, logits_CU.shape[1])
+            # g (one_hot - p) for log-probabilities, -g p (log p + H) for entropies H.
+            grad_C1 = grad_N[kept_C][:, None]
+            log_probs_CU = logits_CU.sub_(normalizers_N[kept_C][:, None])
+            grad_CU = log_probs_CU.exp()
+            if ctx.with_entropies:
+                surprise_CU = log_probs_CU.add_(entropies_N[kept_C][:, None]).mul_(grad_entropies_N[kept_C][:, None])
+                grad_CU.mul_(-(surprise_CU.add_(grad_C1)))
+                del surprise_CU
+            else:
+                grad_CU.mul_(-grad_C1)
+            grad_CU.scatter_add_(1, places_C1, here_C1 * grad_C1)
+            # All of these are the logits' memory.
+            del logits_CU, log_probs_CU
             grad_CU = (grad_CU if slopes_CU is None else grad_CU.mul_(slopes_CU)).to(ctx.compute)
             if grad_hidden_ND is not None:
                 grad_hidden_ND[kept_C] = product(grad_CU, weight).to(grad_hidden_ND.dtype)
@@ -260,28 +261,6 @@ class _TokenLogProbs(torch.autograd.Function):
 def _logits(hidden_CD: Tensor, weight_UD: Tensor, soft_cap: float, scores_in: torch.dtype) -> Tensor:
     products_CU = product(hidden_CD, weight_UD.T).to(scores_in)
     return soft_cap_logits(products_CU, soft_cap) if soft_cap else products_CU
-
-
-def _grad_logits(
-    logits_CU: Tensor,
-    normalizers_C: Tensor,
-    places_C1: Tensor,
-    here_C1: Tensor,
-    grad_C: Tensor,
-    of_entropies: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """The gradient in the logits, which are overwritten: g (one_hot - p) for log-probabilities, -g p (log p + H) for
-    entropies H. of_entropies: their gradients and values, [C] each.
-    """
-    log_probs_CU = logits_CU.sub_(normalizers_C[:, None])
-    grad_CU = log_probs_CU.exp()
-    if of_entropies is None:
-        grad_CU.mul_(-grad_C[:, None])
-    else:
-        grad_entropies_C, entropies_C = of_entropies
-        surprise_CU = log_probs_CU.add_(entropies_C[:, None]).mul_(grad_entropies_C[:, None])
-        grad_CU.mul_(-(surprise_CU.add_(grad_C[:, None])))
-    return grad_CU.scatter_add_(1, places_C1, here_C1 * grad_C[:, None])
 
 
 def _places(labels_C: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:

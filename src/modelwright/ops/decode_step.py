@@ -3,8 +3,8 @@ sequence through all layers, with keys and values in a paged cache.
 
 Weights are FP32, BF16, INT8 or codes of four bits in their stored layout; nothing is packed or copied. Everything is
 computed in FP32. The result of a row has the same bits for any number of rows and threads. INT8 weights [-64, 64] take
-INT8 activations with one scale per token, as `compress/integer_linear.py` defines it; 4-bit weights take FP32 activations
-or such INT8 ones, as `compress/integer_linear.py` does.
+INT8 activations with one scale per token, as `compress/integer_linear.py` defines it; 4-bit weights take FP32
+activations or such INT8 ones.
 
 Legend: N rows, D model width, K key/value heads, d head width, O outputs, I inputs, P groups of an output's inputs, L
 cache blocks, S tokens of one.
@@ -118,9 +118,10 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class FourBitWeight:
-    """A linear layer over codes of four bits, two to a byte as `compress/integer_linear.py` packs them, [O, I / 2 rounded
-    up]. step_OP, zero_OP: of groups, which divide the inputs equally, FP32; an empty zero_OP is zero throughout. A code
-    q stands for (q - zero) * step. takes_codes: activations are rounded to INT8. bias_O: FP32, empty for none.
+    """A linear layer over codes of four bits, two to a byte as `compress/integer_linear.py` packs them, [O, I / 2
+    rounded up]. step_OP, zero_OP: of groups, which divide the inputs equally, FP32; an empty zero_OP is zero
+    throughout. A code q stands for (q - zero) * step. takes_codes: activations are rounded to INT8. bias_O: FP32, empty
+    for none.
     """
 
     packed: Tensor
@@ -257,7 +258,7 @@ class DecodeStep:
 
     def __call__(self, rows: DecodeRows, tables: Sequence[Tensor]) -> Tensor:
         """Computes hidden states [N, D] after the final norm, FP32; the cache gets the tokens' keys and values. tables:
-        cosines and signed sines as in `ops/rope_norm_swiglu.py`, of layers that see all tokens and of layers with a window, four in
+        cosines and signed sines as of `rope_tables`, of layers that see all tokens and of layers with a window, four in
         all, [any, rotary_dim] each.
         """
         library = cpu_kernels.kernels()

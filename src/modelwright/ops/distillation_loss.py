@@ -5,16 +5,12 @@ Network"):
 
     (1 - a) * t^2 * KL(softmax(z_teacher / t) || softmax(z_student / t)) - a * log softmax(z_student)[label]
 
-Other divergences than KL(teacher || student) are above. Logits of student and teacher exist for one chunk
-of tokens at a time, and the gradient is computed together with the loss, as in `cross_entropy.py`. The teacher is a
-head over its hidden states, or the logarithms of its K largest probabilities; the sum of all other probabilities is
-then one more outcome, so that the divergence stays a proper one: it is a lower bound of the full divergence, and zero
-only where the student agrees on every stored probability.
+Logits of student and teacher exist for one chunk of tokens at a time, and the gradient is computed together with the
+loss, as in `cross_entropy.py`. The teacher is a head over its hidden states, or the logarithms of its K largest
+probabilities; the sum of all other probabilities is then one more outcome, so that the divergence stays a proper one:
+it is a lower bound of the full divergence, and zero only where the student agrees on every stored probability.
 
-Legend: N flattened tokens, D student's width, E teacher's width, V vocabulary, U the rows of it on this rank, C tokens
-of one chunk, K stored tokens.
-
-Divergences of a student's distribution q from a teacher's p, with their gradients in the student's scores.
+Divergences of a student's distribution q from a teacher's p:
 
     forward_kl    KL(p || q) = sum p (log p - log q)
     reverse_kl    KL(q || p): the student drops modes that it cannot fit, where KL(p || q) makes it cover all of them
@@ -23,7 +19,8 @@ Divergences of a student's distribution q from a teacher's p, with their gradien
 
 With q the softmax of scores z, the gradient in z is q (g - sum q g) for g = dD/dq.
 
-Legend: C tokens, U the rows of the vocabulary on this rank.
+Legend: N flattened tokens, D student's width, E teacher's width, V vocabulary, U the rows of it on this rank, C tokens
+of one chunk, K stored tokens.
 """
 
 import math

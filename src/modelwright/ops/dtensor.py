@@ -1,7 +1,4 @@
-"""This rank's shard of a tensor that may be a DTensor.
-
-This rank's part of a named tensor, a parameter or its gradient, under any layout.
-"""
+"""This rank's part of a tensor that may be a DTensor, and of a named parameter or its gradient under any layout."""
 
 from dataclasses import dataclass
 from math import prod
@@ -24,6 +21,14 @@ def local(tensor: Tensor) -> Tensor:
 def as_dtensor_like(whole: Tensor, piece: Tensor) -> Tensor:
     """A DTensor placed like `whole` around this rank's shard, sharing its memory."""
     return DTensor(piece, whole._spec, requires_grad=False) if isinstance(whole, DTensor) else piece
+
+
+def own_part(tensor: Tensor) -> tuple[slice, ...]:
+    """Returns this rank's shard as slices of the whole tensor; all of it for a plain tensor."""
+    shape, offset = tensor.shape, (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
 
 
 def max_over_shards(values: Tensor, sharded: Tensor) -> Tensor:
@@ -93,11 +98,8 @@ class TensorView:
 
 def view_of(name: str, tensor: Tensor) -> TensorView:
     """The view of a whole tensor, or of this rank's shard of a DTensor."""
-    shape, offset = tensor.shape, [0] * tensor.dim()
-    if isinstance(tensor, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    index = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
-    return TensorView(name=name, full_shape=tensor.shape, tensor=local(tensor), index=index, source=tensor)
+    part, index = local(tensor), own_part(tensor)
+    return TensorView(name=name, full_shape=tensor.shape, tensor=part, index=index, source=tensor)
 
 
 def flat_view_of(name: str, full_shape: torch.Size, part: Tensor, first: int) -> TensorView:

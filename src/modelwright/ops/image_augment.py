@@ -1,4 +1,4 @@
-"""Augmentation of images as pure functions of parameters that `objectives/image_augmentation.py` draws.
+"""Augmentation of images as pure functions of parameters that `objectives/image_batches.py` draws.
 
 Values are in [0, 1]. Torchvision has these transforms, too; its build on the package index is for CUDA and cannot be
 imported together with PyTorch for CPUs, and its MixUp and CutMix draw once for a batch from a global generator, so that

@@ -1,23 +1,14 @@
-"""Matrix products.
+"""Matrix products and convolutions in any format, and the three products of a linear layer.
 
-Matrix products and convolutions in formats for which a processor may lack instructions.
-
-Without instructions PyTorch multiplies BF16 and FP16 at a tenth of FP32's speed and INT8 at a thirtieth (AVX2, one
-thread). FP32 products of widened factors give the same result: a product of two BF16, FP16 or INT8 numbers is exact in
-FP32, and sums are kept in FP32, as in hardware with such instructions. Only one product's factors are widened, and only
-while it runs; the model keeps the narrow format.
-
-The three matrix products of a linear layer, each of which a technique may replace.
+Without instructions for a format PyTorch multiplies BF16 and FP16 at a tenth of FP32's speed and INT8 at a thirtieth
+(AVX2, one thread). FP32 products of widened factors give the same result: a product of two BF16, FP16 or INT8 numbers
+is exact in FP32, and sums are kept in FP32, as in hardware with such instructions. Only one product's factors are
+widened, and only while it runs; the model keeps the narrow format.
 
 A layer y = x W' costs one product forward and two backward: the gradients of its input, dy W (dgrad), and of its
-weight, dy' x (wgrad). Number formats change how these are computed, sparse updates how much of them.
+weight, dy' x (wgrad). Number formats change how these are computed (`lowp_linear.py`), sparse updates how much of them.
 
 Legend: N flattened rows, I inputs, O outputs.
-
-Counts the FLOPs of the products that are executed, from the shapes that reach them, 2 per multiply-add.
-
-Wrap the innermost `LinearGemms`, so that skipped work does not count. Attention and the head are not layers with
-`LinearGemms`; the code that runs them calls `add`.
 """
 
 import math
@@ -149,7 +140,11 @@ class Executed:
 
 
 def counted(inner: LinearGemms, executed: Executed) -> LinearGemms:
-    """Wraps `inner` so that its FLOPs are added to `executed`."""
+    """Wraps `inner` so that its FLOPs are added to `executed`, from the shapes that reach it, 2 per multiply-add.
+
+    Wrap the innermost `LinearGemms`, so that skipped work does not count. Attention and the head are not layers with
+    `LinearGemms`; the code that runs them calls `Executed.add`.
+    """
 
     def counting(product: Pair) -> Pair:
         def run(left: Tensor, right: Tensor) -> Tensor:

@@ -1,17 +1,12 @@
-"""The micro-benchmark timer: seconds of short calls, repeated, interleaved, and undisturbed by other processes.
+"""The micro-benchmark timer: seconds of short calls, repeated, interleaved, and undisturbed by other processes; and the
+rates of matrix products by it.
 
 Whether the minimum or the median of the repeats counts is up to the caller: the minimum for a machine's best, since
-other work only slows a repeat down; the median for its usual speed.
+other work only slows a repeat down; the median for its usual speed. Plans and automatic settings rest on measured
+rates, at the shapes that the model will use, and never on the nominal rate of a processor.
 
 `torch.utils.benchmark.Timer` is not suitable: it repeats one statement before the next, so that a busy moment affects
 only one of two alternatives, and it counts time in which other processes had the core.
-
-Measured rates of the machine: matrix products, INT8 linears, memory bandwidth.
-
-Plans and automatic settings rest on these figures, measured at the shapes that the model will use, and never on the
-nominal rate of a processor. Every rate is the best of several repeats under PyTorch's current number of threads,
-because other work on the machine can only slow a repeat down. `microbenchmark.undisturbed` waits for other processes to
-finish.
 """
 
 import time
@@ -29,7 +24,7 @@ from modelwright.ops.matmul import product
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
-
+Int8Backend = Literal["fbgemm", "int_mm"]
 Clock = Callable[[], float]
 """Seconds since any moment."""
 
@@ -137,9 +132,6 @@ def _competing_cores(others: LoadMeter, num_threads: int) -> float:
     """Cores that other processes use, 0 if they leave enough."""
     cores = others.other_cores()
     return cores if missing_cores(cores, num_threads) >= MISSING_CORES else 0.0
-
-
-Int8Backend = Literal["fbgemm", "int_mm"]
 
 
 def matmul_rate(m: int, k: int, n: int, *, dtype: torch.dtype, device: torch.device | str, repeats: int = 5) -> float:

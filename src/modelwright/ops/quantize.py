@@ -1,20 +1,17 @@
-"""Matrix products in eight bits: groups of elements share a scale, sums are accumulated in higher precision.
+"""Matrix products in eight bits, where groups of elements share a scale and sums have a higher precision, and products
+with frozen weights that are stored packed.
 
 All products of a linear layer have the form a b' with both factors cut into groups along the summed dimension. A grid
 gives the (rows, columns) of a group, 0 for all of them. Tensorwise: one scale; rowwise: one for each row; blockwise, as
 in DeepSeek-V3 (2024, section 3.3): 1 x 128 for activations and gradients, 128 x 128 for weights. `scaled_product` uses
 the hardware's kernel if there is one; `scaled_product_naive` is the definition, and runs anywhere.
 
-Legend: M, N rows of the factors, K the summed dimension, R rows of either, G groups.
+Weights in four bits are NormalFloat (QLoRA, Dettmers et al. 2023, section 3), two codes in a byte: each run of 64
+weights of a row has one FP32 scale, its largest magnitude; a code is the number of the nearest of 16 levels, quantiles
+of a normal distribution scaled to [-1, 1]. Together 0.56 bytes per weight.
 
-The product with a frozen weight that is stored packed: forward and backward unpack it again, some rows at a time.
-
-Weights in four bits: NormalFloat (QLoRA, Dettmers et al. 2023, section 3), two codes in a byte.
-
-Each run of 64 weights of a row has one FP32 scale, its largest magnitude; a code is the number of the nearest of 16
-levels, quantiles of a normal distribution scaled to [-1, 1]. Together 0.56 bytes per weight.
-
-Legend: O outputs, I inputs, P bytes of a row.
+Legend: M, N rows of the factors, K the summed dimension, R rows of either, G groups; O outputs, I inputs, P bytes of a
+row.
 """
 
 import logging
@@ -233,7 +230,8 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 def packed_product(x: Tensor, codes: Tensor, scales: Tensor, row_blocks: RowBlocks, product: Product) -> Tensor:
     """Returns product(x, W), [..., O] for x [..., I]. Its gradient is the same product of the output's gradient with W
-    transposed. Saves codes and scales for backward, neither x nor W. Differentiable once, in x.
+    transposed, which unpacks some rows at a time again: codes and scales are saved, neither x nor W. Differentiable
+    once, in x.
     """
     return _PackedProduct.apply(x, codes, scales, row_blocks, product)  # type: ignore[return-value]
 

@@ -1,20 +1,11 @@
-"""Functions of a decoder block.
+"""Rotary embedding, normalization and gated activation of a decoder block, each in few passes over the data on a CPU.
 
-Rotary position embedding (Su et al. 2021) in the half-rotation layout that Hugging Face checkpoints use, and its
-scaled forms.
+Rotary position embedding (Su et al. 2021) is in the half-rotation layout that Hugging Face checkpoints use; its scaled
+forms stretch frequencies for contexts longer than those of training. PyTorch's own `rms_norm` takes many elementwise
+passes on a CPU, forward and backward; here both directions are one kernel each (`cpu_kernels`) or, without kernels, as
+few passes as eager code allows.
 
-Legend: B rows, T tokens, H heads, d head width, r rotated width, F = r / 2 frequencies.
-
-Scaling stretches rotary frequencies for contexts longer than those of training.
-
-Root-mean-square normalization (Zhang and Sennrich 2019).
-
-PyTorch's own `rms_norm` takes many elementwise passes on a CPU, forward and backward; here both directions are one
-kernel each (`cpu_kernels`) or, without kernels, as few passes as eager code allows.
-
-Legend: D normalized width, the last dimension.
-
-The gated activation of the feed-forward layers (Shazeer 2020).
+Legend: B rows, T tokens, H heads, d head width, r rotated width, F = r / 2 frequencies, D normalized width.
 """
 
 import math
@@ -215,9 +206,8 @@ class _Rotate(torch.autograd.Function):
 def rms_norm(
     x: Tensor, weight_D: Tensor, eps: float, *, out_dtype: torch.dtype | None = None, in_fp32: bool = True
 ) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the format of `x` or `out_dtype`.
-
-    Computed in FP32 or wider; without `in_fp32` in the format of `x`, unless a kernel is used.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019), in the format of `x` or
+    `out_dtype`. Computed in FP32 or wider; without `in_fp32` in the format of `x`, unless a kernel is used.
 
     Differentiable once, in `x` and `weight_D`. Under `torch.compile` the definition itself is traced: the compiler
     fuses it better than it would fuse a fixed backward.
@@ -282,8 +272,8 @@ class _RmsNormByKernel(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
-    """Returns gate * sigmoid(gate) * up, in the format of `up`. in_fp32: compute the activation in FP32 at least.
-    Differentiable; once where a kernel computes it.
+    """Returns gate * sigmoid(gate) * up (Shazeer 2020), in the format of `up`. in_fp32: compute the activation in FP32
+    at least. Differentiable; once where a kernel computes it.
     """
     if gate.dtype == up.dtype and cpu_kernels.take("gated_activation", gate, up):
         return _SwiGlu.apply(gate.contiguous(), up.contiguous())  # type: ignore[return-value]

@@ -1,18 +1,13 @@
-"""A communication channel between the processes of a run that is separate from training, for background threads.
+"""Communication between the processes of a run that is separate from training: agreement for background threads,
+heartbeats, and the count of the bytes that are sent.
 
 A collective of a background thread must not mix with those of training, so it has its own process group, over gloo
 whatever the device. No rank waits forever: a process that has died or is late becomes one clear error on the others.
 
-Heartbeats between the processes of a run: each exits when another falls silent, so that a launcher can restart all.
-
 A host that loses its network closes no connection, so a process that waits for it in a collective, or at a barrier
-while data is prepared, would wait indefinitely. Here a thread of each process increments a counter in the store through
-which the processes found each other, and reads the others' counters. It needs neither the main thread nor a collective.
-
-Bytes that this process sends to the others, as counted by the kernel for its TCP connections.
-
-Everything is counted, whoever sent it: gradients, FSDP's gathered parameters, a pipeline's activations, sums of a few
-values, checkpoint and control messages. Only gloo sends all of it over TCP; for other backends nothing is reported.
+while data is prepared, would wait indefinitely. A heartbeat is a thread of each process that increments a counter in
+the store through which the processes found each other, and reads the others' counters: it needs neither the main thread
+nor a collective. A process exits when another falls silent, so that a launcher can restart all.
 """
 
 import os
@@ -38,12 +33,22 @@ from modelwright.parallel.mesh import World
 T = TypeVar("T")
 
 TIMEOUT_S = 600.0
+LOST = 3
+"""Exit status of a process that ends because another is lost."""
+_GONE = 1 << 32
+"""Added to the counter of a process that leaves on purpose."""
+_KEY = "heartbeat/"
+SEGMENTS_OUT, BYTES_SENT = 136, 200
+"""Offsets in `struct tcp_info` of <linux/tcp.h>: u32 `tcpi_segs_out`, u64 `tcpi_bytes_sent` (Linux 4.19)."""
+TCP_INFO_BYTES = BYTES_SENT + 8
+HEADER_BYTES = 14 + 20 + 20 + 12
+"""Header bytes of one segment: Ethernet, IPv4, and TCP with its timestamps."""
 
 
 class LostRankError(ModelwrightError):
     """Another process of the run has ended or did not answer in time."""
 
-    exit_code = 3
+    exit_code = LOST
 
 
 class ControlPlane:
@@ -133,14 +138,6 @@ class ControlPlane:
             ) from error
 
 
-Answer = TypeVar("Answer")
-LOST = 3
-"""Exit status of a process that ends because another is lost."""
-_GONE = 1 << 32
-"""Added to the counter of a process that leaves on purpose."""
-_KEY = "heartbeat/"
-
-
 class Heartbeat:
     """Context for all processes of a world alike; does nothing in a world of one. lost_after_s: a process is considered
     lost if its counter did not change for this long, and this process exits with status `LOST` after a line on stderr;
@@ -203,7 +200,7 @@ class Heartbeat:
         _ask(lambda: store.add(f"{_KEY}{self.world.rank}", _GONE))
 
 
-def _ask(question: Callable[[], Answer]) -> Answer | None:
+def _ask(question: Callable[[], T]) -> T | None:
     """Returns the store's answer, None if it does not answer: its host may be the lost one."""
     try:
         return question()
@@ -211,15 +208,14 @@ def _ask(question: Callable[[], Answer]) -> Answer | None:
         return None
 
 
-SEGMENTS_OUT, BYTES_SENT = 136, 200
-"""Offsets in `struct tcp_info` of <linux/tcp.h>: u32 `tcpi_segs_out`, u64 `tcpi_bytes_sent` (Linux 4.19)."""
-TCP_INFO_BYTES = BYTES_SENT + 8
-HEADER_BYTES = 14 + 20 + 20 + 12
-"""Header bytes of one segment: Ethernet, IPv4, and TCP with its timestamps."""
-
-
 class Traffic:
-    """Counts the bytes that this process has sent since the counter was created."""
+    """Counts the bytes that this process has sent since the counter was created, by the kernel's figures of its TCP
+    connections.
+
+    Everything is counted, whoever sent it: gradients, FSDP's gathered parameters, a pipeline's activations, sums of a
+    few values, checkpoint and control messages. Only gloo sends all of it over TCP; for other backends nothing is
+    reported.
+    """
 
     def __init__(self, world: World) -> None:
         self._sends = world.size > 1

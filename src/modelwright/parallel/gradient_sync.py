@@ -5,15 +5,11 @@ Gradients come in as each rank's share of one sum (already divided by the global
 per rank. Entries under a key `shared` are equal on all ranks; of all other tensors only the sum over the ranks matters,
 so that under another number of ranks each gets that sum divided by the new number. A list of tensors with the
 gradients' shapes, in their order, follows the parameters into another layout.
-
-Error feedback: the error of one message is added to the next (Seide et al. 2014; Karimireddy et al. 2019).
-
-Gradients travel as one flat FP32 vector; the residual is kept per gradient, so that a checkpoint can redistribute it
-with the parameters.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +31,7 @@ class GradientSync(Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes of this rank's messages; the metric of this name counts all traffic (`parallel/control_plane.py`)."""
+        """Payload bytes of this rank's messages; the metric of this name counts all traffic (`Traffic`)."""
         ...
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
@@ -45,11 +41,6 @@ class GradientSync(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 class Buckets:
@@ -64,7 +55,7 @@ class Buckets:
         *,
         bucket_bytes: int,
         many: int = 1,
-        of: Callable[[Tensor], Tensor] = _gradient,
+        of: Callable[[Tensor], Tensor] = attrgetter("grad"),
     ) -> None:
         self.begin = begin
         self.bucket_bytes = bucket_bytes
@@ -223,7 +214,11 @@ def shaped(flat_N: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 @dataclass(eq=False)
 class Residual:
-    """Values that have not been sent yet, one tensor per gradient (FP32); empty before the first message."""
+    """Values that have not been sent yet, one tensor per gradient (FP32), so that a checkpoint can redistribute them
+    with the parameters; empty before the first message.
+
+    Error feedback: the error of one message is added to the next (Seide et al. 2014; Karimireddy et al. 2019).
+    """
 
     tensors: list[Tensor] = field(default_factory=list[Tensor])
 
@@ -238,9 +233,6 @@ class Residual:
             )
         return flatten(self.tensors).to(gradients[0].device)
 
-    def keep(self, flat_N: Tensor, gradients: Sequence[Tensor]) -> None:
-        self.tensors = shaped(flat_N, gradients)
-
     def drain(self, gradients: Sequence[Tensor]) -> None:
         """Adds the residual to the gradients of a rank that is alone and sends no further message."""
         flat = self.flat(gradients)
@@ -248,6 +240,3 @@ class Residual:
             left = [part.to(gradient.dtype) for part, gradient in zip(shaped(flat, gradients), gradients, strict=True)]
             torch._foreach_add_(list(gradients), left)  # pyright: ignore
             self.tensors = []
-
-    def load(self, state: Sequence[Tensor]) -> None:
-        self.tensors = [tensor.float() for tensor in state]

@@ -4,14 +4,10 @@
 world along the axes of a mesh; along each axis they are a smaller world. A single process is a world of size 1 whose
 collectives do nothing.
 
-Differentiable collectives along one axis, each with its conjugate in backward.
-
-Each name describes the forward pass; the docstring describes the gradient. A tensor that is the same on all ranks has
-the same gradient on all ranks; one of which each rank holds a part has that part's gradient. Sums are computed in FP32,
-whatever the dtype, and rounded once. Source: Shoeybi et al. 2019, "Megatron-LM" (`enter` and `leave` are its f and g);
-Korthikanti et al. 2022 (the others).
-
-The rows of all ranks as one tensor, with gradients: for losses that compare every row of a batch with every other.
+Differentiable collectives along one axis come with their conjugates in backward: each name describes the forward pass,
+the docstring the gradient. A tensor that is the same on all ranks has the same gradient on all ranks; one of which each
+rank holds a part has that part's gradient. Sums are computed in FP32, whatever the dtype, and rounded once. Source:
+Shoeybi et al. 2019, "Megatron-LM" (`enter` and `leave` are its f and g); Korthikanti et al. 2022 (the others).
 
 Legend: P rows of this rank, N rows of all ranks, E width.
 """
@@ -321,8 +317,8 @@ class _Moved(torch.autograd.Function):
 
 
 def gather_rows(x_PE: Tensor, axis: World) -> tuple[Tensor, int]:
-    """Returns all ranks' rows concatenated [N, E], in rank order, and the index of this rank's first row. Ranks may
-    hold different counts.
+    """Returns all ranks' rows concatenated [N, E], in rank order, and the index of this rank's first row, for losses
+    that compare every row of a batch with every other. Ranks may hold different counts.
 
     Backward sums the gradients of all ranks and gives each rank those of its own rows. So where every rank
     differentiates its part of a sum over ranks, it gets the gradient of the whole sum.

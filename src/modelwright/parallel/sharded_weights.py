@@ -1,18 +1,10 @@
-"""Weights of a model laid out.
-
-ZeRO by PyTorch's FSDP2: shards of parameters, gradients and optimizer states on the ranks of one axis.
+"""The weights of a model that is laid out over a mesh: sharded (ZeRO by PyTorch's FSDP2), gathered whole, put back, and
+read from disk by each rank for itself. Every rank calls these functions in the same order.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Stage 1 accumulates
 gradients over the microbatches of a step and scatters them once; stage 2 scatters them after each microbatch; stage 3
 gathers each block when it is needed and frees it afterwards. Weights are sharded in FP32 and gathered in the format in
 which their products read them.
-
-Gathers whole tensors from a model laid out over a mesh, and distributes whole tensors into it. Every rank calls
-these functions in the same order.
-
-Weights that stay on disk until a model is laid out: each rank reads its own part of each file, and nothing else.
-
-`model.hf.deferred_model` makes such a model, with parameters on the meta device.
 """
 
 import copy
@@ -25,11 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from modelwright.core.errors import ConfigError
 from modelwright.model.decoder import HEAD_METHODS, Block, Decoder, Linear, decoders_in
-from modelwright.ops.dtensor import local
+from modelwright.ops.dtensor import local, own_part
 from modelwright.parallel.config import ZeroStage
 from modelwright.parallel.mesh import Mesh
 
@@ -46,8 +37,30 @@ def shard_states(
     version of PyTorch makes integers parameters that require gradients (2.11).
     """
     options: dict[str, Any] = {"mesh": sharing, "reshard_after_forward": zero_stage == 3}
+    blocks = [block for decoder in decoders_in(model).values() for block in decoder.blocks.values()]
     try:
-        _shard(model, options, formats)
+        if set(formats.values()) <= {torch.float32}:
+            for module in (*blocks, model):
+                fully_shard(module, **options)
+        else:
+            # The root first, as it takes parameters from within the blocks.
+            fully_shard(model, **options, ignored_params=set[nn.Parameter]().union(*map(_projection_weights, blocks)))
+            for block in blocks:
+                assert isinstance(block, Block)
+                parts = {"attention": block.attention, "ffn": block.ffn}
+                if len({formats[name] for name in parts}) == 1:
+                    parts = {"attention": block}
+                for name, part in parts.items():
+                    # Inputs are not cast: products cast their factors themselves. Packed weights, whose scales must not
+                    # be rounded, keep their format.
+                    is_packed = any(isinstance(one, Linear) and one.frozen is not None for one in part.modules())
+                    policy = MixedPrecisionPolicy(
+                        param_dtype=None if is_packed else formats[name],
+                        reduce_dtype=torch.float32,
+                        cast_forward_inputs=False,
+                    )
+                    others = set(part.parameters()) - _projection_weights(part)
+                    fully_shard(part, **options, mp_policy=policy, ignored_params=others)
     except RuntimeError as error:
         if "can require gradients" not in str(error):
             raise
@@ -64,31 +77,6 @@ def shard_states(
     return model
 
 
-def _shard(model: Decoder, options: Mapping[str, Any], formats: Mapping[str, torch.dtype]) -> None:
-    blocks = [block for decoder in decoders_in(model).values() for block in decoder.blocks.values()]
-    if set(formats.values()) <= {torch.float32}:
-        for block in blocks:
-            fully_shard(block, **options)
-        fully_shard(model, **options)
-        return
-    # The root first, as it takes parameters from within the blocks.
-    fully_shard(model, **options, ignored_params=set[nn.Parameter]().union(*map(_projection_weights, blocks)))
-    for block in blocks:
-        assert isinstance(block, Block)
-        parts = {"attention": block.attention, "ffn": block.ffn}
-        if len({formats[name] for name in parts}) == 1:
-            parts = {"attention": block}
-        for name, part in parts.items():
-            # Inputs are not cast: products cast their factors themselves. Scales of packed weights keep their format.
-            policy = MixedPrecisionPolicy(
-                param_dtype=None if is_packed(part) else formats[name],
-                reduce_dtype=torch.float32,
-                cast_forward_inputs=False,
-            )
-            others = set(part.parameters()) - _projection_weights(part)
-            fully_shard(part, **options, mp_policy=policy, ignored_params=others)
-
-
 def _projection_weights(module: nn.Module) -> set[nn.Parameter]:
     """Returns the weights of all projections in a block or in a part of one, packed or not."""
     weights = set[nn.Parameter]()
@@ -96,11 +84,6 @@ def _projection_weights(module: nn.Module) -> set[nn.Parameter]:
         if isinstance(one, Linear):
             weights.update([cast(nn.Parameter, one.weight)] if one.frozen is None else one.frozen.parameters())
     return weights
-
-
-def is_packed(module: nn.Module) -> bool:
-    """Returns whether projections of a module have packed weights, whose scales must not be rounded."""
-    return any(isinstance(one, Linear) and one.frozen is not None for one in module.modules())
 
 
 def scatter_gradients(model: nn.Module, now: bool) -> None:
@@ -141,14 +124,6 @@ def put(target: Tensor, whole: Tensor) -> None:
     local(target).copy_(whole[own_part(target)])
 
 
-def own_part(tensor: Tensor) -> tuple[slice, ...]:
-    """Returns this rank's shard as slices of the whole tensor; all of it for a plain tensor."""
-    shape, offset = tensor.shape, (0,) * tensor.dim()
-    if isinstance(tensor, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
-
-
 def move_out(model: Decoder) -> Decoder:
     """Returns a copy that takes over the weights of `model`, to be laid out; `model` keeps shapes but no values."""
     # Known to `deepcopy` as copied already, so that weights are moved and never exist twice.
@@ -173,7 +148,7 @@ def _whole(weight: Tensor) -> Tensor:
 
 
 def is_deferred(model: Decoder) -> bool:
-    """Returns whether the model's weights are still on disk."""
+    """Returns whether the model's weights are still on disk, as those of `model.hf.deferred_model`."""
     return model.stored is not None and any(parameter.is_meta for parameter in model.parameters())
 
 

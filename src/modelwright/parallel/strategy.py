@@ -3,12 +3,8 @@
 The training step computes this rank's share of the gradient and passes it to its strategy; the strategy decides when
 ranks communicate, which rank updates which weights, and when the ranks wait for each other. Each other strategy is one
 file under `strategies/`. Gradients arrive already divided by the global normalizer, so every strategy sums and none
-averages.
-
-Norm of the gradients of a model laid out over a mesh, and consistency of replicated gradients.
-
-A gradient is a plain tensor, equal on all ranks of the mesh that hold its parameter, or a DTensor of which each rank
-holds a shard.
+averages. A gradient is a plain tensor, equal on all ranks of the mesh that hold its parameter, or a DTensor of which
+each rank holds a shard.
 """
 
 import math
@@ -55,19 +51,6 @@ def redistribute_like(gradient: Tensor, parameter: Tensor) -> Tensor:
     return gradient
 
 
-def global_norm(gradients: Sequence[Tensor], mesh: Mesh, *, num_holders: Sequence[int]) -> float:
-    """The L2 norm of the gradients of the whole model; not finite if any shard is not. num_holders: for each gradient,
-    the number of ranks that hold each of its elements (`replication`).
-    """
-    if mesh.world.size == 1 or mesh.is_only_data_parallel:
-        return float(total_norm(gradients))
-    norms = {}
-    for copies in set(num_holders):
-        alike = [local(one) for one, number in zip(gradients, num_holders, strict=True) if number == copies]
-        norms[copies] = float(total_norm(alike))
-    return combine_norms(norms, mesh.world)
-
-
 def combine_norms(norms: Mapping[int, float], world: World) -> float:
     """The L2 norm of the gradients of the whole model, from the norms on this rank; not finite if any is not. norms: by
     the number of ranks that hold the same elements.
@@ -75,17 +58,6 @@ def combine_norms(norms: Mapping[int, float], world: World) -> float:
     # The sum over all ranks counts each square once per copy.
     square = sum(norm * norm / copies for copies, norm in norms.items())
     return math.sqrt(world.sums([square])[0])
-
-
-def replication(parameter: Tensor, mesh: Mesh, *, num_stages: int = 1) -> int:
-    """Number of ranks that hold each element. num_stages: pipeline stages that have it (2 for a tied head)."""
-    pieces = 1
-    if isinstance(parameter, DTensor):
-        for axis, placement in enumerate(parameter.placements):
-            # Not `is_shard`: FSDP's pieces of a tensor-parallel piece are not a plain `Shard`.
-            if not placement.is_replicate():
-                pieces *= parameter.device_mesh.size(axis)
-    return mesh.world.size // mesh.pipeline.size * num_stages // pieces
 
 
 STRATEGIES_GROUP = "modelwright.strategies"
@@ -205,6 +177,7 @@ class Replica:
     model: nn.Module
     optimizer: Optimizer
     num_stages_with: Callable[[str], int] = lambda name: 1
+    """Number of pipeline stages that have a parameter (2 for a tied head)."""
     finish_gradients: Callable[[], None] = lambda: None
     """Called when all gradients are ready, to sum those of a parameter that several pipeline stages hold."""
     names: dict[Tensor, str] = field(init=False)
@@ -216,9 +189,16 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}
-        self.num_holders = [
-            replication(p, self.mesh, num_stages=self.num_stages_with(name)) for p, name in self.names.items()
-        ]
+        self.num_holders = []
+        for parameter, name in self.names.items():
+            pieces = 1
+            if isinstance(parameter, DTensor):
+                for axis, placement in enumerate(parameter.placements):
+                    # Not `is_shard`: FSDP's pieces of a tensor-parallel piece are not a plain `Shard`.
+                    if not placement.is_replicate():
+                        pieces *= parameter.device_mesh.size(axis)
+            num_copies = self.mesh.world.size // self.mesh.pipeline.size * self.num_stages_with(name)
+            self.num_holders.append(num_copies // pieces)
         self.views = {p: view_of(name, p.detach()) for p, name in self.names.items()}
 
     def trained_weights(self) -> dict[str, Tensor]:
@@ -257,8 +237,14 @@ class Replica:
         return [parameter.grad for parameter in self.names if parameter.grad is not None]
 
     def norm(self, gradients: Sequence[Tensor]) -> float:
-        """The L2 norm of the whole model's gradient."""
-        return global_norm(gradients, self.mesh, num_holders=self.num_holders)
+        """The L2 norm of the whole model's gradient; not finite if any shard is not."""
+        if self.mesh.world.size == 1 or self.mesh.is_only_data_parallel:
+            return float(total_norm(gradients))
+        norms = {}
+        for copies in set(self.num_holders):
+            pairs = zip(gradients, self.num_holders, strict=True)
+            norms[copies] = float(total_norm([local(one) for one, number in pairs if number == copies]))
+        return combine_norms(norms, self.mesh.world)
 
 
 class AllReduce(Strategy):

@@ -69,7 +69,7 @@ def cross_entropy(model: Decoder, axis: World, hidden_BTD: Tensor, labels_BT: Te
     softmax = partial(_loss_and_gradient, own_rows(model.config.vocab_size, axis.size, axis.rank), axis)
     return linear_cross_entropy(
         enter(hidden_BTD, axis).flatten(0, 1),
-        _head_piece(model),
+        _local(model, name="head_weight"),
         labels_BT.flatten(),
         chunk_tokens=chunk_tokens,
         loss_of_logits=model.capped(softmax),
@@ -81,7 +81,7 @@ def cross_entropy(model: Decoder, axis: World, hidden_BTD: Tensor, labels_BT: Te
 def linear_head(model: Decoder, axis: World) -> LinearHead:
     """`Decoder.linear_head` of the rows on this rank; its results and their gradients are complete on each rank."""
     return LinearHead(
-        weight_UD=_head_piece(model),
+        weight_UD=_local(model, name="head_weight"),
         soft_cap=model.config.logit_soft_cap,
         compute=model.ends.head_dtype,
         first_row=own_rows(model.config.vocab_size, axis.size, axis.rank).start,
@@ -92,7 +92,7 @@ def linear_head(model: Decoder, axis: World) -> LinearHead:
 
 def logits(model: Decoder, axis: World, hidden: Tensor) -> Tensor:
     """`Decoder.logits`, [..., V], of the sharded vocabulary, on each rank."""
-    weight_UD = _head_piece(model)
+    weight_UD = _local(model, name="head_weight")
     part = model.cap(F.linear(enter(hidden, axis), weight_UD.to(hidden.dtype)))
     vocab_size = model.config.vocab_size
     rows = own_rows(vocab_size, axis.size, axis.rank)
@@ -103,12 +103,6 @@ def logits(model: Decoder, axis: World, hidden: Tensor) -> Tensor:
         return whole if whole.shape[-1] == vocab_size else whole[..., :vocab_size].contiguous()
 
     return with_gradient(part, all_parts, lambda gradient: gradient[..., rows.start : rows.stop])
-
-
-def _head_piece(model: Decoder) -> Tensor:
-    weight = model.head_weight
-    assert isinstance(weight, DTensor)
-    return weight.to_local()
 
 
 def _loss_and_gradient(rows: range, axis: World, logits_CU: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,12 +132,44 @@ def shard_layers(model: Decoder, tensor: DeviceMesh, *, sequence_parallel: bool)
     sequence_parallel: norms and the residual stream between blocks hold T / ranks tokens on each rank; otherwise every
     rank holds all of them. A decoder among the heads is sharded alike. Raises `ConfigError` if a shape does not divide.
     """
-    check_shape(model.config, tensor.size())
+    config = model.config
+    check_shape(config, tensor.size())
     axis = axis_world(tensor, torch.device(tensor.device_type))
     layers = _Layers(mesh=tensor, axis=axis, sequence_parallel=sequence_parallel)
     for block in model.blocks.values():
         assert isinstance(block, Block)
-        _share_block(layers, block, model.config)
+        attention, ffn = block.attention, block.ffn
+        for norm in (block.attention_norm, block.attention_post_norm, block.ffn_norm, block.ffn_post_norm):
+            if isinstance(norm, RMSNorm):
+                _share_norm(layers, norm, partial_over_axis=sequence_parallel)
+        _share_columns(layers, attention.q_proj)
+        of_kv_heads = {attention.k_proj: config.head_dim, attention.v_proj: config.head_dim}
+        if attention.head_router is not None and attention.head_selection is not None:
+            of_kv_heads[attention.head_router] = 1
+            _replace(attention.head_selection, num_open=partial(leave, axis=axis))
+        for projection, dim in of_kv_heads.items():
+            if config.num_kv_heads >= axis.size:
+                _share_columns(layers, projection)
+            else:
+                # All key/value heads are here; this rank uses the one of its own queries.
+                head = axis.rank * config.num_kv_heads // axis.size
+                rows = slice(head * dim, (head + 1) * dim)
+                _place_weight(layers, projection, Replicate(), rows)
+                if projection.has_bias:
+                    layers.place(projection, Replicate(), "bias")
+                _replace(projection, forward=partial(_project, projection, gradient=Partial(), rows=rows))
+                _share_adapter(layers, projection.adapter, a=Replicate(), b=Replicate(), rows=rows)
+        if attention.output_gate is not None:
+            _share_columns(layers, attention.output_gate)
+        _share_rows(layers, attention.o_proj)
+        for norm in (attention.q_norm, attention.k_norm):
+            if isinstance(norm, RMSNorm):
+                _share_norm(layers, norm, partial_over_axis=True)  # every rank norms its own heads
+        _share_columns(layers, ffn.gate_proj)
+        _share_columns(layers, ffn.up_proj)
+        _share_rows(layers, ffn.down_proj)
+        for part in (attention, ffn):
+            _replace(part, forward=partial(layers.whole_before, part.forward))
     if model.norm is not None:
         _share_norm(layers, model.norm, partial_over_axis=sequence_parallel)
         _replace(model.norm, forward=partial(layers.whole_after, model.norm.forward))
@@ -228,35 +254,6 @@ class _Layers:
         return reduce_scatter(part_BTD, self.axis, TOKENS)
 
 
-def _share_block(layers: _Layers, block: Block, config: ModelConfig) -> None:
-    attention, ffn = block.attention, block.ffn
-    for norm in (block.attention_norm, block.attention_post_norm, block.ffn_norm, block.ffn_post_norm):
-        if isinstance(norm, RMSNorm):
-            _share_norm(layers, norm, partial_over_axis=layers.sequence_parallel)
-    _share_columns(layers, attention.q_proj)
-    of_kv_heads = {attention.k_proj: config.head_dim, attention.v_proj: config.head_dim}
-    if attention.head_router is not None and attention.head_selection is not None:
-        of_kv_heads[attention.head_router] = 1
-        _replace(attention.head_selection, num_open=partial(leave, axis=layers.axis))
-    for projection, dim in of_kv_heads.items():
-        if config.num_kv_heads >= layers.axis.size:
-            _share_columns(layers, projection)
-        else:
-            head = layers.axis.rank * config.num_kv_heads // layers.axis.size
-            _share_one_head(layers, projection, head, dim)
-    if attention.output_gate is not None:
-        _share_columns(layers, attention.output_gate)
-    _share_rows(layers, attention.o_proj)
-    for norm in (attention.q_norm, attention.k_norm):
-        if isinstance(norm, RMSNorm):
-            _share_norm(layers, norm, partial_over_axis=True)  # every rank norms its own heads
-    _replace(attention, forward=partial(layers.whole_before, attention.forward))
-    _share_columns(layers, ffn.gate_proj)
-    _share_columns(layers, ffn.up_proj)
-    _share_rows(layers, ffn.down_proj)
-    _replace(ffn, forward=partial(layers.whole_before, ffn.forward))
-
-
 def _place_weight(layers: _Layers, linear: Linear, placement: Placement, rows: slice = slice(None)) -> None:
     """Places a projection's weight. rows: those of the placed weight that this rank multiplies with. Raises
     `ConfigError` if runs of a packed weight would be cut.
@@ -264,7 +261,8 @@ def _place_weight(layers: _Layers, linear: Linear, placement: Placement, rows: s
     # `partial`s, not closures, replace methods throughout: `copy.deepcopy` points a `partial` to the copied module.
     if linear.frozen is None:
         layers.place(linear, placement)
-        own = partial(_local, linear) if rows == slice(None) else partial(_rows_of_replica, linear, rows)
+        is_whole = rows == slice(None)
+        own = partial(_local, linear) if is_whole else partial(_local, linear, Partial(), rows=rows)
         _replace(linear, own_weight=own)
         return
     if placement == Shard(1) and linear.in_features % (RUN_LEN * layers.axis.size):
@@ -277,12 +275,8 @@ def _place_weight(layers: _Layers, linear: Linear, placement: Placement, rows: s
     _replace(linear.frozen, tensors=partial(_local_codes, linear.frozen, rows))
 
 
-def _rows_of_replica(linear: Linear, rows: slice) -> Tensor:
-    return _local(linear, Partial())[rows]
-
-
 def _local_codes(frozen: FrozenWeight, rows: slice) -> tuple[Tensor, Tensor]:
-    return _local(frozen, name=CODES)[rows], _local(frozen, name=SCALES)[rows]
+    return _local(frozen, name=CODES, rows=rows), _local(frozen, name=SCALES, rows=rows)
 
 
 def _share_columns(layers: _Layers, linear: Linear) -> None:
@@ -299,15 +293,6 @@ def _share_rows(layers: _Layers, linear: Linear) -> None:
         layers.place(linear, Replicate(), "bias")
     _replace(linear, forward=partial(_project_and_sum, layers, linear))
     _share_adapter(layers, linear.adapter, a=Shard(1), b=Replicate())
-
-
-def _share_one_head(layers: _Layers, linear: Linear, head: int, head_dim: int) -> None:
-    rows = slice(head * head_dim, (head + 1) * head_dim)
-    _place_weight(layers, linear, Replicate(), rows)
-    if linear.has_bias:
-        layers.place(linear, Replicate(), "bias")
-    _replace(linear, forward=partial(_project_one_head, linear, rows))
-    _share_adapter(layers, linear.adapter, a=Replicate(), b=Replicate(), rows=rows)
 
 
 def _share_adapter(
@@ -350,9 +335,9 @@ def _replace(module: nn.Module, **methods: Callable[..., Any]) -> None:
         setattr(module, name, method)
 
 
-def _project(linear: Linear, x: Tensor) -> Tensor:
+def _project(linear: Linear, x: Tensor, *, gradient: Placement | None = None, rows: slice | None = None) -> Tensor:
     out = linear.multiply(x)
-    return add_bias(out, _local(linear, name="bias")) if linear.has_bias else out
+    return add_bias(out, _local(linear, gradient, name="bias", rows=rows)) if linear.has_bias else out
 
 
 def _project_and_sum(layers: _Layers, linear: Linear, x: Tensor) -> Tensor:
@@ -362,11 +347,6 @@ def _project_and_sum(layers: _Layers, linear: Linear, x: Tensor) -> Tensor:
     # The bias is added once, to the sum; with sequence parallelism each rank adds it to its own tokens.
     gradient = Partial() if layers.sequence_parallel else Replicate()
     return add_bias(out, _local(linear, gradient, name="bias"))
-
-
-def _project_one_head(linear: Linear, rows: slice, x: Tensor) -> Tensor:
-    out = linear.multiply(x)
-    return add_bias(out, _local(linear, Partial(), name="bias")[rows]) if linear.has_bias else out
 
 
 def _norm(norm: RMSNorm, gradient: Placement, x: Tensor) -> Tensor:
@@ -385,8 +365,13 @@ def _head_output(model: Decoder, name: str, hidden_BTD: Tensor) -> Tensor:
     return functional_call(model.heads[name], whole, (hidden_BTD,)).clone()
 
 
-def _local(module: nn.Module, gradient: Placement | None = None, *, name: str = "weight") -> Tensor:
-    """This rank's shard of a parameter. gradient: placement of its gradient if it differs from the parameter's."""
+def _local(
+    module: nn.Module, gradient: Placement | None = None, *, name: str = "weight", rows: slice | None = None
+) -> Tensor:
+    """This rank's shard of a parameter. gradient: placement of its gradient if it differs from the parameter's; rows:
+    those of the shard that are used, all by default.
+    """
     parameter = getattr(module, name)
     assert isinstance(parameter, DTensor)
-    return parameter.to_local(grad_placements=[gradient] if gradient is not None else None)
+    local = parameter.to_local(grad_placements=[gradient] if gradient is not None else None)
+    return local if rows is None else local[rows]

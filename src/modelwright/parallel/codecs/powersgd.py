@@ -77,7 +77,7 @@ class PowerSgdSync:
             errors = iter([share - frame @ own.mT for share, frame, own in parts])
             # Gradients that are summed exactly have zeros, because the residual covers all parameters.
             kept = [next(errors) if self.compresses(gradient) else torch.zeros_like(gradient) for gradient in gradients]
-            self.residual.keep(flatten(kept), gradients)
+            self.residual.tensors = shaped(flatten(kept), gradients)
 
     def compresses(self, gradient: Tensor) -> bool:
         """Returns whether a gradient of this shape is sent as two factors."""
@@ -90,5 +90,5 @@ class PowerSgdSync:
         return {"residuals": list(self.residual.tensors), "shared": {"bases": list(self.bases_NR)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.residual.load(state["residuals"])
+        self.residual.tensors = [tensor.float() for tensor in state["residuals"]]
         self.bases_NR = [base.float() for base in state["shared"]["bases"]]

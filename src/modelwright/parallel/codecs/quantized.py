@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from modelwright.parallel.gradient_sync import Residual, flatten, write_back
+from modelwright.parallel.gradient_sync import Residual, flatten, shaped, write_back
 from modelwright.parallel.mesh import World
 
 GROUP = 1024
@@ -97,10 +97,10 @@ class QuantizedSync:
         if bool(sums_RC.isfinite().all()):
             error_RC -= self.wire.decode(to_owners_RB, chunk)
             error_RC[rank] += sum_1C[0] - sums_RC[rank]
-            self.residual.keep(error_RC.view(-1)[:numel], gradients)
+            self.residual.tensors = shaped(error_RC.view(-1)[:numel], gradients)
 
     def state_dict(self) -> dict[str, Any]:
         return {"residuals": list(self.residual.tensors)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.residual.load(state["residuals"])
+        self.residual.tensors = [tensor.float() for tensor in state["residuals"]]

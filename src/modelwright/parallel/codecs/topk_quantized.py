@@ -32,7 +32,7 @@ from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.ops import sparse_codec
 from modelwright.ops.sparse_codec import Bytes, decode_places, encode_places, pack_bits, unpack_bits
-from modelwright.parallel.gradient_sync import Residual, flatten, write_back
+from modelwright.parallel.gradient_sync import Residual, flatten, shaped, write_back
 from modelwright.parallel.mesh import World
 
 MAX_LEVELS = 8
@@ -203,9 +203,9 @@ class TopKQuantizedSync:
                 if velocity_N is not None:
                     velocity_N[indices_K] = 0.0
         write_back(torch.from_numpy(total_N).to(waiting_N.device), gradients)
-        self.residual.keep(waiting_N, gradients)
+        self.residual.tensors = shaped(waiting_N, gradients)
         if velocity_N is not None:
-            self.velocity.keep(velocity_N, gradients)
+            self.velocity.tensors = shaped(velocity_N, gradients)
         self.num_messages += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,8 +213,8 @@ class TopKQuantizedSync:
         return {"residuals": residuals, "velocities": velocities, "shared": {"num_messages": self.num_messages}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.residual.load(state["residuals"])
-        self.velocity.load(state["velocities"])
+        self.residual.tensors = [tensor.float() for tensor in state["residuals"]]
+        self.velocity.tensors = [tensor.float() for tensor in state["velocities"]]
         self.num_messages = int(state["shared"]["num_messages"])
 
 

@@ -1,14 +1,8 @@
-"""Balance of a pipeline.
+"""Balance of a pipeline: assigns consecutive layers to stages so that the slowest stage is as fast as possible.
 
-Assigns consecutive layers to pipeline stages so that the slowest stage is as fast as possible. Costs come from the
-model's FLOPs or from measured times.
-
-Timeline of each pipeline stage's work in a step, by the clock of its device: when a rank computes and waits.
-
-Keeps a pipeline balanced during training: proposes a better split of the layers when stages drift apart, and forms
-microbatches with equal numbers of real tokens.
-
-A new split is only proposed; the owner of the run lays the model out again, at a checkpoint.
+It also measures when stages compute and wait, proposes a better split when they drift apart, and forms microbatches
+with equal numbers of real tokens. A new split is only proposed; the owner of the run lays the model out again, at a
+checkpoint.
 """
 
 import math

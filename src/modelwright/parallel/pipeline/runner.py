@@ -29,17 +29,8 @@ from modelwright.ops.dtensor import local
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context_parallel import shard_sequence
 from modelwright.parallel.mesh import Mesh
+from modelwright.parallel.pipeline import stages
 from modelwright.parallel.pipeline.balance import StageSpan, StageTimeline
-from modelwright.parallel.pipeline.stages import (
-    check_blocks,
-    check_microbatches,
-    check_ties,
-    cut,
-    is_v_shaped,
-    join,
-    layers_of_stages,
-    rank_of_stage,
-)
 from modelwright.parallel.sharded_weights import sharded_modules
 from modelwright.parallel.tensor_parallel import stage_tokens
 
@@ -62,7 +53,7 @@ class ModelStage:
         self.layers = layers
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
-        self.part = passes(cut(model, layers, is_first=self.is_first, is_last=self.is_last))
+        self.part = passes(stages.cut(model, layers, is_first=self.is_first, is_last=self.is_last))
         # A call of the part then runs FSDP's hooks around it.
         self.part.__dict__["forward"] = self._forward
         # Many microbatches pass before and between the backwards; each would gather the weights again.
@@ -101,16 +92,16 @@ class Pipeline:
     def __init__(
         self, model: Decoder, config: ParallelConfig, mesh: Mesh, *, passes: Callable[[Decoder], Decoder]
     ) -> None:
-        check_ties(model.config, config)
+        stages.check_ties(model.config, config)
         self.config = config
         self.mesh = mesh
-        self.layers = layers_of_stages(model.config, config)
+        self.layers = stages.layers_of_stages(model.config, config)
         if model.adapters.r and not all(self.layers):
             raise ConfigError(
                 "parallel.layers_per_stage: a stage without layers would hold only frozen weights, because adapters "
                 "are in layers; set it so that every stage has a layer"
             )
-        self.owners = rank_of_stage(config)
+        self.owners = stages.rank_of_stage(config)
         self._ends_share_a_weight = model.config.tie_embeddings and self.owners[0] != self.owners[-1]
         # Of the whole model: a stage without an embedding could not tell.
         self.weight_dtype = model.embedding.weight.dtype
@@ -120,8 +111,8 @@ class Pipeline:
             if owner == mesh.pipeline.rank
         ]
         for stage in self.stages:
-            check_blocks(stage.part, config)
-        self.model = join([stage.part for stage in self.stages])
+            stages.check_blocks(stage.part, config)
+        self.model = stages.join([stage.part for stage in self.stages])
         self.timeline = StageTimeline(mesh.world.device)
         self._schedules: dict[tuple[int, torch.Size], Schedule] = {}
         self._microbatches: Sequence[Microbatch] = ()
@@ -217,44 +208,42 @@ class Pipeline:
         key = (num_microbatches, shape)
         if key in self._schedules:
             return self._schedules[key]
-        check_microbatches(self.config, num_microbatches)
-        stages = [self._pipeline_stage(stage, shape) for stage in self.stages]
+        stages.check_microbatches(self.config, num_microbatches)
+        travels = torch.empty(self._hidden_shape(shape), dtype=self.dtype, device="meta", requires_grad=True)
+        # After the final norm the tokens of all tensor ranks have been gathered.
+        whole = travels.new_empty((*shape, travels.shape[-1]), requires_grad=True)
+        kinds = {
+            "forward_one_chunk": "forward",
+            "backward_one_chunk": "backward_input" if self.config.schedule == "zero_bubble" else "backward",
+            "backward_weight_one_chunk": "backward_weight",
+        }
+        wrapped_stages = []
+        for stage in self.stages:
+            wrapped = PipelineStage(
+                stage.part,
+                stage.index,
+                len(self.owners),
+                self.mesh.world.device,
+                input_args=() if stage.is_first else (travels,),
+                output_args=(whole if stage.is_last else travels,),
+                group=self.mesh.pipeline.group,
+            )
+            for method, kind in kinds.items():
+                vars(wrapped)[method] = self.timeline.timed(getattr(wrapped, method), stage.index, kind)
+            wrapped_stages.append(wrapped)
         # Nothing is scaled: losses are shares of one sum, already divided by the global normalizer.
         loss_fn = self.timeline.timed(self._loss, len(self.owners) - 1, "loss")
         if self.config.schedule in ("gpipe", "1f1b"):
             # 1F1B needs a microbatch for every stage; with fewer of them GPipe stores no more and is as fast.
             enough = num_microbatches >= len(self.owners)
             single = Schedule1F1B if self.config.schedule == "1f1b" and enough else ScheduleGPipe
-            built = single(stages[0], num_microbatches, loss_fn=loss_fn, scale_grads=False)
+            built = single(wrapped_stages[0], num_microbatches, loss_fn=loss_fn, scale_grads=False)
         else:
-            several = ScheduleZBVZeroBubble if is_v_shaped(self.config) else ScheduleInterleavedZeroBubble
+            several = ScheduleZBVZeroBubble if stages.is_v_shaped(self.config) else ScheduleInterleavedZeroBubble
             several = ScheduleInterleaved1F1B if self.config.schedule == "interleaved" else several
-            built = several(stages, num_microbatches, loss_fn=loss_fn, scale_grads=False)  # pyright: ignore
+            built = several(wrapped_stages, num_microbatches, loss_fn=loss_fn, scale_grads=False)  # pyright: ignore
         self._schedules = {key: built}
         return built
-
-    def _pipeline_stage(self, stage: ModelStage, shape: torch.Size) -> PipelineStage:
-        travels = torch.empty(self._hidden_shape(shape), dtype=self.dtype, device="meta", requires_grad=True)
-        # After the final norm the tokens of all tensor ranks have been gathered.
-        whole = travels.new_empty((*shape, travels.shape[-1]), requires_grad=True)
-        wrapped = PipelineStage(
-            stage.part,
-            stage.index,
-            len(self.owners),
-            self.mesh.world.device,
-            input_args=() if stage.is_first else (travels,),
-            output_args=(whole if stage.is_last else travels,),
-            group=self.mesh.pipeline.group,
-        )
-        backward = "backward_input" if self.config.schedule == "zero_bubble" else "backward"
-        kinds = {
-            "forward_one_chunk": "forward",
-            "backward_one_chunk": backward,
-            "backward_weight_one_chunk": "backward_weight",
-        }
-        for method, kind in kinds.items():
-            vars(wrapped)[method] = self.timeline.timed(getattr(wrapped, method), stage.index, kind)
-        return wrapped
 
     def _hidden_shape(self, shape: torch.Size) -> tuple[int, int, int]:
         """Returns the shape of the tensor that is sent between stages, for tokens of this shape."""

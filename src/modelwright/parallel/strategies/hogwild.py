@@ -14,11 +14,6 @@ The optimizer's states are shared as well. With separate states per process the 
 reaches n times as far back: 4 processes, 300 steps of a small model, held-out loss 5.02, 5.00 and 5.08 with shared
 states, 5.10, 5.22 and 5.13 with own ones (three seeds; 4.40 to 4.65 without staleness). A checkpoint would also need n
 of them.
-
-Counters of the updates that were drawn and applied, and their reports, in memory that all processes of a host map.
-
-The kernel's record locks guard the counters, and show which processes are alive: it releases those of a process that
-has ended, for any reason.
 """
 
 import fcntl
@@ -51,7 +46,12 @@ _DRAWN, _MADE, _STOPPED_PERIOD, _STOPPED_AT = range(4)
 
 
 class SharedCounters:
-    """One process's view. `num_heard`: updates whose reports it has read, and the number of the next one in order."""
+    """One process's view of the counters of updates that were drawn and applied, and their reports, in shared memory.
+
+    The kernel's record locks guard the counters, and show which processes are alive: it releases those of a process
+    that has ended, for any reason. `num_heard`: updates whose reports it has read, and the number
+    of the next one in order.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world

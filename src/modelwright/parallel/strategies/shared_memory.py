@@ -6,10 +6,8 @@ gradients that others sum next to them, adds up all processes' gradients in its 
 part: the partitioning of ZeRO-1 (Rajbhandari et al. 2020), without any communication. Every element is summed by one
 process in one order, so the sums are bit-identical in every run. Element-wise optimizers only.
 
-Memory that all processes of one host map: writes by one are visible to all, without locks.
-
-It is backed by a file in the host's memory whose name is removed once every process has opened it, so the memory is
-freed even if the processes are killed.
+Writes to the shared memory by one process are visible to all, without locks. It is backed by a file in the host's
+memory whose name is removed once every process has opened it, so the memory is freed even if the processes are killed.
 """
 
 import os
@@ -39,6 +37,8 @@ from modelwright.parallel.strategy import Replica, Strategy, Unscale, combine_no
 
 _ALIGNED_BYTES = 64
 """Bytes of a cache line: no two tensors share one."""
+_ALIGNMENT = 16
+"""Elements of a cache line of FP32: no two parameters, and no two processes' parts, share one."""
 _HOST_MEMORY = "/dev/shm"
 _SPARE_BYTES = 64 * 2**20
 """Bytes left for others: checkpoints kept in memory, data loaders, other runs."""
@@ -149,10 +149,9 @@ def make_states(optimizer: Optimizer, parameters: Sequence[Tensor] | None = None
             optimizer.state[parameter]["step"].zero_()
 
 
-_ALIGNMENT = 16
-"""Elements of a cache line of FP32: no two parameters, and no two processes' parts, share one."""
 OwnRange = Callable[[Tensor, int, int], tuple[int, int]]
-"""`(parameter, its start among all elements, number of all elements) -> its elements that this process updates`."""
+"""`(parameter, its start among all elements, number of all elements) -> its elements that this process updates`; by
+default those in this process's contiguous part of all elements."""
 GradientPlaces = Callable[[Tensor, Sequence[Tensor]], list[Tensor]]
 """`(a process's room for gradients, the parameters) -> the place of each parameter's gradient in it`."""
 
@@ -218,7 +217,31 @@ class SharedModel:
         """Place of each parameter's gradient from this process."""
         self.groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Parameter groups of the whole optimizer, with those of the shards."""
-        self._divide(optimizer, starts, gradients, own_range or self.consecutive_range)
+        first, last = shard_range(world, starts[-1])
+        for number, (parameter, start) in enumerate(zip(self.parameters, starts, strict=False)):
+            if own_range is not None:
+                low, high = own_range(parameter, start, starts[-1])
+            else:
+                # The parameter's elements in this process's contiguous part of all elements.
+                low, high = (min(max(bound - start, 0), parameter.numel()) for bound in (first, last))
+            if low < high:
+                slots = [of_rank[number].reshape(-1)[low:high] for of_rank in gradients]
+                self.shards[parameter] = Shard(low, high, parameter.data.reshape(-1)[low:high], slots)
+        groups = []
+        for group in optimizer.param_groups:
+            own_weights = [self.shards[p].weight for p in group["params"] if p in self.shards]
+            if own_weights:
+                groups.append((group, {**group, "params": own_weights}))
+        if not groups:
+            return
+        # An optimizer of the same kind over this process's shards, with the shared states.
+        self.shard_optimizer = type(optimizer)([own for _, own in groups])  # pyright: ignore[reportCallIssue]
+        for parameter, shard in self.shards.items():
+            self.shard_optimizer.state[shard.weight] = {
+                key: value.clone() if key == "step" else value.reshape(-1)[shard.first : shard.last]
+                for key, value in optimizer.state[parameter].items()
+            }
+        self.groups = [(group, own) for (group, _), own in zip(groups, self.shard_optimizer.param_groups, strict=True)]
 
     def close(self) -> None:
         for parameter in self.parameters:
@@ -228,35 +251,6 @@ class SharedModel:
         """Advances the optimizer's step counts and waits until all processes have updated their shards."""
         torch._foreach_add_(self._counts, 1)  # pyright: ignore
         self.world.barrier()
-
-    def consecutive_range(self, parameter: Tensor, start: int, total: int) -> tuple[int, int]:
-        """Returns the elements of a parameter in this process's contiguous part of all elements."""
-        first, last = shard_range(self.world, total)
-        return min(max(first - start, 0), parameter.numel()), min(max(last - start, 0), parameter.numel())
-
-    def _divide(
-        self, optimizer: Optimizer, starts: Sequence[int], gradients: Sequence[Sequence[Tensor]], own_range: OwnRange
-    ) -> None:
-        """Creates an optimizer of the same kind over this process's shards, with the shared states."""
-        for number, (parameter, start) in enumerate(zip(self.parameters, starts, strict=False)):
-            low, high = own_range(parameter, start, starts[-1])
-            if low < high:
-                slots = [of_rank[number].reshape(-1)[low:high] for of_rank in gradients]
-                self.shards[parameter] = Shard(low, high, parameter.data.reshape(-1)[low:high], slots)
-        groups = []
-        for group in optimizer.param_groups:
-            weights = [self.shards[p].weight for p in group["params"] if p in self.shards]
-            if weights:
-                groups.append((group, {**group, "params": weights}))
-        if not groups:
-            return
-        self.shard_optimizer = type(optimizer)([own for _, own in groups])  # pyright: ignore[reportCallIssue]
-        for parameter, shard in self.shards.items():
-            self.shard_optimizer.state[shard.weight] = {
-                key: value.clone() if key == "step" else value.reshape(-1)[shard.first : shard.last]
-                for key, value in optimizer.state[parameter].items()
-            }
-        self.groups = [(group, own) for (group, _), own in zip(groups, self.shard_optimizer.param_groups, strict=True)]
 
 
 class SharedMemory(Strategy):

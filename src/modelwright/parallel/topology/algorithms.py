@@ -41,11 +41,6 @@ class AllReducePlan:
     num_chunks: int
     rounds: tuple[Round, ...]
 
-    def rounds_of(self, rank: int) -> list[Round]:
-        """Returns the rounds in which a rank sends or receives, with its steps only."""
-        own = (tuple(step for step in steps if rank in (step.source, step.target)) for steps in self.rounds)
-        return [steps for steps in own if steps]
-
 
 def chunk_bounds(length: int, num_chunks: int) -> list[int]:
     """Returns the bounds of `num_chunks` nearly equal parts of `length` elements; parts may be empty."""

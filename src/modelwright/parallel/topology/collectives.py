@@ -7,9 +7,6 @@ one of `algorithms.py`, whose docstring explains why the bits are equal.
 
 Decisions (algorithm, new measurements, new plans) are made from numbers that all ranks share to the last bit, at the
 same call on all of them. Collective calls come in the same order on every rank, as with any backend.
-
-Exact sums by plans for the measured links: each message by the cheapest algorithm, small ones coalesced, and new
-plans when a link's speed changes during the run. Measures the links when it is made.
 """
 
 import statistics
@@ -154,10 +151,21 @@ class Collectives:
         if self.world.size == 1 or tensor.numel() == 0:
             return tensor
         vector = tensor.contiguous().view(-1)
-        message_plan = self._plan_for(vector.numel() * vector.element_size())
+        message_plan = self.plan_for(vector.numel() * vector.element_size())
         start = time.perf_counter()
         self._carry_out(message_plan, vector)
-        self._observe(time.perf_counter() - start, message_plan.predicted_s)
+        if self._watch.add(time.perf_counter() - start, message_plan.predicted_s):
+            if self.world.device.type != "cpu":
+                torch.accelerator.synchronize()
+            # Times of early ranks include their wait for late ones; the last to arrive has measured the links alone.
+            shortest = [-value for value in self.world.maxima(*[-value for value in self._watch.elapsed_s])]
+            is_as_at_first = self.links.worst_change(self._first_links) < self.config.changed_ratio
+            if self._watch.is_suspicious(shortest, is_as_at_first):
+                limits = LinksConfig(budget_s=self.config.measure_s)
+                fresh = measure_links(self.world, limits, host=self.links.hosts[self.world.rank])
+                if fresh.worst_change(self.links) >= self.config.changed_ratio:
+                    self._adopt(fresh)
+                self._watch.forget()
         if not tensor.is_contiguous():
             tensor.copy_(vector.view_as(tensor))
         return tensor
@@ -183,28 +191,42 @@ class Collectives:
             for tensor, part in zip(message, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-    def plan_for(self, num_bytes: int) -> algorithms.AllReducePlan:
+    def plan_for(self, num_bytes: int) -> "MessagePlan":
         """Returns the present plan for a message of this size."""
-        return self._plan_for(num_bytes).plan
-
-    def _plan_for(self, num_bytes: int) -> "_MessagePlan":
         if num_bytes not in self._plans:
             plan = self._planner.choose(num_bytes)
             if self.config.algorithm != "auto":
                 allowed = self._planner.candidates(num_bytes)
                 plan = allowed.get(self.config.algorithm, allowed["ring"])
+            rank = self.world.rank
+            own = [tuple(step for step in steps if rank in (step.source, step.target)) for steps in plan.rounds]
             seconds = self._planner.seconds(plan, num_bytes)
-            self._plans[num_bytes] = _MessagePlan(plan, plan.rounds_of(self.world.rank), seconds)
+            self._plans[num_bytes] = MessagePlan(plan, [steps for steps in own if steps], seconds)
         return self._plans[num_bytes]
 
-    def _carry_out(self, message_plan: "_MessagePlan", vector: Tensor) -> None:
-        num_bytes = vector.numel() * vector.element_size()
+    def _carry_out(self, message_plan: "MessagePlan", vector: Tensor) -> None:
+        num_bytes, group = vector.numel() * vector.element_size(), self.world.group
         if message_plan.plan.name == "backend":
             self.world.all_reduce_sum(vector)
             self.bytes_sent += ring_bytes(num_bytes, self.world.size)
             return
         bounds = algorithms.chunk_bounds(vector.numel(), message_plan.plan.num_chunks)
-        exchanges = [self._exchange(steps, vector, bounds) for steps in message_plan.own_rounds]
+        exchanges = []
+        for steps in message_plan.own_rounds:
+            exchange = _Exchange()
+            exchanges.append(exchange)
+            for step in steps:
+                part = vector[bounds[step.first] : bounds[step.last]]
+                if not part.numel():
+                    continue
+                if step.source == self.world.rank:
+                    exchange.sends.append(dist.P2POp(dist.isend, part, group=group, group_peer=step.target))
+                    self.bytes_sent += part.numel() * part.element_size()
+                    continue
+                arriving = torch.empty_like(part) if step.adds else part
+                exchange.receives.append(dist.P2POp(dist.irecv, arriving, group=group, group_peer=step.source))
+                if step.adds:
+                    exchange.additions.append((part, arriving))
         # A copy that is awaited from the start cannot come too early: it carries a finished sum, of which this rank's
         # own value, sent before, is a part.
         ahead = self.world.device.type == "cpu" and num_bytes <= AHEAD_BYTES
@@ -217,46 +239,14 @@ class Collectives:
             for part, arriving in exchange.additions:
                 part.add_(arriving)
 
-    def _exchange(self, steps: Sequence[algorithms.TransferStep], vector: Tensor, bounds: Sequence[int]) -> "_Exchange":
-        exchange = _Exchange()
-        for step in steps:
-            part = vector[bounds[step.first] : bounds[step.last]]
-            if not part.numel():
-                continue
-            if step.source == self.world.rank:
-                exchange.sends.append(dist.P2POp(dist.isend, part, group=self.world.group, group_peer=step.target))
-                self.bytes_sent += part.numel() * part.element_size()
-                continue
-            arriving = torch.empty_like(part) if step.adds else part
-            exchange.receives.append(dist.P2POp(dist.irecv, arriving, group=self.world.group, group_peer=step.source))
-            if step.adds:
-                exchange.additions.append((part, arriving))
-        return exchange
-
-    def _observe(self, elapsed_s: float, predicted_s: float) -> None:
-        if not self._watch.add(elapsed_s, predicted_s):
-            return
-        if self.world.device.type != "cpu":
-            torch.accelerator.synchronize()
-        # Times of early ranks include their wait for late ones; the last to arrive has measured the links alone.
-        shortest = [-value for value in self.world.maxima(*[-value for value in self._watch.elapsed_s])]
-        is_as_at_first = self.links.worst_change(self._first_links) < self.config.changed_ratio
-        if not self._watch.is_suspicious(shortest, is_as_at_first):
-            return
-        limits = LinksConfig(budget_s=self.config.measure_s)
-        fresh = measure_links(self.world, limits, host=self.links.hosts[self.world.rank])
-        if fresh.worst_change(self.links) >= self.config.changed_ratio:
-            self._adopt(fresh)
-        self._watch.forget()
-
     def _adopt(self, links: Links) -> None:
-        self._plans: dict[int, _MessagePlan] = {}
+        self._plans: dict[int, MessagePlan] = {}
         self._planner = Planner(links, measure_flat(self.world))
         self.num_plannings += 1
 
 
 @dataclass(frozen=True)
-class _MessagePlan:
+class MessagePlan:
     """This rank's part of the plan for messages of one size."""
 
     plan: algorithms.AllReducePlan
@@ -334,7 +324,7 @@ def measure_flat(world: World) -> FlatCost:
 
 
 class TopologyAwareSync:
-    """Gradient sync by `Collectives`, created on all ranks alike. `bytes_sent` excludes measuring."""
+    """Gradient sync by `Collectives`, created on all ranks alike. `bytes_sent` excludes measuring the links."""
 
     def __init__(self, world: World, config: TopologyConfig) -> None:
         self.collectives: Collectives | None = None

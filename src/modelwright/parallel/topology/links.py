@@ -1,18 +1,15 @@
-"""Links.
-
-Speed of the links between ranks: measured at the start, cached per set of hosts, used as a cost model.
+"""Speed of the links between ranks, and a mapping of ranks to positions on the mesh that gives the fastest links to the
+ranks that communicate most.
 
 A message of n bytes between two ranks takes latency + n / bandwidth (the alpha-beta model). Ranks on one host share its
-figures, and every pair of hosts is measured once, so that the cost depends on the number of hosts. `measure_links` is a
-collective call: every rank of the world makes it and gets the same numbers to the last bit, so that plans derived from
-them are the same everywhere.
+figures, and every pair of hosts is measured once, at the start, so that the cost depends on the number of hosts.
+`measure_links` is a collective call: every rank of the world makes it and gets the same numbers to the last bit, so
+that plans derived from them are the same everywhere.
 
-Maps ranks to positions on the mesh so that the ranks that communicate most have the fastest links.
-
-`place` is a pure function: costs of the links and sizes of the axes in, a permutation of the ranks out; the same input
-gives the same answer on every rank. `take_places` applies it by renumbering the processes, before anything was built on
-the old numbers. An axis consists of lines of ranks (the other coordinates fixed) that work at the same time: the
-slowest hop of the slowest line determines the cost of the axis. All axes but the pipeline close to rings.
+`place` is a pure function: costs of the links and sizes of the axes in, a permutation of the ranks out. `take_places`
+applies it by renumbering the processes, before anything was built on the old numbers. An axis consists of lines of
+ranks (the other coordinates fixed) that work at the same time: the slowest hop of the slowest line determines the cost
+of the axis. All axes but the pipeline close to rings.
 """
 
 import datetime
@@ -148,7 +145,18 @@ def measure_links(world: World, config: LinksConfig | None = None, *, host: str 
     world.broadcast(figures_2HH)
     if figures_2HH.any():
         return _from_figures(hosts, figures_2HH)
-    links = _measure(world, hosts, config.budget_s)
+    names = sorted(set(hosts))
+    members = [[rank for rank in range(world.size) if hosts[rank] == name] for name in names]
+    # Rounds of disjoint pairs: the first ranks of two hosts, and at last two ranks of each host that has them.
+    pairs = [[(a, b, members[a][0], members[b][0]) for a, b in of] for of in _tournament(num_hosts)]
+    pairs.append([(number, number, ranks[0], ranks[1]) for number, ranks in enumerate(members) if len(ranks) > 1])
+    # One pair at a time while the budget allows, because pairs that are measured at once may share a link.
+    if sum(map(len, pairs)) * MIN_PAIR_S * NUM_PASSES <= config.budget_s:
+        pairs = [[pair] for of in pairs for pair in of]
+    # Everything is measured twice, some time apart, and the better figure counts: other load only makes links slower.
+    passes = [_one_pass(world, pairs, num_hosts, config.budget_s / NUM_PASSES) for _ in range(NUM_PASSES)]
+    latency_PHH, rate_PHH = torch.stack(passes, dim=1)
+    links = _from_figures(hosts, torch.stack([latency_PHH.amin(0), rate_PHH.amax(0)]))
     if config.cache and world.is_first:
         _write_cache(Path(config.cache), links)
     return links
@@ -157,21 +165,6 @@ def measure_links(world: World, config: LinksConfig | None = None, *, host: str 
 def _from_figures(hosts: tuple[str, ...], figures_2HH: torch.Tensor) -> Links:
     latency, rate = (tuple(tuple(row) for row in matrix) for matrix in figures_2HH.tolist())
     return Links(hosts=hosts, latency_s=latency, bytes_per_s=rate)
-
-
-def _measure(world: World, hosts: tuple[str, ...], budget_s: float) -> Links:
-    names = sorted(set(hosts))
-    members = [[rank for rank in range(world.size) if hosts[rank] == name] for name in names]
-    # Rounds of disjoint pairs: the first ranks of two hosts, and at last two ranks of each host that has them.
-    pairs = [[(a, b, members[a][0], members[b][0]) for a, b in of] for of in _tournament(len(names))]
-    pairs.append([(number, number, ranks[0], ranks[1]) for number, ranks in enumerate(members) if len(ranks) > 1])
-    # One pair at a time while the budget allows, because pairs that are measured at once may share a link.
-    if sum(map(len, pairs)) * MIN_PAIR_S * NUM_PASSES <= budget_s:
-        pairs = [[pair] for of in pairs for pair in of]
-    # Everything is measured twice, some time apart, and the better figure counts: other load only makes links slower.
-    passes = [_one_pass(world, pairs, len(names), budget_s / NUM_PASSES) for _ in range(NUM_PASSES)]
-    latency_PHH, rate_PHH = torch.stack(passes, dim=1)
-    return _from_figures(hosts, torch.stack([latency_PHH.amin(0), rate_PHH.amax(0)]))
 
 
 def _one_pass(
@@ -362,10 +355,20 @@ def place(
     for start in _starts(links, size):
         if best_cost[0] <= cost.bound or evaluations >= max_evaluations:
             break
-        result, found_cost, spent = _improve(start, cost, moves, max_evaluations - evaluations)
-        evaluations += spent
-        if found_cost < best_cost:
-            best, best_cost = result, found_cost
+        order, order_cost, moved = start, cost(start), True
+        evaluations += 1
+        # Moves that make the order cheaper, while there are any.
+        while moved and evaluations < max_evaluations:
+            moved = False
+            for first, second, length in moves:
+                swapped = list(order)
+                a, b = slice(first, first + length), slice(second, second + length)
+                swapped[a], swapped[b] = swapped[b], swapped[a]
+                evaluations += 1
+                if (swapped_cost := cost(swapped)) < order_cost:
+                    order, order_cost, moved = tuple(swapped), swapped_cost, True
+        if order_cost < best_cost:
+            best, best_cost = order, order_cost
     return best
 
 
@@ -452,21 +455,3 @@ def _starts(links: Links, size: int) -> Iterator[tuple[int, ...]]:
     draw = np.random.default_rng(0)
     while True:
         yield tuple(int(rank) for rank in draw.permutation(size))
-
-
-def _improve(
-    start: tuple[int, ...], cost: _Cost, moves: Sequence[tuple[int, int, int]], allowed: int
-) -> tuple[tuple[int, ...], tuple[float, float], int]:
-    """Applies moves that make the order cheaper while there are any; returns the number of evaluations, too."""
-    best, best_cost, moved, spent = start, cost(start), True, 1
-    while moved and spent < allowed:
-        moved = False
-        for first, second, length in moves:
-            order = list(best)
-            a, b = slice(first, first + length), slice(second, second + length)
-            order[a], order[b] = order[b], order[a]
-            spent += 1
-            order_cost = cost(order)
-            if order_cost < best_cost:
-                best, best_cost, moved = tuple(order), order_cost, True
-    return best, best_cost, spent
