@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from modelwright.core.errors import ModelwrightError
 from modelwright.parallel.mesh import World, join_world
 from modelwright.train.checkpoint import writer
+from modelwright.train.checkpoint.files import Best
 from modelwright.train.checkpoint.reader import CheckpointReader
-from modelwright.train.checkpoint.writer import Best, CheckpointWriter, Snapshot
+from modelwright.train.checkpoint.writer import CheckpointWriter, Snapshot
 
 AXES = {
     "one": {},

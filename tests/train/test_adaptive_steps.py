@@ -254,7 +254,7 @@ def test_every_part_is_probed_in_a_format_before_it_computes_in_it(tmp_path, kin
     formats = rig.adaptive.switcher.formats
     assert formats.pop("blocks.1.ffn") == "fp32"
     assert set(formats.values()) == {"int8"}
-    assert rig.adaptive.sensitivity["blocks.1.ffn", "int8"] == 0.5
+    assert rig.adaptive.trials.sensitivity["blocks.1.ffn", "int8"] == 0.5
     assert len(rig.trials) == 5  # all in FP32, and each part in INT8
 
 
@@ -265,7 +265,7 @@ def test_probes_are_made_once_and_all_formats_take_their_turns(tmp_path):
     rig.trials.clear()
     rig.steps(range(4, 8))
     assert len(rig.trials) == 1 + 2  # as it is, in INT8, and the second part in FP32 and BF16
-    assert {chosen for _, chosen in rig.adaptive.sensitivity} == {"bf16", "int8"}
+    assert {chosen for _, chosen in rig.adaptive.trials.sensitivity} == {"bf16", "int8"}
 
 
 SLOW: dict[Format, float] = {**SECONDS, "bf16": 9.0}

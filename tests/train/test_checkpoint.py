@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,16 +15,9 @@ from safetensors.torch import load_file
 from modelwright.core.errors import ArtifactError, Stopped, StorageError
 from modelwright.core.progress import SilentProgress
 from modelwright.train.checkpoint import writer
+from modelwright.train.checkpoint.files import Best, check_checkpoint, list_checkpoints, read_weights, step_name
 from modelwright.train.checkpoint.reader import CheckpointReader
-from modelwright.train.checkpoint.writer import (
-    Best,
-    CheckpointWriter,
-    Snapshot,
-    check_checkpoint,
-    list_checkpoints,
-    read_best,
-    read_weights,
-)
+from modelwright.train.checkpoint.writer import CheckpointWriter, Snapshot
 
 STATE = {
     "position": {"step": 3, "loss": math.nan, "best": math.inf},
@@ -142,12 +136,18 @@ def test_saving_copies_before_it_returns(checkpoints):
     assert found.state["m"].sum() == 0
 
 
+def read_best(folder: Path) -> Best:
+    record = json.loads((folder / "best.json").read_text())
+    assert record["folder"] == step_name(record["step"])
+    assert (folder / record["folder"]).is_dir()
+    return Best(step=record["step"], loss=record["loss"])
+
+
 def test_saving_does_not_wait_for_the_disk(checkpoints, monkeypatch):
     go_on = threading.Event()
     save_file = writer.save_file
     monkeypatch.setattr(writer, "save_file", lambda *a: (go_on.wait(20), save_file(*a)))
     checkpoints.save(snapshot(1), best=Best())
-    checkpoints.poll()
     assert steps(checkpoints.folder) == []
     go_on.set()
     checkpoints.wait()
@@ -252,7 +252,7 @@ def test_a_refused_write_surfaces_once_and_leaves_the_old_one(checkpoints, monke
     checkpoints.save(snapshot(2), best=Best())
     with pytest.raises(StorageError, match="the disk is full; free some space"):
         checkpoints.wait()
-    checkpoints.poll()
+    checkpoints.wait()
     assert steps(checkpoints.folder) == [1]
     assert not list(checkpoints.folder.glob("*.partial"))
 

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from modelwright.train.outliers import RecentValues, RobustLevel, percentile_limit, ratio_limit, zscore_limit
+from modelwright.train.outliers import RecentValues, RobustLevel, ratio_limit
+from modelwright.train.techniques.gradient_clipping import AdaptiveClipConfig
 
 
 def naive_median(values):
@@ -82,12 +83,9 @@ def test_a_rollback_takes_values_back_and_a_checkpoint_keeps_them():
 def test_other_limits():
     values = [5.0, 1.0, 3.0, 2.0, 4.0]
     assert ratio_limit(values, 1.5) == 4.5
-    assert [percentile_limit(values, percent) for percent in (1.0, 20.0, 21.0, 60.0, 100.0)] == [
-        1.0,
-        1.0,
-        2.0,
-        3.0,
-        5.0,
-    ]
-    assert zscore_limit(values, 2.0) == pytest.approx(3.0 + 2.0 * math.sqrt(2.0))
-    assert zscore_limit([7.0], 2.0) == 7.0
+    for percent, limit in ((1.0, 1.0), (20.0, 1.0), (21.0, 2.0), (60.0, 3.0), (100.0, 5.0)):
+        clip = AdaptiveClipConfig(kind="percentile", percentile=percent, window_steps=6)
+        assert clip.limit(values, 0.0) == limit
+    clip = AdaptiveClipConfig(kind="zscore", num_stddev=2.0, window_steps=6)
+    assert clip.limit(values, 0.0) == pytest.approx(3.0 + 2.0 * math.sqrt(2.0))
+    assert clip.limit([7.0, 7.0], 0.0) == 7.0

@@ -8,8 +8,8 @@ import shard_run
 from safetensors.torch import load_file
 
 from distributed import start_distributed
+from modelwright.train.checkpoint.files import list_checkpoints, read_weights
 from modelwright.train.checkpoint.reader import peers
-from modelwright.train.checkpoint.writer import list_checkpoints, read_weights
 
 DIED = 9
 NUM_COPIES = {"copies2": 2, "fsdp2tp2": 1, "pp2fsdp2": 1, "hybrid2x2": 2}

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from modelwright.core.errors import ConfigError
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, build_mesh, single
-from modelwright.train.monitors.stragglers import OwnTime, SpeedProbe, StragglerConfig, Stragglers, own_times_compare
+from modelwright.parallel.mesh import World, single
+from modelwright.train.monitors.stragglers import OwnTime, SpeedProbe, StragglerConfig, Stragglers
 from modelwright.train.technique import StepInfo
 
 STEP = StepInfo(
@@ -30,7 +29,7 @@ def test_slow_rank_is_named_after_enough_looks(watched):
     for step in range(1, 6):
         watch.judge(step, [1.0, 1.1, 1.0, 2.0])
     assert events == [(3, "straggler", 2.0, 1.5750000000000002, "rank 3 on b computes 1.9 times as long as the median")]
-    assert watch.slow_ranks == [3]
+    assert watch._num_looks == [0, 0, 0, 5]
 
 
 def test_one_slow_look_is_nothing(watched):
@@ -56,7 +55,7 @@ def test_others_than_the_first_rank_keep_silent(watched):
     for step in range(5):
         watch.judge(step, [1.0, 1.0, 1.0, 2.0])
     assert events == []
-    assert watch.slow_ranks == [3]
+    assert watch._num_looks == [0, 0, 0, 5]
 
 
 def test_one_process_is_never_a_straggler():
@@ -75,9 +74,8 @@ def test_own_time_is_the_mean_since_it_was_last_asked():
     assert own() == 0.0
 
 
-def test_probe_takes_time_and_layouts_say_when_it_is_needed():
+def test_probe_takes_time():
     assert 0 < SpeedProbe(torch.device("cpu"))() < 1
-    assert own_times_compare(build_mesh(single(), ParallelConfig()))
 
 
 def test_bad_limits_are_refused():

@@ -11,7 +11,7 @@ from modelwright.core.errors import ModelwrightError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.ops.dtensor import view_of
 from modelwright.parallel.strategy import total_norm
-from modelwright.train.checkpoint.manager import load_optimizer_state, optimizer_state_dict, reading_state
+from modelwright.train.checkpoint.manager import load_optimizer_state, reading_state
 from modelwright.train.optim.build import build_optimizer
 from modelwright.train.technique import NOT_FINITE, Update
 from modelwright.train.techniques.finite_check import FiniteCheck
@@ -66,7 +66,7 @@ class Steps:
     def state_dict(self):
         parts = {"check": self.check, "clip": self.clip, "rate": self.rate}
         states = {name: part.state_dict() for name, part in parts.items()}
-        return {**states, "optimizer": optimizer_state_dict(self.optimizer, self.names)}
+        return {**states, "optimizer": {self.names[p]: dict(state) for p, state in self.optimizer.state.items()}}
 
     def load_state_dict(self, state):
         for name, part in {"check": self.check, "clip": self.clip, "rate": self.rate}.items():

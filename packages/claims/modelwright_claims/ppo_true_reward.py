@@ -19,7 +19,7 @@ from modelwright.core.config import merge
 from modelwright.core.seeds import derive_seed
 from modelwright.model.hf import load_model
 from modelwright.objectives.experience import ReferenceModel
-from modelwright.objectives.heldout_rewards import win_rates
+from modelwright.objectives.rollouts import win_rates
 from modelwright.parallel.mesh import single
 from modelwright.train.frozen_model import FrozenModel
 from modelwright_claims import alignment_runs

@@ -24,7 +24,7 @@ from modelwright.core.resources import num_usable_cores
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.decoder import Decoder
-from modelwright.pipeline.stages.model_folder import save_model_folder
+from modelwright.pipeline.stages.init import save_model_folder
 from modelwright.recipes.load import recipe
 
 START_TIMEOUT_S = 180.0

@@ -29,7 +29,7 @@ from modelwright.core.records import EventLog
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.adapters import merge_adapters
 from modelwright.pipeline.models import find_model
-from modelwright.pipeline.stages.model_folder import save_model_folder
+from modelwright.pipeline.stages.init import save_model_folder
 from modelwright_federated.client import FederatedClient, Note, client_app, note, text_option
 from modelwright_federated.config import FederatedConfig, load_settings
 from modelwright_federated.flower import (

@@ -152,8 +152,3 @@ def same_output(one: str, other: str) -> bool:
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def _worst(executions: Sequence[Execution]) -> str:
-    """Returns the outcome of the first program that failed; `wrong` if all ended normally."""
-    return next((one.outcome for one in executions if one.outcome != "exit"), "wrong")

@@ -17,7 +17,7 @@ from modelwright.pipeline.report.blocks import plural
 from modelwright.pipeline.resolve import resolve
 from modelwright.pipeline.run import borrowed_rows
 from modelwright.pipeline.run_config import previous_config, read_run_config
-from modelwright.pipeline.stages.model_folder import folder_fingerprint
+from modelwright.pipeline.stages.init import folder_fingerprint
 from modelwright.pipeline.stages.pack import PACK
 from modelwright_search.candidates import JOURNAL, Candidates, Journal, load_for
 from modelwright_search.config import SearchConfig

@@ -1,4 +1,4 @@
-"""`TrainJob`: a training to be run. `Session`, `StepParts`: a running one. `TrainState`, `TrainResult`: its progress."""
+"""`TrainJob`: a training to be run. `Session`, `StepParts`: a running one. `TrainState`, `TrainResult`: its course."""
 
 import math
 import os

@@ -79,13 +79,3 @@ class RecentValues:
 def ratio_limit(values: Sequence[float], factor: float) -> float:
     """Returns `factor` times the median: for values whose deviation is unknown or meaningless, such as ranks' times."""
     return factor * statistics.median(values)
-
-
-def percentile_limit(values: Sequence[float], percentile: float) -> float:
-    """Returns the smallest value that `percentile` percent of the values do not exceed (nearest rank)."""
-    return sorted(values)[max(0, math.ceil(percentile / 100.0 * len(values)) - 1)]
-
-
-def zscore_limit(values: Sequence[float], num_sigmas: float) -> float:
-    """Returns the mean plus `num_sigmas` standard deviations (of the population)."""
-    return statistics.fmean(values) + num_sigmas * statistics.pstdev(values)

@@ -21,7 +21,7 @@ from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.strategy import Replica, Strategy
 from modelwright.train.objective import Batch
 from modelwright.train.precision.apply import ModelPrecision
-from modelwright.train.precision.loss_scale import LossScaler, NoLossScaler
+from modelwright.train.precision.loss_scale import LossScale, LossScaleConfig
 from modelwright.train.runner import Executor, Runner
 
 if TYPE_CHECKING:  # it judges finished steps, which are defined here
@@ -225,8 +225,8 @@ class Runtime:
     executor: Executor
     runner: Runner
     formats: ModelPrecision
-    scaler: LossScaler = field(default_factory=NoLossScaler)
-    """Scales losses and unscales gradients."""
+    scaler: LossScale = field(default_factory=lambda: LossScale(LossScaleConfig(dynamic=False, init_scale=1.0), 0))
+    """Scales losses and unscales gradients; by 1 unless the technique `loss_scaling` sets another one."""
     global_mesh: Mesh
     microbatch_tokens: int
     """Tokens of one microbatch on one rank."""

@@ -44,17 +44,18 @@ class Trainer:
         self.parts.run.model.train()
         give_back_memory()  # that of loading and of laying out
         self.traffic = Traffic(self.session.world)
+        copy_every = self.job.config.fault_tolerance.in_memory_checkpoint_every_steps
         while True:
             asked = self.requests()
             if asked.writer_failed:
                 self.checkpoints.writer.wait()  # raises the writer's error on every rank
             # Evaluation comes before the checkpoint, which records the best loss and the step of the evaluation.
-            if self.evaluation_due() and not asked.stop:
-                self.evaluate()
+            if not asked.stop:
+                self.evaluate_if_due()
             if asked.stop or asked.minutes_due or self.checkpoints.due():
                 self.save()
-            else:
-                self.checkpoints.keep_copy_if_due()
+            elif copy_every and self.state.step and self.state.step % copy_every == 0:
+                self.checkpoints.writer.keep(self.checkpoints.snapshot(), best=self.checkpoints.best())
             if self.state.step >= self.job.num_steps:
                 break
             if asked.stop:
@@ -147,14 +148,13 @@ class Trainer:
         if self.recorder is not None and stall_s is not None:
             self.recorder.write(self.state.step, checkpoint_stall_s=stall_s)
 
-    def evaluation_due(self) -> bool:
-        if not self.job.heldout or self.state.step == self.state.evaluated_step:
-            return False  # a run that was stopped before it evaluated a step does so after resuming
-        every = self.job.config.eval_every_steps
-        return self.state.step == self.job.num_steps or (every > 0 and self.state.step % every == 0)
-
-    def evaluate(self) -> None:
+    def evaluate_if_due(self) -> None:
         """Measure losses and metrics over the whole held-out set, and record the best loss so far."""
+        if not self.job.heldout or self.state.step == self.state.evaluated_step:
+            return  # a run that was stopped before it evaluated a step does so after resuming
+        every = self.job.config.eval_every_steps
+        if self.state.step != self.job.num_steps and (every <= 0 or self.state.step % every):
+            return
         started = time.perf_counter()
         run, alive = self.parts.run, self.session.watchdog.alive
         with run.formats.evaluating():

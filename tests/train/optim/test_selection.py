@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.train.techniques.batch_selection import BatchSelectionConfig
-from modelwright.train.techniques.sparse_updates import Selector, SparseUpdateConfig, moment_signal, shrunk_mask
+from modelwright.train.techniques.sparse_updates import Selector, SparseUpdateConfig, moment_signal
 
 
 def selector(num_units: int = 20, **changes) -> Selector:
@@ -40,6 +41,14 @@ def test_a_signal_that_was_not_measured_stays():
     one.refresh(1, 0.5, torch.tensor([1.0, 1.0, 9.0, 9.0]))
     assert one.signals.tolist() == [1.0, 1.0, 2.0, 1.0]
     assert 2 in one.indices().tolist()
+
+
+def shrunk_mask(mask: Tensor, signal: Tensor, share: float) -> Tensor:
+    """The published pseudo-code: the new mask is the old one times the strongest units now. A unit
+    that has left it never returns, and from one refresh to the next the mask can only lose units.
+    """
+    strongest = torch.zeros_like(mask).index_fill_(0, signal.topk(max(1, round(share * len(signal)))).indices, True)
+    return mask & strongest
 
 
 def test_the_published_mask_only_shrinks_and_ours_brings_every_unit_back():

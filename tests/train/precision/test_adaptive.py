@@ -14,7 +14,6 @@ from modelwright.train.precision.controllers import (
     Bandit,
     PrecisionSwitcher,
     Rules,
-    controller_of,
     damage,
     features,
     scheduled,
@@ -53,7 +52,7 @@ def known(part: str, chosen: Format) -> float | None:
 
 def switcher(probe: Callable[[str, Format], float | None] = known, **given) -> PrecisionSwitcher:
     made = config(**given)
-    return PrecisionSwitcher(made, {PART: "fp32"}, controller_of(made), probe)
+    return PrecisionSwitcher(made, {PART: "fp32"}, Bandit(made) if made.kind == "bandit" else Rules(made), probe)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from modelwright.train.precision.indicators import (
     LossLevel,
     Momentum,
     Observer,
+    PartStatistics,
     ValueSample,
     error_of,
     kept_noise,
@@ -42,8 +43,18 @@ def test_sums_of_a_tensor_and_what_follows_from_them():
 
 
 def test_tensors_that_several_ranks_hold_count_once():
-    one = GradientStats.of(torch.ones(3), torch.ones(3), None, scale=1.0)
-    assert GradientStats().plus(one, 0.5).plus(one, 0.5) == one
+    weight = torch.ones(3)
+    weight.grad = torch.ones(3)
+    one = GradientStats.of(weight, weight.grad, None, scale=1.0)
+    held_twice = PartStatistics(
+        parts=["blocks.0.ffn"],
+        config=PrecisionConfig(policy="fp32"),
+        names={weight: "blocks.0.ffn.up_proj.weight"},
+        num_holders=[2],
+        sum_over_ranks=lambda values: [2.0 * value for value in values],
+    )
+    sums = held_twice.sums(lambda parameter, gradient: GradientStats.of(parameter, gradient, None, scale=1.0))
+    assert sums == {"blocks.0.ffn": one}
 
 
 def test_what_an_average_keeps_of_noise():
@@ -186,12 +197,15 @@ def test_an_observer_sees_inputs_and_gradients_of_each_part_and_changes_nothing(
     y = product(x, weight)
     assert torch.equal(y, torch.nn.functional.linear(x, weight))
     y.square().sum().backward()
-    assert watching.take("blocks.0.ffn", "input", "int8") == (error(x, "int8"), 1)
-    assert watching.take("blocks.0.ffn", "gradient", "int8") == (error(2 * y.detach(), "int8", "grad"), 1)
-    assert watching.take("blocks.0.ffn", "gradient", "bf16") == (error(2 * y.detach(), "bf16"), 1)
-    assert watching.take("blocks.1.ffn", "input", "int8") == (0.0, 0)
+    assert watching.errors.get(("blocks.0.ffn", "input", "int8"), (0.0, 0)) == (error(x, "int8"), 1)
+    assert watching.errors.get(("blocks.0.ffn", "gradient", "int8"), (0.0, 0)) == (
+        error(2 * y.detach(), "int8", "grad"),
+        1,
+    )
+    assert watching.errors.get(("blocks.0.ffn", "gradient", "bf16"), (0.0, 0)) == (error(2 * y.detach(), "bf16"), 1)
+    assert watching.errors.get(("blocks.1.ffn", "input", "int8"), (0.0, 0)) == (0.0, 0)
     product(x[:0], weight)
-    assert watching.take("blocks.0.ffn", "input", "int8")[1] == 1
+    assert watching.errors.get(("blocks.0.ffn", "input", "int8"), (0.0, 0))[1] == 1
 
 
 def test_products_that_read_one_tensor_share_a_look_at_it(monkeypatch):
@@ -204,7 +218,7 @@ def test_products_that_read_one_tensor_share_a_look_at_it(monkeypatch):
     for product, values in ((queries, x), (keys, x), (queries, other), (keys, x)):
         product(values, weight)
     assert len(looks) == 3
-    total, count = watching.take("blocks.0.attention", "input", "int8")
+    total, count = watching.errors.get(("blocks.0.attention", "input", "int8"), (0.0, 0))
     assert (total, count) == (pytest.approx(3 * error(x, "int8") + error(other, "int8")), 4)
 
 
@@ -222,18 +236,18 @@ def test_what_comes_rounded_has_lost_what_rounding_costs_and_an_overflow_tells_n
     product = watching.watched("blocks.0.ffn.up_proj", torch.nn.functional.linear)
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     product(x.bfloat16(), torch.randn(4, 256).bfloat16())
-    lost, count = watching.take("blocks.0.ffn", "input", "bf16")
+    lost, count = watching.errors.get(("blocks.0.ffn", "input", "bf16"), (0.0, 0))
     assert (lost, count) == (pytest.approx(error(x, "bf16"), rel=0.05), 1)
-    assert watching.take("blocks.0.ffn", "input", "fp32") == (0.0, 1)
+    assert watching.errors.get(("blocks.0.ffn", "input", "fp32"), (0.0, 0)) == (0.0, 1)
     for broken in (math.inf, math.nan):
         x[2, 4] = broken
         product(x, torch.randn(4, 256))
-        assert watching.take("blocks.0.ffn", "input", "int8")[1] == 1
+        assert watching.errors.get(("blocks.0.ffn", "input", "int8"), (0.0, 0))[1] == 1
 
 
 def test_a_format_that_cannot_hold_the_values_loses_all_of_them():
     watching = observer(["bf16", "fp16"])
     product = watching.watched("blocks.0.ffn.up_proj", torch.nn.functional.linear)
     product(torch.full((64, 256), 1e5), torch.randn(4, 256))
-    assert watching.take("blocks.0.ffn", "input", "fp16") == (1.0, 1)
-    assert watching.take("blocks.0.ffn", "input", "bf16")[0] < 0.01
+    assert watching.errors.get(("blocks.0.ffn", "input", "fp16"), (0.0, 0)) == (1.0, 1)
+    assert watching.errors.get(("blocks.0.ffn", "input", "bf16"), (0.0, 0))[0] < 0.01

@@ -3,7 +3,7 @@
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.train.precision.loss_scale import LossScale, LossScaleConfig, first_scale
+from modelwright.train.precision.loss_scale import LossScale, LossScaleConfig
 
 
 def run(scale: LossScale, overflows: list[bool]) -> list[float]:
@@ -55,8 +55,8 @@ def test_it_goes_on_where_it_stopped():
     [(10, 15), (10**8, 15), (2 * 10**8, 14), (10**9, 13), (7 * 10**10, 12), (10**12, 12)],
 )
 def test_the_first_scale_by_size(parameters, power):
-    assert first_scale(LossScaleConfig(init_scale=0.0), parameters) == 2.0**power
-    assert first_scale(LossScaleConfig(), parameters) == 2.0**15
+    assert LossScale(LossScaleConfig(init_scale=0.0), parameters).value == 2.0**power
+    assert LossScale(LossScaleConfig(), parameters).value == 2.0**15
 
 
 def test_who_scales():

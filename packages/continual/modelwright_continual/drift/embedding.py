@@ -165,7 +165,7 @@ class ModelEmbedder:
         return np.where(counts > 0, nats / np.maximum(counts, 1), np.nan)
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        from modelwright.evaluate.bits_per_byte import start_id
+        from modelwright.evaluate.scoring import start_id
 
         return [[start_id(self._tokenizer), *self._tokenizer.encode(text)] for text in texts]
 

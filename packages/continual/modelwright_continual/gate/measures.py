@@ -15,7 +15,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm, t
 
 from modelwright.core.seeds import derive_seed
-from modelwright.evaluate.bits_per_byte import resampled_ratios
+from modelwright.evaluate.scoring import resampled_ratios
 
 LEAST_TAIL = 20
 """Minimum number of resamples beyond a bound; with fewer, the bound itself would be noise."""

@@ -26,13 +26,8 @@ from modelwright.train.job import StepParts, TrainJob, TrainState
 from modelwright.train.technique import Rollback
 
 
-def optimizer_state_dict(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """The optimizer's tensors and scalars, by parameter name."""
-    return {names[parameter]: dict(state) for parameter, state in optimizer.state.items()}
-
-
 def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], state: Mapping[str, Any]) -> None:
-    """Restore what `optimizer_state_dict` returned, on the parameters' devices and in their dtypes."""
+    """Restore tensors and scalars by parameter name, on the parameters' devices and in their dtypes."""
     for parameter, name in names.items():
         if name not in state:
             continue
@@ -129,12 +124,6 @@ class CheckpointManager:
         self.writer.save(self.snapshot(), best=self.best(), also=pinned)
         return time.perf_counter() - started
 
-    def keep_copy_if_due(self) -> None:
-        """Copy the state to the hosts' memory, at some of the steps at which it is not written to disk."""
-        every = self.job.config.fault_tolerance.in_memory_checkpoint_every_steps
-        if every > 0 and self.state.step > 0 and self.state.step % every == 0:
-            self.writer.keep(self.snapshot(), best=self.best())
-
     def resume(self) -> int:
         """Resume from the newest intact checkpoint, whatever layout and number of ranks wrote it; returns its step, 0
         without one.
@@ -201,7 +190,7 @@ class CheckpointManager:
         return {
             "trainer": dict(vars(self.state)),
             "objective": gather_rows(self.job.objective.state_dict(), strategy.mesh.data),
-            "optimizer": optimizer_state_dict(self.replica.optimizer, self.replica.names),
+            "optimizer": {self.replica.names[p]: dict(state) for p, state in self.replica.optimizer.state.items()},
             "techniques": {technique.name: technique.state_dict() for technique in self.parts.techniques},
             "strategy": strategy.state_dict(),
         }

@@ -33,6 +33,7 @@ from modelwright.train.checkpoint.files import (
     ShardReader,
     check_checkpoint,
     list_checkpoints,
+    piece_of,
     read_index,
     read_state,
     step_name,
@@ -97,7 +98,22 @@ class MemoryCopies:
 
     def newest(self, *, after: int) -> Path | None:
         """The newest complete copy after the step `after`, assembled on this host; or None."""
-        offers = self.channel.exchange((self.host, self._offer(after)), what="looking for copies in memory")
+        # This host's copies: step, digest, names of all files of the copy, and of those intact on this host.
+        own: list[tuple[int, str, list[str], list[str]]] = []
+        for folder in self._steps():
+            step = int(folder.name.removeprefix("step-"))
+            if step <= after:
+                continue
+            try:
+                index = read_index(folder)
+                digest = hashlib.sha256((folder / INDEX).read_bytes() + (folder / STATE).read_bytes()).hexdigest()
+            except (DamagedCheckpointError, OSError):
+                continue
+            entries = (entry for part in index.values() for entry in part.values())
+            names = sorted({piece["file"] for entry in entries for piece in entry["pieces"]})
+            readers = [ShardReader(folder, part) for part in index.values()]
+            own.append((step, digest, names, [name for name in names if all(one.is_whole(name) for one in readers)]))
+        offers = self.channel.exchange((self.host, own), what="looking for copies in memory")
         hosts = [host for host, _ in offers]
         # Copies are told apart by step and digest: hosts may hold states of the same step from different starts. One
         # is usable only if each of its files has an owner, the first rank that holds it undamaged.
@@ -113,7 +129,6 @@ class MemoryCopies:
             return None
         key = max(complete)
         folder = self.folder / step_name(key[0])
-        own: list[tuple[int, str, list[str], list[str]]] = offers[self.channel.rank][1]
         local = next((held for step, digest, _, held in own if (step, digest) == key), list[str]())
         # Collective: all ranks enter `any` for each file in the same order, and the broadcast if any of them lacks it.
         for name in [*needed[key], INDEX, STATE]:
@@ -136,24 +151,6 @@ class MemoryCopies:
     def forget(self) -> None:
         """Free the memory."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _offer(self, after: int) -> list[tuple[int, str, list[str], list[str]]]:
-        """Lists this host's copies: step, digest, names of all files of the copy, and of those intact on this host."""
-        result: list[tuple[int, str, list[str], list[str]]] = []
-        for folder in self._steps():
-            step = int(folder.name.removeprefix("step-"))
-            if step > after:
-                try:
-                    index = read_index(folder)
-                    digest = hashlib.sha256((folder / INDEX).read_bytes() + (folder / STATE).read_bytes()).hexdigest()
-                except (DamagedCheckpointError, OSError):
-                    continue
-                entries = (entry for part in index.values() for entry in part.values())
-                names = sorted({piece["file"] for entry in entries for piece in entry["pieces"]})
-                readers = [ShardReader(folder, part) for part in index.values()]
-                intact = [name for name in names if all(reader.is_whole(name) for reader in readers)]
-                result.append((step, digest, names, intact))
-        return result
 
     def _speaks(self, hosts: Sequence[str]) -> bool:
         """True for the first rank of its host, which writes the files that its ranks have in common."""
@@ -320,7 +317,11 @@ class CheckpointReader:
         for name in sorted(names ^ set(model.entries)):
             raise ArtifactError(f"{path}: {name} is in {'the model' if name in names else 'the checkpoint'} only")
         for name, weight in weights.items():
-            model.read_into(name, weight)
+            if model.shape(name) != tuple(weight.shape):
+                shapes = f"{list(model.shape(name))}, the model needs {list(weight.shape)}"
+                raise ArtifactError(f"{path}: {name} has shape {shapes}")
+            piece = piece_of(weight)
+            piece.values.copy_(model.read(name, piece.box))  # detached, so that autograd does not see the change
         tree = record["state"]
         optimizer = tree.pop("optimizer", None)  # laid out like its parameters, where all else is read whole
         state = join(tree, training.read)

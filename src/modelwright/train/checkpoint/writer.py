@@ -21,7 +21,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,41 +32,25 @@ from safetensors.torch import save as serialize
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from modelwright.core.artifacts import ArtifactDraft, write_artifact, write_atomic
-from modelwright.core.errors import StorageError, writing
+from modelwright.core.artifacts import ArtifactDraft, read_manifest, write_artifact, write_atomic
+from modelwright.core.errors import ArtifactError, StorageError, writing
 from modelwright.train.checkpoint.files import (
     INDEX,
     KIND,
     PARTS,
     STATE,
     Best,
-    DamagedCheckpointError,
     TensorShard,
-    check_checkpoint,
     describe_pieces,
     key_from_json,
     list_checkpoints,
     merge_indexes,
     piece_of,
-    read_best,
-    read_weights,
-    referred_steps,
     share_out,
     step_name,
 )
 from modelwright.train.checkpoint.reader import CheckpointReader, MemoryCopies
 from modelwright.train.checkpoint.state_tree import merge, seat, split, split_transport
-
-__all__ = [
-    "Best",
-    "CheckpointWriter",
-    "DamagedCheckpointError",
-    "Snapshot",
-    "check_checkpoint",
-    "list_checkpoints",
-    "read_best",
-    "read_weights",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +82,7 @@ class CheckpointWriter:
     """Writes the checkpoints of one run. Every rank creates one and calls the same methods in the same order.
 
     `save` copies to host memory and returns; a thread writes. An error there, on any rank, is raised on every rank by
-    the next `save`, `poll` or `wait`. The `keep_last` newest checkpoints are kept, and the others that they refer to.
+    the next `save` or `wait`. The `keep_last` newest checkpoints are kept, and the others that they refer to.
     reader: of the same checkpoints.
     """
 
@@ -141,11 +125,6 @@ class CheckpointWriter:
         self.wait()
         if self.reader.copies:
             self.reader.copies.forget()
-
-    def poll(self) -> None:
-        """Raise the writer's error, without waiting for it."""
-        if self._pending is not None and self._pending.done():
-            self.wait()
 
     def wait(self) -> None:
         """Wait for the checkpoint being written; raises `StorageError` if it failed."""
@@ -221,7 +200,16 @@ class CheckpointWriter:
         for part, pieces in job.pieces.items():
             path = folder / self._file(part)
             with writing(path):
-                _save_tensors({name: piece.values for name, piece in pieces.items()}, path)
+                try:
+                    save_file({name: piece.values for name, piece in pieces.items()}, path)
+                except SafetensorError as error:
+                    # `writing` understands the operating system's own error, whose number the text has.
+                    result = re.search(r"os error (\d+)", str(error))
+                    if result is None:
+                        raise StorageError(f"{path}: cannot be written ({error}); choose another --run-dir") from error
+                    code = int(result.group(1))
+                    text = os.strerror(code) if code in errno.errorcode else str(error)
+                    raise OSError(code, text, str(path)) from error
                 with open(path, "rb") as written:  # the manifest must not reach the disk before the files
                     os.fsync(written.fileno())
             index[part] = describe_pieces(path.name, pieces)
@@ -249,7 +237,10 @@ class CheckpointWriter:
         last = paths[-self.keep_last :]
         requested = {path.name for path in last}
         requested |= {step_name(step) for step in (job.best.step, *job.also)}
-        requested |= {step_name(step) for path in last for step in referred_steps(path)}
+        for path in last:
+            with suppress(ArtifactError):
+                facts = read_manifest(path).facts  # the best checkpoint then (0: none yet), and pinned ones
+                requested |= {step_name(int(step)) for step in (facts.get("best_step", 0), *facts.get("also", ()))}
         for path in paths:
             if path.name not in requested:
                 shutil.rmtree(path, ignore_errors=True)
@@ -278,15 +269,3 @@ def _combine(
         "strategy": [tree["strategy"] for tree in trees if "strategy" in tree],
     }
     return {part: merge_indexes([own[part] for own, _ in described]) for part in PARTS}, record
-
-
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """`save_file`, with its own I/O error converted back to the operating system's, which `writing` understands."""
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:
-        result = re.search(r"os error (\d+)", str(error))
-        if result is None:
-            raise StorageError(f"{path}: cannot be written ({error}); choose another --run-dir") from error
-        code = int(result.group(1))
-        raise OSError(code, os.strerror(code) if code in errno.errorcode else str(error), str(path)) from error

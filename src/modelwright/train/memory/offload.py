@@ -31,11 +31,112 @@ from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.ops.dtensor import local
 from modelwright.train.memory.activations import ActivationCheckpointingConfig
 
+MIN_BYTES = 2**16
+"""Smaller tensors stay: moving them costs more than their memory is worth."""
+
+
+Fetch = Callable[[], Tensor]
+"""Returns the tensor, on its original device; may be called more than once."""
+
+
+class Store(Protocol):
+    """Storage of offloaded tensors."""
+
+    def put(self, piece: Tensor) -> Fetch:
+        """Take a tensor, which may be freed as soon as this returns; the tensor fetched later must not be modified."""
+        ...
+
+
+def check_tier(config: ActivationCheckpointingConfig, *, on_cpu: bool) -> None:
+    """Raise `ConfigError` for offloading to host memory if the model is already there."""
+    if config.offload == "host" and on_cpu:
+        raise ConfigError(
+            "offload: host moves activations to the host's memory, where they already are on a CPU run; "
+            "disable it, use disk, or save memory with mode full, selective or budget"
+        )
+
+
+def open_store(config: ActivationCheckpointingConfig, *, device: torch.device, folder: Path) -> Store | None:
+    """Returns the store for the tensors that blocks save, None if offloading is off. A file is in `folder`, unless the
+    configuration names another one. Raises `ConfigError` like `check_tier`.
+    """
+    check_tier(config, on_cpu=device.type == "cpu")
+    if config.offload == "disk":
+        return DiskStore(Path(config.offload_dir) if config.offload_dir else folder)
+    return HostStore() if config.offload == "host" else None
+
+
+def offloading(modules: Sequence[nn.Module], shared: Iterable[Tensor], store: Store) -> AbstractContextManager[Any]:
+    """Within the block, tensors that autograd saves go to the store, except weights and those in `shared`."""
+    staying = {_storage(tensor) for tensor in shared}
+    gone: dict[tuple[Any, ...], tuple[_Away, weakref.ref[Any]]] = {}
+
+    def pack(tensor: Tensor) -> Any:
+        # A weight is recognized by its shape, because gathered weights have their own storage.
+        shapes = {shape for module in modules for p in module.parameters() for shape in (p.shape, p.shape[::-1])}
+        piece = local(tensor).detach()
+        if tensor.shape in shapes or _storage(tensor) in staying or piece.nbytes < MIN_BYTES:
+            return tensor
+        # The version tells values apart that an operator has changed in place between two savings.
+        key = (_storage(tensor), piece.storage_offset(), piece.shape, piece.stride(), tensor._version)
+        if key not in gone:
+            # Once its memory is free another tensor may get the same address.
+            watch = weakref.ref(piece.untyped_storage(), lambda _: gone.pop(key, None))
+            gone[key] = _Away(store.put(piece)), watch
+        away = gone[key][0]
+        away.uses += 1
+        is_laid_out = isinstance(tensor, DTensor)
+        return away, (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()) if is_laid_out else ()
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        away, layout = packed
+        piece = away.fetch() if away.here is None else away.here
+        away.uses -= 1
+        away.here = piece if away.uses > 0 else None
+        if not layout:
+            return piece
+        mesh, placements, shape, stride = layout
+        return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+@dataclass
+class _Away:
+    """An offloaded tensor. uses: number of uses to come; here: the tensor, from its fetch until the last use."""
+
+    fetch: Fetch
+    uses: int = 0
+    here: Tensor | None = None
+
+
+def _storage(tensor: Tensor) -> int:
+    return local(tensor).untyped_storage()._cdata
+
+
+class HostStore:
+    """Host memory, pinned if the device is CUDA."""
+
+    def put(self, piece: Tensor) -> Fetch:
+        device = piece.device
+        host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=device.type == "cuda")
+        host.copy_(piece, non_blocking=True)
+        return lambda: host.to(device, non_blocking=True)
+
+
 MOST_QUEUED_BYTES = 8 * 2**20
 """Bytes still to be written, without the newest tensor, above which `put` waits."""
+
+
 READ_AHEAD = 2
 """Tensors that are read before they are asked for."""
+
+
 _PAGE = 4096
+
+
 T = TypeVar("T")
 
 
@@ -55,7 +156,8 @@ class DiskStore:
         self._writer = ThreadPoolExecutor(1, "offload-writer")
         self._reader = ThreadPoolExecutor(1, "offload-reader")
         self._queued: deque[_Waiting] = deque()
-        self._free: dict[int, list[int]] = {}
+        self.free: dict[int, list[int]] = {}
+        """Places that tensors of so many pages have left."""
         self._end = 0
         self._number = 0
         self._waiting: weakref.WeakValueDictionary[int, _Waiting] = weakref.WeakValueDictionary()
@@ -66,8 +168,8 @@ class DiskStore:
         dense = piece if torch.empty_like(piece, device="meta").stride() == piece.stride() else piece.contiguous()
         # A free slot of the same size, else the end of the file: sizes recur in every step.
         pages = max(1, -(-dense.nbytes // _PAGE))
-        if self._free.get(pages):
-            place = self._free[pages].pop()
+        if self.free.get(pages):
+            place = self.free[pages].pop()
         else:
             place = self._end
             self._end += pages * _PAGE
@@ -99,10 +201,6 @@ class DiskStore:
             return held
         waiting.reading = None
         return self._result(reading)
-
-    def release(self, place: int, pages: int) -> None:
-        """Free the space of a tensor that is no longer needed."""
-        self._free.setdefault(pages, []).append(place)
 
     def _reading(self, waiting: "_Waiting") -> "Future[Tensor]":
         if waiting.reading is None:
@@ -149,7 +247,7 @@ class _Waiting:
         self._store = store
 
     def __del__(self) -> None:
-        self._store.release(self.place, self.pages)
+        self._store.free.setdefault(self.pages, []).append(self.place)
 
 
 def _failed(folder: Path, error: OSError) -> ModelwrightError:
@@ -169,31 +267,6 @@ def _let_go(waiting: "weakref.ref[_Waiting]", written: Future[None]) -> None:
 def _bytes(tensor: Tensor) -> Tensor:
     """All bytes of its memory, in storage order."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-MIN_BYTES = 2**16
-"""Smaller tensors stay: moving them costs more than their memory is worth."""
-
-Fetch = Callable[[], Tensor]
-"""Returns the tensor, on its original device; may be called more than once."""
-
-
-class Store(Protocol):
-    """Storage of offloaded tensors."""
-
-    def put(self, piece: Tensor) -> Fetch:
-        """Take a tensor, which may be freed as soon as this returns; the tensor fetched later must not be modified."""
-        ...
-
-
-class HostStore:
-    """Host memory, pinned if the device is CUDA."""
-
-    def put(self, piece: Tensor) -> Fetch:
-        device = piece.device
-        host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=device.type == "cuda")
-        host.copy_(piece, non_blocking=True)
-        return lambda: host.to(device, non_blocking=True)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -221,11 +294,14 @@ class Nowhere:
 
         def fetch() -> Tensor:
             for near in range(number, number - 1 - self.read_ahead, -1):
-                if near in self._known:
-                    self._known[near].read()
+                known = self._known.get(near)
+                if known is not None and known.piece is None:
+                    known.piece = known.empty.new_zeros(known.shape)
             if self._queued:
                 self._queued.popleft()
-            return shape.take()
+            result, shape.piece = shape.piece, None
+            assert result is not None
+            return result
 
         return fetch
 
@@ -236,85 +312,4 @@ class _Shape:
     def __init__(self, piece: Tensor) -> None:
         self.piece: Tensor | None = piece
         self.num_bytes = piece.nbytes
-        self._shape, self._empty = piece.shape, piece.new_empty(0)
-
-    def read(self) -> None:
-        self.piece = self._empty.new_zeros(self._shape) if self.piece is None else self.piece
-
-    def take(self) -> Tensor:
-        result, self.piece = self.piece, None
-        assert result is not None
-        return result
-
-
-def check_tier(config: ActivationCheckpointingConfig, *, on_cpu: bool) -> None:
-    """Raise `ConfigError` for offloading to host memory if the model is already there."""
-    if config.offload == "host" and on_cpu:
-        raise ConfigError(
-            "offload: host moves activations to the host's memory, where they already are on a CPU run; "
-            "disable it, use disk, or save memory with mode full, selective or budget"
-        )
-
-
-def open_store(config: ActivationCheckpointingConfig, *, device: torch.device, folder: Path) -> Store | None:
-    """Returns the store for the tensors that blocks save, None if offloading is off. A file is in `folder`, unless the
-    configuration names another one. Raises `ConfigError` like `check_tier`.
-    """
-    check_tier(config, on_cpu=device.type == "cpu")
-    if config.offload == "disk":
-        return DiskStore(Path(config.offload_dir) if config.offload_dir else folder)
-    return HostStore() if config.offload == "host" else None
-
-
-@dataclass
-class _Away:
-    """An offloaded tensor. uses: number of uses to come; here: the tensor, from its fetch until the last use."""
-
-    fetch: Fetch
-    uses: int = 0
-    here: Tensor | None = None
-
-    def take(self) -> Tensor:
-        piece = self.fetch() if self.here is None else self.here
-        self.uses -= 1
-        self.here = piece if self.uses > 0 else None
-        return piece
-
-
-def offloading(modules: Sequence[nn.Module], shared: Iterable[Tensor], store: Store) -> AbstractContextManager[Any]:
-    """Within the block, tensors that autograd saves go to the store, except weights and those in `shared`."""
-    staying = {_storage(tensor) for tensor in shared}
-    gone: dict[tuple[Any, ...], tuple[_Away, weakref.ref[Any]]] = {}
-
-    def pack(tensor: Tensor) -> Any:
-        # A weight is recognized by its shape, because gathered weights have their own storage.
-        shapes = {shape for module in modules for p in module.parameters() for shape in (p.shape, p.shape[::-1])}
-        piece = local(tensor).detach()
-        if tensor.shape in shapes or _storage(tensor) in staying or piece.nbytes < MIN_BYTES:
-            return tensor
-        # The version tells values apart that an operator has changed in place between two savings.
-        key = (_storage(tensor), piece.storage_offset(), piece.shape, piece.stride(), tensor._version)
-        if key not in gone:
-            # Once its memory is free another tensor may get the same address.
-            watch = weakref.ref(piece.untyped_storage(), lambda _: gone.pop(key, None))
-            gone[key] = _Away(store.put(piece)), watch
-        away = gone[key][0]
-        away.uses += 1
-        is_laid_out = isinstance(tensor, DTensor)
-        return away, (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()) if is_laid_out else ()
-
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        away, layout = packed
-        piece = away.take()
-        if not layout:
-            return piece
-        mesh, placements, shape, stride = layout
-        return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-    return saved_tensors_hooks(pack, unpack)
-
-
-def _storage(tensor: Tensor) -> int:
-    return local(tensor).untyped_storage()._cdata
+        self.shape, self.empty = piece.shape, piece.new_empty(0)

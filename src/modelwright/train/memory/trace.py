@@ -260,7 +260,7 @@ class StepTrace(TorchDispatchMode):
         """Within the block, modules report the step's place: the one running, and in backward the one that ran last."""
         hooks = []
         for name, module in self._model.named_modules():
-            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: setattr(self, "_place", name)))
         for name, parameter in self._model.named_parameters():
             place = name.rpartition(".")[0]
             hooks.append(parameter.register_post_accumulate_grad_hook(lambda p, place=place: self._done(p, place)))
@@ -309,9 +309,6 @@ class StepTrace(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         block, _ = self._living.pop(key)
         block.death = self._time + 1
-
-    def _enter(self, name: str) -> None:
-        self._place = name
 
     def _done(self, parameter: Tensor, place: str) -> None:
         self._place = place

@@ -14,7 +14,7 @@ import torch
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.ops.microbenchmark import repeated, seconds_of
-from modelwright.parallel.mesh import Mesh, World
+from modelwright.parallel.mesh import World
 from modelwright.train.outliers import ratio_limit
 from modelwright.train.technique import Runtime, StepInfo, Technique
 
@@ -62,10 +62,6 @@ class Stragglers:
         self.report = report
         self.hosts: list[str] = world.gather_json(host or socket.gethostname())
         self._num_looks = [0] * world.size
-
-    @property
-    def slow_ranks(self) -> list[int]:
-        return [rank for rank, looks in enumerate(self._num_looks) if looks >= self.config.patience]
 
     def look(self, step: int) -> None:
         """Compare the ranks now."""
@@ -119,13 +115,6 @@ class SpeedProbe:
         )
 
 
-def own_times_compare(mesh: Mesh) -> bool:
-    """True if all ranks do the same work without waiting inside it, so that `OwnTime` identifies stragglers. Otherwise
-    (layers sharded or gathered while they compute, pipeline stages) use a `SpeedProbe`.
-    """
-    return mesh.is_only_data_parallel
-
-
 def straggler_monitor(config: StragglerConfig, run: Runtime) -> Technique | None:
     """Compares the ranks every `config.every_steps` steps: their seconds in forward and backward if these are
     comparable, else a `SpeedProbe`. None for ranks that do not wait for one another.
@@ -133,8 +122,9 @@ def straggler_monitor(config: StragglerConfig, run: Runtime) -> Technique | None
     if run.world.size == 1 or not config.every_steps or run.mesh.world.size < run.world.size:
         return None
     own_time = OwnTime()
-    # Kernels of a GPU are still running when the host's clock stops.
-    compares = own_times_compare(run.global_mesh) and run.world.device.type == "cpu"
+    # Own times identify stragglers if all ranks do the same work without waiting inside it, not where layers are
+    # sharded or gathered while they compute, or are stages of a pipeline. Kernels of a GPU outlast the host's clock.
+    compares = run.global_mesh.is_only_data_parallel and run.world.device.type == "cpu"
     measure = own_time if compares else SpeedProbe(run.world.device)
     stragglers = Stragglers(run.world, config, own_time_s=measure, report=run.report)
 

@@ -11,7 +11,7 @@ each way per parameter and update. Weights stay on the accelerator, where weight
 """
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +23,33 @@ from torch.optim import AdamW, Optimizer
 
 from modelwright.core.seeds import derive_seed
 from modelwright.ops.dtensor import TensorView, as_dtensor_like, local, max_over_shards, view_of
+
+
+@dataclass(eq=False)
+class StatesElsewhere(MutableMapping[Tensor, dict[str, Any]]):
+    """`Optimizer.state` of an optimizer that keeps its states in another form or place. known: parameters that have
+    states; shown: the states of one, raises `KeyError`; take: sets them, or removes them for None.
+    """
+
+    known: Callable[[], Collection[Tensor]]
+    shown: Callable[[Tensor], dict[str, Any]]
+    take: Callable[[Tensor, Mapping[str, Any] | None], None]
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        return self.shown(parameter)
+
+    def __setitem__(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        self.take(parameter, state)
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        self.take(parameter, None)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.known())
+
+    def __len__(self) -> int:
+        return len(self.known())
+
 
 BLOCK = 256
 """Elements that share a scale."""
@@ -153,7 +180,7 @@ class LowBitAdamW(Optimizer):
         self.names = names
         self.packed: dict[Tensor, tuple[Tensor, Packed, Packed]] = {}
         self._are_cut: dict[Tensor, bool] = {}
-        self.state = _Unpacked(self)  # pyright: ignore[reportAttributeAccessIssue]
+        self.state = StatesElsewhere(lambda: self.packed, self._shown, self._take)  # pyright: ignore
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -195,6 +222,21 @@ class LowBitAdamW(Optimizer):
         rounded = [Packed(round_stochastically(moment, next(noise))) for moment in (first, second)]
         self.packed[parameter] = step, rounded[0], rounded[1]
 
+    def _shown(self, parameter: Tensor) -> dict[str, Any]:
+        """The states in AdamW's form: step, exp_avg and exp_avg_sq, FP32, laid out like the parameter."""
+        if parameter not in self.packed:
+            raise KeyError(parameter)
+        step, first, second = self.unpacked(parameter)
+        moments = {"exp_avg": as_dtensor_like(parameter, first), "exp_avg_sq": as_dtensor_like(parameter, second)}
+        return {"step": step, **moments}
+
+    def _take(self, parameter: Tensor, state: Mapping[str, Any] | None) -> None:
+        if state is None:
+            del self.packed[parameter]
+            return
+        first, second = (local(state[name]).float() for name in ("exp_avg", "exp_avg_sq"))
+        self.pack(parameter, torch.as_tensor(state["step"]).float().cpu(), first, second)
+
     def _blocks(self, parameter: Tensor) -> ScaleBlocks:
         """The blocks of a parameter, which are cut if the layout cuts one on any rank. The first call for a parameter
         is collective, on all ranks that hold a part of it.
@@ -215,36 +257,6 @@ class LowBitAdamW(Optimizer):
         return ScaleBlocks(parameter, are_cut=self._are_cut[parameter])
 
 
-@dataclass(eq=False)
-class _Unpacked(MutableMapping[Tensor, dict[str, Any]]):
-    """The states by parameter in AdamW's form: step, exp_avg and exp_avg_sq, FP32, laid out like the parameter."""
-
-    optimizer: LowBitAdamW
-
-    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        if parameter not in self.optimizer.packed:
-            raise KeyError(parameter)
-        step, first, second = self.optimizer.unpacked(parameter)
-        return {
-            "step": step,
-            "exp_avg": as_dtensor_like(parameter, first),
-            "exp_avg_sq": as_dtensor_like(parameter, second),
-        }
-
-    def __setitem__(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        first, second = (local(state[name]).float() for name in ("exp_avg", "exp_avg_sq"))
-        self.optimizer.pack(parameter, torch.as_tensor(state["step"]).float().cpu(), first, second)
-
-    def __delitem__(self, parameter: Tensor) -> None:
-        del self.optimizer.packed[parameter]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.optimizer.packed)
-
-    def __len__(self) -> int:
-        return len(self.optimizer.packed)
-
-
 HOST = torch.device("cpu")
 
 
@@ -261,7 +273,7 @@ class OffloadedAdamW(Optimizer):
         on_host = [{"params": [self._steps[parameter] for parameter in group["params"]]} for group in self.param_groups]
         # It updates the steps, which start each update at zero; decay needs the weights, so it is applied to them.
         self._inner = AdamW(on_host, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
-        self.state = _OnHost(self)  # pyright: ignore[reportAttributeAccessIssue]
+        self.state = StatesElsewhere(self._known, self._shown, self._take)  # pyright: ignore
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -287,46 +299,22 @@ class OffloadedAdamW(Optimizer):
                     weight.mul_(1 - group["lr"] * group["weight_decay"])
                     weight.add_(self._steps[parameter].to(weight.device, non_blocking=True))
 
-    def shown(self, parameter: Tensor) -> dict[str, Any]:
+    def _shown(self, parameter: Tensor) -> dict[str, Any]:
         """The host's states of a parameter, sharing memory, laid out like it. Raises `KeyError` before a step."""
         own = self._inner.state.get(self._steps[parameter])
         if not own:
             raise KeyError(parameter)
         return {name: value if name == "step" else as_dtensor_like(parameter, value) for name, value in own.items()}
 
-    def take_over(self, parameter: Tensor, state: Mapping[str, Any] | None) -> None:
-        """Sets the states from a checkpoint; None removes them."""
+    def _take(self, parameter: Tensor, state: Mapping[str, Any] | None) -> None:
+        """Moves set states to the host at once, so that a resumed run needs no more memory; None removes them."""
         step = self._steps[parameter]
         self._inner.state.pop(step, None)
         if state is not None:
             self._inner.state[step] = {name: local(value).to(HOST).clone() for name, value in state.items()}
 
-    @property
-    def known(self) -> list[Tensor]:
-        """The parameters that have states."""
+    def _known(self) -> list[Tensor]:
         return [parameter for parameter, step in self._steps.items() if self._inner.state.get(step)]
-
-
-@dataclass(eq=False)
-class _OnHost(MutableMapping[Tensor, dict[str, Any]]):
-    """The states by parameter. Set states move to the host at once, so that a resumed run needs no more memory."""
-
-    optimizer: OffloadedAdamW
-
-    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        return self.optimizer.shown(parameter)
-
-    def __setitem__(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        self.optimizer.take_over(parameter, state)
-
-    def __delitem__(self, parameter: Tensor) -> None:
-        self.optimizer.take_over(parameter, None)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.optimizer.known)
-
-    def __len__(self) -> int:
-        return len(self.optimizer.known)
 
 
 def _host_buffer(like: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """Decides periodically which parts of a model compute in which format, from the indicators of a run.
 
 An estimate of damage (`damage`) predicts what a format would cost a part; the speed of formats (a layer's three
-products at the shapes of the run, casts included), measured once, predicts what it would gain. A controller weighs both:
-fixed rules, a contextual bandit that learns from the results of its choices (LinUCB, Li et al. 2010), or a schedule by
-steps that ignores indicators. A change needs a sufficient gain and a cooldown (hysteresis), has a readable reason, and is
-reverted if the loss jumps.
+products at the shapes of the run, casts included), measured once, predicts what it would gain. A controller weighs
+both: fixed rules, a contextual bandit that learns from the results of its choices (LinUCB, Li et al. 2010), or a
+schedule by steps that ignores indicators. A change needs a sufficient gain and a cooldown (hysteresis), has a readable
+reason, and is reverted if the loss jumps.
 """
 
 import math
@@ -247,26 +247,23 @@ class PrecisionSwitcher:
             if self.resting.get(part, 0) > 0:
                 self.resting[part] -= 1
                 continue
-            choice = self._proved(part)
+            # A proposal counts once the rise of the loss with it is known; a new rise may change the proposal.
+            present = self.formats[part]
+            candidates = list(dict.fromkeys(["fp32", self.widest[part], present, *self.offered]))
+            while True:
+                known = self.last_signs[part]
+                choice = self.controller.propose(part, known, present, candidates)
+                if choice.chosen in ("fp32", present, *known.sensitivity):
+                    break
+                rise = self.probe(part, choice.chosen)
+                if rise is None:
+                    candidates.remove(choice.chosen)
+                else:
+                    sensitivity = {**known.sensitivity, choice.chosen: rise}
+                    self.last_signs[part] = replace(known, sensitivity=sensitivity)
             if choice.chosen != self.formats[part]:
                 self._switch(step, part, choice)
                 self.resting[part] = self.config.cooldown_decisions
-
-    def _proved(self, part: str) -> FormatChoice:
-        # A proposal counts once the rise of the loss with it is known; a new rise may change the proposal.
-        candidates: list[Format] = ["fp32", self.widest[part], self.formats[part], *self.offered]
-        candidates = list(dict.fromkeys(candidates))
-        while True:
-            signs = self.last_signs[part]
-            choice = self.controller.propose(part, signs, self.formats[part], candidates)
-            if choice.chosen in ("fp32", self.formats[part], *signs.sensitivity):
-                return choice
-            rise = self.probe(part, choice.chosen)
-            if rise is None:
-                candidates.remove(choice.chosen)
-            else:
-                sensitivity = {**signs.sensitivity, choice.chosen: rise}
-                self.last_signs[part] = replace(signs, sensitivity=sensitivity)
 
     def follow(self, step: int, formats: Mapping[str, Format]) -> None:
         """Applies the formats of a schedule."""
@@ -309,10 +306,6 @@ class PrecisionSwitcher:
         self.controller.load_state_dict(state["controller"])
 
 
-def controller_of(config: AdaptiveConfig) -> Controller:
-    return Bandit(config) if config.kind == "bandit" else Rules(config)
-
-
 REPEATS = 5
 Shape = tuple[int, int]
 """Outputs and inputs of a projection."""
@@ -326,10 +319,6 @@ class DtypeTimings:
     """Seconds of forward and backward for a kind of submodule in a format."""
     memory_pressure: float
     """Fraction of the machine's memory in use before the run or by weights, gradients and moments, not activations."""
-
-    def relative_seconds(self, kind: Kind, chosen: Format) -> float:
-        """Seconds of a format relative to FP32."""
-        return self.seconds[kind, chosen] / self.seconds[kind, "fp32"]
 
     def worthwhile(self, config: PrecisionConfig, widest: Set[Format], memory_pressure: float) -> tuple[Format, ...]:
         """The candidates by which a part in one of the formats `widest` might gain.

@@ -118,38 +118,31 @@ def error_of(sample: ValueSample, chosen: Format, role: Role, config: PrecisionC
         return _float_error(sample.rows_RK, FLOATS[chosen])
     eight = config.int8 if chosen == "int8" else config.fp8
     sides = [False] if role != "weight" and eight.wgrad_high_precision else [False, True]
-    return max(_error_of_codes(sample, chosen, role, config, transposed=side) for side in sides)
-
-
-def _error_of_codes(
-    sample: ValueSample, chosen: Format, role: Role, config: PrecisionConfig, *, transposed: bool
-) -> float:
-    """Measures the error of the codes of one side.
-
-    Expected error of stochastic rounding: a value at distance d of a step s from the nearest code loses s^2 d (1 - d)
-    on average. INT8's steps along a column are the same for small and large rows, so their error is a share of all
-    rows' squares, not of the sample's.
-    """
     if chosen == "int8":
         dtype, grid = torch.int8, ROWWISE
     else:
         by_row, by_square = GRIDS[config.fp8.recipe]
         dtype = config.fp8.gradient_dtype if role == "grad" else E4M3
         grid = by_square if role == "weight" else by_row
-    rows = sample.block_RK if BLOCK in grid else sample.rows_RK
-    x = rows.T if transposed else rows
-    maxima = None
-    if grid == TENSORWISE:
-        maxima = sample.maxima_K.max().view(1, 1)
-    elif grid == ROWWISE and transposed:
-        maxima = sample.maxima_K.unsqueeze(1)
-    codes, scales = quantize(x, grid, dtype, maxima=None if maxima is None else lambda present: maxima)
-    lost = dequantize(codes, scales, grid) - x
-    squares = lost.square()
-    if chosen == "int8" and role == "grad" and config.int8.stochastic_rounding:
-        squares = dequantize(torch.ones_like(codes), scales, grid) * lost.abs() - squares
-    is_shared = chosen == "int8" and transposed
-    return _share(squares, sample.mean_square * x.numel() if is_shared else x.square().sum())
+    rows, errors = sample.block_RK if BLOCK in grid else sample.rows_RK, list[float]()
+    for transposed in sides:
+        x = rows.T if transposed else rows
+        maxima = None
+        if grid == TENSORWISE:
+            maxima = sample.maxima_K.max().view(1, 1)
+        elif grid == ROWWISE and transposed:
+            maxima = sample.maxima_K.unsqueeze(1)
+        codes, scales = quantize(x, grid, dtype, maxima=None if maxima is None else lambda _, fixed=maxima: fixed)
+        lost = dequantize(codes, scales, grid) - x
+        squares = lost.square()
+        if chosen == "int8" and role == "grad" and config.int8.stochastic_rounding:
+            # Expected error: a value at distance d of a step s from the nearest code loses s^2 d (1 - d) on average.
+            squares = dequantize(torch.ones_like(codes), scales, grid) * lost.abs() - squares
+        # INT8's steps along a column are the same for small and large rows, so their error is a share of all rows'
+        # squares, not of the sample's.
+        is_shared = chosen == "int8" and transposed
+        errors.append(_share(squares, sample.mean_square * x.numel() if is_shared else x.square().sum()))
+    return max(errors)
 
 
 def _float_error(x: Tensor, dtype: torch.dtype) -> float:
@@ -217,9 +210,6 @@ class Observer:
             total, count = self.errors.get((part, what, chosen), (0.0, 0))
             self.errors[part, what, chosen] = total + share, count + 1
 
-    def take(self, part: str, what: str, chosen: Format) -> tuple[float, int]:
-        return self.errors.get((part, what, chosen), (0.0, 0))
-
 
 def sum_of_squares(values: Tensor) -> float:
     return float(torch.linalg.vector_norm(values.float()).double().square())
@@ -276,10 +266,6 @@ class GradientStats:
             update=update,
             weight=sum_of_squares(weight),
         )
-
-    def plus(self, other: "GradientStats", share: float = 1.0) -> "GradientStats":
-        """Adds other statistics. share: factor on them, for a tensor that several ranks hold."""
-        return GradientStats(*(a + share * b for a, b in zip(self.values, other.values, strict=True)))
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -401,24 +387,6 @@ class Period:
     overflows: dict[str, int] = field(default_factory=dict)
     """Number of non-finite steps of each part while it computed in FP16."""
 
-    def add_loss(self, loss: float, grad_norm: float) -> None:
-        self.losses.append(loss)
-        self.run_norms.append(grad_norm)
-
-    def add_overflow(self, formats: Mapping[str, Format]) -> None:
-        """Counts a non-finite step against the parts that were in FP16. formats: those in force at that step."""
-        for part, chosen in formats.items():
-            if chosen == "fp16":
-                self.overflows[part] = self.overflows.get(part, 0) + 1
-
-    def add_norms(self, sums: Mapping[str, GradientStats]) -> None:
-        for part, total in sums.items():
-            self.norms.setdefault(part, []).append(total.gradient**0.5)
-
-    def skipped_share(self, part: str) -> float:
-        """Fraction of the steps that overflowed while the part was in FP16."""
-        return self.overflows.get(part, 0) / len(self.losses)
-
     def state_dict(self) -> dict[str, Any]:
         """The state except for the observer's errors, which differ from rank to rank."""
         return {
@@ -427,11 +395,6 @@ class Period:
             "norms": {part: list(norms) for part, norms in self.norms.items()},
             "overflows": dict(self.overflows),
         }
-
-    @staticmethod
-    def from_state_dict(state: Mapping[str, Any], observer: Observer) -> "Period":
-        norms = {part: list(values) for part, values in state["norms"].items()}
-        return Period(observer, list(state["losses"]), list(state["run_norms"]), norms, dict(state["overflows"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,26 +411,15 @@ class PartStatistics:
     sum_over_ranks: Callable[[Sequence[float]], list[float]]
     """Sums element by element."""
 
-    def gradients(self) -> dict[str, GradientStats]:
-        """Measures only `gradient`, the squared norm of the gradients."""
-        return self._reduced(lambda parameter, gradient: GradientStats(gradient=sum_of_squares(gradient)))
-
-    def sums(self, momentum_of: Callable[[Tensor], Momentum | None], *, loss_scale: float) -> dict[str, GradientStats]:
-        """Measures all statistics, in several passes over weights, gradients and moments. momentum_of: the optimizer's
-        state of a parameter, None before its first update.
-        """
-        return self._reduced(
-            lambda parameter, gradient: GradientStats.of(
-                local(parameter.detach()), gradient, momentum_of(parameter), scale=loss_scale
-            )
-        )
-
-    def _reduced(self, measure: Callable[[Tensor, Tensor], GradientStats]) -> dict[str, GradientStats]:
+    def sums(self, measure: Callable[[Tensor, Tensor], GradientStats]) -> dict[str, GradientStats]:
+        """The statistics of each part. measure: those of a parameter and its gradient, in this rank's part of it."""
         own = dict.fromkeys(self.parts, GradientStats())
         for (parameter, name), holders in zip(self.names.items(), self.num_holders, strict=True):
             part = part_of(name.removesuffix(".weight"))
             if part in own and parameter.grad is not None:
-                own[part] = own[part].plus(measure(parameter, local(parameter.grad)), 1.0 / holders)
+                values = measure(parameter, local(parameter.grad)).values
+                share = 1.0 / holders  # a tensor that several ranks hold counts once
+                own[part] = GradientStats(*(a + share * b for a, b in zip(own[part].values, values, strict=True)))
         flat = self.sum_over_ranks([value for sums in own.values() for value in sums.values])
         width = len(GradientStats().values)
         return {part: GradientStats(*flat[i * width : (i + 1) * width]) for i, part in enumerate(self.parts)}
@@ -487,7 +439,12 @@ class PartStatistics:
             for chosen in candidates:
                 total, count = weights.get((part, chosen), (0.0, 0))
                 weights[part, chosen] = total + error_of(sample, chosen, "weight", self.config), count + 1
-        own = [weights.get((part, chosen), (0.0, 0)) if factor == "weight" else observer.take(part, factor, chosen)
-               for part, factor, chosen in keys]  # fmt: skip
+        # Those of inputs and gradients have been observed.
+        own = [
+            weights.get((part, chosen), (0.0, 0))
+            if factor == "weight"
+            else observer.errors.get((part, factor, chosen), (0.0, 0))
+            for part, factor, chosen in keys
+        ]
         totals = self.sum_over_ranks([float(value) for pair in own for value in pair])
         return {key: totals[2 * i] / max(1.0, totals[2 * i + 1]) for i, key in enumerate(keys)}

@@ -7,7 +7,7 @@ would have underflowed.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from modelwright.core.errors import ConfigError
 MAX_HISTORY = 1000
 """Number of changes of the scale that are kept."""
 SCALE_OF_LARGE = 2.0**12
-"""First scale of the largest models; see `first_scale`."""
+"""First scale of the largest models, where `init_scale` is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,50 +68,25 @@ class LossScaleConfig:
         return self.enabled == "always" or (self.enabled == "auto" and uses_fp16)
 
 
-class LossScaler(Protocol):
-    """Multiplies losses by a factor before backward, and removes it from the gradients."""
-
-    @property
-    def value(self) -> float: ...
-
-    def unscale(self, gradients: list[Tensor]) -> None:
-        """Removes the scale in place."""
-        ...
-
-
-class NoLossScaler:
-    """Leaves losses unscaled."""
-
-    value = 1.0
-
-    def unscale(self, gradients: list[Tensor]) -> None: ...
-
-
-def first_scale(config: LossScaleConfig, num_parameters: int) -> float:
-    """Returns `init_scale`, or for 0 a power of two by size, because larger models sum more contributions into each
-    gradient and overflow earlier: 2^15 up to 100 million parameters, half of that with each tenfold increase, 2^12 from
-    10 billion on.
-    """
-    if config.init_scale:
-        return config.init_scale
-    tenfolds = math.floor(math.log10(max(num_parameters, 1)) - 8 + 1e-9) + 1 if num_parameters > 1e8 else 0
-    chosen = max(2.0 ** (15 - tenfolds), SCALE_OF_LARGE)
-    return min(max(chosen, config.min_scale), config.max_scale)
-
-
 class LossScale:
-    """The scale of the present update, and its changes; the `LossScaler` of a run that scales losses."""
+    """The scale of the present update, and its changes; it multiplies losses before backward."""
 
     def __init__(self, config: LossScaleConfig, num_parameters: int) -> None:
         self.config = config
-        self.value = first_scale(config, num_parameters)
+        self.value = config.init_scale
+        if not self.value:
+            # By size, because larger models sum more contributions into each gradient and overflow earlier: 2^15 up to
+            # 100 million parameters, half of that with each tenfold increase, 2^12 from 10 billion on.
+            tenfolds = math.floor(math.log10(max(num_parameters, 1)) - 8 + 1e-9) + 1 if num_parameters > 1e8 else 0
+            chosen = max(2.0 ** (15 - tenfolds), SCALE_OF_LARGE)
+            self.value = min(max(chosen, config.min_scale), config.max_scale)
         self.num_overflows = 0
         self.history: list[tuple[int, float]] = [(0, self.value)]
         self._num_good = 0
 
     def unscale(self, gradients: list[Tensor]) -> None:
         """Removes the scale in place."""
-        if gradients:
+        if gradients and self.value != 1.0:
             torch._foreach_mul_(gradients, 1.0 / self.value)  # pyright: ignore
 
     def update(self, step: int, overflowed: bool) -> None:

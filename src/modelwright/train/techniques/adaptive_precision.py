@@ -27,10 +27,11 @@ from modelwright.parallel.mesh import Mesh, World
 from modelwright.train.objective import Batch, Objective
 from modelwright.train.precision.apply import ModelPrecision, kind_of, names_of_projections, part_of
 from modelwright.train.precision.controllers import (
+    Bandit,
     DtypeTimings,
     PrecisionSwitcher,
+    Rules,
     Shape,
-    controller_of,
     measure_speeds,
     scheduled,
 )
@@ -48,6 +49,7 @@ from modelwright.train.precision.indicators import (
     loss_excess,
     outlier_share,
     relative_rise,
+    sum_of_squares,
     trend,
     variation,
 )
@@ -105,10 +107,6 @@ class SensitivityTrials:
             return None
         self.sensitivity[part, chosen] = relative_rise(exact, narrow)
         return self.sensitivity[part, chosen]
-
-    def of_part(self, part: str) -> dict[Format, float]:
-        """The measured rises by format."""
-        return {chosen: rise for (name, chosen), rise in self.sensitivity.items() if name == part}
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -181,7 +179,8 @@ class AdaptivePrecision:
         )
         self.trials = SensitivityTrials(formats=self.formats, loss=trial)
         widest: dict[str, Format] = {part: self.formats.config.format_of(kind_of(part)) for part in self.parts}
-        self.switcher = PrecisionSwitcher(self.config, widest, controller_of(self.config), self.trials.rise)
+        controller = Bandit(self.config) if self.config.kind == "bandit" else Rules(self.config)
+        self.switcher = PrecisionSwitcher(self.config, widest, controller, self.trials.rise)
         self.memory_pressure = self.machine.memory_pressure
         self._offer()
         self.period = Period(Observer(self.candidates, self.formats.config, {}))
@@ -196,11 +195,6 @@ class AdaptivePrecision:
     def candidates(self) -> list[Format]:
         present = self.switcher.formats.values()
         return list(dict.fromkeys(["fp32", *self.switcher.widest.values(), *present, *self.switcher.offered]))
-
-    @property
-    def sensitivity(self) -> Mapping[Pair, float]:
-        """Relative rise of the loss by part and format, for those that were tried."""
-        return self.trials.sensitivity
 
     def begin_step(self, step: int) -> None:
         """Call before the forward pass of update `step` (from 0): start observing in the last steps of a period."""
@@ -240,19 +234,25 @@ class AdaptivePrecision:
         if update.is_empty:
             return  # its loss is 0 whatever the formats
         if not (math.isfinite(update.loss) and math.isfinite(update.grad_norm)):  # not if skipped as a spike
-            self.period.add_overflow(self.switcher.formats)
+            # The step counts against the parts that were in FP16.
+            for part, chosen in self.switcher.formats.items():
+                if chosen == "fp16":
+                    self.period.overflows[part] = self.period.overflows.get(part, 0) + 1
         is_measured = self._is_measured(update.step)
         if self.switcher.see_loss(update.step + 1, update.loss):
             self.levels = []
         else:
-            self.period.add_loss(update.loss, update.grad_norm)
+            self.period.losses.append(update.loss)
+            self.period.run_norms.append(update.grad_norm)
             if update.skipped:
                 return
             sums = self._sums(update.step) if is_measured else {}
-            self.period.add_norms(sums)
+            for part, total in sums.items():
+                self.period.norms.setdefault(part, []).append(total.gradient**0.5)
             if self.is_due:
                 self._see_memory()
-                self._try()
+                pairs = [(part, chosen) for part in self.parts for chosen in self.candidates if chosen != "fp32"]
+                self.trials.begin(list(self.switcher.formats.items()), pairs)
                 indicators = self._indicators(sums)
                 # The excess of the ending period's loss over the prediction from earlier ones, which it then joins.
                 excess, level = 0.0, LossLevel.of(self.period.losses)
@@ -268,25 +268,28 @@ class AdaptivePrecision:
     def _sums(self, step: int) -> dict[str, GradientStats]:
         """Call after `step` updates; only a decision needs more than the gradients' statistics."""
         if not self.is_due:
-            return self.statistics.gradients()
-        state = self.optimizer.state
+            return self.statistics.sums(lambda parameter, gradient: GradientStats(gradient=sum_of_squares(gradient)))
+        state, scale = self.optimizer.state, self.scale()
         groups = {
             parameter: {**group, "lr": self.last_rate}
             for group in self.optimizer.param_groups
             for parameter in group["params"]
         }
         return self.statistics.sums(
-            lambda parameter: momentum_of(state.get(parameter, {}), groups[parameter], step), loss_scale=self.scale()
+            lambda parameter, gradient: GradientStats.of(
+                local(parameter.detach()),
+                gradient,
+                momentum_of(state.get(parameter, {}), groups[parameter], step),
+                scale=scale,
+            )
         )
-
-    def _try(self) -> None:
-        pairs: list[Pair] = [(part, chosen) for part in self.parts for chosen in self.candidates if chosen != "fp32"]
-        self.trials.begin(list(self.switcher.formats.items()), pairs)
 
     def _indicators(self, sums: Mapping[str, GradientStats]) -> dict[str, Indicators]:
         config, candidates, period = self.formats.config, self.candidates, self.period
         errors = self.statistics.errors(period.observer, candidates)
         loss_trend, norm_outliers = trend(period.losses), outlier_share(period.run_norms)
+        seconds = self.machine.seconds
+        fp32_s = {part: seconds[kind_of(part), "fp32"] for part in self.parts}
         return {
             part: Indicators(
                 gradient_noise=sums[part].gradient_noise,
@@ -294,14 +297,14 @@ class AdaptivePrecision:
                 update_to_weight=sums[part].update_to_weight,
                 overflow_share=sums[part].overflows / max(1.0, sums[part].elements),
                 underflow_share=sums[part].underflows / max(1.0, sums[part].elements),
-                skipped_share=period.skipped_share(part),
+                skipped_share=period.overflows.get(part, 0) / len(period.losses),
                 weight_error={chosen: errors[part, "weight", chosen] for chosen in candidates},
                 input_error={chosen: errors[part, "input", chosen] for chosen in candidates},
                 gradient_error={chosen: errors[part, "gradient", chosen] for chosen in candidates},
-                sensitivity=self.trials.of_part(part),
+                sensitivity={chosen: rise for (name, chosen), rise in self.trials.sensitivity.items() if name == part},
                 loss_trend=loss_trend,
                 norm_outliers=norm_outliers,
-                speed={chosen: self.machine.relative_seconds(kind_of(part), chosen) for chosen in candidates},
+                speed={chosen: seconds[kind_of(part), chosen] / fp32_s[part] for chosen in candidates},
                 size={chosen: config.relative_bytes(chosen) for chosen in candidates},
                 memory_pressure=self.memory_pressure,
             )
@@ -353,7 +356,13 @@ class AdaptivePrecision:
         for part, factor, chosen, lost, number in own:
             total, count = errors.get((part, factor, chosen), (0.0, 0))
             errors[part, factor, chosen] = total + lost, count + int(number)
-        self.period = Period.from_state_dict(state, Observer(self.candidates, self.formats.config, errors))
+        self.period = Period(
+            Observer(self.candidates, self.formats.config, errors),
+            losses=list(state["losses"]),
+            run_norms=list(state["run_norms"]),
+            norms={part: list(norms) for part, norms in state["norms"].items()},
+            overflows=dict(state["overflows"]),
+        )
         self.trials.load_state_dict(state)
         self.levels = [LossLevel(*level) for level in state["levels"]]
         self.is_due = bool(state["is_due"])

@@ -7,12 +7,12 @@ needs them, so a loss takes effect `AHEAD` batches later.
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.data.rows.ahead import AHEAD, AugmentationCost
+from modelwright.data.rows.ahead import AHEAD, AugmentationCost, AugmentedLoader
 from modelwright.train.technique import Runtime, Technique, Update
 
 NEEDS = frozenset({SYNCHRONOUS_UPDATES, EQUAL_REPLICAS})
@@ -56,16 +56,6 @@ class AugmentationStrengthConfig:
         return min(1.0, self.probability * factor)
 
 
-class AugmentedBatches(Protocol):
-    """A loader that augments the documents of batches (`AugmentedLoader`)."""
-
-    cost: AugmentationCost
-
-    def set_strength(self, batch: int, strength: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(eq=False)
 class AugmentationStrength:
     """Follows the loss, step by step, and tells `loader` the strength of each batch. Its state is a function of the
@@ -73,7 +63,7 @@ class AugmentationStrength:
     """
 
     config: AugmentationStrengthConfig
-    loader: AugmentedBatches
+    loader: AugmentedLoader
     num_losses: int = 0
     running_loss: float = 0.0
     first_loss: float = 0.0
@@ -139,7 +129,7 @@ class AugmentationStrength:
         self.tell()
 
 
-def augmentation_strength(config: AugmentationStrengthConfig, loader: AugmentedBatches, run: Runtime) -> Technique:
+def augmentation_strength(config: AugmentationStrengthConfig, loader: AugmentedLoader, run: Runtime) -> Technique:
     """See `AugmentationStrength`. All ranks must see the same loss, because each of them decides the strength."""
     follower = AugmentationStrength(config, loader)
     run.on_exit.callback(loader.close)

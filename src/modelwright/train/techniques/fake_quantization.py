@@ -9,7 +9,7 @@ Legend: N tokens, O outputs, I inputs, G groups of a weight.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -143,10 +143,6 @@ class FakeQuantization:
         zero_G = torch.zeros_like(step_G) if zero_G is None else zero_G
         return product(x, config.weights.rounded(weight_OI, step_G, zero_G))
 
-    def begin_step(self) -> None:
-        """Discards the extremes of a step that is abandoned, or of evaluation."""
-        self.seen.clear()
-
     def collect(self, maxima: Callable[[Sequence[float]], Sequence[float]]) -> None:
         """Adds the extremes of this step to the ranges. maxima: returns the largest of each value over all ranks."""
         names = [name for name in self.ranges if name in self.seen]
@@ -172,17 +168,6 @@ class FakeQuantization:
             self.ranges[name] = Range(least=float(least), most=float(most), is_empty=False)
 
 
-@torch.no_grad()
-def initial_steps(weights: Iterable[tuple[str, Tensor]], names: Iterable[str], grid: WeightGrid) -> dict[str, Tensor]:
-    """The values of the parameters with learned steps, by their names in the model. weights: whole ones, by name."""
-    wanted = {f"{name}.weight": name for name in names}
-    return {
-        f"heads.{MODULE}.{_key(wanted[name])}": torch.log2(lsq_step(weight, grid))
-        for name, weight in weights
-        if name in wanted
-    }
-
-
 NEEDS = frozenset({WHOLE_LAYERS, EAGER_BLOCKS, TRAINED_WEIGHTS})
 RANGES = "activation_ranges.json"
 """The file, in the folder of the stage, with the final range of each projection's inputs."""
@@ -197,12 +182,15 @@ def fake_quantization(config: QuantizationAwareConfig, run: Runtime) -> Techniqu
         if config.learned_steps and step in (0, config.start_step):
             # Learned steps start from the present weights; all ranks set the same values.
             parameters = dict(run.model.named_parameters())
-            weights, names = whole_weights(run.model, run.mesh), list(run.model.projections())
-            for name, value in initial_steps(weights, names, config.weights).items():
-                put(parameters[name], value.to(parameters[name].dtype))
+            projections = {f"{name}.weight": name for name in run.model.projections()}
+            for name, weight in whole_weights(run.model, run.mesh):
+                if name in projections:
+                    learned = parameters[f"heads.{MODULE}.{_key(projections[name])}"]
+                    with torch.no_grad():
+                        put(learned, torch.log2(lsq_step(weight, config.weights)).to(learned.dtype))
         rounding.is_on = step >= config.start_step
         rounding.is_observing = config.has_observers and not rounding.is_on
-        rounding.begin_step()
+        rounding.seen.clear()  # of evaluation
         return batch
 
     def on_gradients(update: Update) -> None:
@@ -218,7 +206,7 @@ def fake_quantization(config: QuantizationAwareConfig, run: Runtime) -> Techniqu
         on_batch=on_batch,
         on_gradients=on_gradients,
         on_step_end=on_step_end,
-        on_retry=rounding.begin_step,
+        on_retry=rounding.seen.clear,
         state=rounding,
         needs=NEEDS,
     )

@@ -1,5 +1,7 @@
 """Gradient clipping by the global norm, to a fixed limit or to one that follows recent norms."""
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,7 +12,6 @@ from torch import Tensor
 from modelwright.core.compatibility import WHOLE_GRADIENTS, Feature, feature
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.train.outliers import percentile_limit, zscore_limit
 from modelwright.train.technique import Runtime, Technique, Update
 
 
@@ -50,8 +51,9 @@ class AdaptiveClipConfig:
             return floor
         recent = norms[-self.window_steps :]
         if self.kind == "percentile":
-            return max(floor, percentile_limit(recent, self.percentile))
-        return max(floor, zscore_limit(recent, self.num_stddev))
+            # The smallest norm that this percentage of the norms do not exceed (nearest rank).
+            return max(floor, sorted(recent)[max(0, math.ceil(self.percentile / 100.0 * len(recent)) - 1)])
+        return max(floor, statistics.fmean(recent) + self.num_stddev * statistics.pstdev(recent))
 
 
 def scale_to_norm(gradients: list[Tensor], norm: float, max_norm: float) -> None:

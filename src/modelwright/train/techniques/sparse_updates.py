@@ -12,7 +12,7 @@ outputs, S selected outputs.
 
 `Selector` takes the units with the strongest signals, and some of all others, so that none is excluded for good. The
 signal of a unit that is not selected dates from its last selection. It would never change, and a unit that was weak
-once would be excluded forever (as with a published mask that is repeatedly multiplied by the next one: `shrunk_mask`).
+once would be excluded forever (as with a published mask that is repeatedly multiplied by the next one).
 Two mechanisms bring it back: every selection that skips it adds its signal once more, because missed updates
 accumulate, and a share of the slots is drawn at random from all units that have none.
 """
@@ -196,14 +196,6 @@ def moment_signal(state: dict[str, Any], signal: Signal, betas: tuple[float, flo
         return square
     mean = state["exp_avg"] / (1.0 - betas[0] ** num_updates)
     return mean.square() / (square + eps * eps)
-
-
-def shrunk_mask(mask: Tensor, signal: Tensor, share: float) -> Tensor:
-    """The published pseudo-code, kept as a warning: the new mask is the old one times the strongest units now. A unit
-    that has left it never returns, and from one refresh to the next the mask can only lose units.
-    """
-    strongest = torch.zeros_like(mask).index_fill_(0, signal.topk(max(1, round(share * len(signal)))).indices, True)
-    return mask & strongest
 
 
 Chosen = Callable[[], Tensor | None]
