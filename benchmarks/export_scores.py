@@ -38,7 +38,7 @@ from modelwright.core.rundir import RunDir
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig, MultipleChoiceConfig
-from modelwright.evaluate.questions import NUM_CANDIDATES, Question, build_questions
+from modelwright.evaluate.multiple_choice import NUM_CANDIDATES, Question, build_questions
 from modelwright.evaluate.scoring import Scored, sequence_nats
 from modelwright.model.hf import load_model
 from modelwright.ops.int_grid import WeightGrid

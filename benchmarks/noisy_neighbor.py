@@ -37,7 +37,7 @@ from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, tra
 from modelwright.infer.engine import EngineConfig
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.pipeline.stages.model_folder import save_model_folder
+from modelwright.pipeline.stages.init import save_model_folder
 from modelwright.pipeline.stages.serve import start_server
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.limits import Limits

@@ -52,17 +52,14 @@ from modelwright.model.hf import load_model, load_sequence_classifier
 from modelwright.model.peft_folder import save_adapter
 from modelwright.objectives.experience import ReferenceModel
 from modelwright.objectives.grpo import Grpo, GrpoConfig
-from modelwright.objectives.heldout_rewards import HeldoutRewards
-from modelwright.objectives.kto import Kto, KtoConfig
 from modelwright.objectives.next_token import NextToken
-from modelwright.objectives.ppo import Ppo, PpoConfig
-from modelwright.objectives.preference import Preference, PreferenceConfig
+from modelwright.objectives.ppo import Ppo, PpoConfig, ValueOnTrunk, separate_value_model
+from modelwright.objectives.preference import Kto, KtoConfig, Preference, PreferenceConfig
 from modelwright.objectives.reward_model import HEAD, RewardModelConfig, RewardModeling
-from modelwright.objectives.rollouts import Rollout, RolloutConfig, RolloutWorker
-from modelwright.objectives.value_function import ValueOnTrunk, separate_value_model
+from modelwright.objectives.rollouts import HeldoutRewards, Rollout, RolloutConfig, RolloutWorker
 from modelwright.parallel.mesh import single
+from modelwright.reward.build import Term, WeightedSum
 from modelwright.reward.reward import Sample, Score
-from modelwright.reward.weighted_sum import Term, WeightedSum
 from modelwright.train.config import TrainConfig
 from modelwright.train.frozen_model import FrozenModel
 from trl_setup import (

@@ -18,15 +18,13 @@ from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.experience import ReferenceModel
 from modelwright.objectives.grpo import Grpo, GrpoConfig
-from modelwright.objectives.heldout_rewards import HeldoutRewards, heldout_batch
-from modelwright.objectives.ppo import Ppo, PpoConfig
+from modelwright.objectives.ppo import Ppo, PpoConfig, SeparateValueModel, ValueOnTrunk
 from modelwright.objectives.reward_model import HEAD
-from modelwright.objectives.rollouts import Rollout, RolloutConfig, RolloutWorker
-from modelwright.objectives.value_function import SeparateValueModel, ValueOnTrunk
+from modelwright.objectives.rollouts import HeldoutRewards, Rollout, RolloutConfig, RolloutWorker, heldout_batch
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
+from modelwright.reward.build import Term, WeightedSum
 from modelwright.reward.reward import Sample, Score
-from modelwright.reward.weighted_sum import Term, WeightedSum
 from modelwright.train.frozen_model import FrozenModel
 from modelwright.train.objective import Objective
 from modelwright.train.technique import Technique, Update

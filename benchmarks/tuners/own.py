@@ -17,17 +17,14 @@ from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.model.hf import load_model
 from modelwright.objectives.experience import ReferenceModel
 from modelwright.objectives.grpo import Grpo, GrpoConfig
-from modelwright.objectives.heldout_rewards import HeldoutRewards
-from modelwright.objectives.model_reward import ModelReward
 from modelwright.objectives.next_token import NextToken
-from modelwright.objectives.ppo import Ppo, PpoConfig
+from modelwright.objectives.ppo import Ppo, PpoConfig, separate_value_model
 from modelwright.objectives.preference import Preference, PreferenceConfig
-from modelwright.objectives.reward_model import load_reward_model
-from modelwright.objectives.rollouts import RolloutWorker
-from modelwright.objectives.value_function import separate_value_model
+from modelwright.objectives.reward_model import ModelReward, load_reward_model
+from modelwright.objectives.rollouts import HeldoutRewards, RolloutWorker
 from modelwright.parallel.mesh import single
+from modelwright.reward.build import Term, WeightedSum
 from modelwright.reward.reward import Reward, Sample, Score
-from modelwright.reward.weighted_sum import Term, WeightedSum
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.frozen_model import FrozenModel

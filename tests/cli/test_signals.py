@@ -12,7 +12,7 @@ import torch
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.pipeline.stages.model_folder import save_model_folder
+from modelwright.pipeline.stages.init import save_model_folder
 from rank_processes import Started, start_process
 
 CODES = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "stopped")}

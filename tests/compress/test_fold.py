@@ -19,8 +19,7 @@ from modelwright.model.decoder import Decoder, RMSNorm
 from modelwright.model.hf import deferred_model, load_model, save_model
 from modelwright.model.vision.classifier import BatchNorm, ImageClassifier
 from modelwright.model.vision.config import ResNetConfig, VisionConfig
-from modelwright.objectives.image_classification import carrier
-from modelwright.objectives.image_classifier import quantize_classifier
+from modelwright.objectives.image_classification import carrier, quantize_classifier
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.parallel.sharded_weights import read_deferred
 from modelwright.train.objective import forward

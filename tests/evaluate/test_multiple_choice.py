@@ -9,8 +9,14 @@ from modelwright.core.progress import SilentProgress
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.evaluate import multiple_choice
 from modelwright.evaluate.config import EvaluateConfig, MultipleChoiceConfig
-from modelwright.evaluate.multiple_choice import answer_questions, summarize_answers
-from modelwright.evaluate.questions import Similarity, build_questions, same_meaning, words_of
+from modelwright.evaluate.multiple_choice import (
+    Similarity,
+    answer_questions,
+    build_questions,
+    same_meaning,
+    summarize_answers,
+    words_of,
+)
 
 WORDS = ["copy", "move", "read", "write", "tree", "list", "file", "node", "edge", "path", "cache", "lock", "queue"]
 WORDS += ["stack", "heap", "graph", "table", "index", "key", "row", "door", "wall", "word", "line", "page", "font"]

@@ -11,14 +11,13 @@ from torch import Tensor
 
 import tiny_rollouts
 from modelwright.data.rows.batch import IGNORED
-from modelwright.objectives.completion_rows import RowPlan, completion_batch
+from modelwright.objectives.experience import RowPlan, completion_batch
 from modelwright.objectives.grpo import Grpo
-from modelwright.objectives.heldout_rewards import win_rates
 from modelwright.objectives.ppo import Ppo
-from modelwright.objectives.rollouts import Rollout
+from modelwright.objectives.rollouts import Rollout, win_rates
 from modelwright.parallel.mesh import single
+from modelwright.reward.build import Term
 from modelwright.reward.reward import Sample, Score
-from modelwright.reward.weighted_sum import Term
 from modelwright.train.frozen_model import FrozenModel
 from modelwright.train.objective import forward
 

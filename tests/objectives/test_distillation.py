@@ -19,8 +19,7 @@ from modelwright.model.attention import packed_attend
 from modelwright.model.config import AttentionConfig, ModelConfig
 from modelwright.model.decoder import Attend, Decoder
 from modelwright.model.hf import load_model
-from modelwright.objectives import teacher_cache
-from modelwright.objectives.attention_targets import num_relation_heads
+from modelwright.objectives import teacher as teachers
 from modelwright.objectives.distillation import (
     Distillation,
     DistillationSettings,
@@ -28,8 +27,7 @@ from modelwright.objectives.distillation import (
     check_shapes,
     even_layer_map,
 )
-from modelwright.objectives.teacher import TeacherModel
-from modelwright.objectives.teacher_cache import LOG_PROBS, TeacherCache
+from modelwright.objectives.teacher import LOG_PROBS, TeacherCache, TeacherModel, num_relation_heads
 from modelwright.ops.attention_divergence import QueriesAndKeys, attention_divergence_naive, relation_loss_naive
 from modelwright.ops.distillation_loss import DivergenceKind, distillation_loss_naive
 from modelwright.parallel.config import ParallelConfig
@@ -451,7 +449,7 @@ def test_a_run_that_is_killed_in_a_phase_goes_on_with_the_same_bits(
 
 def die_while_caching(world: World, folder: Path) -> None:
     """Die by SIGKILL in the fifth shard, half of which is written."""
-    save, num_files = teacher_cache.save_file, 0
+    save, num_files = teachers.save_file, 0
 
     def save_half(tensors: Any, path: Path, **more: Any) -> None:
         nonlocal num_files
@@ -461,7 +459,7 @@ def die_while_caching(world: World, folder: Path) -> None:
             os.truncate(path, path.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    teacher_cache.save_file = save_half
+    teachers.save_file = save_half
     train(world, folder, make(world, LOGITS_ONLY, dtype=torch.float32, cache=folder / "t"), dtype=torch.float32)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
-from modelwright.objectives.image_augmentation import Augmented, ImageAugmentation, ImageAugmentationConfig
+from modelwright.objectives.image_batches import Augmented, ImageAugmentation, ImageAugmentationConfig
 from modelwright.ops.image_augment import soft_target
 
 SIDE, NUM_CLASSES = 8, 4

@@ -14,7 +14,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.kto import Kto, KtoConfig
+from modelwright.objectives.preference import Kto, KtoConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import build_mesh, single
 from modelwright.train.objective import TermSums, forward

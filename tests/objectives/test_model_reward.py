@@ -10,7 +10,7 @@ import tiny_rollouts
 from modelwright.core.errors import ConfigError
 from modelwright.model.attention import causal_attend
 from modelwright.model.hf import load_sequence_classifier, save_sequence_classifier
-from modelwright.objectives.model_reward import MODEL_REWARDS, reward_model_folders, with_folder, without_folder
+from modelwright.objectives.reward_model import MODEL_REWARDS, reward_model_folders, with_folder, without_folder
 from modelwright.reward.build import build_reward
 from modelwright.reward.reward import Sample
 

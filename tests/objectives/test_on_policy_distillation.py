@@ -17,9 +17,12 @@ from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.infer.generate import generate
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder
-from modelwright.objectives import on_policy_distillation as module
-from modelwright.objectives.distillation import SAMPLED, Distillation, DistillationSettings, LossPart
-from modelwright.objectives.on_policy_distillation import (
+from modelwright.objectives import distillation as module
+from modelwright.objectives.distillation import (
+    SAMPLED,
+    Distillation,
+    DistillationSettings,
+    LossPart,
     OnPolicyConfig,
     OnPolicyDistillation,
     prompts_of_rows,

@@ -14,11 +14,17 @@ from distributed import run_distributed
 from modelwright.core.errors import ConfigError, Stopped
 from modelwright.data.rows.batch import IGNORED
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.advantages import generalized_advantages, whitened
-from modelwright.objectives.policy_terms import clipped_policy_loss, clipped_value_loss, kl_k1, kl_k2, kl_k3
-from modelwright.objectives.ppo import KlController, Ppo, PpoConfig, RunningMoments, completion_scores
+from modelwright.objectives.advantages import (
+    clipped_policy_loss,
+    clipped_value_loss,
+    generalized_advantages,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    whitened,
+)
+from modelwright.objectives.ppo import KlController, Ppo, PpoConfig, RunningMoments, ValueModel, completion_scores
 from modelwright.objectives.rollouts import Rollout
-from modelwright.objectives.value_function import ValueModel
 from modelwright.parallel.mesh import World, single
 from modelwright.train.build import attach_modules
 from modelwright.train.frozen_model import FrozenModel

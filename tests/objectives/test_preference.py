@@ -15,8 +15,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pairs import shares_right
-from modelwright.objectives.preference import Preference, PreferenceConfig, log_odds
+from modelwright.objectives.preference import Preference, PreferenceConfig, log_odds, shares_right
 from modelwright.train.objective import TermSums, forward
 
 BETA, NUM_PAIRS = 0.3, 10

@@ -19,7 +19,7 @@ from modelwright.data.rows.examples import PromptRecord, read_prompts, write_pro
 from modelwright.model.adapters import adapters_of, attach_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.model.low_rank import AdapterConfig, BaseFormat
-from modelwright.objectives.completion_rows import RowPlan, completion_batch
+from modelwright.objectives.experience import RowPlan, completion_batch
 from modelwright.objectives.rollouts import Rollout, RolloutWorker, gather_rows, rollout_metrics, share, shown
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, build_mesh, single

@@ -1,4 +1,4 @@
-"""Timing of short calls: repeats in turn, the clock that others disturb least, and waiting for free cores."""
+"""Timing of short calls: repeats in turn, the clock that others disturb least, waiting for free cores, and rates."""
 
 import subprocess
 import sys
@@ -9,10 +9,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from modelwright.core.errors import ConfigError
 from modelwright.core.resources import OtherProcesses, num_usable_cores
 from modelwright.ops.microbenchmark import (
     Undisturbed,
     in_turn,
+    int8_linear_rate,
     matmul_rate,
     own_clock,
     repeated,
@@ -131,3 +133,17 @@ def test_busy_processes_do_not_lower_the_rate_of_one_thread():
     quiet = rate()
     with busy_processes(2 * CORES):
         assert rate() > 0.5 * quiet
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matmul_rate(dtype):
+    assert matmul_rate(16, 32, 24, dtype=dtype, device="cpu", repeats=2) > 0
+
+
+@pytest.mark.parametrize("backend", ["fbgemm", "int_mm"])
+def test_int8_linear_rate(backend):
+    if backend == "fbgemm" and "fbgemm" not in torch.backends.quantized.supported_engines:
+        with pytest.raises(ConfigError, match="use 'int_mm'"):
+            int8_linear_rate(17, 32, 24, backend=backend, repeats=2)
+    else:
+        assert int8_linear_rate(17, 32, 24, backend=backend, repeats=2) > 0

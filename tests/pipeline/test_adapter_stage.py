@@ -15,7 +15,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.model.peft_folder import load_adapter
-from modelwright.pipeline.stages.model_folder import save_model_folder
+from modelwright.pipeline.stages.init import save_model_folder
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 WORDS = (

@@ -21,7 +21,7 @@ from modelwright.data.rows.loader import PackedRows
 from modelwright.data.sources.corpora import digit_images
 from modelwright.data.sources.docstrings import described_functions
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.objectives.aligned_model import load_aligned
+from modelwright.objectives.contrastive import load_aligned
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.run import check_training
 from modelwright.pipeline.stages.align import read_pairs, thumbnail

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from modelwright.evaluate.calibration import calibration
+from modelwright.pipeline.stages.reward import calibration
 
 
 def logit(probability: float) -> float:

@@ -38,8 +38,8 @@ from modelwright.pipeline.stages.caption import (
     read_image_prompts,
     tower_shape,
 )
-from modelwright.pipeline.stages.image_accuracy import accuracy_table
 from modelwright.pipeline.stages.rows import PackJob
+from modelwright.pipeline.stages.vision import accuracy_table
 from modelwright.recipes.load import load
 from rank_processes import Started, start_process
 

@@ -24,8 +24,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.runner import begin_attempt, run_stages
-from modelwright.pipeline.stages.init import INIT
-from modelwright.pipeline.stages.model_folder import save_model_folder
+from modelwright.pipeline.stages.init import INIT, save_model_folder
 from modelwright.recipes.load import recipe
 from rank_processes import start_process
 

@@ -19,7 +19,7 @@ from modelwright.core.rundir import RunDir
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.model.hf import load_config, load_model
-from modelwright.objectives.on_policy_distillation import OnPolicyConfig
+from modelwright.objectives.distillation import OnPolicyConfig
 from modelwright.pipeline.stages.distill import DistillConfig
 from modelwright.pipeline.stages.student import StudentConfig
 

@@ -16,7 +16,7 @@ from modelwright.core.records import read_records
 from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.pipeline.report.page import closing_lines
 from modelwright.pipeline.run_config import read_run_config
-from modelwright.pipeline.stages.text_samples import FILE
+from modelwright.pipeline.stages.training_figures import FILE
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 CHROMIUM = Path("/usr/bin/chromium")

@@ -16,7 +16,7 @@ from modelwright.core.records import column, read_records
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.sources.records import RECORD_TYPES, read_conversation, record_type
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
-from modelwright.pipeline.stages.model_folder import save_model_folder
+from modelwright.pipeline.stages.init import save_model_folder
 from tiny_decoder import make_decoder
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from modelwright.evaluate.retrieval import bag_of_words, chance, recall, words
+from modelwright.pipeline.stages.align import bag_of_words, chance, recall, words
 
 
 def naive(scores: np.ndarray, is_relevant: np.ndarray, most: int) -> float:

@@ -19,7 +19,7 @@ from modelwright.pipeline.report.results import serving_section
 from modelwright.pipeline.report.run_data import read_run
 from modelwright.pipeline.runner import run_stages
 from modelwright.pipeline.stage import Stage, StageContext
-from modelwright.pipeline.stages.model_folder import save_model_folder
+from modelwright.pipeline.stages.init import save_model_folder
 from modelwright.pipeline.stages.serve import SERVE_CHECK
 from modelwright.recipes.load import recipe
 

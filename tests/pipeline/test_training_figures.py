@@ -11,7 +11,7 @@ from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.pipeline.stages.text_samples import FILE, NUM_SHOWN, _build, _keep, first_prompt, sample_block
+from modelwright.pipeline.stages.training_figures import FILE, NUM_SHOWN, _build, _keep, first_prompt, sample_block
 
 
 def one_row(labels: Sequence[int], segments: Sequence[int]) -> TokenBatch:

@@ -24,12 +24,11 @@ from modelwright.data.images.store import ImageStore, LabeledImages, class_of, w
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.sources.corpora import digit_images
 from modelwright.model.vision.classifier import BatchNorm
-from modelwright.objectives.image_classifier import load_classifier
+from modelwright.objectives.image_classification import load_classifier
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.run import check_training
-from modelwright.pipeline.stages import image_accuracy
-from modelwright.pipeline.stages.image_accuracy import confusion
-from modelwright.pipeline.stages.vision import LABELED_ROWS, open_labeled, training_classes
+from modelwright.pipeline.stages import vision
+from modelwright.pipeline.stages.vision import LABELED_ROWS, confusion, open_labeled, training_classes
 from modelwright.recipes.load import load
 from rank_processes import Started, start_process
 
@@ -259,8 +258,8 @@ def test_logistic_regression_knows_every_class_of_images_that_are_sorted_by_clas
                 pixels = dice.integers(80 * label, 80 * label + 60, (4, 4, 3), dtype=np.uint8)
                 images.add(encode(pixels, lossless=True))
     write_labels(tmp_path, [label for label in range(3) for _ in range(20)], ["a", "b", "c"])
-    monkeypatch.setattr(image_accuracy, "MOST_TRAINING_IMAGES", 30)
-    found = image_accuracy.logistic_regression(*[LabeledImages(ImageStore(tmp_path))] * 2)
+    monkeypatch.setattr(vision, "MOST_TRAINING_IMAGES", 30)
+    found = vision.logistic_regression(*[LabeledImages(ImageStore(tmp_path))] * 2)
     assert (found == np.repeat([0, 1, 2], 20)).mean() > 0.9
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.errors import ConfigError, Stopped
-from modelwright.reward.build import REWARDS, build_reward
+from modelwright.reward.build import MAX_LOGGED, REWARDS, Term, WeightedSum, build_reward
 from modelwright.reward.reward import Reward, Sample, Score
-from modelwright.reward.weighted_sum import MAX_LOGGED, Term, WeightedSum
 from reward_samples import sample
 
 

@@ -1,1 +1,1 @@
-"""Floor 3: number formats of finished weights."""
+"""Number formats of finished weights."""

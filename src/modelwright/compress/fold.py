@@ -1,26 +1,22 @@
-"""Folds the factors of a layer's channels into its matrix, so that ranges are chosen for the weights that are
-multiplied: the weights of RMS norms into the projections that read them, and batch norms, by their running statistics,
-into the convolutions before them (Jacob et al. 2018, section 3.2). The model computes the same function as before.
+"""Changes of weights that keep a model's function, so that the rounded weights serve it better.
 
-The final norm of a decoder stays: hidden states after it are read by more than the head. So do norms of queries and
-keys and norms after a layer, between which and the next matrix there is more than a product.
+`fold_norms` and `fold_batch_norms` fold the factors of a layer's channels into its matrix, so that ranges are chosen for
+the weights that are multiplied: the weights of RMS norms into the projections that read them, and batch norms, by their
+running statistics, into the convolutions before them (Jacob et al. 2018, section 3.2). The final norm of a decoder
+stays: hidden states after it are read by more than the head. So do norms of queries and keys and norms after a layer,
+between which and the next matrix there is more than a product.
 
-Legend: O outputs, D model width.
+SmoothQuant moves the outliers of activations into the weights, so that INT8 rounds both well (Xiao et al. 2023, arXiv
+2211.10438, equations 3 and 4): channel j of a layer's input is divided by s_j = max|x_j|^a / max|w_j|^(1 - a), and
+column j of its weight multiplied by it. The maker of the input absorbs the division: the norm before query, key and
+value projections and before gate and up projections, the value projection before the output projection, the up
+projection before the down projection.
 
-SmoothQuant: moves the outliers of activations into the weights, so that INT8 rounds both well.
-
-Xiao et al. 2023 (arXiv 2211.10438), equations 3 and 4: channel j of a layer's input is divided by
-s_j = max|x_j|^a / max|w_j|^(1 - a), and column j of its weight multiplied by it. What makes the input absorbs the
-s_j = max|x_j|^a / max|w_j|^(1 - a), and column j of its weight multiplied by it. The maker of the input absorbs the
-division: the norm before query, key and value projections and before gate and up projections, the value projection
-before the output projection, the up projection before the down projection. The model computes the same function as
-before.
-
-Legend: D model width, C channels of a layer's input, K key/value heads, d head width.
+Legend: O outputs, D model width, C channels of a layer's input, K key/value heads, G query heads of one, d head width.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -115,73 +111,58 @@ def smoothed(model: Decoder, batches: Iterable[TokenBatch], *, strength: float =
     batches: rows on which the maxima of activations are measured.
     """
     result = copy.deepcopy(model)
-    maxima = _input_maxima(result, batches)
+    # The largest magnitude of each channel of every projection's input
+    maxima = {name: torch.zeros(one.in_features) for name, one in result.projections().items()}
+    for batch in batches:
+        real_BT = batch.segments_BT >= 0
+
+        def see(name: str, module: nn.Module, inputs: tuple[Tensor, ...], real_BT: Tensor = real_BT) -> None:
+            maxima[name] = torch.maximum(maxima[name], inputs[0][real_BT].abs().amax(dim=0).float())
+
+        hooks = [one.register_forward_pre_hook(partial(see, name)) for name, one in result.projections().items()]
+        try:
+            attend = packed_attend(batch.segments_BT, result.config.windows)
+            result(batch.input_ids_BT, batch.positions_BT, attend)
+        finally:
+            for hook in hooks:
+                hook.remove()
     for layer, block in result.blocks.items():
         assert isinstance(block, Block)
-        ffn, place = block.ffn, f"blocks.{layer}"
+        attention, ffn, place = block.attention, block.ffn, f"blocks.{layer}"
         for norm_name, readers in norm_readers(block).items():
             norm = block.get_submodule(norm_name)
             assert isinstance(norm, RMSNorm)
             linears = [one for name in readers if isinstance(one := block.get_submodule(name), Linear)]
-            scales_D = _scales(linears, maxima[f"{place}.{readers[0]}"], strength)
+            weights_D = torch.stack([one.weight.abs().amax(dim=0) for one in linears]).amax(dim=0)
+            scales_D = _scales(maxima[f"{place}.{readers[0]}"].to(weights_D.dtype), weights_D, strength)
             # Norms with `one_plus_weight` multiply by 1 + weight: the sum is divided, not the weight.
             offset = 1.0 if norm.one_plus_weight else 0.0
             norm.weight.copy_((offset + norm.weight) / scales_D - offset)
             for linear in linears:
                 linear.weight.mul_(scales_D)
-        scales_C = _scales([ffn.down_proj], maxima[f"{place}.ffn.down_proj"], strength)
+        weights_C = ffn.down_proj.weight.abs().amax(dim=0)
+        scales_C = _scales(maxima[f"{place}.ffn.down_proj"].to(weights_C.dtype), weights_C, strength)
         ffn.up_proj.weight.div_(scales_C[:, None])
         if ffn.up_proj.has_bias:
             ffn.up_proj.bias.div_(scales_C)
         ffn.down_proj.weight.mul_(scales_C)
-        _smooth_values(block, maxima[f"{place}.attention.o_proj"], strength)
+        # All query heads of a group read the same channels of their key/value head, so that they share its scales.
+        num_channels = attention.v_proj.out_features
+        shape_KGd = (-1, attention.o_proj.in_features // num_channels, attention.head_dim)
+        weights_C = attention.o_proj.weight.abs().amax(dim=0)
+        maxima_V, weights_V = (
+            one_C.view(shape_KGd).amax(dim=1).flatten()
+            for one_C in (maxima[f"{place}.attention.o_proj"].to(weights_C.dtype), weights_C)
+        )
+        scales_V = _scales(maxima_V, weights_V, strength)
+        attention.v_proj.weight.div_(scales_V[:, None])
+        if attention.v_proj.has_bias:
+            attention.v_proj.bias.div_(scales_V)
+        scales_KGd = scales_V.view(-1, 1, attention.head_dim).expand(shape_KGd)
+        attention.o_proj.weight.mul_(scales_KGd.flatten())
     return result
 
 
-def _input_maxima(model: Decoder, batches: Iterable[TokenBatch]) -> dict[str, Tensor]:
-    """Measures the largest magnitude of each channel of every projection's input, over the tokens of some rows."""
-    found = {name: torch.zeros(one.in_features) for name, one in model.projections().items()}
-    for batch in batches:
-        real_BT = batch.segments_BT >= 0
-
-        def see(name: str, module: nn.Module, inputs: tuple[Tensor, ...], real_BT: Tensor = real_BT) -> None:
-            found[name] = torch.maximum(found[name], inputs[0][real_BT].abs().amax(dim=0).float())
-
-        hooks = [one.register_forward_pre_hook(partial(see, name)) for name, one in model.projections().items()]
-        try:
-            attend = packed_attend(batch.segments_BT, model.config.windows)
-            model(batch.input_ids_BT, batch.positions_BT, attend)
-        finally:
-            for hook in hooks:
-                hook.remove()
-    return found
-
-
-def _scales(readers: Sequence[Linear], maxima_C: Tensor, strength: float) -> Tensor:
-    """Computes equation 4, with the maxima of all weights that read the channel."""
-    weights_C = torch.stack([one.weight.abs().amax(dim=0) for one in readers]).amax(dim=0)
-    maxima_C = maxima_C.to(weights_C.dtype)
-    # s = max|x|^a / max|w|^(1 - a)
+def _scales(maxima_C: Tensor, weights_C: Tensor, strength: float) -> Tensor:
+    """Computes equation 4, s = max|x|^a / max|w|^(1 - a)."""
     return maxima_C.clamp_min(SMALLEST) ** strength / weights_C.clamp_min(SMALLEST) ** (1 - strength)
-
-
-def _smooth_values(block: Block, maxima_C: Tensor, strength: float) -> None:
-    """Smooth the inputs of the output projection. All query heads of a group read the same channels of their key/value
-    head, so that they share its scales.
-    """
-    attention = block.attention
-    num_channels, width = attention.v_proj.out_features, attention.head_dim
-    num_kv_heads = num_channels // width
-    group = attention.o_proj.in_features // num_channels
-    weights_C = attention.o_proj.weight.abs().amax(dim=0)
-
-    def of_values(channels_C: Tensor) -> Tensor:
-        return channels_C.view(num_kv_heads, group, width).amax(dim=1).flatten()
-
-    maxima_V, weights_V = of_values(maxima_C.to(weights_C.dtype)), of_values(weights_C)
-    scales_V = maxima_V.clamp_min(SMALLEST) ** strength / weights_V.clamp_min(SMALLEST) ** (1 - strength)
-    attention.v_proj.weight.div_(scales_V[:, None])
-    if attention.v_proj.has_bias:
-        attention.v_proj.bias.div_(scales_V)
-    scales_KGd = scales_V.view(num_kv_heads, 1, width).expand(-1, group, -1)
-    attention.o_proj.weight.mul_(scales_KGd.flatten())

@@ -1,15 +1,12 @@
 """Writes a model folder as one GGUF file, tensor by tensor, so that only one of them is in memory at a time.
 
-Number formats: `f16`, `q8_0` (8 bits, one scale for 32 values) and `q4_0` (4 bits, likewise). Vectors stay in FP32, as
-llama.cpp wants them, and a matrix whose rows do not divide into blocks of 32 stays in FP16. In `q4_0` the embedding and
-the head have 8 bits, because errors there reach every token.
-
-Chooses the architecture of llama.cpp for a model, with its settings, and refuses models that llama.cpp cannot
-compute.
-
 llama.cpp derives some of a model's shape from the architecture alone (which layers slide, which have no positions, the
 scale of attention). A model that differs from that would run and answer wrongly, so it is refused by the name of the
 setting. Names and rules are those of llama.cpp's `src/models` and of its converter.
+
+Number formats: `f16`, `q8_0` (8 bits, one scale for 32 values) and `q4_0` (4 bits, likewise). Vectors stay in FP32, as
+llama.cpp wants them, and a matrix whose rows do not divide into blocks of 32 stays in FP16. In `q4_0` the embedding and
+the head have 8 bits, because errors there reach every token.
 """
 
 import math
@@ -163,20 +160,6 @@ def settings_of(config: ModelConfig, chosen: Architecture) -> dict[str, Value]:
     return settings
 
 
-def rope_tensors(config: ModelConfig) -> dict[str, list[float]]:
-    """Returns factors of the rotary frequencies that are stored as tensors, [rotated dimensions / 2] each."""
-    rope = config.rope
-    if rope.kind == "longrope":
-        return {"rope_factors_long": list(rope.long_factor), "rope_factors_short": list(rope.short_factor)}
-    if rope.kind != "llama3":
-        return {}
-    # llama.cpp divides by the factor: unscaled frequency over scaled frequency.
-    lengths = torch.ones(1, 1, dtype=torch.int64)
-    plain, _ = scaled_frequencies(lengths, config.num_rotated, config.rope_theta, RopeScaling())
-    scaled, _ = scaled_frequencies(lengths, config.num_rotated, config.rope_theta, config.rope)
-    return {"rope_freqs": (plain.double() / scaled.double()).flatten().tolist()}
-
-
 _TOP = {"embedding": "token_embd", "norm": "output_norm", "head": "output"}
 _PARTS = {
     "attention_norm": "attn_norm",
@@ -200,19 +183,6 @@ _FUSED = {
     "ffn.gate_proj": "ffn_up",
     "ffn.up_proj": "ffn_up",
 }
-
-
-def tensor_name(name: str, chosen: Architecture) -> str:
-    """Returns the tensor's name for a parameter: `blocks.0.ffn.up_proj.weight` -> `blk.0.ffn_up.weight`. Parameters
-    with one name are the tensor's rows, in their order.
-    """
-    if not name.startswith("blocks."):
-        part, own = name.split(".", 1)
-        return f"{_TOP[part]}.{own}"
-    _, layer, place = name.split(".", 2)
-    module, _, own = place.rpartition(".")
-    names = {**_PARTS, **_FUSED} if chosen.fuses else _PARTS
-    return f"blk.{layer}.{names[module]}.{own}"
 
 
 GgufFormat = Literal["f16", "q8_0", "q4_0"]
@@ -259,7 +229,19 @@ def export_gguf(folder: Path, target: Path, *, number_format: GgufFormat, name: 
             writer.add_name(f"Phi-3 {shown}" if vocabulary.strips_like_phi3 else shown)
             writer.add_file_type(_FILE_TYPES[number_format])
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-            _add_settings(writer, settings_of(config, chosen), chosen.name)
+            for key, value in settings_of(config, chosen).items():
+                own_name = f"{chosen.name}.{key}"
+                match value:
+                    case bool():
+                        writer.add_bool(own_name, value)
+                    case int():
+                        writer.add_uint32(own_name, value)
+                    case float():
+                        writer.add_float32(own_name, value)
+                    case str():
+                        writer.add_string(own_name, value)
+                    case _:
+                        writer.add_array(own_name, list(cast(Sequence[Any], value)))
             _add_vocabulary(writer, vocabulary)
             _write_tensors(writer, gguf, tensors)
             # On disk before the rename: a crash must not leave a whole name with half a file.
@@ -275,13 +257,30 @@ def gguf_tensors(
     model: Decoder, weights: FolderWeights, chosen: Architecture, number_format: GgufFormat
 ) -> Iterator[GgufTensor]:
     """Yields the tensors of the file in the order of the model's parameters. model: may be on the meta device."""
-    for name, factors in rope_tensors(model.config).items():
+    config, rope = model.config, model.config.rope
+    # Factors of the rotary frequencies, [rotated dimensions / 2] each
+    factors_of: dict[str, Sequence[float]] = {}
+    if rope.kind == "longrope":
+        factors_of = {"rope_factors_long": rope.long_factor, "rope_factors_short": rope.short_factor}
+    if rope.kind == "llama3":
+        # llama.cpp divides by the factor: unscaled frequency over scaled frequency.
+        lengths = torch.ones(1, 1, dtype=torch.int64)
+        plain, _ = scaled_frequencies(lengths, config.num_rotated, config.rope_theta, RopeScaling())
+        scaled, _ = scaled_frequencies(lengths, config.num_rotated, config.rope_theta, rope)
+        factors_of = {"rope_freqs": (plain.double() / scaled.double()).flatten().tolist()}
+    for name, factors in factors_of.items():
         values = np.array(factors, dtype=np.float32)
         yield GgufTensor(name=f"{name}.weight", shape=values.shape, format="f32", read=lambda values=values: values)
     parts: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
-        if not name.startswith("heads."):
-            parts.setdefault(tensor_name(name, chosen), []).append(name)
+        if name.startswith("heads."):
+            continue
+        # `blocks.0.ffn.up_proj.weight` -> `blk.0.ffn_up.weight`. Parameters with one name are the tensor's rows.
+        place, layer, rest = name.split(".", 2) if name.startswith("blocks.") else (*name.split(".", 1), "")
+        module, _, own = rest.rpartition(".")
+        block = {**_PARTS, **_FUSED} if chosen.fuses else _PARTS
+        target = f"blk.{layer}.{block[module]}.{own}" if place == "blocks" else f"{_TOP[place]}.{layer}"
+        parts.setdefault(target, []).append(name)
     for target, names in parts.items():
         shapes = [tuple(model.get_parameter(name).shape) for name in names]
         shape = (sum(own[0] for own in shapes), *shapes[0][1:])
@@ -318,22 +317,6 @@ def interleaved(weight: Tensor, num_heads: int) -> Tensor:
     """Reorders the rows of each head, of which (i, i + half) belong together, to 0, half, 1, half + 1, ..."""
     halves = weight.unflatten(0, (num_heads, 2, -1))
     return halves.transpose(1, 2).flatten(0, 2)
-
-
-def _add_settings(writer: Any, settings: Mapping[str, Value], architecture: str) -> None:
-    for key, value in settings.items():
-        name = f"{architecture}.{key}"
-        match value:
-            case bool():
-                writer.add_bool(name, value)
-            case int():
-                writer.add_uint32(name, value)
-            case float():
-                writer.add_float32(name, value)
-            case str():
-                writer.add_string(name, value)
-            case _:
-                writer.add_array(name, list(cast(Sequence[Any], value)))
 
 
 def _add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:

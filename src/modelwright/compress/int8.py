@@ -1,23 +1,19 @@
-"""INT8 models: quantize a finished decoder, choose the fastest backend by measuring, save and load.
+"""Integer models: quantize a finished decoder, choose the fastest backend by measuring, save, load and compare.
+
+All matrices are INT8, or the projections are integers on a trained or chosen grid; then norms keep their format, and
+embedding and head may be INT8 rows.
 
 Folder format: `config.json` with `format: "modelwright-int8"`, the model's shape and the quantization's parameters;
-`model.safetensors` with, for each quantized matrix `NAME`, `NAME.weight` (int8, [out, in]) and `NAME.scale` (float32,
-[out]), and every other tensor in float32 under its own name. The embedding is one of them; a head that is tied to it
-is not stored again. Version 2, for other grids, is that of `grid_model.py`.
-
-Decoders whose projections are integers on a trained or chosen grid; norms keep their format, embedding and head may
-be INT8 rows.
-
-Folder format: as `int8.py` writes it, version 2; for each projection `NAME.weight` (codes; two to a byte for 4 bits),
-`NAME.scale` and `NAME.zero` (float32, one of each group); for INT8 embedding and head as in version 1.
-
-Measures the agreement of a model's predictions with those of the model that it was made from.
+`model.safetensors` with the codes `NAME.weight` and the steps `NAME.scale` (float32) of each quantized matrix `NAME`,
+and every other tensor in its format under its own name. A head that is tied to the embedding is not stored again.
+Version 1: all matrices are INT8 [out, in] with scales [out]. Version 2: projections are on a grid, with one step and
+one `NAME.zero` for each group; codes of 4 bits are two to a byte.
 """
 
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -53,18 +49,42 @@ from modelwright.model.decoder import Decoder
 from modelwright.ops.int_grid import ACTIVATION_LEVELS, Codes, Granularity, WeightGrid
 from modelwright.ops.microbenchmark import repeated, seconds_of
 
-GRID_VERSION = 2
+FORMAT, GRID_VERSION = "modelwright-int8", 2
 GRID, STEPS = "quantization.json", "quantization.safetensors"
 """The files in a model folder that hold its trained grid."""
+FOUR_BITS = ("int4_nearest", "int4_folded", "int4_gptq")
+"""Values of `weights` with four bits."""
+MEASURED_ROWS = (8, 256)
+"""Tokens that backends are measured with: decoding streams and a chunk of a prompt."""
+HOPELESS = 3.0
+"""Factor above the fastest kernels' time that no noise of a measurement explains."""
 ChooseBackend = Callable[[Mapping[str, tuple[Tensor, Tensor]]], Backend]
 """Chooses kernels from the codes and scales of all matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8WeightsConfig:
+    """Integer inference."""
+
+    weights: Literal["int8", "int8_folded", "int8_smooth", "int4_nearest", "int4_folded", "int4_gptq"] = "int8"
+    """Result of the stage quantize for a model that was not trained on a grid: INT8 weights and activations, unchanged
+    or with outliers of activations moved into the weights (SmoothQuant, Xiao et al. 2023); or 4-bit weights of the
+    decoder's linear layers, rounded to the nearest code or by GPTQ (Frantar et al. 2023), with embedding and head in
+    INT8. The `folded` ones first multiply the weights of the norms before projections into these."""
+    granularity: Granularity = field(default="group_32", metadata=only_for("weights", *FOUR_BITS))
+    """Weights that share a step of 4-bit weights."""
+
+    backend: Literal["auto", "fbgemm", "int_mm", "kernel"] = "auto"
+    """INT8 GEMM kernels of whatever the decode operator does not compute, such as prompts: PyTorch's two, and this
+    package's own `kernel`; `auto` measures them at the model's own shapes when it is loaded. All give the same numbers
+    up to rounding of the last bit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedGrid:
     """The grid that a model was trained for. steps: learned steps of projections, [G] each; without them, steps span
     the weights. ranges: of projections' inputs, for activations of kind `tensor`. int8_ends: true if embedding and head
-    become INT8 rows, as `int8.py` makes them.
+    become INT8 rows, too.
     """
 
     weights: WeightGrid
@@ -131,6 +151,17 @@ class TrainedGrid:
             raise ModelError(f"{folder / GRID}: is damaged ({error}); run its stage again") from None
 
 
+def quantize_model(model: Decoder, config: Int8WeightsConfig) -> Decoder:
+    """Returns a new decoder with all linears, the head and the embedding table in INT8; norms keep their format.
+    `model` is not changed. The result is for inference: it lacks gradients.
+    """
+    tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            tensors[f"{name}.weight"], tensors[f"{name}.scale"] = quantize_rows(module.weight)
+    return _from_int8(model.config, tensors, config)
+
+
 def quantize_to_grid(
     model: Decoder, grid: TrainedGrid, *, codes: Mapping[str, Codes] | None = None, choose: ChooseBackend
 ) -> Decoder:
@@ -146,7 +177,7 @@ def quantize_to_grid(
     for name in found:
         del rest[f"{name}.weight"]
     ends = {name: quantize_rows(rest.pop(f"{name}.weight")) for name in _ends(model.config, grid)}
-    return _assemble_grid(model.config, grid.weights, found, inputs, ends, rest, choose)
+    return _assemble(model.config, found, inputs, ends, rest, choose, grid=grid.weights)
 
 
 def _ends(shape: ModelConfig, grid: TrainedGrid) -> list[str]:
@@ -154,138 +185,61 @@ def _ends(shape: ModelConfig, grid: TrainedGrid) -> list[str]:
     return [EMBEDDING, *([] if shape.tie_embeddings else ["head"])] if grid.int8_ends else []
 
 
-def _assemble_grid(
+def _from_int8(shape: ModelConfig, tensors: dict[str, Tensor], config: Int8WeightsConfig) -> Decoder:
+    """Builds a decoder whose matrices are all INT8. Raises `ModelError` on a missing, surplus or ill-shaped tensor."""
+    with torch.device("meta"):
+        plain = Decoder(shape)
+    # A tied head is listed under the name of the embedding.
+    matrices = {
+        name: module.weight.shape
+        for name, module in plain.named_modules()
+        if isinstance(module, (nn.Linear, nn.Embedding))
+    }
+    expected = {f"{name}.{part}" for name in matrices for part in ("weight", "scale")}
+    expected |= {name for name, _ in plain.named_parameters() if name.removesuffix(".weight") not in matrices}
+    if expected != set(tensors):
+        wrong = ", ".join(sorted(expected ^ set(tensors))[:4])
+        raise ModelError(f"INT8 weights: missing or unknown tensors ({wrong}); quantize the model again")
+    rows = {name: (tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scale")) for name in matrices}
+    for name, (codes, scale) in rows.items():
+        if codes.shape != matrices[name] or scale.shape != matrices[name][:1] or codes.dtype != torch.int8:
+            raise ModelError(f"INT8 weights: {name} has shape {tuple(codes.shape)}, not {tuple(matrices[name])}")
+    return _assemble(shape, {}, {}, rows, tensors, partial(choose_backend, config))
+
+
+def _assemble(
     shape: ModelConfig,
-    grid: WeightGrid,
     codes: Mapping[str, Codes],
     inputs: Mapping[str, InputGrid],
-    ends: Mapping[str, tuple[Tensor, Tensor]],
+    rows: Mapping[str, tuple[Tensor, Tensor]],
     rest: Mapping[str, Tensor],
     choose: ChooseBackend,
+    *,
+    grid: WeightGrid | None = None,
 ) -> Decoder:
+    """codes, inputs: of projections on a grid; rows: codes and scales of the matrices that are INT8 rows."""
     with torch.device("meta"):
         model = Decoder(shape)
     # Where the kernels of `integer_linear.py` compute exactly the same, they do; they need a scale for each output.
-    is_int8 = grid.bits == 8 and grid.symmetric and not grid.group_size
+    is_int8 = grid is not None and grid.bits == 8 and grid.symmetric and not grid.group_size
     fast = {name for name in codes if is_int8 and inputs[name].kind == "token"}
     scales = {name: codes[name].step_G.float().expand(codes[name].codes_OI.shape[0]).contiguous() for name in fast}
-    matrices = {name: (codes[name].codes_OI, scales[name]) for name in fast} | dict(ends)
+    matrices = {name: (codes[name].codes_OI, scales[name]) for name in fast} | dict(rows)
     backend = choose(matrices) if matrices else "int_mm"
     for name, own in codes.items():
         if name in fast:
             module: nn.Module = Int8Linear(own.codes_OI, scales[name], backend)
         else:
+            assert grid is not None
             module = GridLinear(own, grid, inputs[name])
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, module)
-    for name, (rows, scale) in ends.items():
-        place_int8(model, name, rows, scale, backend)
+    for name, (own_codes, scale) in rows.items():
+        place_int8(model, name, own_codes, scale, backend)
     for name, tensor in rest.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
     return model.eval()
-
-
-def save_grid_model(model: Decoder, grid: TrainedGrid, folder: Path) -> None:
-    """Write a decoder of `quantize_to_grid` into `folder`."""
-    tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    ends = _ends(model.config, grid)
-    # Ends have no zero points; a tied INT8 head is skipped, as it shares the rows of the embedding.
-    for name, module in model.named_modules():
-        if name in ends and isinstance(module, (Int8Linear, Int8Embedding)):
-            tensors |= {f"{name}.weight": module.quantized, f"{name}.scale": module.scale}
-        elif name != "head" and isinstance(module, (Int8Linear, GridLinear)):
-            zero = module.zero if isinstance(module, GridLinear) else torch.zeros_like(module.scale)
-            tensors |= {f"{name}.weight": module.quantized, f"{name}.scale": module.scale, f"{name}.zero": zero}
-    description = {
-        "format": "modelwright-int8",
-        "version": GRID_VERSION,
-        "model": dump(model.config, constants=True),
-        "quantization_config": {
-            "quant_method": "modelwright-int8",
-            "weights": asdict(grid.weights),
-            "activations": grid.activations,
-            "ranges": dict(grid.ranges),
-            "int8_ends": grid.int8_ends,
-        },
-    }
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-
-
-def load_grid_model(folder: Path, description: Mapping[str, Any], choose: ChooseBackend) -> Decoder:
-    """Read a folder of `save_grid_model`; description: its config.json. Raises `ModelError` if it is damaged."""
-    try:
-        shape = parse(ModelConfig, description["model"], constants=True)
-        settings = description["quantization_config"]
-        ranges = {name: (float(low), float(high)) for name, (low, high) in settings["ranges"].items()}
-        grid = TrainedGrid(
-            weights=WeightGrid(**settings["weights"]),
-            activations=settings["activations"],
-            ranges=ranges,
-            int8_ends=settings.get("int8_ends", False),
-        )
-        tensors = load_file(folder / "model.safetensors")
-    except (ConfigError, KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
-        raise ModelError(f"{folder}: is damaged ({error}); write it again") from None
-    with torch.device("meta"):
-        plain = Decoder(shape)
-    projections = plain.projections()
-    expected = {name for name, _ in plain.named_parameters()}
-    expected |= {f"{name}.{part}" for name in projections for part in ("scale", "zero")}
-    expected |= {f"{name}.scale" for name in _ends(shape, grid)}
-    if expected != set(tensors):
-        wrong = ", ".join(sorted(expected ^ set(tensors))[:4])
-        raise ModelError(f"{folder}: missing or unknown tensors ({wrong}); quantize the model again")
-    codes: dict[str, Codes] = {}
-    for name, one in projections.items():
-        stored = tensors.pop(f"{name}.weight")
-        stored = unpack_nibbles(stored, one.in_features) if stored.dtype == torch.uint8 else stored
-        codes[name] = Codes(stored, tensors.pop(f"{name}.scale"), tensors.pop(f"{name}.zero"))
-        if stored.shape != one.weight.shape:
-            raise ModelError(f"{folder}: {name} has shape {tuple(stored.shape)}, not {tuple(one.weight.shape)}")
-    ends = {name: (tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scale")) for name in _ends(shape, grid)}
-    inputs = {name: grid.inputs(name) for name in codes}
-    return _assemble_grid(shape, grid.weights, codes, inputs, ends, tensors, choose)
-
-
-FORMAT = "modelwright-int8"
-FOUR_BITS = ("int4_nearest", "int4_folded", "int4_gptq")
-"""Values of `weights` with four bits."""
-MEASURED_ROWS = (8, 256)
-"""Tokens that backends are measured with: decoding streams and a chunk of a prompt."""
-HOPELESS = 3.0
-"""Factor above the fastest kernels' time that no noise of a measurement explains."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Int8WeightsConfig:
-    """Integer inference."""
-
-    weights: Literal["int8", "int8_folded", "int8_smooth", "int4_nearest", "int4_folded", "int4_gptq"] = "int8"
-    """Result of the stage quantize for a model that was not trained on a grid: INT8 weights and activations, unchanged
-    or with outliers of activations moved into the weights (SmoothQuant, Xiao et al. 2023); or 4-bit weights of the
-    decoder's linear layers, rounded to the nearest code or by GPTQ (Frantar et al. 2023), with embedding and head in
-    INT8. The `folded` ones first multiply the weights of the norms before projections into these."""
-    granularity: Granularity = field(default="group_32", metadata=only_for("weights", *FOUR_BITS))
-    """Weights that share a step of 4-bit weights."""
-
-    backend: Literal["auto", "fbgemm", "int_mm", "kernel"] = "auto"
-    """INT8 GEMM kernels of whatever the decode operator does not compute, such as prompts: PyTorch's two, and this
-    package's own `kernel`; `auto` measures them at the model's own shapes when it is loaded. All give the same numbers
-    up to rounding of the last bit."""
-
-
-def quantize_model(model: Decoder, config: Int8WeightsConfig) -> Decoder:
-    """Returns a new decoder with all linears, the head and the embedding table in INT8; norms keep their format.
-    `model` is not changed. The result is for inference: it lacks gradients.
-    """
-    tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    for name, weight in list(_matrices(model)):
-        tensors[f"{name}.weight"], tensors[f"{name}.scale"] = quantize_rows(weight)
-    return _assemble(model.config, tensors, config)
 
 
 def save_int8(model: Decoder, folder: Path) -> None:
@@ -295,18 +249,43 @@ def save_int8(model: Decoder, folder: Path) -> None:
         # A tied head shares the rows of the embedding, which are stored once.
         is_tied_head = name == "head" and model.config.tie_embeddings
         if isinstance(module, Int8Embedding) or (isinstance(module, Int8Linear) and not is_tied_head):
-            tensors[f"{name}.weight"], tensors[f"{name}.scale"] = module.quantized, module.scale
-    for name, parameter in model.named_parameters():
-        tensors[name] = parameter.detach()
+            tensors |= {f"{name}.weight": module.quantized, f"{name}.scale": module.scale}
+    quantization = {
+        "weights": f"symmetric per output channel, {WEIGHT_LEVELS} levels each way",
+        "activations": f"symmetric per token at run time, {ACTIVATION_LEVELS} levels each way",
+    }
+    _save(model, folder, tensors, quantization, version=1)
+
+
+def save_grid_model(model: Decoder, grid: TrainedGrid, folder: Path) -> None:
+    """Write a decoder of `quantize_to_grid` into `folder`."""
+    tensors: dict[str, Tensor] = {}
+    ends = _ends(model.config, grid)
+    # Ends have no zero points; a tied INT8 head is skipped, as it shares the rows of the embedding.
+    for name, module in model.named_modules():
+        if name in ends and isinstance(module, (Int8Linear, Int8Embedding)):
+            tensors |= {f"{name}.weight": module.quantized, f"{name}.scale": module.scale}
+        elif name != "head" and isinstance(module, (Int8Linear, GridLinear)):
+            zero = module.zero if isinstance(module, GridLinear) else torch.zeros_like(module.scale)
+            tensors |= {f"{name}.weight": module.quantized, f"{name}.scale": module.scale, f"{name}.zero": zero}
+    quantization = {
+        "weights": asdict(grid.weights),
+        "activations": grid.activations,
+        "ranges": dict(grid.ranges),
+        "int8_ends": grid.int8_ends,
+    }
+    _save(model, folder, tensors, quantization, version=GRID_VERSION)
+
+
+def _save(
+    model: Decoder, folder: Path, tensors: dict[str, Tensor], quantization: Mapping[str, Any], *, version: int
+) -> None:
+    tensors |= {name: parameter.detach() for name, parameter in model.named_parameters()}
     description = {
         "format": FORMAT,
-        "version": 1,
+        "version": version,
         "model": dump(model.config, constants=True),
-        "quantization_config": {
-            "quant_method": FORMAT,
-            "weights": f"symmetric per output channel, {WEIGHT_LEVELS} levels each way",
-            "activations": f"symmetric per token at run time, {ACTIVATION_LEVELS} levels each way",
-        },
+        "quantization_config": {"quant_method": FORMAT, **quantization},
     }
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -327,49 +306,47 @@ def load_int8(folder: Path, config: Int8WeightsConfig) -> Decoder:
     if not is_int8_folder(folder):
         raise ModelError(f"{folder}: is not an INT8 model folder (the format in its config.json is not {FORMAT!r})")
     description: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if description.get("version") == GRID_VERSION:
-        return load_grid_model(folder, description, partial(choose_backend, config))
+    grid: TrainedGrid | None = None
     try:
         shape = parse(ModelConfig, description["model"], constants=True)
+        if description.get("version") == GRID_VERSION:
+            settings = description["quantization_config"]
+            grid = TrainedGrid(
+                weights=WeightGrid(**settings["weights"]),
+                activations=settings["activations"],
+                ranges={name: (float(low), float(high)) for name, (low, high) in settings["ranges"].items()},
+                int8_ends=settings.get("int8_ends", False),
+            )
         tensors = load_file(folder / "model.safetensors")
-    except (ConfigError, KeyError, OSError, SafetensorError) as error:
+    except (ConfigError, KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
         raise ModelError(f"{folder}: is damaged ({error}); write it again") from None
-    return _assemble(shape, tensors, config)
+    if grid is None:
+        return _from_int8(shape, tensors, config)
+    with torch.device("meta"):
+        plain = Decoder(shape)
+    projections, ends = plain.projections(), _ends(shape, grid)
+    expected = {name for name, _ in plain.named_parameters()}
+    expected |= {f"{name}.{part}" for name in projections for part in ("scale", "zero")}
+    expected |= {f"{name}.scale" for name in ends}
+    if expected != set(tensors):
+        wrong = ", ".join(sorted(expected ^ set(tensors))[:4])
+        raise ModelError(f"{folder}: missing or unknown tensors ({wrong}); quantize the model again")
+    codes: dict[str, Codes] = {}
+    for name, one in projections.items():
+        stored = tensors.pop(f"{name}.weight")
+        stored = unpack_nibbles(stored, one.in_features) if stored.dtype == torch.uint8 else stored
+        codes[name] = Codes(stored, tensors.pop(f"{name}.scale"), tensors.pop(f"{name}.zero"))
+        if stored.shape != one.weight.shape:
+            raise ModelError(f"{folder}: {name} has shape {tuple(stored.shape)}, not {tuple(one.weight.shape)}")
+    rows = {name: (tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scale")) for name in ends}
+    inputs = {name: grid.inputs(name) for name in codes}
+    return _assemble(shape, codes, inputs, rows, tensors, partial(choose_backend, config), grid=grid.weights)
 
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all distinct tensors of a model as stored."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum(tensor.nbytes for tensor in {tensor.data_ptr(): tensor for tensor in tensors}.values())
-
-
-def _matrices(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yields the matrices to quantize, by module name; a tied head is listed under the name of the embedding."""
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            yield name, module.weight
-
-
-def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], config: Int8WeightsConfig) -> Decoder:
-    """Builds a decoder from stored tensors. Raises `ModelError` on a missing, surplus or ill-shaped tensor."""
-    with torch.device("meta"):
-        model = Decoder(shape)
-    matrices = {name: weight.shape for name, weight in _matrices(model)}
-    expected = {f"{name}.{part}" for name in matrices for part in ("weight", "scale")}
-    expected |= {name for name, _ in model.named_parameters() if name.removesuffix(".weight") not in matrices}
-    if expected != set(tensors):
-        wrong = ", ".join(sorted(expected ^ set(tensors))[:4])
-        raise ModelError(f"INT8 weights: missing or unknown tensors ({wrong}); quantize the model again")
-    backend = choose_backend(config, {name: (tensors[f"{name}.weight"], tensors[f"{name}.scale"]) for name in matrices})
-    for name, tensor_shape in matrices.items():
-        quantized, scale = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scale")
-        if quantized.shape != tensor_shape or scale.shape != tensor_shape[:1] or quantized.dtype != torch.int8:
-            raise ModelError(f"INT8 weights: {name} has shape {tuple(quantized.shape)}, not {tuple(tensor_shape)}")
-        place_int8(model, name, quantized, scale, backend)
-    for name, tensor in tensors.items():
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
-    return model.eval()
 
 
 def choose_backend(config: Int8WeightsConfig, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> Backend:
@@ -383,35 +360,30 @@ def choose_backend(config: Int8WeightsConfig, matrices: Mapping[str, tuple[Tenso
     return min(times, key=lambda backend: times[backend])
 
 
+@torch.inference_mode()
 def backend_times(matrices: Sequence[tuple[Tensor, Tensor]], *, num_rounds: int) -> dict[Backend, float]:
     """Measures the seconds that all matrices, given as codes and scales, take for a token with each kind of kernels,
-    decoded and of a prompt: the least of the rounds. Kernels that are `HOPELESS` times as slow as others are not
-    measured to the end, and not in the next round: without instructions for integers, `int_mm` would take most of the
-    time.
+    decoded and of a prompt: the sum of medians of three, the least of the rounds. Kernels that are `HOPELESS` times as
+    slow as others are not measured to the end, and not in the next round: without instructions for integers, `int_mm`
+    would take most of the time.
     """
     best: dict[Backend, float] = {}
     for _ in range(num_rounds):
         for backend in usable_backends():
-            limit_s = HOPELESS * min(best.values(), default=math.inf)
-            if best.get(backend, 0.0) <= limit_s:
-                best[backend] = min(best.get(backend, math.inf), _backend_seconds(backend, matrices, limit_s))
+            limit_s, total_s = HOPELESS * min(best.values(), default=math.inf), 0.0
+            if best.get(backend, 0.0) > limit_s:
+                continue
+            for weight, scale in matrices:
+                if total_s > limit_s:
+                    break
+                linear = Int8Linear(weight, scale, backend)
+                for rows in MEASURED_ROWS:
+                    x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(0))
+                    product = partial(linear, x)
+                    times = repeated(lambda product=product: seconds_of(product, "cpu"), num_rounds=3, num_warmups=1)
+                    total_s += statistics.median(times) / rows
+            best[backend] = min(best.get(backend, math.inf), total_s)
     return best
-
-
-@torch.inference_mode()
-def _backend_seconds(backend: Backend, matrices: Sequence[tuple[Tensor, Tensor]], limit_s: float) -> float:
-    """Sums the medians of three measurements; returns the sum so far once it is above `limit_s`."""
-    total = 0.0
-    for weight, scale in matrices:
-        if total > limit_s:
-            break
-        linear = Int8Linear(weight, scale, backend)
-        for rows in MEASURED_ROWS:
-            x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(0))
-            product = partial(linear, x)
-            times = repeated(lambda product=product: seconds_of(product, "cpu"), num_rounds=3, num_warmups=1)
-            total += statistics.median(times) / rows
-    return total
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,13 @@
-"""Linear layers over INT8 weights, with INT8 activations chosen per token at run time.
+"""Linear layers over integer weights, by exact integer sums: INT8 rows, and any grid of `ops/int_grid.py`.
+
+INT8 rows, with INT8 activations chosen per token at run time:
 
     y[n, o] = a[n] / 127 * s[o] * sum_k round(127 * x[n, k] / a[n]) * q[o, k]        a[n] = max_k |x[n, k]|
 
 `q` in [-64, 64] with one scale `s` per output channel, activations in [-127, 127] with one scale per token. All sums
-are exact integers, so every backend gives the same result up to one rounding of the scales.
+are exact integers, so every backend gives the same result up to one rounding of the scales: `kernel` is this package's
+own (`ops/decode_step.py`), the products of an engine's decode step for any number of rows; `fbgemm` and `int_mm` are
+PyTorch's.
 
 Why 64: FBGEMM multiplies unsigned by signed bytes and adds neighboring products in 16 bits, which saturates without
 VNNI instructions at 2 * 255 * 127 > 32767. PyTorch's answer is `reduce_range` (7-bit activations); 7-bit weights lose
@@ -11,22 +15,16 @@ less, since activations have the outliers, and give the same numbers on every ma
 `linear_dynamic` takes one scale for the whole batch, so one loud token coarsens all others and a request's
 answer would depend on its neighbors.
 
-Backends: `kernel` is this package's own (`ops/decode_step.py`), the products of an engine's decode step for any number
-of rows; `fbgemm` and `int_mm` are PyTorch's.
-
-Legend: N tokens, D input width, O output width, B any leading dimensions.
-
-Linear layers over integer weights on any grid of `ops/int_grid.py`, by exact integer sums.
-
-With codes q of the weight and a of the activation, steps s and t, and zero points z and y, over the groups g of the
-summed inputs:
+On a grid, with codes q of the weight and a of the activation, steps s and t, and zero points z and y, over the groups g
+of the summed inputs:
 
     out[n, o] = sum over g of s[o, g] * t[n] * sum over i in g of (a[n, i] - y[n]) * (q[o, i] - z[o, g])
 
-4-bit weights have a kernel (`ops/decode_step.py`), which reads the packed codes in place; PyTorch's operators are its
-reference. `none` below multiplies dequantized weights by FP32 activations.
+4-bit weights have a kernel, which reads the packed codes in place; PyTorch's operators are its reference. `none` below
+multiplies dequantized weights by FP32 activations.
 
-Legend: N tokens, O outputs, I inputs, G groups of the whole weight, P groups of each output, S inputs of a group.
+Legend: N tokens, D and I input width, O output width, B any leading dimensions, G groups of the whole weight, P groups
+of each output, S inputs of a group.
 """
 
 import warnings

@@ -57,12 +57,13 @@ def read_attempts(folder: StageDir) -> list[dict[str, Any]]:
 def _read_stage(folder: StageDir) -> dict[str, Any]:
     """Reads `stage.json`; empty, so that the stage starts over, if it is missing or damaged."""
     try:
-        result = json.loads((folder.path / "stage.json").read_text(encoding="utf-8"))
+        result: Any = json.loads((folder.path / "stage.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    attempts = result.get("attempts") if isinstance(result, dict) else None
-    is_list = isinstance(attempts, list) and all(isinstance(one, dict) and "state" in one for one in attempts)
-    return result if is_list else {}
+    journal = cast(dict[str, Any], result) if isinstance(result, dict) else {}
+    attempts: Any = journal.get("attempts")
+    entries = cast(list[Any], attempts) if isinstance(attempts, list) else [None]
+    return journal if all(isinstance(one, dict) and "state" in one for one in entries) else {}
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from modelwright.core.progress import Progress
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.bits_per_byte import document_scores, start_id, summarize_scores
 from modelwright.evaluate.config import EvaluateConfig
+from modelwright.evaluate.scoring import document_scores, start_id, summarize_scores
 
 Compressor = Callable[[bytes], int]
 """Size in bytes after compression."""

@@ -1,6 +1,5 @@
-"""Scores of single records for one model: reference answers, choices by likelihood, generated numbers.
-
-Costs of single records in nats for a model: the answers of conversations, and the whole text of other documents.
+"""Scores of single records for one model: reference answers, choices by likelihood, generated numbers, and costs in
+nats of answers and texts.
 """
 
 from collections.abc import Sequence
@@ -13,10 +12,8 @@ from modelwright.core.errors import DataError
 from modelwright.core.progress import Progress
 from modelwright.data.document import Document
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.answers import answer_text, score_answers
-from modelwright.evaluate.bits_per_byte import score_documents
 from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.scoring import Scored, sequence_nats
+from modelwright.evaluate.scoring import Scored, answer_text, score_answers, score_documents, sequence_nats
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.decoder import Decoder

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from modelwright.core.seeds import derive_seed
-from modelwright.evaluate.answers import perplexity
-from modelwright.evaluate.bits_per_byte import resampled_ratios
 from modelwright.evaluate.records import RecordScores, Rows
+from modelwright.evaluate.scoring import perplexity, resampled_ratios
 
 Z_95 = 1.959963984540054
 """97.5% quantile of the standard normal distribution."""

@@ -20,12 +20,17 @@ from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.answers import score_answers, summarize_answer_scores
 from modelwright.evaluate.baselines import bigram_table, compressor_table
-from modelwright.evaluate.bits_per_byte import bootstrap_ratio, score_documents, select_documents, summarize_scores
 from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.multiple_choice import answer_questions, summarize_answers
-from modelwright.evaluate.questions import build_questions
+from modelwright.evaluate.multiple_choice import answer_questions, build_questions, summarize_answers
+from modelwright.evaluate.scoring import (
+    bootstrap_ratio,
+    score_answers,
+    score_documents,
+    select_documents,
+    summarize_answer_scores,
+    summarize_scores,
+)
 from modelwright.evaluate.statistics import log10_sign_test
 from modelwright.model.decoder import Decoder
 

@@ -1,1 +1,1 @@
-"""Floor 2: one decoder on a single device."""
+"""One decoder on a single device."""

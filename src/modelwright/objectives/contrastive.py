@@ -1,5 +1,5 @@
 """Contrastive alignment of texts with images and with code: NT-Xent, its form with negatives of the other view alone
-(CLIP), and SigLIP. The decoder reads texts and code, a vision tower reads images.
+(CLIP), and SigLIP. The decoder reads texts and code, a vision tower reads images; `AlignedModel` is the result.
 
 A pair is a text and its counterpart (an image, a piece of code). A process computes the losses of its own pairs against
 the pairs of all processes; the sum over the processes is the loss of the whole batch. Pairs with the same text are
@@ -8,34 +8,115 @@ neither positives nor negatives of each other.
 The rows are groups of two (`pipeline/stages/align.py`): the texts of some pairs, and their counterparts. A piece of the
 second row is code, or a placeholder for an image; the value of the piece is the number of the image plus 1.
 
-Legend: B rows, T tokens, G groups of two rows, S pieces of a row, P pairs of this rank, N of all ranks, D width of the
-decoder, E width of the space, I images of a group.
+Legend: B rows, T tokens, G groups of two rows, S pieces of a row or pixels of a side, P pairs of this rank, N of all
+ranks, D width of the decoder, E width of the space, I images of a group.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from modelwright.core.artifacts import write_atomic
 from modelwright.core.compatibility import SYNCHRONOUS_UPDATES, WHOLE_BATCHES, WHOLE_ROWS, Feature, feature
-from modelwright.core.errors import ConfigError
+from modelwright.core.errors import ConfigError, ModelError
+from modelwright.data.images.decode import square_pixels
 from modelwright.data.images.store import ImageStore
 from modelwright.data.rows.ahead import PlannedRows
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.model.hf import load_model, read_json, read_tensors, save_tensors, set_parameter
 from modelwright.model.vision.config import VisionConfig
-from modelwright.objectives.alignment_heads import CODE, IMAGE, SCALE, TEXT, alignment_heads
+from modelwright.model.vision.folders import load_vision_tower, save_vision_tower
+from modelwright.model.vision.vit import VisionTower
 from modelwright.objectives.image_batches import fill_squares, image_batches, image_numbers
-from modelwright.objectives.pairs import Pairs
+from modelwright.objectives.preference import Pairs
 from modelwright.ops.piece_sums import piece_ends, piece_keys, piece_means
 from modelwright.parallel.mesh import World, gather_rows, single
 from modelwright.train.config import TrainConfig
-from modelwright.train.objective import ModelLayout, Objective, Terms
+from modelwright.train.objective import ModelLayout, Objective, Terms, forward
+
+TEXT, CODE, IMAGE, SCALE = "text", "code", "image", "scale"
+"""Names in `Decoder.heads`."""
+MAX_SCALE = 100.0
+"""Largest scale of cosines; a larger one makes training unstable (Radford et al. 2021, section 2.5)."""
+
+
+class Projection(nn.Module):
+    """A linear map without bias that computes in the format of its weight."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num_outputs, num_inputs) / math.sqrt(num_inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.to(self.weight.dtype), self.weight)
+
+
+class ImageEncoder(nn.Module):
+    """A vision tower with its projection."""
+
+    def __init__(self, tower: VisionTower, embed_dim: int) -> None:
+        super().__init__()
+        self.tower = tower
+        self.projection = Projection(tower.config.model_dim, embed_dim)
+
+    def forward(self, pixels_NCSS: Tensor) -> Tensor:
+        """Maps images to vectors [N, E]."""
+        return self.projection(self.tower(pixels_NCSS))
+
+
+class LearnedScale(nn.Module):
+    """Factor of cosines, at most `MAX_SCALE`, and the bias that is added."""
+
+    def __init__(self, temperature: float, bias: float) -> None:
+        super().__init__()
+        # One dimension each, because FSDP cannot shard scalars
+        self.log_scale = nn.Parameter(torch.tensor([-math.log(temperature)]))
+        self.bias = nn.Parameter(torch.tensor([bias]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the scale and the bias, [2]; x is ignored, since heads are called with an input."""
+        return torch.cat([_Cap.apply(self.log_scale, math.log(MAX_SCALE)).exp(), self.bias])  # type: ignore[union-attr]
+
+
+class _Cap(torch.autograd.Function):
+    """min(x, most), with the gradient of values beyond the limit that descent would lower."""
+
+    @staticmethod
+    def forward(ctx, x, most):
+        ctx.save_for_backward(x > most)
+        return x.clamp(max=most)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # With `clamp`, a value that an update has moved past the limit would stay there forever
+        (is_beyond,) = ctx.saved_tensors
+        return torch.where(is_beyond, grad.clamp(min=0.0), grad), None
+
+
+def alignment_heads(
+    vision: VisionConfig, *, model_dim: int, embed_dim: int, temperature: float, bias: float
+) -> Mapping[str, nn.Module]:
+    """Returns the heads by name. Raises `ModelError` if the folder of the vision tower cannot be read."""
+    # Initial values come from PyTorch's default generator, in this order, unless the tower has a folder
+    tower = load_vision_tower(Path(vision.init_from)) if vision.init_from else VisionTower(vision)
+    return {
+        TEXT: Projection(model_dim, embed_dim),
+        CODE: Projection(model_dim, embed_dim),
+        IMAGE: ImageEncoder(tower, embed_dim),
+        SCALE: LearnedScale(temperature, bias),
+    }
+
 
 ContrastiveLoss = Literal["nt_xent", "clip", "siglip"]
 
@@ -263,3 +344,95 @@ def with_pixels(batch: TokenBatch, store: ImageStore | None, shape: VisionConfig
     fill_squares(pixels, of_groups, store, shape)
     flat = torch.from_numpy(pixels).unflatten(1, (2, room)).flatten(0, 1)
     return replace(batch, extras={**batch.extras, PIXELS: flat.to(batch.input_ids_BT.device)})
+
+
+VISION_FOLDER, WEIGHTS, SETTINGS = "vision", "alignment.safetensors", "alignment.json"
+ROWS_AT_ONCE = 32
+_TOWER = f"{IMAGE}.tower."
+
+
+@dataclass(frozen=True)
+class AlignedModel:
+    """A decoder with the heads of an alignment."""
+
+    model: Decoder
+    pooling: Literal["mean", "last"]
+
+    def embed_texts(self, sequences: Sequence[NDArray[np.integer]]) -> NDArray[np.float32]:
+        """Maps token ids of texts to unit vectors [N, E]."""
+        return self._embed_tokens(TEXT, sequences)
+
+    def embed_code(self, sequences: Sequence[NDArray[np.integer]]) -> NDArray[np.float32]:
+        """Maps token ids of pieces of code to unit vectors [N, E]."""
+        return self._embed_tokens(CODE, sequences)
+
+    @torch.no_grad()
+    def embed_images(self, files: Sequence[bytes]) -> NDArray[np.float32]:
+        """Maps image files to unit vectors [N, E]. Raises `ImageFault` for one that cannot be used."""
+        shape, device = _tower(self.model).config, self.model.embedding.weight.device
+        vectors: list[Tensor] = []
+        for first in range(0, len(files), ROWS_AT_ONCE):
+            squares = [square_pixels(one, size=shape.image_size, fit=shape.fit) for one in files[first:][:ROWS_AT_ONCE]]
+            pixels = torch.from_numpy(np.stack(squares)).to(device)
+            vectors.append(F.normalize(self.model.head_output(IMAGE, pixels).float(), dim=1))
+        return torch.cat(vectors).cpu().numpy()
+
+    @torch.no_grad()
+    def _embed_tokens(self, head: str, sequences: Sequence[NDArray[np.integer]]) -> NDArray[np.float32]:
+        # By length, so that the rows of a batch need little padding
+        order = sorted(range(len(sequences)), key=lambda number: len(sequences[number]))
+        vectors: dict[int, Tensor] = {}
+        for first in range(0, len(order), ROWS_AT_ONCE):
+            numbers = order[first : first + ROWS_AT_ONCE]
+            batch = TokenBatch.of_sequences([sequences[number] for number in numbers])
+            batch = batch.to(self.model.embedding.weight.device)
+            pooled_BD = pooled(forward(self.model, batch), batch.segments_BT, 1, self.pooling)[:, 0]
+            embedded_BE = F.normalize(self.model.head_output(head, pooled_BD).float(), dim=1)
+            vectors |= dict(zip(numbers, embedded_BE, strict=True))
+        return torch.stack([vectors[number] for number in range(len(sequences))]).cpu().numpy()
+
+
+def save_alignment(model: Decoder, folder: Path, settings: dict[str, Any]) -> None:
+    """Write the heads of an alignment into its language model's folder. settings: `embed_dim`, `pooling`, `loss`."""
+    weights = {name: one.detach().contiguous() for name, one in _own_heads(model).items()}
+    save_vision_tower(_tower(model), folder / VISION_FOLDER)
+    save_tensors(folder / WEIGHTS, weights)
+    write_atomic(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
+
+
+def load_aligned(folder: Path) -> AlignedModel:
+    """Read the model that the stage `align` wrote. Raises `ModelError` for a folder of another kind."""
+    if not (folder / SETTINGS).is_file():
+        raise ModelError(f"{folder}: {SETTINGS} is missing; give the artifact of the stage align")
+    settings = read_json(folder / SETTINGS)
+    embed_dim, pooling = settings.get("embed_dim"), settings.get("pooling")
+    if not isinstance(embed_dim, int) or embed_dim < 1 or pooling not in ("mean", "last"):
+        raise ModelError(f"{folder / SETTINGS}: lacks embed_dim or pooling of an alignment; copy the folder again")
+    model = load_model(folder)
+    tensors, _ = read_tensors(folder / WEIGHTS)
+    heads = alignment_heads(
+        VisionConfig(init_from=str(folder / VISION_FOLDER)),
+        model_dim=model.config.model_dim,
+        embed_dim=embed_dim,
+        temperature=1.0,
+        bias=0.0,
+    )
+    for name in (TEXT, CODE, IMAGE, SCALE):
+        model.heads[name] = heads[name]
+    wanted = {name: one.shape for name, one in _own_heads(model).items()}
+    if wanted != {name: one.shape for name, one in tensors.items()}:
+        raise ModelError(f"{folder / WEIGHTS}: does not fit {SETTINGS} in the same folder; copy the folder again")
+    for name, tensor in tensors.items():
+        set_parameter(model.heads, name, tensor)
+    return AlignedModel(model.eval(), pooling)
+
+
+def _own_heads(model: Decoder) -> dict[str, nn.Parameter]:
+    """Returns the parameters of the heads without the vision tower, which has its own folder."""
+    return {name: one for name, one in model.heads.named_parameters() if not name.startswith(_TOWER)}
+
+
+def _tower(model: Decoder) -> VisionTower:
+    tower = model.heads.get_submodule(f"{IMAGE}.tower")
+    assert isinstance(tower, VisionTower)
+    return tower

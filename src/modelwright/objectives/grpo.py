@@ -4,7 +4,7 @@ GRPO (Shao et al. 2024, arXiv 2402.03300), with the changes of Dr. GRPO (Liu et 
 et al. 2025, arXiv 2503.14476) and the baseline of RLOO (Ahmadian et al. 2024, arXiv 2402.14740) as settings. Names of
 settings and metrics are those of TRL. docs/techniques/grpo.md explains both.
 
-Legend: P prompts, G completions of each, C = P * G, T places (see `completion_rows.py`), B rows.
+Legend: P prompts, G completions of each, C = P * G, T places (see `experience.py`), B rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,17 @@ from torch import Tensor
 from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.advantages import Baseline, RewardScale, differs, group_advantages, group_stds
-from modelwright.objectives.experience import Experience
-from modelwright.objectives.heldout_rewards import is_heldout
-from modelwright.objectives.policy_terms import clipped_policy_loss, kl_k3
-from modelwright.objectives.rollout_objective import RolloutObjective
-from modelwright.objectives.rollouts import Rollout, RolloutConfig, check_rollout_training, rollout_metrics
+from modelwright.objectives.advantages import (
+    Baseline,
+    RewardScale,
+    clipped_policy_loss,
+    differs,
+    group_advantages,
+    group_stds,
+    kl_k3,
+)
+from modelwright.objectives.experience import Experience, RolloutObjective
+from modelwright.objectives.rollouts import Rollout, RolloutConfig, check_rollout_training, is_heldout, rollout_metrics
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Metric, Terms
 

@@ -1,18 +1,30 @@
-"""Batches of rows with images."""
+"""Batches of rows with images, and the random augmentation of the images in training: crop, flip, colors, MixUp,
+CutMix.
 
-from collections.abc import Iterator, Sequence
+Every draw is a function of (seed, step, number of the image), and partners are drawn within the global batch. So a
+batch is the same for any number of ranks and after a kill; a rank computes the partners of its images itself.
+
+Legend: B rows, C colors, S pixels of a side (or pieces of a row, in image numbers), K classes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from modelwright.core.errors import ConfigError
+from modelwright.core.seeds import derive_seed
 from modelwright.data.images.store import ImageStore
 from modelwright.data.rows.ahead import ImagesAhead, Look, PlannedRows, own_images
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.cache.reader import BlockReader
 from modelwright.model.vision.config import VisionConfig
 from modelwright.objectives.next_token import numbered_batches
+from modelwright.ops import image_augment
 from modelwright.ops.piece_sums import count_pieces, piece_ends, piece_sums
 
 
@@ -48,3 +60,131 @@ def fill_squares(
     for row, of_row in enumerate(numbers):
         for place, square in enumerate(islice(squares, len(of_row))):
             pixels[row, place] = square
+
+
+SHARE_OF_MIXUP = 0.5
+"""Probability of MixUp if both are on; else CutMix (Wightman et al. 2021, "ResNet strikes back")."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageAugmentationConfig:
+    """Random changes of training images. 0 switches each of them off."""
+
+    crop_padding: int = 0
+    """Pixels of padding on every side before a crop of the original size (He et al. 2016); 4 for 32 pixels."""
+    flip: bool = False
+    """Exchange left and right of every other image; not where that changes the class, as with digits."""
+    brightness: float = 0.0
+    """Images are brightened by a factor from 1 - brightness to 1 + brightness."""
+    contrast: float = 0.0
+    """Their contrast is changed by a factor from 1 - contrast to 1 + contrast."""
+    saturation: float = 0.0
+    """Their saturation is changed by a factor from 1 - saturation to 1 + saturation."""
+    mixup_alpha: float = 0.0
+    """MixUp (Zhang et al. 2018): the share of an image is drawn from Beta(alpha, alpha); 0.2 is usual."""
+    cutmix_alpha: float = 0.0
+    """CutMix (Yun et al. 2019): the remaining share of an image is drawn from Beta(alpha, alpha); 1 is usual. With both
+    on, each image gets MixUp or CutMix."""
+
+    def __post_init__(self) -> None:
+        if self.crop_padding < 0:
+            raise ConfigError(f"crop_padding: must not be negative, got {self.crop_padding}; 0 crops nothing")
+        for name in ("brightness", "contrast", "saturation"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name}: must be in [0, 1], got {getattr(self, name)}; 0.4 is usual")
+        for name in ("mixup_alpha", "cutmix_alpha"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name}: must be 0 (off) or above, got {getattr(self, name)}")
+
+    @property
+    def mixes(self) -> bool:
+        """True if images are mixed with others."""
+        return self.mixup_alpha > 0 or self.cutmix_alpha > 0
+
+
+@dataclass(frozen=True)
+class Augmented:
+    """Images in [0, 1] and their target distributions over classes."""
+
+    images_BCSS: Tensor
+    targets_BK: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageAugmentation:
+    """Augmentation of one step. image: returns the image [C, S, S] of a number, in [0, 1]; label: returns its class."""
+
+    config: ImageAugmentationConfig
+    seed: int
+    step: int
+    num_classes: int
+    smoothing: float
+    image: Callable[[int], Tensor]
+    label: Callable[[int], int]
+
+    def __call__(self, own: Sequence[int], everyone: Sequence[int]) -> Augmented:
+        """Augments the images `own`, at least one. everyone: numbers of the global batch's images, in any order."""
+        partners = self.partners(everyone) if self.config.mixes else {}
+        mixup, cutmix = self.config.mixup_alpha, self.config.cutmix_alpha
+        changed = {number: self.changed(number) for number in {*own, *(partners[one] for one in own if partners)}}
+        images, targets = list[Tensor](), list[Tensor]()
+        for number in own:
+            image_CSS, target_K = changed[number], self._target(number)
+            if partners:
+                dice, partner = self._dice("mix", number), partners[number]
+                is_mixup = cutmix == 0 or (mixup > 0 and dice.random() < SHARE_OF_MIXUP)
+                alpha = mixup if is_mixup else cutmix
+                share = float(dice.beta(alpha, alpha))
+                if is_mixup:
+                    image_CSS = image_augment.mixed(image_CSS, changed[partner], share)
+                else:
+                    height, width = image_CSS.shape[-2:]
+                    box = image_augment.cut_box(
+                        height, width, share, (int(dice.integers(height)), int(dice.integers(width)))
+                    )
+                    # The share is that of the box, which the border of the image may have cut
+                    image_CSS, share = (
+                        image_augment.cut_and_mixed(image_CSS, changed[partner], box),
+                        1.0 - box.share(height, width),
+                    )
+                target_K = share * target_K + (1.0 - share) * self._target(partner)
+            images.append(image_CSS)
+            targets.append(target_K)
+        return Augmented(torch.stack(images), torch.stack(targets))
+
+    def changed(self, number: int) -> Tensor:
+        """Returns an image after crop, flip and colors."""
+        config, dice = self.config, self._dice("image", number)
+        image_CSS, padding = self.image(number), config.crop_padding
+        # All is drawn whether it is used or not: a setting does not shift the draws of the others
+        down, right = (int(one) for one in dice.integers(-padding, padding + 1, 2))
+        is_flipped, factors = dice.random() < 0.5, dice.uniform(-1, 1, 3)
+        if padding:
+            # Padded with the gray of the outermost pixels' mean, which keeps white paper white
+            edges = (image_CSS[:, 0], image_CSS[:, -1], image_CSS[:, :, 0], image_CSS[:, :, -1])
+            image_CSS = image_augment.shifted(image_CSS, down, right, float(torch.cat(edges, dim=1).mean()))
+        if config.flip and is_flipped:
+            image_CSS = image_augment.flipped(image_CSS)
+        strengths = (config.brightness, config.contrast, config.saturation)
+        for change, strength, factor in zip(
+            (image_augment.brightened, image_augment.contrasted, image_augment.saturated),
+            strengths,
+            factors,
+            strict=True,
+        ):
+            if strength:
+                image_CSS = change(image_CSS, 1 + strength * float(factor))
+        return image_CSS
+
+    def partners(self, everyone: Sequence[int]) -> dict[int, int]:
+        """Draws the partner of each image of the global batch: a permutation of its distinct numbers."""
+        numbers = sorted(set(everyone))
+        order = np.argsort(self._dice("partners").random(len(numbers)), kind="stable")
+        return {number: numbers[place] for number, place in zip(numbers, order, strict=True)}
+
+    def _target(self, number: int) -> Tensor:
+        return image_augment.soft_target(self.num_classes, self.label(number), smoothing=self.smoothing)
+
+    def _dice(self, *names: str | int) -> np.random.Generator:
+        """Returns a separate random stream for each purpose, so that a setting does not change other draws."""
+        return np.random.Generator(np.random.Philox(derive_seed(self.seed, "images", self.step, *names)))

@@ -1,5 +1,5 @@
 """Classification of images: cross-entropy of a ResNet or a vision transformer with distributions over classes, which
-MixUp, CutMix and label smoothing produce.
+MixUp, CutMix and label smoothing produce; and the trained classifier with its folder.
 
 The training loop trains a decoder; here the classifier is the objective's own module, and the decoder that carries it
 (`carrier`) is frozen and has next to no weights. A row is one image with a single token, so the loop's tokens are
@@ -9,20 +9,27 @@ In quantization-aware training, weights have a symmetric step for each output ch
 channel, and so its step, and leaves the codes. Training therefore rounds to the codes of the matrix with the norm
 folded in (Jacob et al. 2018, section 3.2), for any running statistics.
 
-Legend: B rows, T tokens, N images of this rank, C colors, S pixels of a side, K classes.
+Legend: B rows, T tokens, N images (of this rank), C colors, S pixels of a side, K classes.
 """
 
-from collections.abc import Iterator, Mapping
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from modelwright.compress.fold import fold_batch_norms
 from modelwright.compress.int8 import TrainedGrid
+from modelwright.compress.integer_linear import GridLinear
+from modelwright.core.artifacts import write_atomic
 from modelwright.core.compatibility import (
     EQUAL_REPLICAS,
     SAME_UNITS,
@@ -33,19 +40,20 @@ from modelwright.core.compatibility import (
     Feature,
     feature,
 )
-from modelwright.core.config import only_for
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import dump, only_for, parse
+from modelwright.core.errors import ConfigError, ModelError
+from modelwright.data.images.decode import square_pixels
 from modelwright.data.images.store import LabeledImages
 from modelwright.data.rows.ahead import PlannedRows, images_of, own_images
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, Linear
+from modelwright.model.hf import read_json, read_tensors, save_tensors
 from modelwright.model.vision.classifier import ImageClassifier, Shape, forward_flops, has_batch_norm, statistics_over
 from modelwright.model.vision.config import ResNetConfig, VisionConfig
 from modelwright.model.vision.folders import load_vision_tower
 from modelwright.model.vision.vit import VisionTower
-from modelwright.objectives.image_augmentation import Augmented, ImageAugmentation, ImageAugmentationConfig
-from modelwright.objectives.image_batches import image_batches
+from modelwright.objectives.image_batches import Augmented, ImageAugmentation, ImageAugmentationConfig, image_batches
 from modelwright.ops.image_augment import soft_target
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.parallel.mesh import World, gather_rows, single
@@ -294,3 +302,90 @@ def normalized(images_BCSS: Tensor, shape: Shape) -> Tensor:
 def _is_image(batch: TokenBatch) -> Tensor:
     """Returns the rows with images, bool [B]; rows of padding lack a target."""
     return batch.extras[TARGETS].sum(dim=1) > 0
+
+
+def quantize_classifier(model: ImageClassifier, grid: TrainedGrid) -> ImageClassifier:
+    """Returns a new classifier for inference; `model` is not changed. grid: has ranges by names of layers."""
+    result = copy.deepcopy(model).eval()
+    # Folded first: the codes are those of the weights with the norms in them
+    fold_batch_norms(result)
+    for name, one in list(result.named_modules()):
+        if isinstance(one, Linear):
+            layer = GridLinear(grid.codes(name, one.weight), grid.weights, grid.inputs(name))
+            layer.bias = nn.Parameter(one.bias.detach(), requires_grad=False) if one.has_bias else None
+            parent, _, leaf = name.rpartition(".")
+            setattr(result.get_submodule(parent), leaf, layer)
+    return result.requires_grad_(False)
+
+
+WEIGHTS, SETTINGS = "classifier.safetensors", "classifier.json"
+IMAGES_AT_ONCE = 64
+_SHAPES: dict[str, type[ResNetConfig] | type[VisionConfig]] = {"resnet": ResNetConfig, "vit": VisionConfig}
+
+
+@dataclass(frozen=True)
+class TrainedClassifier:
+    """A classifier with the names of its classes. grid: grid of its integers, None in floating point."""
+
+    model: ImageClassifier
+    classes: Sequence[str]
+    grid: TrainedGrid | None = None
+
+    def quantized(self, grid: TrainedGrid) -> "TrainedClassifier":
+        """Returns a quantized copy, with batch norms folded into the integer weights."""
+        return replace(self, model=quantize_classifier(self.model, grid), grid=grid)
+
+    @property
+    def fit(self) -> Literal["crop", "stretch"]:
+        """Conversion of an image to a square."""
+        return self.model.shape.fit if isinstance(self.model.shape, VisionConfig) else "crop"
+
+    def classify(self, files: Sequence[bytes]) -> NDArray[np.float64]:
+        """Probabilities of all classes for image files [N, K]. Raises `ImageFault` for one that cannot be used."""
+        size = self.model.shape.image_size
+        return self.probabilities([square_pixels(one, size=size, fit=self.fit) for one in files])
+
+    @torch.no_grad()
+    def probabilities(self, squares: Sequence[NDArray[np.uint8]]) -> NDArray[np.float64]:
+        """Probabilities of all classes for images as pixels [3, S, S], [N, K]."""
+        self.model.eval()
+        device = self.model.head.weight.device
+        found = [np.zeros((0, len(self.classes)))]
+        for first in range(0, len(squares), IMAGES_AT_ONCE):
+            pixels = torch.from_numpy(np.stack(squares[first : first + IMAGES_AT_ONCE])).float() / 255.0
+            logits = self.model(normalized(pixels, self.model.shape).to(device))
+            found.append(logits.double().softmax(dim=1).cpu().numpy())
+        return np.concatenate(found)
+
+
+def save_classifier(classifier: TrainedClassifier, folder: Path) -> None:
+    """Write a classifier into a folder."""
+    shape: Shape = classifier.model.shape
+    kind = next(name for name, one in _SHAPES.items() if isinstance(shape, one))
+    weights = {name: one.detach().cpu().contiguous() for name, one in classifier.model.state_dict().items()}
+    save_tensors(folder / WEIGHTS, weights)
+    if classifier.grid is not None:
+        classifier.grid.save(folder)
+    settings = {"architecture": kind, "shape": dump(shape, constants=True), "classes": list(classifier.classes)}
+    write_atomic(folder / SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+def load_classifier(folder: Path) -> TrainedClassifier:
+    """Read the classifier that the stage `vision` wrote. Raises `ModelError` for a folder of another kind."""
+    settings = read_json(folder / SETTINGS)
+    try:
+        shape = parse(_SHAPES[settings["architecture"]], settings["shape"], constants=True)
+        classes = [str(name) for name in settings["classes"]]
+    except (KeyError, TypeError, ConfigError) as error:
+        path = folder / SETTINGS
+        raise ModelError(f"{path}: is not that of an image classifier ({error}); copy the folder again") from None
+    weights, _ = read_tensors(folder / WEIGHTS)
+    grid, model = TrainedGrid.load(folder), ImageClassifier(shape, len(classes))
+    if grid is not None:
+        # Random weights, for the names and shapes of a quantized classifier's tensors
+        model = quantize_classifier(model, grid)
+    wanted = {name: one.shape for name, one in model.state_dict().items()}
+    if wanted != {name: one.shape for name, one in weights.items()}:
+        raise ModelError(f"{folder / WEIGHTS}: does not fit {SETTINGS} in the same folder; copy the folder again")
+    model.load_state_dict(weights)
+    return TrainedClassifier(model.eval(), classes, grid)

@@ -1,15 +1,17 @@
-"""Rollouts: completions that the model in training generates, with their rewards, the same under every layout.
+"""Rollouts: completions that the model in training generates, with their rewards, the same under every layout; and the
+held-out evaluation by reward.
 
 Each rank generates the completions of some of the prompts with the whole model; then all ranks gather all of them.
 Tokens are sampled from the model's own distribution (temperature 1, no truncation), because policy gradients are
 expectations under it: the log-probabilities that the engine reports are those of the behavior policy.
 
-Legend: C completions, L tokens of the longest prompt with its completion, T = L - 1 places (see `completion_rows.py`),
-R reward terms.
+Legend: C completions, L tokens of the longest prompt with its completion, T = L - 1 places (see `experience.py`), R
+reward terms.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
-from modelwright.data.rows.batch import part_sizes
+from modelwright.data.rows.batch import TokenBatch, part_sizes
 from modelwright.data.rows.examples import PromptRecord
 from modelwright.data.rows.order import BatchingConfig
 from modelwright.data.tokenizer.tokenizer import Tokenizer
@@ -29,8 +31,9 @@ from modelwright.infer.sequence import SamplingParams
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import World
+from modelwright.reward.build import ScoredSamples, WeightedSum
 from modelwright.reward.reward import Sample
-from modelwright.reward.weighted_sum import ScoredSamples, WeightedSum
+from modelwright.train.objective import Metric, ModelLayout
 
 CACHE_BLOCK = EngineConfig().block_size
 
@@ -124,12 +127,12 @@ class Rollout:
         """Concatenates the completions of several rollouts, in order."""
         longest = max(one.ids_CL.shape[1] for one in rollouts)
         joined: dict[str, Tensor] = {}
-        for field in fields(cls):
-            values: list[Tensor] = [getattr(one, field.name) for one in rollouts]
-            if field.name.endswith(("_CL", "_CT")):
-                width = longest - field.name.endswith("_CT")
+        for name in (one.name for one in fields(cls)):
+            values: list[Tensor] = [getattr(one, name) for one in rollouts]
+            if name.endswith(("_CL", "_CT")):
+                width = longest - name.endswith("_CT")
                 values = [F.pad(one, (0, width - one.shape[1])) for one in values]
-            joined[field.name] = torch.cat(values)
+            joined[name] = torch.cat(values)
         return cls(**joined)
 
 
@@ -296,3 +299,83 @@ def constant_metrics(values: Mapping[str, float], names: Sequence[str], device: 
     # The mean over any number of microbatches and ranks is the figure; names without a value count nothing
     one, none = torch.ones((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device)
     return {name: (one * values[name], one) if name in values else (none, none) for name in names}
+
+
+NUMBERS, FIGURES = "prompt_numbers_BN", "figures_BM"
+
+
+def heldout_batch(row: TokenBatch, numbers: Sequence[int]) -> TokenBatch:
+    """Builds the held-out set of these prompts. row: any row of tokens, for the forward pass of the evaluation."""
+    return replace(row, extras={NUMBERS: torch.tensor([list(numbers)], dtype=torch.int64)})
+
+
+def is_heldout(batch: TokenBatch) -> bool:
+    """Returns whether a batch comes from an evaluation."""
+    return FIGURES in batch.extras
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldoutRewards:
+    """Scores the model on held-out prompts, and against its own first evaluation."""
+
+    worker: RolloutWorker
+    first_terms: list[Tensor] = field(default_factory=list[Tensor])
+    """Rewards of the first evaluation by prompt and term [N, R], empty before it."""
+
+    @property
+    def metric_names(self) -> list[str]:
+        win_rates = [win_rate_name(name) for name in self.worker.term_names]
+        return [*rollout_metric_names(self.worker.term_names), *win_rates]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first_terms": [*self.first_terms]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.first_terms[:] = state["first_terms"]
+
+    def prepare(self, batch: TokenBatch, model: Decoder, layout: ModelLayout) -> TokenBatch:
+        """Adds the figures of this evaluation [1, M], NaN for missing ones, to a batch. All ranks call together."""
+        numbers = batch.extras[NUMBERS][0].tolist()
+        with layout.whole_model(model) as whole:
+            greedy = self.worker.config.heldout_decoding == "greedy"
+            rollout = self.worker.roll_out(
+                whole, layout.world, numbers, num_generations=1, stream=("heldout",), greedy=greedy
+            )
+        # The first evaluation is the opponent of all later ones, also after a resumption
+        if not self.first_terms:
+            self.first_terms.append(rollout.terms_CR)
+        names = self.worker.term_names
+        rates_R = win_rates(rollout.terms_CR, self.first_terms[0])
+        found = rollout_metrics(rollout, names) | dict(zip(map(win_rate_name, names), rates_R, strict=True))
+        figures = [found.get(name, math.nan) for name in self.metric_names]
+        device = batch.input_ids_BT.device
+        return replace(batch, extras={FIGURES: torch.tensor([figures], dtype=torch.float64, device=device)})
+
+    def weight(self, batch: TokenBatch) -> Tensor:
+        """Returns 1, or 0 if no completion could be scored."""
+        return self._reward(batch).isfinite().sum()
+
+    def loss(self, batch: TokenBatch) -> Tensor:
+        """Returns minus the mean reward, so that the best weights have the lowest held-out loss."""
+        return -self._reward(batch).nan_to_num(0.0)
+
+    def metrics(self, batch: TokenBatch) -> Mapping[str, Metric]:
+        """Returns the figures under `metric_names`."""
+        figures = dict(zip(self.metric_names, batch.extras[FIGURES][0].tolist(), strict=True))
+        finite = {name: value for name, value in figures.items() if math.isfinite(value)}
+        return constant_metrics(finite, self.metric_names, batch.input_ids_BT.device)
+
+    def _reward(self, batch: TokenBatch) -> Tensor:
+        return batch.extras[FIGURES][0, self.metric_names.index("reward")]
+
+
+def win_rate_name(term: str) -> str:
+    return f"rewards/{term}/win_rate"
+
+
+def win_rates(terms_NR: Tensor, first_NR: Tensor) -> list[float]:
+    """Share of prompts, for each term, with a higher reward than at first; ties count half."""
+    # Prompts with a completion that could not be scored are left out; NaN if none remains
+    known_NR = terms_NR.isfinite() & first_NR.isfinite()
+    wins_NR = (terms_NR > first_NR).double() + 0.5 * (terms_NR == first_NR).double()
+    return ((wins_NR * known_NR).sum(dim=0) / known_NR.sum(dim=0)).tolist()

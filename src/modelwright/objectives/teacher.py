@@ -1,19 +1,30 @@
-"""Teacher of a distillation: a frozen model, its layers' activations, and its output projection.
+"""Teacher of a distillation: a frozen model with its layers' activations and its output projection, a cache on disk of
+its largest probabilities, and the comparison of its attention with the student's.
 
-Legend: B rows, T tokens, E width of the teacher, V vocabulary, K likeliest tokens.
+Legend: B rows, T tokens, C student's and E teacher's channels (of all heads in attention), V vocabulary, K likeliest
+tokens.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import ceil
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import ceil, gcd
+from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
+from modelwright.core.errors import ConfigError, StorageError, writing
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import HeadInputs, LayerTaps
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.ops.attention_divergence import QueriesAndKeys, attention_divergence, relation_loss
 from modelwright.ops.cross_entropy import CHUNK_TOKENS, soft_cap_logits
 from modelwright.ops.distillation_loss import DivergenceKind, TeacherHead
 from modelwright.parallel.mesh import World
@@ -98,3 +109,194 @@ class TeacherModel:
             parts.append((values_CK, tokens_CK))
         values, tokens = zip(*parts, strict=True)
         return torch.cat(values), torch.cat(tokens)
+
+
+LOG_PROBS, TOKENS = "top_log_probs_BTK", "top_tokens_BTK"
+"""Extras of a batch with the stored probabilities."""
+
+
+@dataclass(kw_only=True)
+class TeacherCache:
+    """Adds the teacher's K likeliest tokens at a temperature to batches, and writes those of new rows to `folder`.
+
+    Each rank writes its own shards and finds those of all ranks when it starts. The folder belongs to one teacher, one
+    temperature and one K; the rows of a damaged shard are computed again.
+    """
+
+    teacher: TeacherModel
+    folder: Path
+    temperature: float
+    top_k: int
+    rank: int = 0
+    places: dict[str, tuple[Path, int]] = field(default_factory=dict[str, tuple[Path, int]], init=False)
+    """Shard and place of each row, by digest."""
+
+    def __post_init__(self) -> None:
+        for path in sorted(self.folder.glob("*.safetensors")):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    digests = (file.metadata() or {}).get("rows", "").split()
+                    shape = file.get_slice(TOKENS).get_shape()
+            except (SafetensorError, OSError):
+                continue
+            if shape[0] == len(digests) and shape[2] == self.top_k:
+                self.places |= {digest: (path, place) for place, digest in enumerate(digests)}
+
+    def extras(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        """Returns the probabilities of a batch's rows, [B, T, K] each, on the batch's device."""
+        digests = [row_digest(batch, row) for row in range(batch.num_rows)]
+        found, new = dict[str, tuple[Tensor, Tensor]](), dict[str, tuple[Tensor, Tensor]]()
+        for digest in digests:
+            if digest in self.places:
+                path, place = self.places[digest]
+                with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
+                    found[digest] = file.get_slice(LOG_PROBS)[place], file.get_slice(TOKENS)[place]
+        for row, digest in enumerate(digests):
+            if digest not in found:
+                alone = TokenBatch(
+                    input_ids_BT=batch.input_ids_BT[row : row + 1],
+                    labels_BT=batch.labels_BT[row : row + 1],
+                    positions_BT=batch.positions_BT[row : row + 1],
+                    segments_BT=batch.segments_BT[row : row + 1],
+                )
+                log_probs_TK, tokens_TK = self.teacher.top_tokens(alone, self.temperature, self.top_k)
+                new[digest] = log_probs_TK.float().cpu(), tokens_TK.int().cpu()
+        if new:
+            self._write(new)
+        rows = found | new
+        log_probs_BTK, tokens_BTK = (torch.stack(parts) for parts in zip(*map(rows.__getitem__, digests), strict=True))
+        device = batch.input_ids_BT.device
+        return {LOG_PROBS: log_probs_BTK.to(device), TOKENS: tokens_BTK.to(device, torch.int64)}
+
+    def _write(self, rows: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Write a shard, atomically."""
+        # Named by rank and rows: ranks that share the folder never write the same file
+        name = hashlib.sha256(" ".join(rows).encode()).hexdigest()[:16]
+        path = self.folder / f"{self.rank}-{name}.safetensors"
+        log_probs_BTK, tokens_BTK = (torch.stack(parts) for parts in zip(*rows.values(), strict=True))
+        temporary = path.with_suffix(".tmp")
+        with writing(path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                tensors = {LOG_PROBS: log_probs_BTK, TOKENS: tokens_BTK}
+                save_file(tensors, temporary, metadata={"rows": " ".join(rows)})
+            except SafetensorError as error:
+                raise StorageError(f"{path}: cannot be written ({error}); free some space and run again") from error
+            os.replace(temporary, path)
+        self.places |= {digest: (path, place) for place, digest in enumerate(rows)}
+
+
+def row_digest(batch: TokenBatch, row: int) -> str:
+    """Digest of all inputs of a teacher for a row; labels do not count."""
+    parts = (batch.input_ids_BT[row], batch.positions_BT[row], batch.segments_BT[row].long())
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+AttentionForm = Literal["relations", "distributions"]
+
+
+class AttentionTargets(Protocol):
+    """Comparison of two models' attention."""
+
+    student: ModelConfig
+    teacher: ModelConfig
+    pairs: Sequence[tuple[int, int]]
+    """Layers of student and teacher whose queries, keys and values are read."""
+
+    def extras(self, heads: Mapping[int, HeadInputs]) -> dict[str, Tensor]:
+        """Returns the teacher's tensors that a batch carries as extras, by name."""
+        ...
+
+    def loss(self, heads: Sequence[HeadInputs], batch: TokenBatch) -> Tensor:
+        """Sum over tokens of the mean divergence. heads: inputs of the student's layers, with gradients."""
+        ...
+
+
+@dataclass(frozen=True)
+class AttentionRelations(AttentionTargets):
+    """Queries with queries, keys with keys, values with values, of the last layers."""
+
+    student: ModelConfig
+    teacher: ModelConfig
+    pairs: Sequence[tuple[int, int]]
+
+    def extras(self, heads: Mapping[int, HeadInputs]) -> dict[str, Tensor]:
+        ((_, layer),) = self.pairs
+        return {f"relation_{kind}_BTE": channels for kind, channels in enumerate(heads[layer])}
+
+    def loss(self, heads: Sequence[HeadInputs], batch: TokenBatch) -> Tensor:
+        """Sum over tokens of the mean divergence over relation heads and the three kinds."""
+        num_heads, (own,) = num_relation_heads(self.student, self.teacher), heads
+        losses = [
+            relation_loss(channels, batch.extras[f"relation_{kind}_BTE"], batch.segments_BT, num_heads=num_heads)
+            for kind, channels in enumerate(own)
+        ]
+        return torch.stack(losses).sum() / (num_heads * len(losses))
+
+
+@dataclass(frozen=True)
+class AttentionDistributions(AttentionTargets):
+    """The softmax of queries times keys in each head of the mapped layers, which must be comparable."""
+
+    student: ModelConfig
+    teacher: ModelConfig
+    pairs: Sequence[tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        if self.student.num_heads != self.teacher.num_heads:
+            raise ConfigError(
+                f"attention_form: distributions compare head by head, and the student has {self.student.num_heads} "
+                f"heads, the teacher {self.teacher.num_heads}; choose relations, or a student with as many heads"
+            )
+        for own, layer in self.pairs:
+            windows = [config.window_of(at) for config, at in ((self.student, own), (self.teacher, layer))]
+            if windows[0] != windows[1]:
+                sees, other = (f"{window} tokens" if window else "all earlier tokens" for window in windows)
+                raise ConfigError(
+                    f"attention_form: distributions are over the same tokens, and layer {own} of the student sees "
+                    f"{sees}, layer {layer} of the teacher {other}; map layers that see the same with layer_map, or "
+                    "choose relations"
+                )
+
+    def extras(self, heads: Mapping[int, HeadInputs]) -> dict[str, Tensor]:
+        queries = {f"queries_{own}_BTE": heads[layer].q_BTC for own, layer in self.pairs}
+        return queries | {f"keys_{own}_BTE": heads[layer].k_BTE for own, layer in self.pairs}
+
+    def loss(self, heads: Sequence[HeadInputs], batch: TokenBatch) -> Tensor:
+        """Sum over tokens of the mean divergence over heads and pairs of layers."""
+        losses = [
+            attention_divergence(
+                _queries_and_keys(inputs.q_BTC, inputs.k_BTE, self.student),
+                _queries_and_keys(batch.extras[f"queries_{own}_BTE"], batch.extras[f"keys_{own}_BTE"], self.teacher),
+                batch.segments_BT,
+                window=self.student.window_of(own),
+            )
+            for (own, _), inputs in zip(self.pairs, heads, strict=True)
+        ]
+        return torch.stack(losses).sum() / (self.student.num_heads * len(losses))
+
+
+def attention_targets(
+    form: AttentionForm, student: ModelConfig, teacher: ModelConfig, pairs: Sequence[tuple[int, int]]
+) -> AttentionTargets:
+    """Returns the comparison of this form. pairs: the mapped layers of student and teacher."""
+    if form == "relations":
+        # Of the last layers, whatever the map: MiniLMv2 leaves the other layers of the student free
+        return AttentionRelations(student, teacher, [(student.num_layers - 1, teacher.num_layers - 1)])
+    return AttentionDistributions(student, teacher, pairs)
+
+
+def num_relation_heads(student: ModelConfig, teacher: ModelConfig) -> int:
+    """Largest number that divides all widths of queries and keys, at most twice the teacher's heads."""
+    # More relation heads than attention heads carry finer relations (MiniLMv2, section 4.4)
+    common = gcd(*(heads * one.head_dim for one in (student, teacher) for heads in (one.num_heads, one.num_kv_heads)))
+    return max(number for number in range(1, 2 * teacher.num_heads + 1) if common % number == 0)
+
+
+def _queries_and_keys(q_BTC: Tensor, k_BTE: Tensor, config: ModelConfig) -> QueriesAndKeys:
+    q_BTHd = q_BTC.unflatten(-1, (config.num_heads, config.head_dim))
+    k_BTKd = k_BTE.unflatten(-1, (config.num_kv_heads, config.head_dim))
+    return QueriesAndKeys(q_BTHd, k_BTKd, config.attention.soft_cap)

@@ -34,32 +34,6 @@ from modelwright.parallel.mesh import Mesh, World
 
 _PIECE = 2**16
 """Elements that the CPU adds up in one go: over millions of them FP32's own norm is too small by up to 2e-4."""
-
-
-def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """L2 norm of all tensors together, a scalar; 0 for no tensors, not finite if any value is not."""
-    pieces = []
-    for tensor in tensors:
-        pieces += tensor.reshape(-1).split(_PIECE) if tensor.device.type == "cpu" else [tensor]
-    return get_total_norm(pieces, foreach=True) if pieces else torch.zeros(())
-
-
-def redistribute_like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Places a gradient like its parameter: pending partial sums over the mesh are reduced."""
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        return gradient.redistribute(placements=parameter.placements)
-    return gradient
-
-
-def combine_norms(norms: Mapping[int, float], world: World) -> float:
-    """The L2 norm of the gradients of the whole model, from the norms on this rank; not finite if any is not. norms: by
-    the number of ranks that hold the same elements.
-    """
-    # The sum over all ranks counts each square once per copy.
-    square = sum(norm * norm / copies for copies, norm in norms.items())
-    return math.sqrt(world.sums([square])[0])
-
-
 STRATEGIES_GROUP = "modelwright.strategies"
 """Entry points of other packages: each a `StrategySpec`."""
 
@@ -167,6 +141,30 @@ def layout_blocker(mesh: Mesh) -> str:
     sizes = {name: getattr(mesh, name).size for name in ("pipeline", "shard", "context", "tensor")}
     layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     return f"the layout (parallel: {layout}), in which ranks wait for one another amid forward and backward"
+
+
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """L2 norm of all tensors together, a scalar; 0 for no tensors, not finite if any value is not."""
+    pieces = []
+    for tensor in tensors:
+        pieces += tensor.reshape(-1).split(_PIECE) if tensor.device.type == "cpu" else [tensor]
+    return get_total_norm(pieces, foreach=True) if pieces else torch.zeros(())
+
+
+def redistribute_like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Places a gradient like its parameter: pending partial sums over the mesh are reduced."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient
+
+
+def combine_norms(norms: Mapping[int, float], world: World) -> float:
+    """The L2 norm of the gradients of the whole model, from the norms on this rank; not finite if any is not. norms: by
+    the number of ranks that hold the same elements.
+    """
+    # The sum over all ranks counts each square once per copy.
+    square = sum(norm * norm / copies for copies, norm in norms.items())
+    return math.sqrt(world.sums([square])[0])
 
 
 @dataclass(kw_only=True)

@@ -32,7 +32,7 @@ from modelwright.pipeline.config import HardwareConfig, RunConfig
 from modelwright.pipeline.estimate.cost import size
 from modelwright.pipeline.estimate.doctor import busy_note, measure_rates
 from modelwright.pipeline.stages.clean import CLEAN
-from modelwright.pipeline.stages.model_folder import initial_folder
+from modelwright.pipeline.stages.init import initial_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.student import STUDENT, StudentConfig
 from modelwright.train.precision.apply import fp32_products

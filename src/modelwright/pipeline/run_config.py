@@ -18,7 +18,7 @@ from modelwright.core.rundir import RunDir
 from modelwright.model.hf import load_config
 from modelwright.pipeline.config import INHERITED, RunConfig
 from modelwright.pipeline.stage import StageSpec
-from modelwright.pipeline.stages.model_folder import initial_folder
+from modelwright.pipeline.stages.init import initial_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.specs import STAGES, known_stages, stage_names
 from modelwright.pipeline.stages.tokenize import TOKENIZE

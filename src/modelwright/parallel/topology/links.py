@@ -43,6 +43,9 @@ FIRST_PROBE_BYTES = 4096
 LAST_PROBE_BYTES = 64 * 2**20
 GAP = 2.0
 """Links that differ by less than this factor are of one kind."""
+OPEN_AXES = ("pipeline",)
+MAX_EVALUATIONS = 20_000
+"""Limit of the search for places; counted, not timed, so that all ranks stop at the same answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,11 +274,6 @@ def _write_cache(path: Path, links: Links) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps({**(known if isinstance(known, dict) else {}), _key(links.hosts): entry}, indent=1))
-
-
-OPEN_AXES = ("pipeline",)
-MAX_EVALUATIONS = 20_000
-"""Limit of the search; counted, not timed, so that all ranks stop at the same answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,11 @@
-"""Cost of a stage before it runs: parameters, FLOPs, memory by part and wall time.
+"""Cost of a stage before it runs: parameters, FLOPs, wall time, and memory by part at the peak of a training step under
+any layout.
 
-Memory is that of `estimate/memory.py` for one rank. Time is FLOPs over a measured rate, plus an assumed share for all
-other work.
-
-Bytes on one rank at the peak of a training step, by part, under any layout.
-
-A step's peak is the maximum over a few moments: the head after the last block, each segment's backward, the end of
-backward, the exchange of gradients. For each, the parts are added up as PyTorch holds them: FSDP2's buffers (a flat
-message next to the copies made of it, the next group prefetched, the last scattered message) follow
-`torch.distributed.fsdp._fully_shard`. Tests compare totals with measured peaks.
+Time is FLOPs over a measured rate, plus an assumed share for all other work. A step's peak memory is the maximum over a
+few moments: the head after the last block, each segment's backward, the end of backward, the exchange of gradients. For
+each, the parts are added up as PyTorch holds them on one rank: FSDP2's buffers (a flat message next to the copies made
+of it, the next group prefetched, the last scattered message) follow `torch.distributed.fsdp._fully_shard`. Tests
+compare totals with measured peaks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -165,11 +162,6 @@ def trained_of_block(model: ModelConfig, part: RankPart) -> int:
     return adapter_parameters(model, part.adapters) // (model.num_layers * part.tensor)
 
 
-def trained_of_root(model: ModelConfig, part: RankPart) -> int:
-    """Parameters outside the blocks on one rank that are trained."""
-    return 0 if part.adapters.r else root_parameters(model, part)
-
-
 def rank_memory(model: ModelConfig, part: RankPart) -> MemoryEstimate:
     """Estimates the memory of training with FP32 master weights and AdamW."""
     weights = FP32_BYTES * root_parameters(model, part) + part.num_layers * block_bytes(model, part)
@@ -263,7 +255,7 @@ def _fresh_gradients(model: ModelConfig, part: RankPart, first_layer: int) -> tu
     """
     layers = part.num_layers - first_layer
     blocks = FP32_BYTES * layers * trained_of_block(model, part)
-    root = FP32_BYTES * trained_of_root(model, part)
+    root = 0 if part.adapters.r else FP32_BYTES * root_parameters(model, part)
     head = FP32_BYTES * model.vocab_size * model.model_dim // part.tensor if part.has_head else 0
     outside = root if first_layer == 0 else min(head, root)
     if first_layer == part.num_layers:
@@ -286,7 +278,8 @@ def _gathered_bytes(model: ModelConfig, part: RankPart, num_layers: int) -> int:
 
 
 def _num_trained(model: ModelConfig, part: RankPart) -> int:
-    return trained_of_root(model, part) + part.num_layers * trained_of_block(model, part)
+    root = 0 if part.adapters.r else root_parameters(model, part)
+    return root + part.num_layers * trained_of_block(model, part)
 
 
 ASSUMED_TRAIN_MFU = 0.60

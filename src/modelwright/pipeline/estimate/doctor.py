@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -25,6 +25,7 @@ from modelwright.ops.cpu_kernels import rows_of, speed_lines
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.ops.microbenchmark import Undisturbed, in_turn, int8_linear_rate, matmul_rate, undisturbed
 from modelwright.pipeline.estimate.cost import size
+from modelwright.pipeline.report.blocks import plural
 
 Pass = Literal["forward", "grad_input", "grad_weight"]
 Rate = Callable[[int, int, int], float]
@@ -117,12 +118,6 @@ class _Formats:
     best: Mapping[Any, float]
 
 
-class DtypeRate(Protocol):
-    """`(m, k, n, dtype) -> FLOP/s`"""
-
-    def __call__(self, m: int, k: int, n: int, dtype: torch.dtype) -> float: ...
-
-
 def survey(
     model: ModelConfig, *, num_tokens: int, folder: Path, device: str = "cpu", budget_s: float = 6.0
 ) -> dict[str, Any]:
@@ -182,7 +177,7 @@ def measure_rates(
     device: str = "cpu",
     budget_s: float = 6.0,
     head_chunk_tokens: int = CHUNK_TOKENS,
-    rate: DtypeRate | None = None,
+    rate: Callable[..., float] | None = None,
     others: LoadMeter | None = None,
 ) -> dict[str, Any]:
     """Measures rates of the model's products in a training step, forward and both backward products of every linear.
@@ -192,16 +187,24 @@ def measure_rates(
     `effective` weighs the products by their time; `precision.policy.resolve` and the loop's `peak_flops` use it.
     `tokens`: tokens with which each format was measured, fewer for one that is too slow for the budget.
     busy_cores: see `Undisturbed`; measured_threads: one on a busy machine, and rates are its rate times `threads`.
-    `rate` and `others` replace the measurements in tests.
+    `rate`, `(m, k, n, dtype) -> FLOP/s`, and `others` replace the measurements in tests.
     """
     measure = rate or partial(_float_rate, device=device)
     whole = training_products(model, num_tokens=num_tokens, head_chunk_tokens=head_chunk_tokens)
     threads = torch.get_num_threads()
 
+    largest = max(whole, key=lambda p: p.k * p.n)
+    step_flops = sum({p.shape: 2.0 * p.m * p.k * p.n for p in whole}.values())  # of unique shapes
+
     def measure_formats() -> _Formats:
         products = {}
         for name, dtype in COMPUTE_DTYPES.items():
-            tokens = _affordable_tokens(whole, num_tokens, partial(measure, dtype=dtype), budget_s)
+            # The most tokens, a power of two if below `num_tokens`, with which every shape can be measured in time.
+            probed = measure(min(_PROBE_TOKENS, num_tokens), largest.k, largest.n, dtype=dtype)
+            tokens, seconds = num_tokens, NUM_ROUNDS * (_REPEATS + 2) * step_flops / probed
+            if seconds > budget_s:
+                share = num_tokens * budget_s / seconds
+                tokens = max(_PROBE_TOKENS, 2 ** math.floor(math.log2(max(1.0, share))))
             products[name] = training_products(model, num_tokens=tokens, head_chunk_tokens=head_chunk_tokens)
         # The formats alternate at every product, so that a change of the clock affects both alike.
         measures = {
@@ -292,23 +295,19 @@ def recommend(training: dict[str, Any], int8: dict[str, Any]) -> dict[str, Any]:
     return advice
 
 
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def survey_text(facts: dict[str, Any]) -> str:
     """Returns the survey as a plain-text table."""
     box, library, training, kernels = facts["machine"], facts["torch"], facts["training"], facts["kernels"]
     limit = f", limited to {size(box['memory_limit_bytes'])}" if box["memory_limit_bytes"] else ""
     gpus = ", ".join(f"{gpu['name']} ({size(gpu['memory_bytes'])})" for gpu in library["gpus"]) or "none"
     lines = [
-        f"processor   {box['processor']}, {_plural(box['cores'], 'usable core')}, load {box['load']:.1f}",
+        f"processor   {box['processor']}, {plural(box['cores'], 'usable core')}, load {box['load']:.1f}",
         f"memory      {size(box['memory_bytes'])}, {size(box['memory_available_bytes'])} available{limit}",
         f"disk        {size(box['disk_free_bytes'])} free",
-        f"torch       {library['version']}, {_plural(library['threads'], 'thread')}, {library['cpu_capability']}",
+        f"torch       {library['version']}, {plural(library['threads'], 'thread')}, {library['cpu_capability']}",
         f"GPU         {gpus}",
         "",
-        f"GFLOP/s of the model's products in training ({_plural(training['threads'], 'thread')}; "
+        f"GFLOP/s of the model's products in training ({plural(training['threads'], 'thread')}; "
         + ", ".join(f"{name} at {tokens} tokens" for name, tokens in training["tokens"].items())
         + ")",
     ]
@@ -359,20 +358,6 @@ def _best_of_rounds(measures: Mapping[Any, Callable[[], float]]) -> dict[Any, fl
 
 def _known_rate(best: Mapping[Any, float], kind: str, times: float, m: int, k: int, n: int) -> float:
     return times * best[kind, (m, k, n)]
-
-
-def _affordable_tokens(
-    products: list[Product], num_tokens: int, rate: Callable[[int, int, int], float], budget_s: float
-) -> int:
-    """Returns the most tokens, a power of two if below `num_tokens`, with which every shape can be measured in time."""
-    largest = max(products, key=lambda p: p.k * p.n)
-    probed = rate(min(_PROBE_TOKENS, num_tokens), largest.k, largest.n)
-    unique = {p.shape: 2.0 * p.m * p.k * p.n for p in products}
-    seconds = NUM_ROUNDS * (_REPEATS + 2) * sum(unique.values()) / probed
-    if seconds <= budget_s:
-        return num_tokens
-    share = num_tokens * budget_s / seconds
-    return max(_PROBE_TOKENS, 2 ** math.floor(math.log2(max(1.0, share))))
 
 
 def available_memory() -> int:

@@ -1,10 +1,9 @@
-"""Fits the length of training to the time budget of the run, from steps that are timed when it is created.
+"""Fits the length of training to the time budget of the run, from steps that are timed when it is created; and
+`--dry-run`: the plan of a run as text, with each stage's state, tokens, FLOPs, memory and time, which changes nothing.
 
 The expected time of the other stages is subtracted first. The lengths are written into the run's config.yaml as
 `num_steps`, so that a resumed run ends with the same bits as an uninterrupted one. They are measured once: the same
 command keeps them.
-
-`--dry-run`: the plan of a run as text: each stage's state, tokens, FLOPs, memory and time. Changes nothing.
 """
 
 import math

@@ -111,11 +111,20 @@ def model_card(data: RunData, stage: str, *, library: str = "transformers", use:
     for kind, splits in kept.items():
         counts = [splits.get(split, {}).get("documents", 0) for split in ("train", "heldout")]
         texts.append(f"- {titles.get(kind, kind)}: {counts[0]:,} for training, {counts[1]:,} held out")
+    lineage: list[str] = []
+    if invocations := data.info.get("invocations"):
+        last = invocations[-1]
+        lineage += [f"- From {redact_text(last['origin'].partition(',')[0])}, seed {data.config.seed}"]
+        packages = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
+        lineage += [f"- Versions: {packages}" + (f" (commit {last['commit']})" if last.get("commit") else "")]
+    digests: Mapping[str, Any] = data.info.get("stages", {})
+    made = list(digests)[: list(digests).index(stage) + 1] if stage in digests else list(digests)
+    lineage += [f"- {name}: sha256 {digests[name]['content']}" for name in made if "content" in digests[name]]
     sections = {
         "Data": texts,
         "Training": [line for one in trainings for line in _training_lines(data, one)],
         "Evaluation": evaluation,
-        "Lineage": _lineage_lines(data, stage),
+        "Lineage": lineage or ["The run's journal is missing."],
         "Use": list(use) or _use_lines(config, spec),
     }
     task = "image-text-to-text" if spec.reads_images else "text-generation"
@@ -162,19 +171,6 @@ def _training_lines(data: RunData, spec: StageSpec) -> list[str]:
     if facts.get("heldout_loss") is not None:
         lines.append(f"  - held-out loss {facts['heldout_loss']:.4f}, at best {facts['best_loss']:.4f}")
     return lines
-
-
-def _lineage_lines(data: RunData, stage: str) -> list[str]:
-    lines: list[str] = []
-    if invocations := data.info.get("invocations"):
-        last = invocations[-1]
-        lines += [f"- From {redact_text(last['origin'].partition(',')[0])}, seed {data.config.seed}"]
-        packages = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
-        lines += [f"- Versions: {packages}" + (f" (commit {last['commit']})" if last.get("commit") else "")]
-    digests: Mapping[str, Any] = data.info.get("stages", {})
-    names = list(digests)[: list(digests).index(stage) + 1] if stage in digests else list(digests)
-    lines += [f"- {name}: sha256 {digests[name]['content']}" for name in names if "content" in digests[name]]
-    return lines or ["The run's journal is missing."]
 
 
 def _use_lines(config: RunConfig, spec: StageSpec) -> list[str]:

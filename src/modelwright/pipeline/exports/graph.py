@@ -25,33 +25,32 @@ from modelwright.pipeline.run_config import read_run_config
 def graph_export(
     runtime: str, title: str, *, file: str, use: Sequence[str], require: Callable[[], None], write: Callable[..., Path]
 ) -> Export:
-    """Returns the format of a runtime. title: its name for people; the others are those of `export_graph`."""
-    export = partial(export_graph, runtime=runtime, file=file, use=use, require=require, write=write)
+    """Returns the format of a runtime.
+
+    runtime: library that runs the graph; title: its name for people; file: name of the graph's file; use: lines of the
+    card on its use; require: raises `ConfigError` if a package is missing; write: as `write_onnx`.
+    """
     return Export(
         name=runtime,
         summary=f"a folder with the model's graph for {title}",
-        write=lambda found, target, options: export(found, target, overwrite=options.overwrite),
+        write=partial(_export_graph, runtime=runtime, file=file, use=use, require=require, write=write),
         target=lambda found, _: found.run.path / runtime if found.run else Path(f"{found.source.name}-{runtime}"),
         takes_integers=True,
     )
 
 
-def export_graph(
+def _export_graph(
     found: FoundModel,
     target: Path,
+    options: ExportOptions,
     *,
     runtime: str,
     file: str,
     use: Sequence[str],
     require: Callable[[], None],
     write: Callable[..., Path],
-    overwrite: bool,
 ) -> Path:
-    """Writes a model's graph with tokenizer and card as the folder `target`, atomically. Returns `target`.
-
-    runtime: library that runs it; file: name of the graph's file; use: lines of the card on its use; require: raises
-    `ConfigError` if a package is missing; write: as `write_onnx`.
-    """
+    """Writes a model's graph with tokenizer and card as the folder `target`, atomically. Returns `target`."""
     require()
     source = found.source
     if is_int8_folder(source.folder):
@@ -75,7 +74,7 @@ def export_graph(
         *use,
         "```",
     )
-    with replaced(target, holds=file, overwrite=overwrite) as draft:
+    with replaced(target, holds=file, overwrite=options.overwrite) as draft:
         write(model, draft.path, source=str(source.folder), notes={name: one for name, one in notes.items() if one})
         Tokenizer.load(source.folder).save(draft.path)
         if found.run is None:  # a folder whose training is unknown

@@ -26,12 +26,6 @@ def first_lines(lines: Sequence[str], most: int, rest_in: str = "") -> str:
     return "\n".join([*lines[:most], *rest])
 
 
-def flop_rate(value: float) -> str:
-    """`52.6 GFLOP/s`."""
-    text = compact(value)
-    return f"{text[:-1]} {text[-1]}FLOP/s" if text[-1].isalpha() else f"{text} FLOP/s"
-
-
 def plural(number: int, noun: str) -> str:
     """`1 thread`, `2 threads`, `2 processes`."""
     ending = "" if number == 1 else "es" if noun.endswith("s") else "s"

@@ -207,7 +207,18 @@ def corpus_charts(clean: Mapping[str, Any]) -> list[Block]:
         left -= sum(entry["documents"] for entry in reasons.values())
         bars.append((f"after {step}", left))
     charts = _bars("Documents left after each step", "funnel", bars) if len(bars) > 1 else []
-    charts += _lengths(clean)
+    kept, dropped = clean.get("kept_lengths", {}), clean.get("dropped_lengths", {})
+    if lengths := sorted({int(length) for length in (*kept, *dropped)}):
+        while lengths[-1] != lengths[0] and len(lengths) <= lengths[-1].bit_length() - lengths[0].bit_length():
+            # Lengths without documents get a bar of zero, so that the axis has no gap.
+            lengths = sorted({*lengths, *(length * 2 for length in lengths if length < lengths[-1])})
+        names = [f"{count(length)} to {count(2 * length - 1)}" if length > 1 else "up to 1" for length in lengths]
+        series = [("kept", [kept.get(str(length), 0) for length in lengths])]
+        if dropped:
+            series.append(("dropped", [dropped.get(str(length), 0) for length in lengths]))
+        values = [[count(number) for number in numbers] for _, numbers in series]
+        svg = bar_chart(names, series, name="lengths", x_label="documents", values=values)
+        charts.append(Chart("Documents by length in characters", svg))
     caption = (
         "A sample: every 20th kept document of prose and pairs, by its beginning. Short texts are often mistaken, and "
         "parts of the corpus with fewer than 500 documents (shards of few or of long texts) are not sampled."
@@ -224,23 +235,6 @@ def corpus_charts(clean: Mapping[str, Any]) -> list[Block]:
     bars, title = list(clusters_by_size.items()), "Clusters of near-duplicates by size"
     caption = "A cluster is a kept document with those that were dropped because they nearly repeat it."
     return [*charts, *_bars(title, "clusters", bars, caption, x_label="clusters")]
-
-
-def _lengths(clean: Mapping[str, Any]) -> list[Block]:
-    kept, dropped = clean.get("kept_lengths", {}), clean.get("dropped_lengths", {})
-    sizes = sorted({int(size) for size in (*kept, *dropped)})
-    if not sizes:
-        return []
-    while sizes[-1] != sizes[0] and len(sizes) <= sizes[-1].bit_length() - sizes[0].bit_length():
-        # Lengths without documents get a bar of zero, so that the axis has no gap.
-        sizes = sorted({*sizes, *(size * 2 for size in sizes if size < sizes[-1])})
-    names = [f"{count(size)} to {count(2 * size - 1)}" if size > 1 else "up to 1" for size in sizes]
-    series = [("kept", [kept.get(str(size), 0) for size in sizes])]
-    if dropped:
-        series.append(("dropped", [dropped.get(str(size), 0) for size in sizes]))
-    values = [[count(number) for number in numbers] for _, numbers in series]
-    svg = bar_chart(names, series, name="lengths", x_label="documents", values=values)
-    return [Chart("Documents by length in characters", svg)]
 
 
 def _most_frequent(counts: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -4,7 +4,7 @@ rollbacks, and the list of steps to watch.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from modelwright.core.records import EventKind, column, read_records, summarize
@@ -20,7 +20,6 @@ from modelwright.pipeline.report.blocks import (
     compact,
     count,
     first_lines,
-    flop_rate,
     number,
     percent,
     plural,
@@ -72,7 +71,23 @@ def training_section(stage: StageData, config: TrainConfig, title: str, *, loss_
     header = ["metric", "mean", "std", "min", "p5", "median", "p95", "p99", "max"]
     blocks.append(Table(header, rows, "Metrics over all steps", numeric=range(1, 9)))
     blocks += [*watch_blocks(stage), *spike_blocks(stage)]
-    return Section(name, title, blocks, _lead(facts, config))
+    formats = config.precision.formats
+    described = ", ".join(f"{kind} {chosen.upper()}" for kind, chosen in formats.items())
+    if len(set(formats.values())) == 1:
+        described = f"all in {formats['ffn'].upper()}"
+    lead = (
+        f"{count(facts['num_steps'])} steps of {count(config.batch_tokens)} tokens, "
+        f"{count(facts['num_tokens'])} tokens in all ({number(facts['num_epochs'], 3)} epochs), "
+        f"trained in {seconds(facts['train_time_s'])}. "
+        f"The precision policy was {config.precision.policy} ({described}) with FP32 master weights"
+    )
+    if config.gradient_accumulation_steps > 1:
+        lead += f"; gradients were accumulated over {config.gradient_accumulation_steps} microbatches"
+    rule = f" ({config.lr_scaling} scaling)" if config.lr_scaling != "none" else ""
+    lead += f"; the peak learning rate was {number(config.peak_learning_rate, 3)}{rule}."
+    if facts.get("taken_step") not in (None, facts["num_steps"]):
+        lead += f" The result is the checkpoint of step {facts['taken_step']}, whose held-out loss was the lowest."
+    return Section(name, title, blocks, lead)
 
 
 def training_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
@@ -84,7 +99,9 @@ def training_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
     result = [Fact("Pretraining", f"{compact(facts['num_tokens'])} tokens", f"{count(speed)} tokens per second")]
     if facts.get("peak_flops"):
         used_share = facts["model_flops"] / facts["train_time_s"] / facts["world_size"] / facts["peak_flops"]
-        hint = f"of the {flop_rate(facts['peak_flops'])} measured for matrix products"
+        rate = compact(facts["peak_flops"])  # 52.6G, but 52.6 GFLOP/s in words
+        rate = f"{rate[:-1]} {rate[-1]}" if rate[-1].isalpha() else f"{rate} "
+        hint = f"of the {rate}FLOP/s measured for matrix products"
         result.append(Fact("Model FLOPs utilization", percent(used_share), hint))
     return result
 
@@ -105,28 +122,6 @@ def training_lines(data: RunData, stage: StageData) -> Sequence[str]:
     tokens, parameters = compact(facts["num_tokens"]), compact(data.config.model.num_parameters)
     speed, time_s = count(facts["num_tokens"] / facts["train_time_s"]), seconds(facts["train_time_s"])
     return (f"learned  {tokens} tokens in {time_s}, {speed} tokens/s, with {parameters} parameters",)
-
-
-def _lead(facts: Mapping[str, Any], config: TrainConfig) -> str:
-    formats = config.precision.formats
-    described = ", ".join(f"{kind} {chosen.upper()}" for kind, chosen in formats.items())
-    if len(set(formats.values())) == 1:
-        described = f"all in {formats['ffn'].upper()}"
-    words = [
-        f"{count(facts['num_steps'])} steps of {count(config.batch_tokens)} tokens, "
-        f"{count(facts['num_tokens'])} tokens in all ({number(facts['num_epochs'], 3)} epochs), "
-        f"trained in {seconds(facts['train_time_s'])}. "
-        f"The precision policy was {config.precision.policy} ({described}) with FP32 master weights"
-    ]
-    if config.gradient_accumulation_steps > 1:
-        words.append(f"; gradients were accumulated over {config.gradient_accumulation_steps} microbatches")
-    rule = f" ({config.lr_scaling} scaling)" if config.lr_scaling != "none" else ""
-    words.append(f"; the peak learning rate was {number(config.peak_learning_rate, 3)}{rule}.")
-    if facts.get("taken_step") not in (None, facts["num_steps"]):
-        words.append(
-            f" The result is the checkpoint of step {facts['taken_step']}, whose held-out loss was the lowest."
-        )
-    return "".join(words)
 
 
 def _charts(

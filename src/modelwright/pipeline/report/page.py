@@ -1,8 +1,6 @@
-"""The whole report from a run's folder: figures at the top, then the section of each stage, as one self-contained HTML
-file without scripts and network access. Also the lines that the terminal shows at the end of a run.
-
-The report's sections on the run itself: energy and carbon dioxide of each training stage, the cost of each stage,
-the machine, the settings.
+"""The whole report from a run's folder: figures at the top, then the section of each stage, and those on the run itself
+(energy, cost, machine, settings), as one self-contained HTML file without scripts and network access. Also the lines
+that the terminal shows at the end of a run.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,12 +2,16 @@
 
 Rows are groups of two: texts, and what belongs to them. Code is tokens; an image is two end tokens whose value is its
 number plus 1 in the image store. Artifact: the language model with its tokenizer, and the towers next to it
-(`objectives/aligned_model.py`). Facts: `retrieval`, recall on held-out pairs with chance and bags of words, and
+(`objectives/contrastive.py`). Facts: `retrieval`, recall on held-out pairs with chance and bags of words, and
 examples.
+
+Legend: Q queries, C candidates.
 """
 
 import base64
 import io
+import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,18 +32,70 @@ from modelwright.data.rows.origins import row_source
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.data.sources.docstrings import described_functions
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.retrieval import bag_of_words, chance, recall
-from modelwright.objectives.aligned_model import AlignedModel, save_alignment
-from modelwright.objectives.contrastive import AlignConfig, Contrastive
+from modelwright.objectives.contrastive import AlignConfig, AlignedModel, Contrastive, save_alignment
 from modelwright.pipeline.report.blocks import Block, Fact, Samples, Table, TextSample, count, percent
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import RowSet
-from modelwright.pipeline.stages.alignment import metric_charts
-from modelwright.pipeline.stages.cached_rows import TrainingData
-from modelwright.pipeline.stages.model_folder import save_model_folder
+from modelwright.pipeline.stages.init import save_model_folder
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.rows import PackJob, RowUse, Sequences
+from modelwright.pipeline.stages.rows import PackJob, RowUse, Sequences, TrainingData
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
+from modelwright.pipeline.stages.training_figures import metric_charts
+
+RANKS = (1, 5)
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
+"""Words, and the words inside identifiers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall:
+    """Shares of the queries with a relevant candidate among the best 1 and 5."""
+
+    at_1: float
+    at_5: float
+
+
+def recall(scores_QC: NDArray[np.floating], is_relevant_QC: NDArray[np.bool_]) -> Recall:
+    """Recall of candidates by descending score. Of equal scores the worst order counts, so that equal scores for all
+    candidates find nothing; NaN scores are the lowest.
+    """
+    scores_QC = np.where(np.isnan(scores_QC), -np.inf, scores_QC)
+    best_Q = np.where(is_relevant_QC, scores_QC, -np.inf).max(axis=1)
+    # `>=`: ties count as ranked before, which is the worst order.
+    num_before_Q = ((scores_QC >= best_Q[:, None]) & ~is_relevant_QC).sum(axis=1)
+    at_1, at_5 = (float((num_before_Q < most).mean()) for most in RANKS)
+    return Recall(at_1=at_1, at_5=at_5)
+
+
+def chance(is_relevant_QC: NDArray[np.bool_]) -> Recall:
+    """Expected recall of candidates in random order."""
+    num_candidates = is_relevant_QC.shape[1]
+    at: list[float] = []
+    for rank in RANKS:
+        most = min(rank, num_candidates)
+        # Probability that none of the relevant candidates is among the first: hypergeometric.
+        missed = [
+            math.comb(num_candidates - relevant, most) / math.comb(num_candidates, most)
+            for relevant in is_relevant_QC.sum(axis=1).tolist()
+        ]
+        at.append(float(np.mean([1 - probability for probability in missed])))
+    return Recall(at_1=at[0], at_5=at[1])
+
+
+def bag_of_words(queries: Sequence[str], candidates: Sequence[str]) -> NDArray[np.float64]:
+    """Cosines of TF-IDF vectors [Q, C]; identifiers are split into their words."""
+    from sklearn.feature_extraction.text import TfidfVectorizer  # takes a second
+
+    options: dict[str, Any] = {"token_pattern": None}  # or scikit-learn warns that the tokenizer replaces it
+    vectorizer = TfidfVectorizer(tokenizer=words, lowercase=False, sublinear_tf=True, **options)
+    vectors = vectorizer.fit_transform([*queries, *candidates])
+    return np.asarray((vectors[: len(queries)] @ vectors[len(queries) :].T).todense())
+
+
+def words(text: str) -> list[str]:
+    """Splits a text or code into words in lower case; a placeholder for a text without any."""
+    return [word.lower() for word in _WORDS.findall(text)] or [""]
+
 
 SIDE = 64
 """Maximum pixels per side of a thumbnail."""

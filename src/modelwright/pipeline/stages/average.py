@@ -26,8 +26,7 @@ from modelwright.model.hf import load_model
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import fixed_estimate
-from modelwright.pipeline.stages.init import INIT
-from modelwright.pipeline.stages.model_folder import save_model_folder
+from modelwright.pipeline.stages.init import INIT, save_model_folder
 from modelwright.pipeline.stages.stage_inputs import model_before, needed_start, tokenizer_stage
 
 

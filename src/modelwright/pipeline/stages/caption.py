@@ -48,20 +48,19 @@ from modelwright.model.decoder import Decoder
 from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import vision_config
 from modelwright.model.vision.llava import image_prefix, save_llava
-from modelwright.objectives.aligned_model import VISION_FOLDER
 from modelwright.objectives.captioning import CaptionConfig, Captioning
+from modelwright.objectives.contrastive import VISION_FOLDER
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Block, Samples, TextSample, count, percent
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import RowSet, StageInputs
 from modelwright.pipeline.stages.align import ALIGN, MOST_IMAGES, ROWS_READ_AT_ONCE, thumbnail
-from modelwright.pipeline.stages.cached_rows import TrainingData
-from modelwright.pipeline.stages.image_accuracy import accuracy_facts, accuracy_table, logistic_regression
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import (
     PackJob,
     RowUse,
     Sequences,
+    TrainingData,
     new_fit,
     num_empty_answers,
     suggest_row_len,
@@ -69,6 +68,7 @@ from modelwright.pipeline.stages.rows import (
 )
 from modelwright.pipeline.stages.stage_inputs import needed_start, tokenizer_stage
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
+from modelwright.pipeline.stages.vision import accuracy_facts, accuracy_table, logistic_regression
 
 NAME = "caption"
 """Stage whose settings decide the rows."""

@@ -14,21 +14,20 @@ from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.bits_per_byte import score_documents, select_documents, summarize_scores
 from modelwright.evaluate.config import EvaluateConfig
+from modelwright.evaluate.scoring import score_documents, select_documents, summarize_scores
 from modelwright.infer.generate import measure_speed
-from modelwright.objectives.attention_targets import AttentionForm
 from modelwright.objectives.distillation import (
     PART_NEEDS,
     Distillation,
     DistillationSettings,
     LossPart,
+    OnPolicyConfig,
+    OnPolicyDistillation,
     PartName,
     check_shapes,
 )
-from modelwright.objectives.on_policy_distillation import OnPolicyConfig, OnPolicyDistillation
-from modelwright.objectives.teacher import TeacherModel
-from modelwright.objectives.teacher_cache import TeacherCache
+from modelwright.objectives.teacher import AttentionForm, TeacherCache, TeacherModel
 from modelwright.ops.distillation_loss import DivergenceKind, DivergenceName
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate

@@ -1,17 +1,55 @@
-"""init: imports a Hugging Face folder into the run, model and tokenizer, checked once."""
+"""init: imports a Hugging Face folder into the run, model and tokenizer, checked once. Also the complete model folders
+of all stages: weights, shape, tokenizer, and stop tokens.
+"""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelwright.core.artifacts import verify_if_artifact
-from modelwright.core.errors import ModelError
+from modelwright.core.artifacts import verify_if_artifact, write_atomic
+from modelwright.core.errors import ConfigError, ModelError
 from modelwright.core.rundir import RunDir
+from modelwright.core.texts import hub_hint
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.model.hf import load_model, stored_dtype
+from modelwright.model.decoder import Decoder
+from modelwright.model.hf import load_model, save_model, stored_dtype
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import fixed_estimate
-from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
+
+
+def save_model_folder(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a folder in the Hugging Face layout that is ready for loading and chat."""
+    pad = tokenizer.special_tokens.get("pad_token")
+    pad_id = tokenizer.id_of(pad) if pad else None
+    save_model(model, folder, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id, pad_id=pad_id)
+    tokenizer.save(folder, max_length=model.config.max_seq_len)
+    path = folder / "generation_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    settings["eos_token_id"] = list(tokenizer.stop_ids)
+    write_atomic(path, json.dumps(settings, indent=2) + "\n")
+
+
+def initial_folder(init_from: str) -> Path:
+    """Returns the folder that `init_from` names. Raises `ConfigError` if it is not a folder."""
+    folder = Path(init_from).expanduser().resolve()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"init_from: {init_from} is not a folder; give the path of a model folder in the Hugging Face "
+            f"layout{hub_hint(init_from)}"
+        )
+    return folder
+
+
+def folder_fingerprint(folder: Path, setting: str) -> list[list[str | int]]:
+    """Returns name, size and modification time of each file of a model folder on which the model's outputs depend.
+    setting: names the folder. Raises `ConfigError` if it is not a folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{setting}: {folder} is not a folder; give a Hugging Face model folder on disk")
+    # Not a hash of the contents: it would read gigabytes before each start of the run.
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:

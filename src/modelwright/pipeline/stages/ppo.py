@@ -4,9 +4,8 @@ from pathlib import Path
 
 from modelwright.core.errors import ConfigError
 from modelwright.data.tokenizer.tokenizer import Tokenizer, tokenizer_difference
-from modelwright.objectives.model_reward import model_terms, reward_model_folders, without_folder
-from modelwright.objectives.ppo import Ppo, PpoConfig
-from modelwright.objectives.value_function import ValueOnTrunk, separate_value_model
+from modelwright.objectives.ppo import Ppo, PpoConfig, ValueOnTrunk, separate_value_model
+from modelwright.objectives.reward_model import model_terms, reward_model_folders, without_folder
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.reward import REWARD

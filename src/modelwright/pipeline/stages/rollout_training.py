@@ -23,25 +23,23 @@ from modelwright.data.rows.examples import PromptRecord, read_prompts, write_pro
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.objectives.experience import ReferenceModel
-from modelwright.objectives.heldout_rewards import HeldoutRewards, heldout_batch
-from modelwright.objectives.model_reward import MODEL, MODEL_REWARDS, model_terms, with_folder, without_folder
-from modelwright.objectives.rollout_objective import RolloutObjective
-from modelwright.objectives.rollouts import RolloutConfig, RolloutWorker
+from modelwright.objectives.experience import ReferenceModel, RolloutObjective
+from modelwright.objectives.reward_model import MODEL, MODEL_REWARDS, model_terms, with_folder, without_folder
+from modelwright.objectives.rollouts import HeldoutRewards, RolloutConfig, RolloutWorker, heldout_batch
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Block, Chart, Fact, Samples, Section, Table, TextSample, number
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
 from modelwright.pipeline.report.learning import training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import RowSet, StageInputs, StageSpec
-from modelwright.pipeline.stages.alignment import metric_charts, reference_model
+from modelwright.pipeline.stages.dpo import reference_model
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.reward import REWARD
 from modelwright.pipeline.stages.rows import PackJob, RowUse
 from modelwright.pipeline.stages.stage_inputs import needed_start, reward_model_before, tokenizer_stage
 from modelwright.pipeline.stages.training import FurtherModels, training_spec
-from modelwright.reward.build import build_reward
-from modelwright.reward.weighted_sum import WeightedSum
+from modelwright.pipeline.stages.training_figures import metric_charts
+from modelwright.reward.build import WeightedSum, build_reward
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import evaluate_heldout
 from modelwright.train.objective import Objective

@@ -22,7 +22,7 @@ from modelwright.model.hf import load_config, load_model
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import fixed_estimate
-from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
+from modelwright.pipeline.stages.init import folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import ALL_ROWS, TEXT_ROWS
 from modelwright.pipeline.stages.stage_inputs import FIRST_TRAINING, tokenizer_stage

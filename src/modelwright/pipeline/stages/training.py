@@ -5,20 +5,17 @@ The stage adds the techniques that depend on its rows, such as source shares tha
 peak rate of matrix products that utilization refers to.
 """
 
-import json
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import read_manifest, write_atomic
+from modelwright.core.artifacts import read_manifest
 from modelwright.core.compatibility import UNDECLARED
 from modelwright.core.config import dump
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
-from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.core.sinks import Tracking, require_packages
@@ -37,19 +34,33 @@ from modelwright.pipeline.estimate.cost import PROCESS_BYTES, StageEstimate, tra
 from modelwright.pipeline.report.blocks import Block, Fact, Section, plural
 from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.resolve import product_rate
 from modelwright.pipeline.stage import Rates, RowSet, Stage, StageContext, StageInputs, StageSpec
-from modelwright.pipeline.stages.alignment import metric_charts
-from modelwright.pipeline.stages.cached_rows import ROW_CACHE, TrainingData, cache_blocks, read_ahead, training_data
 from modelwright.pipeline.stages.estimates import SCORED_FRACTION
-from modelwright.pipeline.stages.head_shares import head_blocks, head_shares
 from modelwright.pipeline.stages.imported import row_tokens
-from modelwright.pipeline.stages.init import INIT
-from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
+from modelwright.pipeline.stages.init import INIT, folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.rows import TEXT_ROWS, RowUse, old_rows
+from modelwright.pipeline.stages.rows import (
+    ROW_CACHE,
+    RowUse,
+    TrainingData,
+    cache_blocks,
+    old_rows,
+    read_ahead,
+    training_data,
+)
 from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
-from modelwright.pipeline.stages.text_samples import first_prompt, sample_block, text_samples
+from modelwright.pipeline.stages.training_figures import (
+    bits_per_byte,
+    first_prompt,
+    head_blocks,
+    head_shares,
+    metric_charts,
+    peak_flops,
+    peaks_after,
+    sample_block,
+    text_samples,
+    utilization,
+)
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.frozen_model import stored_row_losses
@@ -57,58 +68,9 @@ from modelwright.train.job import TrainJob, TrainResult, load_best
 from modelwright.train.memory.activations import FP32_BYTES, ActivationCheckpointingConfig
 from modelwright.train.objective import BatchSource, Objective
 from modelwright.train.optim.build import update_flops
-from modelwright.train.technique import Runtime, StepInfo, Technique, TechniqueBuilder, observer
+from modelwright.train.technique import Runtime, Technique, TechniqueBuilder
 from modelwright.train.techniques.heldout_mixture import heldout_mixture
 from modelwright.train.techniques.score_mixture import score_mixture
-
-_PEAK_FILE = "peak.json"
-TOO_LOW = 1.02
-"""Steps faster than the peak by more than this share of measurement error show that the peak is wrong."""
-
-
-def peak_flops(context: StageContext, config: RunConfig, training: TrainConfig) -> float:
-    """Peak FLOP/s of matrix products on this machine in the stage's format: measured once, kept for resumed runs."""
-    if context.ranks.rank != 0:
-        return 0.0
-    known = _read_peak(context)
-    if not known:
-        rate = product_rate(config, training.precision, context.progress.note)
-        known = {"compute": training.precision.compute, "flops": rate}
-        write_atomic(context.folder.path / _PEAK_FILE, json.dumps(known))
-    return float(known["flops"])
-
-
-def peaks_after(
-    context: StageContext, config: RunConfig, training: TrainConfig, result: TrainResult
-) -> dict[str, float]:
-    """Returns `live_peak_flops`, measured before training, and `peak_flops`, the maximum of that rate, the rate after
-    training and the rate of the fastest step. A single measurement may fall into a busy moment of the machine, and no
-    step is faster than the peak.
-    """
-    live = float(_read_peak(context).get("flops", 0.0))
-    if not live:
-        return {"live_peak_flops": 0.0, "peak_flops": 0.0}
-    if result.peak_flops > TOO_LOW * live:
-        context.progress.note(
-            f"the peak was measured as {live / 1e9:.0f} GFLOP/s, which steps exceeded ({result.peak_flops / 1e9:.0f}), "
-            "probably while other processes kept the machine busy; utilization refers to the higher rate"
-        )
-    after = product_rate(config, training.precision, SilentProgress().note)
-    return {"live_peak_flops": live, "peak_flops": max(live, result.peak_flops, after)}
-
-
-def utilization(result: TrainResult, peaks: dict[str, float], num_ranks: int) -> float:
-    """Model FLOPs utilization of the whole training in [0, 1], 0 if the peak rate is unknown."""
-    if not peaks["peak_flops"] or not result.train_time_s:
-        return 0.0
-    return result.model_flops / result.train_time_s / (peaks["peak_flops"] * num_ranks)
-
-
-def _read_peak(context: StageContext) -> dict[str, Any]:
-    try:
-        return json.loads((context.folder.path / _PEAK_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
 
 
 def mixture_techniques(
@@ -446,7 +408,7 @@ def _learn(
                 *augmentation,
                 *mixture_techniques(loader, objective, config, training, rows, batch_rows=heldout_rows),
                 text_samples(context.folder.path, tokenizer, first_prompt(heldout) if spec.model_title else ()),
-                *_bits_per_byte(context, config, spec),
+                *bits_per_byte(context, config, spec),
                 *(partial(_build_declared, name, build, known_needs) for build in traits.techniques(inputs)),
                 *row_use.techniques(objective, heldout, context.folder.path),
             ],
@@ -478,24 +440,6 @@ def _tracking(config: RunConfig, spec: StageSpec) -> Tracking:
     """Returns the shape of the model and the settings of the training, for experiment trackers."""
     settings = {"seed": config.seed, "model": dump(config.model), spec.name: dump(config.section(spec))}
     return Tracking(report_to=config.tracking.report_to, run=config.name, settings=redact_plain(settings))
-
-
-def _bits_per_byte(context: StageContext, config: RunConfig, spec: StageSpec) -> list[TechniqueBuilder]:
-    """Also shows the loss of text as bits per byte, which can be compared across tokenizers: an estimate from the mean
-    length of a token in the kinds of held-out text that are trained on.
-    """
-    kinds = read_manifest(context.parents[PACK.name]).facts["pretrain_kinds"]
-    measured = read_manifest(context.parents[tokenizer_stage(config)]).facts.get("bytes_per_token", {})
-    bytes_per_token = [measured[kind] for kind in kinds if kind in measured]
-    # Only the default objective on text has a loss in nats per token of that text.
-    if spec.rows is not TEXT_ROWS or not bytes_per_token or config.section(spec).objective:
-        return []
-    bits_per_nat = 1 / math.log(2) / statistics.mean(bytes_per_token)
-
-    def show(info: StepInfo) -> None:
-        context.progress.advance(info.step, bits_per_byte=info.loss * bits_per_nat)
-
-    return [observer("bits_per_byte", show)]
 
 
 def _conclude(

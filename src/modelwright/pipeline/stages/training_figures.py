@@ -1,26 +1,46 @@
-"""Samples of a model in training: its continuation of a fixed prompt, after the first step and then about once a
-minute, on the terminal and in a file for the report.
+"""Figures of a training stage besides its loss: samples of text while it learns, charts of the objective's metrics,
+bits per byte, utilization of the machine, and the share of tokens for which each attention head is open.
 """
 
+import json
 import math
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.records import json_line, read_records
+from modelwright.core.artifacts import read_manifest, write_atomic
+from modelwright.core.progress import SilentProgress
+from modelwright.core.records import column, json_line, read_records
 from modelwright.data.rows.batch import IGNORED, TokenBatch
+from modelwright.data.rows.loader import PackedRows
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
-from modelwright.pipeline.report.blocks import Samples, TextSample
-from modelwright.train.technique import Runtime, StepInfo, Technique, TechniqueBuilder
+from modelwright.model.decoder import Decoder
+from modelwright.model.head_selection import decisions_seen
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.report.blocks import Block, Chart, Samples, Table, TextSample, count, percent
+from modelwright.pipeline.report.charts import Line, line_chart, smooth
+from modelwright.pipeline.report.run_data import StageData
+from modelwright.pipeline.resolve import product_rate
+from modelwright.pipeline.stage import StageContext, StageSpec
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.rows import TEXT_ROWS
+from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
+from modelwright.train.config import TrainConfig
+from modelwright.train.job import TrainResult
+from modelwright.train.objective import forward
+from modelwright.train.technique import Runtime, StepInfo, Technique, TechniqueBuilder, observer
 
 FILE = "samples.jsonl"
 EVERY_S = 60.0
@@ -108,3 +128,148 @@ def sample_block(folder: Path) -> list[Samples]:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+HEAD_SHARES = "head_shares"
+"""Key of the stage's facts."""
+ROWS_AT_ONCE, MOST_BATCHES = 8, 16
+ALWAYS, NEVER = 0.99, 0.01
+"""Shares of tokens from which, and up to which, the report counts a head as always or never open."""
+
+
+def head_shares(model: Decoder, heldout: Path) -> dict[str, Any]:
+    """Returns the facts of a model on a folder of held-out rows; {} if it is missing or the model selects no heads."""
+    if model.config.head_budget == 1.0 or not heldout.is_dir():
+        return {}
+    counts_LH, num_tokens = count_open(model, islice(PackedRows(heldout).batches(ROWS_AT_ONCE), MOST_BATCHES))
+    shares = (counts_LH.double() / max(1, num_tokens)).tolist()
+    return {HEAD_SHARES: {"shares": shares, "num_tokens": num_tokens, "budget": model.config.head_budget}}
+
+
+@torch.no_grad()
+def count_open(model: Decoder, batches: Iterable[TokenBatch]) -> tuple[Tensor, int]:
+    """Counts the tokens for which each head of each layer is open, int64 [L, H], and all tokens without padding."""
+    counts_LH = torch.zeros(model.config.num_layers, model.config.num_heads, dtype=torch.int64)
+    num_tokens, device, was_training = 0, model.norm.weight.device, model.training
+    model.eval()
+    for batch in batches:
+        batch = batch.to(device)
+        is_real_BT = batch.segments_BT >= 0
+
+        def see(layer: int, open_BTH: Tensor, is_real_BT: Tensor = is_real_BT) -> None:
+            counts_LH[layer] += open_BTH[is_real_BT].sum(dim=0).cpu()
+
+        with decisions_seen(model, see):
+            forward(model, batch)
+        num_tokens += int(is_real_BT.sum())
+    model.train(was_training)
+    return counts_LH, num_tokens
+
+
+def head_blocks(stage: StageData) -> Sequence[Block]:
+    """Returns the table of the report; none for a model that computes all heads."""
+    facts = stage.facts.get(HEAD_SHARES)
+    if not facts:
+        return []
+    shares: Sequence[Sequence[float]] = facts["shares"]
+    rows = [
+        [f"layer {layer}", *(percent(share, 0) for share in of), percent(sum(of) / len(of))]
+        for layer, of in enumerate(shares)
+    ]
+    flat = [share for of in shares for share in of]
+    always, never = sum(share >= ALWAYS for share in flat), sum(share <= NEVER for share in flat)
+    caption = (
+        f"Share of {count(facts['num_tokens'])} held-out tokens for which a head is open: "
+        f"{percent(sum(flat) / len(flat))} on average, with a budget of {percent(facts['budget'], 0)}. "
+        f"Of {count(len(flat))} heads, {count(always)} are "
+        f"(almost) always open and {count(never)} (almost) never; those could be pruned."
+    )
+    header = ["", *(f"head {head}" for head in range(len(shares[0]))), "mean"]
+    return [Table(header, rows, "Open heads", caption, numeric=range(1, len(header)))]
+
+
+def metric_charts(stage: StageData, charts: Mapping[str, Mapping[str, str]]) -> Sequence[Block]:
+    """Returns charts of an objective's metrics, smoothed in training and unsmoothed on held-out rows. charts: for each
+    title the label of each metric.
+    """
+    records = stage.records()
+    blocks: list[Block] = []
+    for number, (title, metrics) in enumerate(charts.items()):
+        lines: list[Line] = []
+        for color, (metric, label) in enumerate(metrics.items()):
+            if in_training := column(records, metric):
+                lines.append(Line(label, smooth(in_training), color=color))
+            if heldout := column(records, f"heldout/{metric}"):
+                lines.append(Line(f"{label}, held out", heldout, marks=True, color=color))
+        if any(line.points for line in lines):
+            svg = line_chart(lines, name=f"{stage.name}-metrics-{number}", x_label="step", y_label=title.lower())
+            blocks.append(Chart(title, svg))
+    return blocks
+
+
+def bits_per_byte(context: StageContext, config: RunConfig, spec: StageSpec) -> list[TechniqueBuilder]:
+    """Also shows the loss of text as bits per byte, which can be compared across tokenizers: an estimate from the mean
+    length of a token in the kinds of held-out text that are trained on.
+    """
+    kinds = read_manifest(context.parents[PACK.name]).facts["pretrain_kinds"]
+    measured = read_manifest(context.parents[tokenizer_stage(config)]).facts.get("bytes_per_token", {})
+    bytes_per_token = [measured[kind] for kind in kinds if kind in measured]
+    # Only the default objective on text has a loss in nats per token of that text.
+    if spec.rows is not TEXT_ROWS or not bytes_per_token or config.section(spec).objective:
+        return []
+    bits_per_nat = 1 / math.log(2) / statistics.mean(bytes_per_token)
+
+    def show(info: StepInfo) -> None:
+        context.progress.advance(info.step, bits_per_byte=info.loss * bits_per_nat)
+
+    return [observer("bits_per_byte", show)]
+
+
+_PEAK_FILE = "peak.json"
+TOO_LOW = 1.02
+"""Steps faster than the peak by more than this share of measurement error show that the peak is wrong."""
+
+
+def peak_flops(context: StageContext, config: RunConfig, training: TrainConfig) -> float:
+    """Returns the peak FLOP/s of matrix products on this machine: measured once, kept for resumed runs."""
+    if context.ranks.rank != 0:
+        return 0.0
+    known = _read_peak(context)
+    if not known:
+        rate = product_rate(config, training.precision, context.progress.note)
+        known = {"compute": training.precision.compute, "flops": rate}
+        write_atomic(context.folder.path / _PEAK_FILE, json.dumps(known))
+    return float(known["flops"])
+
+
+def peaks_after(
+    context: StageContext, config: RunConfig, training: TrainConfig, result: TrainResult
+) -> dict[str, float]:
+    """Returns `live_peak_flops`, measured before training, and `peak_flops`, the maximum of that rate, the rate after
+    training and the rate of the fastest step. A single measurement may fall into a busy moment of the machine, and no
+    step is faster than the peak.
+    """
+    live = float(_read_peak(context).get("flops", 0.0))
+    if not live:
+        return {"live_peak_flops": 0.0, "peak_flops": 0.0}
+    if result.peak_flops > TOO_LOW * live:
+        context.progress.note(
+            f"the peak was measured as {live / 1e9:.0f} GFLOP/s, which steps exceeded ({result.peak_flops / 1e9:.0f}), "
+            "probably while other processes kept the machine busy; utilization refers to the higher rate"
+        )
+    after = product_rate(config, training.precision, SilentProgress().note)
+    return {"live_peak_flops": live, "peak_flops": max(live, result.peak_flops, after)}
+
+
+def utilization(result: TrainResult, peaks: dict[str, float], num_ranks: int) -> float:
+    """Model FLOPs utilization of the whole training in [0, 1], 0 if the peak rate is unknown."""
+    if not peaks["peak_flops"] or not result.train_time_s:
+        return 0.0
+    return result.model_flops / result.train_time_s / (peaks["peak_flops"] * num_ranks)
+
+
+def _read_peak(context: StageContext) -> dict[str, Any]:
+    try:
+        return json.loads((context.folder.path / _PEAK_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}

@@ -1,9 +1,9 @@
-"""Memory bandwidth by the triad of STREAM (McCalpin 1995): a = b + s * c in FP64, on one thread and on all.
+"""Bandwidth of the machine's memory, by the triad of STREAM (McCalpin 1995): a = b + s * c in FP64, on one thread and
+on all; and the accelerator's versions of driver, CUDA and NCCL, its memory's bandwidth, and NCCL's all-reduce over
+several devices.
 
-Counted as STREAM does: 24 bytes an element, without the line that a store may have to fetch first. Each array is at
-least four times the last-level cache, which is STREAM's rule.
-
-The accelerator's driver, CUDA and NCCL, its memory's bandwidth, and NCCL's all-reduce over several devices.
+The triad is counted as STREAM does: 24 bytes an element, without the line that a store may have to fetch first. Each
+array is at least four times the last-level cache, which is STREAM's rule.
 """
 
 import time
@@ -144,26 +144,19 @@ def _measure_accelerator(setting: ProbeSetting) -> ProbeResult:
         "to_host_bytes_per_s": COPY_BYTES / min(_times(lambda: host.copy_(source), part_s)),
     }
     if num_devices > 1 and nccl:
-        figures |= _nccl_figures(num_devices, part_s)
+        # An all-reduce over all devices of this host, of one number and of a large tensor.
+        def reduce(tensors: Sequence[torch.Tensor]) -> None:
+            torch.cuda.nccl.all_reduce(tensors)
+            for number in range(num_devices):
+                torch.cuda.synchronize(number)
+
+        small, large = (
+            [torch.zeros(length, device=f"cuda:{number}") for number in range(num_devices)]
+            for length in (1, COPY_BYTES // 4)
+        )
+        figures["nccl_latency_s"] = float(np.median(_times(lambda: reduce(small), part_s)))
+        figures["nccl_bytes_per_s"] = COPY_BYTES / float(np.median(_times(lambda: reduce(large), part_s)))
     return ProbeResult(state="measured", figures=figures, facts=facts)
-
-
-def _nccl_figures(num_devices: int, part_s: float) -> dict[str, float]:
-    """Times an all-reduce over all devices of this host, of one number and of a large tensor."""
-
-    def reduce(tensors: Sequence[torch.Tensor]) -> None:
-        torch.cuda.nccl.all_reduce(tensors)
-        for number in range(num_devices):
-            torch.cuda.synchronize(number)
-
-    small, large = (
-        [torch.zeros(length, device=f"cuda:{number}") for number in range(num_devices)]
-        for length in (1, COPY_BYTES // 4)
-    )
-    return {
-        "nccl_latency_s": float(np.median(_times(lambda: reduce(small), part_s))),
-        "nccl_bytes_per_s": COPY_BYTES / float(np.median(_times(lambda: reduce(large), part_s))),
-    }
 
 
 def _times(call: Callable[[], object], budget_s: float) -> list[float]:

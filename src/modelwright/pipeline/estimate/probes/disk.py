@@ -83,7 +83,14 @@ def _measure(setting: ProbeSetting) -> ProbeResult:
         figures |= {"num_fsyncs": float(len(fsyncs)), "write_bytes_per_s": written / write_s}
         avoids_cache = file.is_direct or hasattr(os, "posix_fadvise")
         if avoids_cache:
-            figures["read_bytes_per_s"] = _sequential_rate(file, written, buffer, part_s)
+            _forget(file, 0, written)
+            start, num_chunks = time.perf_counter(), 0
+            for offset in range(0, written, CHUNK_BYTES):
+                _read(file.reader, [buffer], offset, CHUNK_BYTES)
+                num_chunks += 1
+                if time.perf_counter() - start > part_s:
+                    break
+            figures["read_bytes_per_s"] = num_chunks * CHUNK_BYTES / (time.perf_counter() - start)
             figures["reads_per_s"] = _random_rate(file, written, memoryview(buffer)[:BLOCK_BYTES], part_s)
     how = "O_DIRECT" if file.is_direct else "cache dropped by advice" if avoids_cache else "not measurable here"
     facts = {"reads": how, "file_system": file_system(setting.folder)}
@@ -104,17 +111,6 @@ def _unlinked_file(folder: Path) -> Iterator[_OpenFile]:
         finally:
             os.unlink(path)
         yield _OpenFile(writer, reader)
-
-
-def _sequential_rate(file: _OpenFile, size: int, buffer: mmap.mmap, budget_s: float) -> float:
-    _forget(file, 0, size)
-    start, num_chunks = time.perf_counter(), 0
-    for offset in range(0, size, CHUNK_BYTES):
-        _read(file.reader, [buffer], offset, CHUNK_BYTES)
-        num_chunks += 1
-        if time.perf_counter() - start > budget_s:
-            break
-    return num_chunks * CHUNK_BYTES / (time.perf_counter() - start)
 
 
 def _random_rate(file: _OpenFile, size: int, buffer: memoryview, budget_s: float) -> float:

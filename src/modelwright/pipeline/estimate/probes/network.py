@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import numpy as np
@@ -33,9 +33,14 @@ MOST_MESSAGES = 50
 
 
 def _measure_loopback(setting: ProbeSetting) -> ProbeResult:
+    def accepted() -> socket.socket | None:
+        with suppress(TimeoutError):
+            return server.accept()[0]
+        return None
+
     with socket.create_server((HOST, 0)) as server, _peer("loopback", server.getsockname()[1]) as check:
         server.settimeout(0.05)
-        with _wait(lambda: _accepted(server), check) as connection:
+        with _wait(accepted, check) as connection:
             connection.settimeout(START_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             trips = _repeat(lambda: ping(connection, b"x"), setting.budget_s / 2, most=MOST_PINGS)
@@ -92,13 +97,6 @@ def _wait(attempt: Callable[[], T | None], check: Callable[[], None]) -> T:
             raise ProbeUnavailable(f"the second process was not ready in {START_S:.0f} s")
         time.sleep(0.02)
     return result
-
-
-def _accepted(server: socket.socket) -> socket.socket | None:
-    try:
-        return server.accept()[0]
-    except TimeoutError:
-        return None
 
 
 def _repeat(call: Callable[[], object], budget_s: float, *, most: int) -> list[float]:

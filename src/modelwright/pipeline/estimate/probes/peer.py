@@ -62,7 +62,8 @@ def _serve_loopback(port: int) -> None:
     with socket.create_connection((HOST, port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         buffer = bytearray(2**20)
-        while length := _receive(connection, 8):
+        # A length of 8 bytes comes first; none if the other end has closed.
+        while len(length := connection.recv(8, socket.MSG_WAITALL)) == 8:
             left = int.from_bytes(length, "big")
             while left > 0:
                 received = connection.recv_into(buffer, min(left, len(buffer)))
@@ -70,18 +71,6 @@ def _serve_loopback(port: int) -> None:
                     return
                 left -= received
             connection.sendall(b"y")
-
-
-def _receive(connection: socket.socket, length: int) -> bytes:
-    """Receives exactly `length` bytes, or none if the other end has closed."""
-    into = bytearray(length)
-    filled = 0
-    while filled < length:
-        received = connection.recv_into(memoryview(into)[filled:])
-        if not received:
-            return b""
-        filled += received
-    return bytes(into)
 
 
 def _serve_gloo(port: int) -> None:
@@ -97,10 +86,6 @@ def _serve_gloo(port: int) -> None:
             session.seconds(tensor)
 
 
-def main() -> None:
+if __name__ == "__main__":
     kind, port = sys.argv[1:]
     {"loopback": _serve_loopback, "gloo": _serve_gloo}[kind](int(port))
-
-
-if __name__ == "__main__":
-    main()
