@@ -113,7 +113,7 @@ def leave_with_parent() -> None:
 EXIT_REPORT_DIR = "MODELWRIGHT_LAST_WORDS"
 """Environment variable with the folder for exit reports; a process that finds it was started by `supervise`."""
 BUG, USER, LOST, INTERRUPTED, STOPPED = 1, ModelwrightError.exit_code, 3, 130, Stopped.exit_code
-"""Exit codes; LOST is `pipeline.ranks.PeerLost`'s."""
+"""Exit codes; LOST is `pipeline.process_group.PeerLost`'s."""
 GOES_ON = "what was finished stays, the same command goes on from there"
 Say = Callable[[str, int], int]
 """Shows a text to the user; takes the text and the exit code, 0 for a remark, and returns the exit code."""
