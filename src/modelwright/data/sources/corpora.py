@@ -14,7 +14,7 @@ thickness and slant of its strokes, which are measured from the pixels.
 Preference pairs of sentences from this machine's documentation, for showing how a reward model is exploited.
 
 The prompt is the beginning of a sentence. Two answers are drawn among its rest, a part of the rest, a stuttering rest,
-and the rest of another sentence; the one with more different words is chosen (`core.distinct_words`). That score also
+and the rest of another sentence; the one with more different words is chosen (`core.texts`). That score also
 subtracts words beyond a limit, but no answer here is that long: a model that learns from the pairs cannot know the
 limit, as a reward model knows nothing that its annotators never saw.
 """
