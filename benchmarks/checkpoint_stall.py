@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
+from modelwright.train.checkpoint.files import Best
 from modelwright.train.checkpoint.reader import CheckpointReader
-from modelwright.train.checkpoint.writer import Best, CheckpointWriter, Snapshot
+from modelwright.train.checkpoint.writer import CheckpointWriter, Snapshot
 from modelwright_claims.results import circumstances
 
 WIDTH = 1024

@@ -1,4 +1,4 @@
-"""Event logs and robust statistics have one implementation each, `core/records.py` and `train/outliers.py`."""
+"""Event logs and robust statistics have one implementation each, `core/records.py` and `train/techniques/loss_spikes.py`."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ LINE_WRITERS = {
 }
 """Files that may append to a file or write lines of JSON, and what they write."""
 DEVIATIONS = {
-    "train/outliers.py": "limits for outliers",
+    "train/techniques/loss_spikes.py": "limits for outliers",
     "train/precision/indicators.py": "the variation of gradient norms, which is no limit",
 }
 """Files that may compute standard deviations and median absolute deviations of plain numbers."""

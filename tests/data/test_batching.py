@@ -90,7 +90,7 @@ def test_an_epoch_with_a_token_budget_reads_every_row_once_with_little_padding(r
         batch = loader.batch(index)
         assert batch.num_tokens <= BATCH_ROWS * SEQ_LEN
         padded, real = padded + batch.num_tokens, real + int((batch.segments_BT >= 0).sum())
-        seen += loader.global_rows(index).tolist()
+        seen += loader.share(index).groups.tolist()
         index += 1
     assert set(seen) == set(range(rows.num_rows))
     assert sorted(Counter(seen).values())[-1 - (len(seen) - rows.num_rows)] == 1  # the next epoch has begun
@@ -137,8 +137,8 @@ def test_the_same_batches_after_a_resume_at_any_step_on_any_number_of_ranks(rows
 
 def test_ranks_without_a_row_get_padding(rows: PackedRows) -> None:
     loader = loader_of(rows, by_tokens=True)
-    index = min(range(30), key=lambda index: len(loader.global_rows(index)))
-    num_rows = len(loader.global_rows(index))
+    index = min(range(30), key=lambda index: len(loader.share(index).groups))
+    num_rows = len(loader.share(index).groups)
     share = loader.batch(index, rank=num_rows, world_size=num_rows + 1)
     assert (share.num_rows, share.num_targets) == (1, 0)
 
@@ -153,9 +153,9 @@ def test_unequal_shares_of_whole_rows_are_refused(rows: PackedRows) -> None:
 
 def test_going_back_gives_the_same_batch(rows: PackedRows) -> None:
     loader = loader_of(rows, **ALL)
-    read = [loader.global_rows(index).tolist() for index in range(60)]
+    read = [loader.share(index).groups.tolist() for index in range(60)]
     for index in (59, 3, 40, 41, 0):
-        assert loader.global_rows(index).tolist() == read[index]
+        assert loader.share(index).groups.tolist() == read[index]
 
 
 def test_the_default_is_todays_loader(rows: PackedRows) -> None:
@@ -192,7 +192,7 @@ def test_rows_come_from_the_easiest_fraction(rows: PackedRows, by: str) -> None:
     }[by]  # fmt: skip
     for index in range(0, 200, 7):
         num_easy = max(1, int(loader.pacing.competence(index) * rows.num_rows))
-        assert difficulty[loader.global_rows(index)].max() <= np.sort(difficulty)[num_easy - 1]
+        assert difficulty[loader.share(index).groups].max() <= np.sort(difficulty)[num_easy - 1]
 
 
 def test_draws_are_even_and_depend_on_their_number_alone() -> None:
@@ -270,7 +270,7 @@ def test_shares_follow_weights_temperature_and_schedule() -> None:
 def test_each_batch_has_its_share_of_every_source(rows: PackedRows) -> None:
     loader = loader_of(rows, mixture={"weights": {"a": 1, "b": 1, "c": 2}})
     for index in range(30):
-        source = np.searchsorted(np.cumsum(list(rows.sources.values())), loader.global_rows(index), side="right")
+        source = np.searchsorted(np.cumsum(list(rows.sources.values())), loader.share(index).groups, side="right")
         drawn = dict(zip(rows.sources, np.bincount(source, minlength=3).tolist(), strict=True))
         assert drawn == {"a": 4, "b": 4, "c": 8}
 
@@ -279,7 +279,7 @@ def test_rows_of_a_source_are_all_read_before_one_is_read_again(rows: PackedRows
     loader = loader_of(rows, mixture={"weights": {"a": 1, "b": 1, "c": 2}})
     drawn: Counter[int] = Counter()
     for index in range(rows.sources["c"] // 8):
-        drawn.update(loader.global_rows(index).tolist())
+        drawn.update(loader.share(index).groups.tolist())
     assert {drawn[row] for row in rows.source_groups("c")[: rows.sources["c"] // 8 * 8]} <= {0, 1}
 
 

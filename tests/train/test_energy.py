@@ -13,19 +13,17 @@ from modelwright.pipeline.report.page import energy_section
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.train.monitors.energy import (
     ENERGY_FILE,
-    EnergyConfig,
-    EnergyMonitor,
-    meters_of_rank,
-    read_energy,
-    total_energy,
-)
-from modelwright.train.monitors.power_meters import (
     MEMORY_WATTS_PER_GB,
     CoreTimeModel,
+    EnergyConfig,
+    EnergyMonitor,
     MemoryModel,
     NvmlMeter,
+    meters_of_rank,
     nvml_meters,
     rapl_meters,
+    read_energy,
+    total_energy,
 )
 from modelwright.train.technique import StepInfo
 

@@ -17,7 +17,7 @@ from modelwright.objectives.next_token import NextToken
 from modelwright.train.job import load_best
 from modelwright.train.objective import Terms, forward
 from modelwright.train.precision import apply
-from modelwright.train.techniques.adaptive_precision import AdaptivePrecision
+from modelwright.train.techniques.adaptive_precision import SensitivityTrials
 from tolerances import TOLERANCES
 
 EXACT = {"rtol": 1e-11, "atol": 1e-13}
@@ -240,7 +240,11 @@ def test_formats_that_would_gain_nothing_are_not_looked_at(tiny, tmp_path, monke
              (("fp32", 4.0), ("bf16", seconds), ("int8", 5.0))}  # fmt: skip
     (tmp_path / "formats.json").write_text(json.dumps({**known, "memory": 0.1}))
     tried = []
-    monkeypatch.setattr(AdaptivePrecision, "_try", lambda self: tried.append(self.candidates))
+
+    def begin(self, present, pairs):
+        tried.append(["fp32", *dict.fromkeys(chosen for _, chosen in pairs)])
+
+    monkeypatch.setattr(SensitivityTrials, "begin", begin)
     adaptive = {
         "policy": "fp32",
         "adaptive": {"kind": "rules", "decide_every_steps": 2, "measure_steps": 1, "tolerance": 0.5},

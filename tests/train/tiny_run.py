@@ -25,6 +25,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.train.build import train
 from modelwright.train.checkpoint import writer
+from modelwright.train.checkpoint.files import read_weights
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob, TrainResult
 from modelwright.train.objective import Objective, Terms
@@ -241,7 +242,7 @@ def weights_of_layout(
 
 
 def final_weights(folder: Path, step: int = 12) -> dict[str, torch.Tensor]:
-    return writer.read_weights(folder / "checkpoints", step)
+    return read_weights(folder / "checkpoints", step)
 
 
 def train_under_fire(

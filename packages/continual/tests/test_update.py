@@ -77,7 +77,7 @@ def test_the_share_of_replay_is_exact(world: World, tmp_path: Path, share: float
     assert isinstance(loader, PlannedLoader)
     old, num_old, num_rows = set(rows.source_groups(OLD).tolist()), 0, 0
     for batch in range(200):
-        chosen = loader.global_rows(batch).tolist()
+        chosen = loader.share(batch).groups.tolist()
         num_old, num_rows = num_old + sum(row in old for row in chosen), num_rows + len(chosen)
         assert abs(num_old - share * num_rows) <= 1.0
     assert num_old >= 1

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.train.monitors.power_meters import CodecarbonTracker
+from modelwright.train.monitors.energy import CodecarbonTracker
 
 HOUR = datetime.timedelta(hours=1)
 

@@ -56,7 +56,7 @@ from modelwright.pipeline.stages.specs import build_stages
 from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
 from modelwright.train.config import TrainConfig, check_layout
 from modelwright.train.memory.offload import check_tier
-from modelwright.train.monitors.power_meters import known_country
+from modelwright.train.monitors.energy import known_country
 from modelwright.train.techniques.augmentation_strength import NEEDS as AUGMENTATION_NEEDS
 
 

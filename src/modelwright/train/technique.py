@@ -21,7 +21,7 @@ from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.strategy import Replica, Strategy
 from modelwright.train.objective import Batch
 from modelwright.train.precision.apply import ModelPrecision
-from modelwright.train.precision.loss_scale import LossScale, LossScaleConfig
+from modelwright.train.precision.policy import LossScale, LossScaleConfig
 from modelwright.train.runner import Executor, Runner
 
 if TYPE_CHECKING:  # it judges finished steps, which are defined here

@@ -8,9 +8,9 @@ from modelwright.core.records import Recorder
 from modelwright.ops.tensor_heap import give_back_memory
 from modelwright.parallel.control_plane import Traffic
 from modelwright.train.checkpoint.manager import CheckpointManager
-from modelwright.train.evaluation import evaluate_heldout
 from modelwright.train.interruption import Requests
 from modelwright.train.job import Session, StepParts, TrainJob, TrainResult, TrainState
+from modelwright.train.runner import evaluate_heldout
 from modelwright.train.technique import Relayout, Rollback, StepInfo
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.train.precision.loss_scale import LossScale, LossScaleConfig
+from modelwright.train.precision.policy import LossScale, LossScaleConfig
 
 
 def run(scale: LossScale, overflows: list[bool]) -> list[float]:

@@ -37,8 +37,7 @@ from modelwright.pipeline.report.blocks import (
 from modelwright.pipeline.report.charts import bar_chart
 from modelwright.pipeline.report.run_data import RunData, StageData, read_run
 from modelwright.pipeline.stage import StageSpec
-from modelwright.train.monitors.energy import ENERGY_FILE, read_energy, total_energy
-from modelwright.train.monitors.power_meters import MEMORY_WATTS_PER_GB
+from modelwright.train.monitors.energy import ENERGY_FILE, MEMORY_WATTS_PER_GB, read_energy, total_energy
 
 _TITLES = {
     "rapl": "processors (RAPL)",

@@ -21,19 +21,9 @@ from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import SPLITS, Document, Message, Split
+from modelwright.data.images import store as stores
 from modelwright.data.images.decode import KEY, StoredImage
 from modelwright.data.images.read import LABEL_FIELD
-from modelwright.data.images.store import (
-    FORMAT,
-    LABELS,
-    ImageStore,
-    LabeledImages,
-    StoreWriter,
-    images_folder,
-    open_images,
-    write_images,
-    write_labels,
-)
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.examples import ConversationFit
 from modelwright.data.rows.loader import PackedRows
@@ -54,18 +44,9 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Block, Samples, TextSample, count, percent
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import RowSet, StageInputs
+from modelwright.pipeline.stages import rows as row_sets
 from modelwright.pipeline.stages.align import ALIGN, MOST_IMAGES, ROWS_READ_AT_ONCE, thumbnail
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.rows import (
-    PackJob,
-    RowUse,
-    Sequences,
-    TrainingData,
-    new_fit,
-    num_empty_answers,
-    suggest_row_len,
-    tell_empty_answers,
-)
 from modelwright.pipeline.stages.stage_inputs import needed_start, tokenizer_stage
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
 from modelwright.pipeline.stages.vision import accuracy_facts, accuracy_table, logistic_regression
@@ -125,7 +106,7 @@ class _Labels:
     numbers: list[int] = field(default_factory=list[int])
 
 
-def _pack(job: PackJob, split: Split) -> None:
+def _pack(job: row_sets.PackJob, split: Split) -> None:
     config: CaptionConfig = job.config.section(NAME)
     image_token_id(job.tokenizer, config)
     if job.settings.chat_loss == "all":
@@ -133,7 +114,7 @@ def _pack(job: PackJob, split: Split) -> None:
             "pack.chat_loss: all would make image tokens targets, which no model can predict; choose assistant or "
             "last_answer, or leave out the stage caption"
         )
-    fit = new_fit(job)
+    fit = row_sets.new_fit(job)
     # All images need a label, and most labels several images: else these are not classes that could be learned.
     fields = [
         document.meta.get(LABEL_FIELD)
@@ -142,19 +123,19 @@ def _pack(job: PackJob, split: Split) -> None:
     ]
     names = sorted({str(label) for label in fields if label})
     labels = _Labels(names if all(fields) and 1 < len(names) <= len(fields) / 2 else [])
-    folder = images_folder(job.context.output.path / CAPTION_ROWS.name, split)
-    with write_images(folder) as images:
+    folder = stores.images_folder(job.context.output.path / CAPTION_ROWS.name, split)
+    with stores.write_images(folder) as images:
         report = job.pack(f"{CAPTION_ROWS.name}/{split}", _sequences(job, config, split, images, labels, fit))
     if labels.classes:
-        write_labels(folder, labels.numbers, labels.classes)
+        stores.write_labels(folder, labels.numbers, labels.classes)
     if report and fit.num_dropped:
         report["skipped"] = {**report["skipped"], "no room for an answer": fit.num_dropped}
     if split == "train":
-        tell_empty_answers(job, fit)
+        row_sets.tell_empty_answers(job, fit)
         if fit.num_overlong:
             text = (
                 f"pack: {fit.num_overlong:,} of {fit.num_conversations:,} conversations about images are longer than a "
-                f"row (pack.seq_len {fit.seq_len}); {suggest_row_len(job.config, fit)}"
+                f"row (pack.seq_len {fit.seq_len}); {row_sets.suggest_row_len(job.config, fit)}"
             )
             if fit.num_dropped == fit.num_conversations:
                 raise DataError(f"{text}; no answer fits into a row with its image")
@@ -162,12 +143,17 @@ def _pack(job: PackJob, split: Split) -> None:
 
 
 def _sequences(
-    job: PackJob, config: CaptionConfig, split: Split, images: StoreWriter, labels: _Labels, fit: ConversationFit
-) -> Sequences:
+    job: row_sets.PackJob,
+    config: CaptionConfig,
+    split: Split,
+    images: stores.StoreWriter,
+    labels: _Labels,
+    fit: ConversationFit,
+) -> row_sets.Sequences:
     image_text = config.image_token * tower_shape(job.config).num_patches
     for document in read_kept(job.clean, split=split, kinds=("image",)):
         turns = turns_about(document, config.question)
-        fit.num_empty_answers += num_empty_answers(turns)
+        fit.num_empty_answers += row_sets.num_empty_answers(turns)
         try:
             chats = job.tokenizer.encode_training_chats(
                 turns, tools=document.tools, loss=job.settings.chat_loss, image_text=image_text
@@ -191,7 +177,7 @@ def _decides(run: RunConfig) -> dict[str, Any]:
     config: CaptionConfig = run.section(NAME)
     shape = dump(tower_shape(run))
     patches = {name: shape[name] for name in ("image_size", "patch_size")}
-    return {"question": config.question, "image_token": config.image_token, **patches, "images": FORMAT}
+    return {"question": config.question, "image_token": config.image_token, **patches, "images": stores.FORMAT}
 
 
 @dataclass(frozen=True)
@@ -265,12 +251,18 @@ def _words(text: str) -> set[str]:
 
 
 def measure_captions(
-    model: Decoder, training: TrainingData, rows: Path, tokenizer: Tokenizer, shape: VisionConfig, *, max_tokens: int
+    model: Decoder,
+    training: row_sets.TrainingData,
+    rows: Path,
+    tokenizer: Tokenizer,
+    shape: VisionConfig,
+    *,
+    max_tokens: int,
 ) -> dict[str, Any]:
     """Returns the share of exact captions, examples, and, for images with classes that captions name, `classes`.
     training: training data of the model; rows: folder of the set of rows.
     """
-    store = ImageStore(images_folder(rows, "heldout"))
+    store = stores.ImageStore(stores.images_folder(rows, "heldout"))
     prompts = list(read_image_prompts(PackedRows(rows / "heldout")))[:MOST_DESCRIBED]
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_ids=tokenizer.stop_ids)
     numbers = [one.image for one in prompts]
@@ -293,15 +285,15 @@ def measure_captions(
 
 
 def _named_classes(
-    data: TrainingData, store: ImageStore, tokenizer: Tokenizer, prompts: Sequence[ImagePrompt],
+    data: row_sets.TrainingData, store: stores.ImageStore, tokenizer: Tokenizer, prompts: Sequence[ImagePrompt],
     written: Sequence[str], references: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     """Measures the share of captions that name the right class; {} if images are without classes, or if captions do not
     name them. store: held-out images.
     """
-    if data.images is None or not (data.images.folder / LABELS).is_file():
+    if data.images is None or not (data.images.folder / stores.LABELS).is_file():
         return {}
-    training, heldout = LabeledImages(data.images), LabeledImages(store)
+    training, heldout = stores.LabeledImages(data.images), stores.LabeledImages(store)
     known = list(read_image_prompts(data.rows))
     captions = [tokenizer.decode(one.answer_ids).strip() for one in known]
     words = class_words(captions, [int(training.labels[one.image]) for one in known])
@@ -343,7 +335,7 @@ def _objective(inputs: StageInputs) -> Captioning:
         tower=tower,
         image_token=image_token_id(tokenizer, config),
         images=inputs.images,
-        heldout_images=open_images(rows, "heldout"),
+        heldout_images=stores.open_images(rows, "heldout"),
     )
 
 
@@ -422,6 +414,6 @@ CAPTION = training_spec(
     further=lambda run, config: FurtherModels(
         folders={"vision.init_from": config.vision.init_from} if config.vision.init_from else {}
     ),
-    row_use=RowUse(learns_by_heart=False),
+    row_use=row_sets.RowUse(learns_by_heart=False),
     save=_save,
 )

@@ -17,16 +17,7 @@ from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.scoring import score_documents, select_documents, summarize_scores
 from modelwright.infer.generate import measure_speed
-from modelwright.objectives.distillation import (
-    PART_NEEDS,
-    Distillation,
-    DistillationSettings,
-    LossPart,
-    OnPolicyConfig,
-    OnPolicyDistillation,
-    PartName,
-    check_shapes,
-)
+from modelwright.objectives import distillation as distilling
 from modelwright.objectives.teacher import AttentionForm, TeacherCache, TeacherModel
 from modelwright.ops.distillation_loss import DivergenceKind, DivergenceName
 from modelwright.pipeline.config import RunConfig
@@ -34,19 +25,11 @@ from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.blocks import Fact, Section, Table, count, kind_title, number
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, Stage, StageInputs
+from modelwright.pipeline.stages import student as students
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import ALL_ROWS, TEXT_KINDS
 from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
-from modelwright.pipeline.stages.student import (
-    STUDENT,
-    load_teacher,
-    student_shape,
-    teacher_parents,
-    teacher_settings,
-    teacher_shape,
-    teacher_stage,
-)
 from modelwright.pipeline.stages.training import TrainedModel, save_language_model, training_spec
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective
@@ -91,7 +74,7 @@ class DistillConfig(TrainConfig):
     jsd_beta: float = field(default=0.5, metadata=only_for("divergence", "jsd"))
     """Share of the teacher in the mixture that both models are compared with, between 0 and 1: small values act like
     `forward_kl`, large ones like `reverse_kl`."""
-    on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
+    on_policy: distilling.OnPolicyConfig = field(default_factory=distilling.OnPolicyConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,25 +107,31 @@ class DistillConfig(TrainConfig):
 
     def features(self) -> list[Feature]:
         """Returns the properties of a run that the parts of the loss need, for a check before anything is read."""
-        parts = [feature(name, needs=PART_NEEDS[name]) for name, part in self.parts().items() if part.weight > 0]
+        parts = [
+            feature(name, needs=distilling.PART_NEEDS[name]) for name, part in self.parts().items() if part.weight > 0
+        ]
         if self.on_policy.share:
             parts.append(feature("on_policy.share", needs=[EQUAL_REPLICAS, SYNCHRONOUS_UPDATES]))
         return [*super().features(), *parts]
 
-    def parts(self) -> dict[PartName, LossPart]:
+    def parts(self) -> dict[distilling.PartName, distilling.LossPart]:
         """Returns the parts of the loss by name. Raises `ConfigError` that names the part."""
-        windows: dict[PartName, Window] = {"hidden": self.hidden, "attention": self.attention, "logits": self.logits}
-        result: dict[PartName, LossPart] = {}
+        windows: dict[distilling.PartName, Window] = {
+            "hidden": self.hidden,
+            "attention": self.attention,
+            "logits": self.logits,
+        }
+        result: dict[distilling.PartName, distilling.LossPart] = {}
         for name, window in windows.items():
             try:
-                result[name] = LossPart(*window)
+                result[name] = distilling.LossPart(*window)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None
         return result
 
-    def settings(self) -> DistillationSettings:
+    def settings(self) -> distilling.DistillationSettings:
         """Returns the settings of the objective."""
-        return DistillationSettings(
+        return distilling.DistillationSettings(
             parts=self.parts(),
             temperature=self.temperature,
             label_share=self.label_share,
@@ -153,7 +142,11 @@ class DistillConfig(TrainConfig):
 
     def identity(self) -> dict[str, Any]:
         """Settings for the digest, without those with the value from before they existed."""
-        always = {"attention_form": "relations", "divergence": "forward_kl", "on_policy": dump(OnPolicyConfig())}
+        always = {
+            "attention_form": "relations",
+            "divergence": "forward_kl",
+            "on_policy": dump(distilling.OnPolicyConfig()),
+        }
         result = super().identity()
         without = {name for name, value in always.items() if result[name] == value}
         without |= {"jsd_beta"} if self.divergence != "jsd" else set()
@@ -165,8 +158,8 @@ def _objective(inputs: StageInputs) -> Objective:
     training: DistillConfig = inputs.training
     # A run whose student is divided over ranks has no memory for a whole teacher on each.
     sharded = config.parallel.zero_stage == 3 and inputs.world.size > 1
-    teacher = TeacherModel.of(load_teacher(config, inputs.parents), inputs.world, sharded=sharded)
-    distillation = Distillation(
+    teacher = TeacherModel.of(students.load_teacher(config, inputs.parents), inputs.world, sharded=sharded)
+    distillation = distilling.Distillation(
         source=inputs.loader,
         teacher=teacher,
         settings=training.settings(),
@@ -175,7 +168,7 @@ def _objective(inputs: StageInputs) -> Objective:
     )
     if not training.on_policy.share:
         return distillation
-    return OnPolicyDistillation(
+    return distilling.OnPolicyDistillation(
         distillation=distillation,
         config=training.on_policy,
         stop_ids=Tokenizer.load(inputs.parents[tokenizer_stage(config)]).stop_ids,
@@ -193,9 +186,9 @@ def _cache(inputs: StageInputs, training: DistillConfig, teacher: TeacherModel, 
         raise ConfigError(
             f"distill.cache_top_k: {training.cache_top_k} is more than the vocabulary ({teacher.config.vocab_size})"
         )
-    identity: Any = teacher_settings(inputs.config)
+    identity: Any = students.teacher_settings(inputs.config)
     if not identity:
-        identity = read_manifest(inputs.parents[teacher_stage(inputs.config)]).content_digest
+        identity = read_manifest(inputs.parents[students.teacher_stage(inputs.config)]).content_digest
     # One folder for each teacher, temperature and number of tokens: stored probabilities of others would be wrong.
     name = digest({"teacher": identity, "temperature": training.temperature, "top_k": training.cache_top_k})
     return TeacherCache(
@@ -212,14 +205,17 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     the shapes of teacher and student.
     """
     training: DistillConfig = config.section(DISTILL)
-    shapes = student_shape(config), teacher_shape(config)  # errors about them name the section student
+    shapes = (
+        students.student_shape(config),
+        students.teacher_shape(config),
+    )  # errors about them name the section student
     with prefix_errors(DISTILL.name):
-        check_shapes(training.settings(), *shapes)
+        distilling.check_shapes(training.settings(), *shapes)
     stage = _TRAINING.build(config, run, present)
     return replace(
         stage,
-        settings={**stage.settings, "teacher": teacher_settings(config)},
-        parents=tuple(dict.fromkeys((*stage.parents, CLEAN.name, *teacher_parents(config)))),
+        settings={**stage.settings, "teacher": students.teacher_settings(config)},
+        parents=tuple(dict.fromkeys((*stage.parents, CLEAN.name, *students.teacher_parents(config)))),
     )
 
 
@@ -229,7 +225,7 @@ def _save(trained: TrainedModel) -> Mapping[str, Any]:
     context, config = trained.context, trained.config
     device = context.ranks.world.device
     tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
-    models = [load_teacher(config, context.parents), trained.model]
+    models = [students.load_teacher(config, context.parents), trained.model]
     documents = list(read_kept(context.parents[CLEAN.name], split="heldout"))
     kinds = TEXT_KINDS if any(document.kind in TEXT_KINDS for document in documents) else ("qa",)
     documents = select_documents(documents, kinds=kinds, max_bytes_per_kind=COMPARED_BYTES, seed=0)
@@ -282,7 +278,7 @@ def _facts(data: RunData, stage: StageData) -> Sequence[Fact]:
 def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
     # To the student's training come forward passes, each a third of a training step: one of the teacher for each row,
     # and one of the student for each row that it generates.
-    student = _TRAINING.estimate(replace(config, model=student_shape(config)), run, rates)
+    student = _TRAINING.estimate(replace(config, model=students.student_shape(config)), run, rates)
     teacher = _TRAINING.estimate(config, run, rates)
     training: DistillConfig = config.section(DISTILL)
     sampled = training.on_policy.share * (training.logits[2] - training.logits[1])
@@ -303,11 +299,11 @@ _TRAINING = training_spec(
     objective=_objective,
     rows=ALL_ROWS,
     run_needs=frozenset(),  # those of the parts that settings choose, see `DistillConfig.features`
-    needs=lambda config: (PACK.name, STUDENT.name, CLEAN.name),
+    needs=lambda config: (PACK.name, students.STUDENT.name, CLEAN.name),
     config=DistillConfig,
     only_if_named=True,
-    start=lambda config, name: STUDENT.name,
+    start=lambda config, name: students.STUDENT.name,
     save=_save,
     headline=_facts,
 )
-DISTILL = replace(_TRAINING, build=_build, estimate=_estimate, report=_report, reads=(STUDENT,))
+DISTILL = replace(_TRAINING, build=_build, estimate=_estimate, report=_report, reads=(students.STUDENT,))

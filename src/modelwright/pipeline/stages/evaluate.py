@@ -18,13 +18,7 @@ from modelwright.evaluate.suite import LOSSY, compare_evaluations, evaluate_mode
 from modelwright.model.hf import load_model
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
-from modelwright.pipeline.report.results import (
-    evaluation_facts,
-    evaluation_highlight,
-    evaluation_lines,
-    evaluation_section,
-    rival_words,
-)
+from modelwright.pipeline.report import results as shown
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.estimates import BYTES_PER_TOKEN, scoring_estimate, text_bytes
@@ -95,7 +89,7 @@ def headline(result: dict[str, Any]) -> str:
     parts += [f"warning: {LOSSY}"] if bits and not result["lossless"] else []
     parts += [f"answers perplexity {result['answers']['perplexity']:.3f}"] if result.get("answers") else []
     if choice["questions"]:
-        parts.append(f"multiple choice {choice['accuracy']:.1%} of {choice['questions']} ({rival_words(choice)})")
+        parts.append(f"multiple choice {choice['accuracy']:.1%} of {choice['questions']} ({shown.rival_words(choice)})")
     return "; ".join(parts or ["nothing held out"])
 
 
@@ -121,10 +115,10 @@ EVALUATE = StageSpec(
     needs=lambda config: (PACK.name, *needed_model(config), CLEAN.name),
     build=_build,
     estimate=_estimate,
-    report=evaluation_section,
-    headline=evaluation_facts,
-    highlight=evaluation_highlight,
-    closing=evaluation_lines,
+    report=shown.evaluation_section,
+    headline=shown.evaluation_facts,
+    highlight=shown.evaluation_highlight,
+    closing=shown.evaluation_lines,
     warnings=lambda stage: (
         () if all(model["lossless"] for model in stage.json(RESULTS)["models"].values()) else (f"{LOSSY}.",)
     ),

@@ -14,21 +14,9 @@ from typing import Any
 
 import torch
 
+from modelwright.compress import int8 as integers
 from modelwright.compress.fold import fold_norms, smoothed
 from modelwright.compress.gptq import LayerError, gptq
-from modelwright.compress.int8 import (
-    FOUR_BITS,
-    Agreement,
-    TrainedGrid,
-    choose_backend,
-    load_int8,
-    measure_agreement,
-    quantize_model,
-    quantize_to_grid,
-    save_grid_model,
-    save_int8,
-    weight_bytes,
-)
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
 from modelwright.core.rundir import RunDir
@@ -69,7 +57,7 @@ class Comparison:
     reference_bytes: int
     int8_bytes: int
     speed: tuple[SpeedPair, ...]
-    agreement: Agreement
+    agreement: integers.Agreement
 
 
 def compare(
@@ -77,10 +65,10 @@ def compare(
 ) -> Comparison:
     """Measures both models. tokens_BT: held-out rows of at least two tokens."""
     return Comparison(
-        reference_bytes=weight_bytes(reference),
-        int8_bytes=weight_bytes(int8),
+        reference_bytes=integers.weight_bytes(reference),
+        int8_bytes=integers.weight_bytes(int8),
         speed=measure_speed(reference, int8, shapes),
-        agreement=measure_agreement(reference, int8, tokens_BT),
+        agreement=integers.measure_agreement(reference, int8, tokens_BT),
     )
 
 
@@ -107,7 +95,7 @@ def _run(context: StageContext, config: RunConfig) -> None:
     context.progress.begin("quantize", 0, "tensors")
     bits, described, errors = _quantize(context, source, reference, config)
     tokenizer.save(out, max_length=config.model.max_seq_len)
-    int8 = load_int8(out, config.serve.int8)
+    int8 = integers.load_int8(out, config.serve.int8)
     # Agreement is measured on rows that the model was not trained on; on training rows if nothing is held out.
     pack = context.parents[PACK.name]
     places = [pack / rows.name / split for split in ("heldout", "train") for rows in (TEXT_ROWS, CHAT_ROWS)]
@@ -142,23 +130,25 @@ def _quantize(
     of its layers.
     """
     settings, out = config.serve.int8, context.output.path
-    grid, codes, errors, first = TrainedGrid.load(source), None, dict[str, LayerError](), ""
+    grid, codes, errors, first = integers.TrainedGrid.load(source), None, dict[str, LayerError](), ""
     if grid is None and settings.weights.endswith("folded"):
         # A copy: the caller compares the result with the unchanged reference.
         reference, first = copy.deepcopy(reference), FOLDED
         fold_norms(reference)
-    if grid is None and settings.weights not in FOUR_BITS:
+    if grid is None and settings.weights not in integers.FOUR_BITS:
         is_smooth = settings.weights == "int8_smooth"
         plain = smoothed(reference, _calibration(context.parents[PACK.name])) if is_smooth else reference
-        save_int8(quantize_model(plain, settings), out)
+        integers.save_int8(integers.quantize_model(plain, settings), out)
         return 8, f"{first}{INT8_SMOOTH if is_smooth else ''}{INT8_GRID}", {}
     if grid is None:
-        grid = TrainedGrid(weights=WeightGrid(bits=4, granularity=settings.granularity), int8_ends=True)
+        grid = integers.TrainedGrid(weights=WeightGrid(bits=4, granularity=settings.granularity), int8_ends=True)
         if settings.weights == "int4_gptq":
             rows = _calibration(context.parents[PACK.name])
             codes = gptq(reference, rows, grid.weights, show=errors.__setitem__)
-    quantized = quantize_to_grid(reference, grid, codes=codes, choose=partial(choose_backend, settings))
-    save_grid_model(quantized, grid, out)
+    quantized = integers.quantize_to_grid(
+        reference, grid, codes=codes, choose=partial(integers.choose_backend, settings)
+    )
+    integers.save_grid_model(quantized, grid, out)
     return grid.weights.bits, f"{first}{grid.describe()}", {name: asdict(error) for name, error in errors.items()}
 
 

@@ -41,8 +41,8 @@ from modelwright.pipeline.stages.training import FurtherModels, training_spec
 from modelwright.pipeline.stages.training_figures import metric_charts
 from modelwright.reward.build import WeightedSum, build_reward
 from modelwright.train.config import TrainConfig
-from modelwright.train.evaluation import evaluate_heldout
 from modelwright.train.objective import Objective
+from modelwright.train.runner import evaluate_heldout
 from modelwright.train.technique import Runtime, Technique, TechniqueBuilder
 
 

@@ -38,8 +38,8 @@ from modelwright.pipeline.estimate.cost import size
 from modelwright.pipeline.report.blocks import Block, Table, count, percent, seconds
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import RowSet, StageContext
-from modelwright.train.evaluation import HeldoutBatches
 from modelwright.train.objective import Objective
+from modelwright.train.runner import HeldoutBatches
 from modelwright.train.technique import Technique, TechniqueBuilder
 from modelwright.train.techniques.ewc import EwcConfig
 

@@ -35,32 +35,13 @@ from modelwright.pipeline.report.blocks import Block, Fact, Section, plural
 from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, RowSet, Stage, StageContext, StageInputs, StageSpec
+from modelwright.pipeline.stages import rows as row_sets
+from modelwright.pipeline.stages import training_figures as figures
 from modelwright.pipeline.stages.estimates import SCORED_FRACTION
 from modelwright.pipeline.stages.imported import row_tokens
 from modelwright.pipeline.stages.init import INIT, folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.rows import (
-    ROW_CACHE,
-    RowUse,
-    TrainingData,
-    cache_blocks,
-    old_rows,
-    read_ahead,
-    training_data,
-)
 from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
-from modelwright.pipeline.stages.training_figures import (
-    bits_per_byte,
-    first_prompt,
-    head_blocks,
-    head_shares,
-    metric_charts,
-    peak_flops,
-    peaks_after,
-    sample_block,
-    text_samples,
-    utilization,
-)
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.frozen_model import stored_row_losses
@@ -102,7 +83,7 @@ def mixture_techniques(
     ]
 
 
-USES_ROWS = RowUse()
+USES_ROWS = row_sets.RowUse()
 """Default: training learns from each row once per epoch."""
 
 
@@ -130,7 +111,7 @@ class TrainedModel:
     """Folder of the artifact."""
     heldout: Path
     """Folder of the held-out rows; it is missing if nothing is held out."""
-    data: TrainingData | None
+    data: row_sets.TrainingData | None
     """Training data, still open; None if there were no rows, so that the model is passed on unchanged."""
     config: RunConfig
     context: StageContext
@@ -157,7 +138,7 @@ class _Traits:
     start: Callable[[RunConfig, str], str]
     further: Callable[[RunConfig, Any], FurtherModels]
     techniques: TechniquesOf
-    row_use: RowUse
+    row_use: row_sets.RowUse
     save: Callable[[TrainedModel], Mapping[str, Any]]
     prepare: Callable[[RunConfig, Decoder], None]
 
@@ -180,13 +161,13 @@ def training_spec(
     reads_images: bool = False,
     follows: str = "",
     loss_unit: str = NATS_PER_TOKEN,
-    blocks: Callable[[StageData], Sequence[Block]] = lambda stage: metric_charts(
+    blocks: Callable[[StageData], Sequence[Block]] = lambda stage: figures.metric_charts(
         stage, {name: {name: name} for name in stage.facts.get("metric_names", ())}
     ),
     further: Callable[[RunConfig, Any], FurtherModels] = lambda config, training: FurtherModels(),
     start: Callable[[RunConfig, str], str] = model_before,
     techniques: TechniquesOf = lambda inputs: (),
-    row_use: RowUse = USES_ROWS,
+    row_use: row_sets.RowUse = USES_ROWS,
     save: Callable[[TrainedModel], Mapping[str, Any]] = save_language_model,
     fresh: Callable[[RunConfig], Decoder] | None = None,
     prepare: Callable[[RunConfig, Decoder], None] = lambda config, model: None,
@@ -211,8 +192,14 @@ def training_spec(
         training = data.config.section(name)
         section = training_section(stage, training, report_title, loss_unit="" if training.objective else loss_unit)
         # The top of the report has already shown the samples of the run's first training (`_highlight`).
-        samples = () if stage.name == data.config.trainings[0].name else sample_block(stage.folder.path)
-        own = [*samples, *blocks(stage), *section.blocks, *head_blocks(stage), *cache_blocks(stage)]
+        samples = () if stage.name == data.config.trainings[0].name else figures.sample_block(stage.folder.path)
+        own = [
+            *samples,
+            *blocks(stage),
+            *section.blocks,
+            *figures.head_blocks(stage),
+            *row_sets.cache_blocks(stage),
+        ]
         return replace(section, blocks=own)
 
     spec = StageSpec(
@@ -249,7 +236,7 @@ def _highlight(data: RunData, stage: StageData, loss_unit: str) -> Sequence[Bloc
         return ()
     # A named objective may come from another package, and only that package knows the unit of its loss.
     loss_unit = "" if data.config.section(stage.name).objective else loss_unit
-    return [*loss_highlight(stage, loss_unit), *sample_block(stage.folder.path)]
+    return [*loss_highlight(stage, loss_unit), *figures.sample_block(stage.folder.path)]
 
 
 def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:
@@ -296,7 +283,7 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec, traits: _Tra
     model = load(context.parents[before]) if before else spec.fresh(config)
     traits.prepare(config, model)
     if rows.is_dir():
-        with training_data(rows, config.cache, context) as data:
+        with row_sets.training_data(rows, config.cache, context) as data:
             facts = _learn(context, config, spec, model, data, traits)
             _save(context, config, spec, model, data, facts, traits)
     elif spec.rows.if_empty:
@@ -309,7 +296,7 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec, traits: _Tra
 
 
 def _save(
-    context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, data: TrainingData | None,
+    context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, data: row_sets.TrainingData | None,
     facts: Mapping[str, Any], traits: _Traits,
 ) -> None:  # fmt: skip
     if context.ranks.rank:
@@ -330,7 +317,7 @@ def _save(
         config=config,
         context=context,
     )
-    context.output.facts |= {**facts, **head_shares(model, trained.heldout), **traits.save(trained)}
+    context.output.facts |= {**facts, **figures.head_shares(model, trained.heldout), **traits.save(trained)}
 
 
 def fresh_model(config: RunConfig) -> Decoder:
@@ -341,7 +328,12 @@ def fresh_model(config: RunConfig) -> Decoder:
 
 
 def _learn(
-    context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, data: TrainingData, traits: _Traits
+    context: StageContext,
+    config: RunConfig,
+    spec: StageSpec,
+    model: Decoder,
+    data: row_sets.TrainingData,
+    traits: _Traits,
 ) -> dict[str, Any]:
     name, training, packed = spec.name, config.section(spec), data.rows
     rows, world = packed.folder, context.ranks.world
@@ -357,7 +349,7 @@ def _learn(
         num_steps_of=training.resolve_num_steps,
         row_losses=lambda: stored_row_losses(packed, judge, context.folder.path, world),
     )
-    ahead, cache = read_ahead(loader, data, config.cache)
+    ahead, cache = row_sets.read_ahead(loader, data, config.cache)
     # After reading ahead, because augmentation changes the documents of batches that have been read.
     source, augmentation = augmented(ahead, config, spec, context.parents[tokenizer_stage(config)], context.progress)
     inputs = StageInputs(
@@ -398,17 +390,19 @@ def _learn(
             name=name,
             input_digest=context.digest,
             heldout=heldout,
-            peak_flops=peak_flops(context, config, training),
+            peak_flops=figures.peak_flops(context, config, training),
             parallel=config.parallel,
             restart=context.restart,
             tracking=_tracking(config, spec),
-            old_rows=old_rows(packed, training.ewc, derive_seed(config.seed, name, "ewc")),
+            old_rows=row_sets.old_rows(packed, training.ewc, derive_seed(config.seed, name, "ewc")),
             techniques=[
                 *cache,
                 *augmentation,
                 *mixture_techniques(loader, objective, config, training, rows, batch_rows=heldout_rows),
-                text_samples(context.folder.path, tokenizer, first_prompt(heldout) if spec.model_title else ()),
-                *bits_per_byte(context, config, spec),
+                figures.text_samples(
+                    context.folder.path, tokenizer, figures.first_prompt(heldout) if spec.model_title else ()
+                ),
+                *figures.bits_per_byte(context, config, spec),
                 *(partial(_build_declared, name, build, known_needs) for build in traits.techniques(inputs)),
                 *row_use.techniques(objective, heldout, context.folder.path),
             ],
@@ -448,13 +442,13 @@ def _conclude(
 ) -> dict[str, Any]:  # fmt: skip
     """Reports how the training went, restores the best weights if settings ask for it, and returns the facts."""
     training: TrainConfig = config.section(name)
-    peaks = peaks_after(context, config, training, result)
+    peaks = figures.peaks_after(context, config, training, result)
     parts = [f"{name}: {result.num_steps} steps", f"loss {result.loss:.3f}"]
     if math.isfinite(result.heldout_loss):
         parts.append(f"held out {result.heldout_loss:.3f}")
     if result.train_time_s:
         parts.append(f"{result.num_tokens / result.train_time_s:,.0f} tokens/s")
-    if used_share := utilization(result, peaks, context.ranks.size):
+    if used_share := figures.utilization(result, peaks, context.ranks.size):
         parts.append(f"MFU {used_share:.0%}")
     context.progress.note(", ".join(parts))
     tell_cost(name, result, context.progress)
@@ -484,7 +478,7 @@ def _conclude(
         "num_epochs": num_epochs,
         "heldout_metrics": dict(result.heldout_metrics),
         "metric_names": list(objective.metric_names),
-        ROW_CACHE: dict(result.summary_of(ROW_CACHE)),
+        row_sets.ROW_CACHE: dict(result.summary_of(row_sets.ROW_CACHE)),
         "world_size": context.ranks.size,
         **peaks,
     }

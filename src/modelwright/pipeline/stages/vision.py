@@ -23,30 +23,12 @@ from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Split
+from modelwright.data.images import store as stores
 from modelwright.data.images.decode import KEY, StoredImage
-from modelwright.data.images.store import (
-    FORMAT,
-    LabeledImages,
-    StoreWriter,
-    class_of,
-    images_folder,
-    open_images,
-    write_images,
-    write_labels,
-)
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.evaluate.statistics import log10_sign_test, wilson_interval
 from modelwright.model.vision.classifier import ImageClassifier, forward_flops
-from modelwright.objectives.image_classification import (
-    CLASSIFIER,
-    ImageClassification,
-    ImageTrainConfig,
-    TrainedClassifier,
-    carrier,
-    quantization_of,
-    save_classifier,
-    trained_grid,
-)
+from modelwright.objectives import image_classification as classification
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.blocks import Block, Fact, Note, Table, count, number, percent, size
@@ -68,7 +50,11 @@ MOST_CLASSES_SHOWN = 20
 MOST_ITERATIONS = 1000
 
 
-def measure_accuracy(classifier: TrainedClassifier, training: LabeledImages, heldout: LabeledImages) -> dict[str, Any]:
+def measure_accuracy(
+    classifier: classification.TrainedClassifier,
+    training: stores.LabeledImages,
+    heldout: stores.LabeledImages,
+) -> dict[str, Any]:
     """Returns the accuracy with a 95% interval (Wilson), that of the rules, the p-value of a paired sign test against
     logistic regression, and the confusion matrix.
     """
@@ -94,12 +80,12 @@ def measure_accuracy(classifier: TrainedClassifier, training: LabeledImages, hel
     }
 
 
-def share_right(classifier: TrainedClassifier, heldout: LabeledImages) -> float:
+def share_right(classifier: classification.TrainedClassifier, heldout: stores.LabeledImages) -> float:
     """Returns the held-out accuracy, without baselines or intervals."""
     return float((_predicted(classifier, heldout) == heldout.labels).mean())
 
 
-def _predicted(classifier: TrainedClassifier, images: LabeledImages) -> NDArray[np.int64]:
+def _predicted(classifier: classification.TrainedClassifier, images: stores.LabeledImages) -> NDArray[np.int64]:
     size = classifier.model.shape.image_size
     squares = list(images.store.squares(range(len(images)), size=size, fit=classifier.fit))
     return classifier.probabilities(squares).argmax(axis=1)
@@ -150,7 +136,7 @@ def confusion(labels: NDArray[np.int64], predicted: NDArray[np.int64], num_class
     return counts.tolist()
 
 
-def logistic_regression(training: LabeledImages, heldout: LabeledImages) -> NDArray[np.int64]:
+def logistic_regression(training: stores.LabeledImages, heldout: stores.LabeledImages) -> NDArray[np.int64]:
     """Predicts the classes of held-out images by scikit-learn's multinomial logistic regression on standardized pixels,
     learned from at most `MOST_TRAINING_IMAGES` training images. These are drawn at random, because images may be sorted
     by class.
@@ -166,7 +152,7 @@ def logistic_regression(training: LabeledImages, heldout: LabeledImages) -> NDAr
     return np.asarray(model.predict(_pixels(heldout, np.arange(len(heldout)))), dtype=np.int64)
 
 
-def _pixels(images: LabeledImages, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+def _pixels(images: stores.LabeledImages, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
     """Colors in [0, 1], one row for each image."""
     squares = images.store.squares(numbers.tolist(), size=BASELINE_SIDE, fit="crop")
     return np.stack(list(squares)).reshape(len(numbers), -1) / 255.0
@@ -176,23 +162,23 @@ UNKNOWN = "class without a training image"
 """Reason for which a held-out image is left out."""
 
 
-def open_labeled(rows: Path, split: str) -> LabeledImages | None:
+def open_labeled(rows: Path, split: str) -> stores.LabeledImages | None:
     """Opens the images of a split with their classes; None for a split without images. rows: folder of the rows."""
-    store = open_images(rows, split)
-    return LabeledImages(store) if store is not None else None
+    store = stores.open_images(rows, split)
+    return stores.LabeledImages(store) if store is not None else None
 
 
 def _pack_labeled(job: PackJob, split: Split) -> None:
     if job.settings.mode == "length_buckets":
         raise ConfigError("pack.mode: length_buckets does not apply to images; choose best_fit or one_per_row")
     classes = training_classes(job.clean)
-    folder = images_folder(job.context.output.path / LABELED_ROWS.name, split)
+    folder = stores.images_folder(job.context.output.path / LABELED_ROWS.name, split)
     labels: list[int] = []
     unknown: list[str] = []
-    with write_images(folder) as images:
+    with stores.write_images(folder) as images:
         rows = replace(job, settings=replace(job.settings, mode="one_per_row"))
         report = rows.pack(f"{LABELED_ROWS.name}/{split}", _sequences(job, split, images, classes, labels, unknown))
-    write_labels(folder, labels, classes)
+    stores.write_labels(folder, labels, classes)
     if unknown and report:
         report["skipped"] = {**report["skipped"], UNKNOWN: len(unknown)}
     if unknown:
@@ -204,7 +190,7 @@ def _pack_labeled(job: PackJob, split: Split) -> None:
 
 def training_classes(clean: Path) -> list[str]:
     """Returns the names of the classes, sorted. Raises `DataError` if the images are not divided into classes."""
-    names = [class_of(document) for document in read_kept(clean, split="train", kinds=("image",))]
+    names = [stores.class_of(document) for document in read_kept(clean, split="train", kinds=("image",))]
     classes = sorted(set(names))
     remedy = "give every record a field label, or every image a caption that is the name of its class"
     if names and len(classes) < 2:
@@ -215,12 +201,17 @@ def training_classes(clean: Path) -> list[str]:
 
 
 def _sequences(
-    job: PackJob, split: Split, images: StoreWriter, classes: list[str], labels: list[int], unknown: list[str]
+    job: PackJob,
+    split: Split,
+    images: stores.StoreWriter,
+    classes: list[str],
+    labels: list[int],
+    unknown: list[str],
 ) -> Sequences:
     """Yields rows; fills the labels of the images that were written, and the classes that training does not have."""
     places = {name: place for place, name in enumerate(classes)}
     for document in read_kept(job.clean, split=split, kinds=("image",)):
-        name = class_of(document)
+        name = stores.class_of(document)
         if name not in places:
             unknown.append(name)
             continue
@@ -238,23 +229,23 @@ LABELED_ROWS = RowSet(
     pack=_pack_labeled,
     documents="image with a class",
     learned="images",
-    decides=lambda config: {"images": FORMAT},
+    decides=lambda config: {"images": stores.FORMAT},
 )
 
 
-PREFIX = f"heads.{CLASSIFIER}."
+PREFIX = f"heads.{classification.CLASSIFIER}."
 """Prefix of the names of a classifier's layers in the model that is trained."""
 USUAL_CLASSES = 10
 """Number of classes that an estimate assumes before the images are read."""
 
 
-def _objective(inputs: StageInputs) -> ImageClassification:
+def _objective(inputs: StageInputs) -> classification.ImageClassification:
     assert inputs.images is not None
     rows = inputs.parents[PACK.name] / LABELED_ROWS.name
-    return ImageClassification(
+    return classification.ImageClassification(
         source=inputs.plan,
         config=inputs.training,
-        images=LabeledImages(inputs.images),
+        images=stores.LabeledImages(inputs.images),
         heldout_images=open_labeled(rows, "heldout"),
         seed=derive_seed(inputs.config.seed, VISION.name, "augment"),
     )
@@ -263,19 +254,21 @@ def _objective(inputs: StageInputs) -> ImageClassification:
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
     assert trained.data is not None
     assert trained.data.images is not None
-    training, heldout = LabeledImages(trained.data.images), open_labeled(trained.heldout.parent, "heldout")
-    model = trained.model.heads[CLASSIFIER]
+    training, heldout = stores.LabeledImages(trained.data.images), open_labeled(trained.heldout.parent, "heldout")
+    model = trained.model.heads[classification.CLASSIFIER]
     assert isinstance(model, ImageClassifier)
-    before = TrainedClassifier(model.eval(), training.classes)
+    before = classification.TrainedClassifier(model.eval(), training.classes)
     classifier, config = before, trained.config.section(VISION)
-    assert isinstance(config, ImageTrainConfig)
+    assert isinstance(config, classification.ImageTrainConfig)
     if config.quantization != "none":
         stored = json.loads((trained.context.folder.path / RANGES).read_text(encoding="utf-8"))
         own = {name.removeprefix(PREFIX): ends for name, ends in stored.items() if name.startswith(PREFIX)}
         ranges = {name: (float(least), float(most)) for name, (least, most) in own.items()}
         # The number of steps only decides when rounding began, which no longer matters.
-        classifier = before.quantized(trained_grid(quantization_of(config.quantization, num_steps=1), ranges))
-    save_classifier(classifier, trained.folder)
+        classifier = before.quantized(
+            classification.trained_grid(classification.quantization_of(config.quantization, num_steps=1), ranges)
+        )
+    classification.save_classifier(classifier, trained.folder)
     facts: dict[str, Any] = {"num_parameters": sum(one.numel() for one in model.parameters())}
     if heldout is not None:
         trained.context.progress.note("vision: measuring accuracy on held-out images")
@@ -314,7 +307,7 @@ def _blocks(stage: StageData) -> Sequence[Block]:
 def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
     # The common estimate counts the operations of the run's decoder; here an image is one row.
     estimate, training = _SPEC.estimate(config, run, rates), config.section(VISION)
-    assert isinstance(training, ImageTrainConfig)
+    assert isinstance(training, classification.ImageTrainConfig)
     flops = 3.0 * forward_flops(training.shape, USUAL_CLASSES) * estimate.tokens / config.section(PACK).seq_len
     rate = rates.flops_per_s[training.precision.planned_as]
     seconds = estimate.overhead_s + flops / rate / rates.num_hosts if rate else estimate.seconds
@@ -328,9 +321,9 @@ _SPEC = training_spec(
     model_title="",  # not a model that later stages continue
     objective=_objective,
     rows=LABELED_ROWS,
-    run_needs=ImageClassification.needs | QUANTIZATION_NEEDS,
+    run_needs=classification.ImageClassification.needs | QUANTIZATION_NEEDS,
     needs=lambda config: (PACK.name,),
-    config=ImageTrainConfig,
+    config=classification.ImageTrainConfig,
     headline=lambda data, stage: accuracy_facts("Image classification", stage.facts.get("heldout_images")),
     only_if_named=True,
     loss_unit="nats per image",
@@ -343,9 +336,9 @@ _SPEC = training_spec(
     techniques=lambda inputs: (
         []
         if (kind := inputs.training.quantization) == "none"
-        else [lambda run: fake_quantization(quantization_of(kind, run.num_steps), run)]
+        else [lambda run: fake_quantization(classification.quantization_of(kind, run.num_steps), run)]
     ),
     save=_save,
-    fresh=lambda config: carrier(),
+    fresh=lambda config: classification.carrier(),
 )
 VISION: StageSpec = replace(_SPEC, estimate=_estimate)

@@ -28,8 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Kind = Literal["weights", "optimizer", "gradients", "activations", "temporary"]
+
+
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """activations: born in forward and still there when backward begins; temporary: all else that comes and goes."""
+
+
 Phase = Literal["forward", "backward", "update"]
 
 
@@ -102,74 +106,14 @@ class MemoryTimeline:
         return tuple(one for one in self.lifetimes if one.kind not in ("weights", "optimizer"))
 
 
-ALIGNMENT = 64
-"""Alignment of tensors in bytes, that of PyTorch's allocator on the CPU."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arena:
-    """The offset of each of `lifetimes`, in order, and the arena's size. live_bytes: the lower bound, which is the
-    bytes alive at the peak, each tensor rounded up to the alignment.
-    """
-
-    lifetimes: tuple[Lifetime, ...]
-    offsets: tuple[int, ...]
-    num_bytes: int
-    live_bytes: int
-
-    @property
-    def reuse_share(self) -> float:
-        """Memory saved relative to an arena in which no two tensors share space, in [0, 1]."""
-        total = sum(one.num_bytes for one in self.lifetimes)
-        return 1.0 - self.num_bytes / total if total else 0.0
-
-    @property
-    def fragmentation(self) -> float:
-        """The arena's share above the lower bound."""
-        return 1.0 - self.live_bytes / self.num_bytes if self.num_bytes else 0.0
-
-
-def plan_arena(lifetimes: Sequence[Lifetime], *, alignment: int = ALIGNMENT) -> Arena:
-    """The smaller of the arenas planned by size and by birth."""
-    sizes = np.array([-(-one.num_bytes // alignment) * alignment for one in lifetimes], dtype=np.int64)
-    births, deaths = (np.array([getattr(one, name) for one in lifetimes], np.int64) for name in ("birth", "death"))
-    orders = (np.lexsort((births, -sizes)), np.lexsort((-sizes, births)))
-    result = [_place(sizes, births, deaths, order) for order in orders]
-    offsets = min(result, key=lambda offsets: int((offsets + sizes).max(initial=0)))
-    changes = np.zeros(int(deaths.max(initial=0)) + 1, dtype=np.int64)
-    np.add.at(changes, births, sizes)
-    np.subtract.at(changes, deaths, sizes)
-    return Arena(
-        lifetimes=tuple(lifetimes),
-        offsets=tuple(offsets.tolist()),
-        num_bytes=int((offsets + sizes).max(initial=0)),
-        live_bytes=int(changes.cumsum().max(initial=0)),
-    )
-
-
-def _place(sizes: np.ndarray, births: np.ndarray, deaths: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Place each block into the smallest gap that it fits into among those placed before it, else on top."""
-    offsets, placed = np.zeros_like(sizes), np.zeros(len(sizes), dtype=bool)
-    for number in order:
-        if not sizes[number]:
-            continue
-        near = placed & (births < deaths[number]) & (births[number] < deaths)
-        placed[number] = True
-        if not near.any():
-            continue
-        by_start = np.argsort(offsets[near], kind="stable")
-        starts, ends = offsets[near][by_start], (offsets[near] + sizes[near])[by_start]
-        # Blocks that live with this one may overlap each other, so a gap begins where all before it have ended.
-        reached = np.maximum.accumulate(ends)
-        before = np.concatenate(([0], reached[:-1]))
-        gaps = starts - before
-        fitting = np.flatnonzero(gaps >= sizes[number])
-        offsets[number] = before[fitting[np.argmin(gaps[fitting])]] if len(fitting) else reached[-1]
-    return offsets
-
-
 LARGEST_REAL_BYTES = 2**20
 """Largest tensor that a traced step on fake tensors really allocates; larger ones are fake."""
+
+
+def fake_model(make: Callable[[], nn.Module]) -> nn.Module:
+    """The result of `make`, with fake parameters."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return make()
 
 
 @dataclass
@@ -182,12 +126,6 @@ class _Block:
     place: str
     death: int = -1
     is_gradient: bool = False
-
-
-def fake_model(make: Callable[[], nn.Module]) -> nn.Module:
-    """The result of `make`, with fake parameters."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        return make()
 
 
 class StepTrace(TorchDispatchMode):
@@ -320,3 +258,69 @@ class StepTrace(TorchDispatchMode):
 
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+ALIGNMENT = 64
+"""Alignment of tensors in bytes, that of PyTorch's allocator on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arena:
+    """The offset of each of `lifetimes`, in order, and the arena's size. live_bytes: the lower bound, which is the
+    bytes alive at the peak, each tensor rounded up to the alignment.
+    """
+
+    lifetimes: tuple[Lifetime, ...]
+    offsets: tuple[int, ...]
+    num_bytes: int
+    live_bytes: int
+
+    @property
+    def reuse_share(self) -> float:
+        """Memory saved relative to an arena in which no two tensors share space, in [0, 1]."""
+        total = sum(one.num_bytes for one in self.lifetimes)
+        return 1.0 - self.num_bytes / total if total else 0.0
+
+    @property
+    def fragmentation(self) -> float:
+        """The arena's share above the lower bound."""
+        return 1.0 - self.live_bytes / self.num_bytes if self.num_bytes else 0.0
+
+
+def plan_arena(lifetimes: Sequence[Lifetime], *, alignment: int = ALIGNMENT) -> Arena:
+    """The smaller of the arenas planned by size and by birth."""
+    sizes = np.array([-(-one.num_bytes // alignment) * alignment for one in lifetimes], dtype=np.int64)
+    births, deaths = (np.array([getattr(one, name) for one in lifetimes], np.int64) for name in ("birth", "death"))
+    orders = (np.lexsort((births, -sizes)), np.lexsort((-sizes, births)))
+    result = [_place(sizes, births, deaths, order) for order in orders]
+    offsets = min(result, key=lambda offsets: int((offsets + sizes).max(initial=0)))
+    changes = np.zeros(int(deaths.max(initial=0)) + 1, dtype=np.int64)
+    np.add.at(changes, births, sizes)
+    np.subtract.at(changes, deaths, sizes)
+    return Arena(
+        lifetimes=tuple(lifetimes),
+        offsets=tuple(offsets.tolist()),
+        num_bytes=int((offsets + sizes).max(initial=0)),
+        live_bytes=int(changes.cumsum().max(initial=0)),
+    )
+
+
+def _place(sizes: np.ndarray, births: np.ndarray, deaths: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Place each block into the smallest gap that it fits into among those placed before it, else on top."""
+    offsets, placed = np.zeros_like(sizes), np.zeros(len(sizes), dtype=bool)
+    for number in order:
+        if not sizes[number]:
+            continue
+        near = placed & (births < deaths[number]) & (births[number] < deaths)
+        placed[number] = True
+        if not near.any():
+            continue
+        by_start = np.argsort(offsets[near], kind="stable")
+        starts, ends = offsets[near][by_start], (offsets[near] + sizes[near])[by_start]
+        # Blocks that live with this one may overlap each other, so a gap begins where all before it have ended.
+        reached = np.maximum.accumulate(ends)
+        before = np.concatenate(([0], reached[:-1]))
+        gaps = starts - before
+        fitting = np.flatnonzero(gaps >= sizes[number])
+        offsets[number] = before[fitting[np.argmin(gaps[fitting])]] if len(fitting) else reached[-1]
+    return offsets

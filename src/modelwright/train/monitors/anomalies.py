@@ -9,8 +9,8 @@ from typing import Any
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import EventLog
-from modelwright.train.outliers import RecentValues
 from modelwright.train.technique import EMPTY_BATCH, LOSS_SPIKE, NOT_FINITE, Runtime, StepInfo, Technique
+from modelwright.train.techniques.loss_spikes import RecentValues
 
 SKIPPED = {
     NOT_FINITE: ("nonfinite_step", "values not finite"),

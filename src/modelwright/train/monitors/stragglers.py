@@ -15,7 +15,6 @@ from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.ops.microbenchmark import repeated, seconds_of
 from modelwright.parallel.mesh import World
-from modelwright.train.outliers import ratio_limit
 from modelwright.train.technique import Runtime, StepInfo, Technique
 
 PROBE_DIM = 256
@@ -71,7 +70,7 @@ class Stragglers:
     def judge(self, step: int, times_s: Sequence[float]) -> None:
         """Compare the own times of all ranks, [ranks], with the same result on each of them."""
         median_s = statistics.median(times_s)
-        limit_s = ratio_limit(times_s, self.config.factor)
+        limit_s = self.config.factor * median_s
         for rank, time_s in enumerate(times_s):
             before, what = self._num_looks[rank], ""
             self._num_looks[rank] = before + 1 if time_s > limit_s else 0

@@ -36,7 +36,6 @@ from modelwright.model.decoder import Product
 from modelwright.ops.dtensor import local
 from modelwright.ops.lowp_linear import E4M3, FLOATS, GRIDS, Format, Role
 from modelwright.ops.quantize import BLOCK, ROWWISE, TENSORWISE, dequantize, quantize
-from modelwright.train.outliers import ratio_limit
 from modelwright.train.precision.apply import part_of
 from modelwright.train.precision.policy import PrecisionConfig
 
@@ -357,7 +356,7 @@ def outlier_share(norms: Sequence[float]) -> float:
     finite = [norm for norm in norms if math.isfinite(norm)]
     if not finite:
         return float(bool(norms))
-    limit = ratio_limit(finite, OUTLIER)
+    limit = OUTLIER * statistics.median(finite)
     return sum(norm > limit or not math.isfinite(norm) for norm in norms) / len(norms)
 
 

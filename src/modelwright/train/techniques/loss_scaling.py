@@ -4,8 +4,7 @@ The finite check has agreed with all ranks, along every axis, whether something 
 same updates and have the same scale (PyTorch's own scaler does not synchronize pipeline stages).
 """
 
-from modelwright.train.precision.loss_scale import LossScale
-from modelwright.train.precision.policy import PrecisionConfig
+from modelwright.train.precision.policy import LossScale, PrecisionConfig
 from modelwright.train.technique import Runtime, Technique, Update
 
 
