@@ -20,17 +20,10 @@ from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.tokenizer.tokenizer import Tokenizer
+from modelwright.evaluate import scoring
 from modelwright.evaluate.baselines import bigram_table, compressor_table
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.multiple_choice import answer_questions, build_questions, summarize_answers
-from modelwright.evaluate.scoring import (
-    bootstrap_ratio,
-    score_answers,
-    score_documents,
-    select_documents,
-    summarize_answer_scores,
-    summarize_scores,
-)
 from modelwright.evaluate.statistics import log10_sign_test
 from modelwright.model.decoder import Decoder
 
@@ -62,13 +55,13 @@ def evaluate_model(
     # Runs on conversations alone get bits per byte of these.
     kinds = config.domains if has_text or not config.domains else ("qa",)
     size = config.max_bytes_per_domain
-    chosen = select_documents(documents, kinds=kinds, max_bytes_per_kind=size, seed=config.seed)
-    scores = score_documents(model, tokenizer, chosen, config, progress=progress)
+    chosen = scoring.select_documents(documents, kinds=kinds, max_bytes_per_kind=size, seed=config.seed)
+    scores = scoring.score_documents(model, tokenizer, chosen, config, progress=progress)
     write_lines(folder / DOCUMENTS_FILE, [asdict(score) for score in scores])
     # Answers that a preference marks as undesirable are not meant to become likely.
     wanted = [document for document in documents if document.kind == "qa" and not document.is_undesirable]
-    conversations = select_documents(wanted, kinds=("qa",), max_bytes_per_kind=size, seed=config.seed)
-    spoken = score_answers(model, tokenizer, conversations, config, progress=progress)
+    conversations = scoring.select_documents(wanted, kinds=("qa",), max_bytes_per_kind=size, seed=config.seed)
+    spoken = scoring.score_answers(model, tokenizer, conversations, config, progress=progress)
     write_lines(folder / ANSWERS_FILE, spoken)
     questions = build_questions(documents, config.multiple_choice)
     answers = answer_questions(model, tokenizer, questions, config, progress=progress)
@@ -80,9 +73,9 @@ def evaluate_model(
         bigram = bigram_table(tokenizer, chosen, config, train_rows=whole, vocab_size=vocab_size, progress=progress)
         baselines = {"bigram": bigram, "compressors": compressor_table(chosen)}
     return {
-        "bits_per_byte": summarize_scores(scores, resamples=config.bootstrap_resamples, seed=config.seed),
+        "bits_per_byte": scoring.summarize_scores(scores, resamples=config.bootstrap_resamples, seed=config.seed),
         "baselines": baselines,
-        "answers": summarize_answer_scores(spoken, resamples=config.bootstrap_resamples, seed=config.seed),
+        "answers": scoring.summarize_answer_scores(spoken, resamples=config.bootstrap_resamples, seed=config.seed),
         "multiple_choice": summarize_answers(answers, score=config.multiple_choice.score),
         "lossless": is_lossless(tokenizer, [document.text for document in chosen]),
     }
@@ -119,7 +112,7 @@ def _bits_difference(pairs: Sequence[tuple[dict, dict]], config: EvaluateConfig,
     bits = np.array([a["nats"] - b["nats"] for a, b in pairs]) / math.log(2)
     sizes = np.array([float(a["num_bytes"]) for a, _ in pairs])
     seed = derive_seed(config.seed, "compare", name)
-    low, high = bootstrap_ratio(bits, sizes, resamples=config.bootstrap_resamples, seed=seed)
+    low, high = scoring.bootstrap_ratio(bits, sizes, resamples=config.bootstrap_resamples, seed=seed)
     return {"difference": float(bits.sum() / sizes.sum()), "low": low, "high": high}
 
 

@@ -17,14 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from modelwright.core.compatibility import (
-    EAGER_BLOCKS,
-    EQUAL_REPLICAS,
-    LAYER_OUTPUTS,
-    SYNCHRONOUS_UPDATES,
-    WHOLE_LAYERS,
-    WHOLE_ROWS,
-)
+from modelwright.core import compatibility
 from modelwright.core.config import only_for
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
@@ -34,18 +27,10 @@ from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import LayerTaps
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.objectives import teacher as teachers
 from modelwright.objectives.experience import RowPlan, completion_batch
 from modelwright.objectives.next_token import num_targets, numbered_batches
 from modelwright.objectives.rollouts import RolloutConfig, gather_rows, share
-from modelwright.objectives.teacher import (
-    LOG_PROBS,
-    TOKENS,
-    AttentionForm,
-    AttentionTargets,
-    TeacherCache,
-    TeacherModel,
-    attention_targets,
-)
 from modelwright.ops.attention_divergence import documents
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.ops.distillation_loss import FORWARD, DivergenceKind, Teacher, TopTokens
@@ -78,8 +63,8 @@ SAMPLED = "sampled_starts_BT"
 PROJECTION, FACTOR, OUTPUT = "distillation_{}", "{}_factor_B", "output_{}_BTE"
 """Names of the head for a student's layer, and of the extras with a part's factor and a teacher's output."""
 PART_NEEDS: Mapping[PartName, frozenset[str]] = {
-    "hidden": frozenset({LAYER_OUTPUTS, EAGER_BLOCKS}),
-    "attention": frozenset({WHOLE_LAYERS, WHOLE_ROWS, EAGER_BLOCKS}),
+    "hidden": frozenset({compatibility.LAYER_OUTPUTS, compatibility.EAGER_BLOCKS}),
+    "attention": frozenset({compatibility.WHOLE_LAYERS, compatibility.WHOLE_ROWS, compatibility.EAGER_BLOCKS}),
     "logits": frozenset(),
 }
 """Requirements of each part on a run."""
@@ -117,7 +102,7 @@ class DistillationSettings:
     """Share of the hard labels in the part `logits`."""
     divergence: DivergenceKind = FORWARD
     """Divergence from the teacher's distribution, in the part `logits`."""
-    attention_form: AttentionForm = "relations"
+    attention_form: teachers.AttentionForm = "relations"
     layer_map: tuple[int, ...] = ()
     """Layer of the teacher for each layer of the student, -1 for none; empty maps the layers evenly."""
     chunk_tokens: int = CHUNK_TOKENS
@@ -138,7 +123,7 @@ def check_shapes(settings: DistillationSettings, student: ModelConfig, teacher: 
     if settings.reads_layers:
         pairs = layer_pairs(settings.layer_map, student.num_layers, teacher.num_layers)
         if "attention" in settings.used:
-            attention_targets(settings.attention_form, student, teacher, pairs)
+            teachers.attention_targets(settings.attention_form, student, teacher, pairs)
 
 
 @dataclass(kw_only=True)
@@ -152,10 +137,10 @@ class Distillation(Objective):
     metric_names = ("divergence", "label_loss")
 
     source: BatchSource
-    teacher: TeacherModel
+    teacher: teachers.TeacherModel
     settings: DistillationSettings
     num_steps: int
-    cache: TeacherCache | None = None
+    cache: teachers.TeacherCache | None = None
     needs: frozenset[str] = field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     watched: list[tuple[Decoder, LayerTaps]] = field(default_factory=list[tuple[Decoder, LayerTaps]], init=False)
     """Models whose layers are read, with their hooks."""
@@ -169,10 +154,10 @@ class Distillation(Objective):
             return []
         return layer_pairs(self.settings.layer_map, student.num_layers, self.teacher.config.num_layers)
 
-    def attention_targets(self, student: ModelConfig) -> AttentionTargets:
+    def attention_targets(self, student: ModelConfig) -> teachers.AttentionTargets:
         """Returns the comparison of attention. Raises `ConfigError` for models that it cannot compare."""
         pairs = layer_pairs(self.settings.layer_map, student.num_layers, self.teacher.config.num_layers)
-        return attention_targets(self.settings.attention_form, student, self.teacher.config, pairs)
+        return teachers.attention_targets(self.settings.attention_form, student, self.teacher.config, pairs)
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
         """Returns a projection from the student's width to the teacher's for each pair of layers."""
@@ -224,7 +209,10 @@ class Distillation(Objective):
             if self.cache is None:
                 targets: Teacher = self.teacher.targets(extras["teacher_hidden_BTE"], self.settings.divergence)
             else:
-                log_probs_NK, tokens_NK = extras[LOG_PROBS].flatten(0, 1), extras[TOKENS].flatten(0, 1)
+                log_probs_NK, tokens_NK = (
+                    extras[teachers.LOG_PROBS].flatten(0, 1),
+                    extras[teachers.TOKENS].flatten(0, 1),
+                )
                 targets = TopTokens(log_probs_NK=log_probs_NK, tokens_NK=tokens_NK)
             loss, divergence, label_loss = model.distillation_loss(
                 output,
@@ -349,7 +337,7 @@ class OnPolicyDistillation(Objective):
     needs: frozenset[str] = field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __post_init__(self) -> None:
-        self.needs = self.distillation.needs | {EQUAL_REPLICAS, SYNCHRONOUS_UPDATES}
+        self.needs = self.distillation.needs | {compatibility.EQUAL_REPLICAS, compatibility.SYNCHRONOUS_UPDATES}
 
     @property
     def metric_names(self) -> Sequence[str]:  # pyright: ignore[reportIncompatibleVariableOverride]

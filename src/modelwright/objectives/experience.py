@@ -23,15 +23,7 @@ from modelwright.data.rows.examples import prompt_numbers
 from modelwright.data.rows.order import permutation
 from modelwright.data.rows.pack import best_fit
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.rollouts import (
-    HeldoutRewards,
-    Rollout,
-    RolloutWorker,
-    constant_metrics,
-    gather_rows,
-    share,
-    shown,
-)
+from modelwright.objectives import rollouts
 from modelwright.parallel.mesh import World
 from modelwright.train.frozen_model import FrozenModel
 from modelwright.train.objective import Metric, ModelLayout, Objective, one_process
@@ -118,7 +110,9 @@ class Experience:
     """Figures of the rollout."""
 
     @classmethod
-    def of(cls, rollout: Rollout, extras_CT: Mapping[str, Tensor], metrics: Mapping[str, float]) -> "Experience":
+    def of(
+        cls, rollout: rollouts.Rollout, extras_CT: Mapping[str, Tensor], metrics: Mapping[str, float]
+    ) -> "Experience":
         return cls(
             ids_CL=rollout.ids_CL,
             lengths_C=rollout.lens_C - 1,
@@ -186,19 +180,19 @@ class ExperienceBuffer:
 
 
 def values_of_places(
-    rollout: Rollout, world: World, row_len: int, compute: Callable[[TokenBatch], Mapping[str, Tensor]]
+    rollout: rollouts.Rollout, world: World, row_len: int, compute: Callable[[TokenBatch], Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
     """Runs `compute`, which returns values [B, row_len], on rows of the completions, and returns its values of places
     [C, T] on the CPU. Each rank computes a share; all ranks call together and get the values of all.
     """
-    part = rollout.take(torch.tensor([*share(rollout.num_completions, world)], dtype=torch.int64))
+    part = rollout.take(torch.tensor([*rollouts.share(rollout.num_completions, world)], dtype=torch.int64))
     plan = RowPlan.of(part.lens_C - 1, row_len)
     # Equally many rows on all ranks, because a sharded model gathers its weights in each forward pass
     num_rows = max(1, int(world.maxima(plan.num_rows)[0]))
     values = compute(completion_batch(part.ids_CL, part.mask_CT, plan).padded(num_rows))
     num_places = rollout.log_probs_CT.shape[1]
     return {
-        name: gather_rows(world, plan.taken(values_BT[: plan.num_rows].cpu(), num_places) * part.mask_CT)
+        name: rollouts.gather_rows(world, plan.taken(values_BT[: plan.num_rows].cpu(), num_places) * part.mask_CT)
         for name, values_BT in values.items()
     }
 
@@ -216,7 +210,7 @@ class ReferenceModel:
     """Tokens of a row, at least those of the longest completion with its prompt."""
     loaded: list[FrozenModel] = field(default_factory=list[FrozenModel])
 
-    def log_probs(self, rollout: Rollout, world: World) -> Tensor:
+    def log_probs(self, rollout: rollouts.Rollout, world: World) -> Tensor:
         """Log-probability of each generated token [C, T] float32, 0 elsewhere. All ranks of `world` call together."""
         if not self.loaded:
             self.loaded.append(self.load())
@@ -235,8 +229,8 @@ class RolloutObjective(Objective):
     """Fills a buffer with the experience of a rollout whenever it is used up, and yields its minibatches."""
 
     needs = frozenset({EQUAL_REPLICAS, SYNCHRONOUS_UPDATES})
-    worker: RolloutWorker
-    heldout: HeldoutRewards
+    worker: rollouts.RolloutWorker
+    heldout: rollouts.HeldoutRewards
     reference: ReferenceModel
     num_completions: int
     """Completions of one update."""
@@ -286,7 +280,7 @@ class RolloutObjective(Objective):
 
     def roll_out(
         self, model: Decoder, num_prompts: int, *, num_generations: int, more: tuple[int, ...] = ()
-    ) -> Rollout:
+    ) -> rollouts.Rollout:
         """Generate completions of the next prompts. more: number of this round, in a rollout with several."""
         worker = self.worker
         numbers = prompt_numbers(self.next_place, num_prompts, num_prompts=len(worker.prompts), seed=worker.seed)
@@ -295,14 +289,14 @@ class RolloutObjective(Objective):
         stream = ("rollout", self.buffer.number + 1, *more)
         return worker.roll_out(model, self.layout.world, numbers, num_generations=num_generations, stream=stream)
 
-    def show(self, rollout: Rollout) -> None:
+    def show(self, rollout: rollouts.Rollout) -> None:
         """Pass some completions to `observe`."""
         if self.layout.world.is_first:
             count = self.worker.config.shown_completions
-            self.observe(self.buffer.number + 1, shown(rollout, self.worker, count))
+            self.observe(self.buffer.number + 1, rollouts.shown(rollout, self.worker, count))
 
     def constant_metrics(self, output: Tensor, *, with_rollout: bool) -> dict[str, Metric]:
         """Returns all metrics without values, except for the newest rollout's figures if `with_rollout`."""
-        nothing = constant_metrics({}, self.metric_names, output.device)
+        nothing = rollouts.constant_metrics({}, self.metric_names, output.device)
         figures = self.buffer.metrics if with_rollout else {}
-        return {**nothing, **constant_metrics(figures, list(figures), output.device)}
+        return {**nothing, **rollouts.constant_metrics(figures, list(figures), output.device)}

@@ -17,15 +17,7 @@ from torch import Tensor
 from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.advantages import (
-    Baseline,
-    RewardScale,
-    clipped_policy_loss,
-    differs,
-    group_advantages,
-    group_stds,
-    kl_k3,
-)
+from modelwright.objectives import advantages
 from modelwright.objectives.experience import Experience, RolloutObjective
 from modelwright.objectives.rollouts import Rollout, RolloutConfig, check_rollout_training, is_heldout, rollout_metrics
 from modelwright.train.config import TrainConfig
@@ -63,9 +55,9 @@ class GrpoConfig(TrainConfig):
     loss_type: LossType = "dapo"
     """Averaging of token losses: `grpo` over each completion, then over completions; `dapo` over all tokens of the
     update; `dr_grpo` divides by the number of completions times `rollout.max_completion_length`."""
-    scale_rewards: RewardScale = "group"
+    scale_rewards: advantages.RewardScale = "group"
     """Divisor of rewards: their standard deviation in the `group` or the whole `batch`, or `none` (Dr. GRPO)."""
-    baseline: Baseline = "group_mean"
+    baseline: advantages.Baseline = "group_mean"
     """Baseline of a reward: the mean of its group, or of the others of its group (`leave_one_out`, RLOO)."""
     resampling_rounds: int = 0
     """Maximum rounds that replace groups with equal rewards (dynamic sampling of DAPO); 0 keeps such groups."""
@@ -119,7 +111,7 @@ class Grpo(RolloutObjective):
             return Terms({"policy": self.heldout.loss(batch)}, {**nothing, **self.heldout.metrics(batch)})
         extras, mask_BT = batch.extras, batch.labels_BT != IGNORED
         log_probs_BT, entropies_BT = model.token_log_probs_and_entropies(output, batch.labels_BT)
-        policy = clipped_policy_loss(
+        policy = advantages.clipped_policy_loss(
             log_probs_BT,
             extras["old_log_probs_BT"],
             extras["advantages_BT"],
@@ -133,7 +125,7 @@ class Grpo(RolloutObjective):
         )
         metrics["entropy"] = ((entropies_BT.detach() * mask_BT).sum(), count)
         if self.config.beta:
-            kl_BT = kl_k3(log_probs_BT, extras["reference_log_probs_BT"])
+            kl_BT = advantages.kl_k3(log_probs_BT, extras["reference_log_probs_BT"])
             losses_BT = losses_BT + self.config.beta * kl_BT
             metrics["kl"] = ((kl_BT.detach() * mask_BT).sum(), count)
         loss = (losses_BT * extras["loss_weights_BT"] * mask_BT).sum()
@@ -144,7 +136,7 @@ class Grpo(RolloutObjective):
         with self.layout.whole_model(model) as whole:
             rollout, metrics = self._roll_out(whole)
         rewards_PG = rollout.rewards_C.view(-1, self.config.num_generations)
-        advantages_C = group_advantages(
+        advantages_C = advantages.group_advantages(
             rewards_PG, baseline=self.config.baseline, scale=self.config.scale_rewards
         ).flatten()
         kept = advantages_C.isfinite().nonzero().flatten()
@@ -168,19 +160,19 @@ class Grpo(RolloutObjective):
             generated.append(rollout)
             if config.resampling_rounds:
                 # Groups with equal rewards have advantages of zero, so nothing would be learned from them
-                unequal_P = differs(rollout.rewards_C.view(-1, config.num_generations))
+                unequal_P = advantages.differs(rollout.rewards_C.view(-1, config.num_generations))
                 rollout = rollout.take(unequal_P.repeat_interleave(config.num_generations))
             kept.append(rollout)
         everything, chosen = Rollout.joined(generated), Rollout.joined(kept)
         self.show(everything)
         chosen = chosen.take(torch.arange(min(chosen.num_completions, most)))
         rewards_PG = everything.rewards_C.view(-1, config.num_generations)
-        stds_P = group_stds(rewards_PG)
+        stds_P = advantages.group_stds(rewards_PG)
         known_P = stds_P.isfinite()
         figures = {**rollout_metrics(everything, self.worker.term_names), "sampling/rounds": float(len(generated))}
         if known_P.any():
             figures["reward_std"] = float(stds_P[known_P].mean())
-            figures["frac_reward_zero_std"] = float((~differs(rewards_PG)[known_P]).double().mean())
+            figures["frac_reward_zero_std"] = float((~advantages.differs(rewards_PG)[known_P]).double().mean())
         return chosen, figures
 
 

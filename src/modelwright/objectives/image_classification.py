@@ -29,17 +29,8 @@ from torch import Tensor, nn
 from modelwright.compress.fold import fold_batch_norms
 from modelwright.compress.int8 import TrainedGrid
 from modelwright.compress.integer_linear import GridLinear
+from modelwright.core import compatibility
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.compatibility import (
-    EQUAL_REPLICAS,
-    SAME_UNITS,
-    SYNCHRONOUS_UPDATES,
-    TRAINED_WEIGHTS,
-    WHOLE_LAYERS,
-    WHOLE_ROWS,
-    Feature,
-    feature,
-)
 from modelwright.core.config import dump, only_for, parse
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.data.images.decode import square_pixels
@@ -88,7 +79,16 @@ CROSS_ENTROPY = "cross_entropy"
 PIXELS, TARGETS = "pixels_BCSS", "targets_BK"
 MEAN, STD = 0.5, 0.5
 """Mean and standard deviation for a ResNet's colors in [0, 1]."""
-NEEDS = frozenset({WHOLE_LAYERS, WHOLE_ROWS, SYNCHRONOUS_UPDATES, EQUAL_REPLICAS, SAME_UNITS, TRAINED_WEIGHTS})
+NEEDS = frozenset(
+    {
+        compatibility.WHOLE_LAYERS,
+        compatibility.WHOLE_ROWS,
+        compatibility.SYNCHRONOUS_UPDATES,
+        compatibility.EQUAL_REPLICAS,
+        compatibility.SAME_UNITS,
+        compatibility.TRAINED_WEIGHTS,
+    }
+)
 """Requirements on the layout and the settings of a training."""
 _CARRIER = ModelConfig(
     vocab_size=8, num_layers=1, model_dim=8, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=8, max_seq_len=8
@@ -134,9 +134,9 @@ class ImageTrainConfig(TrainConfig):
             if is_on:
                 raise ConfigError(f"{name}: acts on a decoder's layers, which an image classifier lacks; remove it")
 
-    def features(self) -> list[Feature]:
+    def features(self) -> list[compatibility.Feature]:
         """Requirements on the layout, which is refused before anything is read if it cannot work."""
-        return [*super().features(), feature("architecture", self.architecture, needs=NEEDS)]
+        return [*super().features(), compatibility.feature("architecture", self.architecture, needs=NEEDS)]
 
     @property
     def shape(self) -> Shape:

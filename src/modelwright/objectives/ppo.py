@@ -21,24 +21,11 @@ from modelwright.core.compatibility import WHOLE_ROWS, Feature, feature
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batch import IGNORED, TokenBatch
+from modelwright.model import hf
 from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.model.hf import (
-    is_sequence_classifier,
-    load_config,
-    load_model,
-    load_sequence_classifier,
-    set_parameter,
-)
-from modelwright.objectives.advantages import (
-    clipped_policy_loss,
-    clipped_value_loss,
-    generalized_advantages,
-    kl_k1,
-    kl_k2,
-    whitened,
-)
+from modelwright.objectives import advantages
 from modelwright.objectives.experience import ROWS_AT_ONCE, Experience, RolloutObjective, values_of_places
 from modelwright.objectives.reward_model import HEAD
 from modelwright.objectives.rollouts import Rollout, RolloutConfig, check_rollout_training, is_heldout, rollout_metrics
@@ -132,10 +119,10 @@ class SeparateValueModel(ValueFunction):
         with torch.device("meta"):
             trunk = Decoder(replace(start.config, tie_embeddings=True))
         for name, _ in list(trunk.named_parameters()):
-            set_parameter(trunk, name, start.get_parameter(name).detach())
+            hf.set_parameter(trunk, name, start.get_parameter(name).detach())
         model = ValueModel(trunk)
         if HEAD in start.heads:
-            set_parameter(model.head, "linear.weight", start.heads.get_parameter(f"{HEAD}.weight").detach().clone())
+            hf.set_parameter(model.head, "linear.weight", start.heads.get_parameter(f"{HEAD}.weight").detach().clone())
         return {VALUE: model}
 
     def inputs(self, batch: TokenBatch, hidden: Callable[[], Tensor]) -> Tensor:
@@ -149,8 +136,8 @@ class SeparateValueModel(ValueFunction):
 def separate_value_model(folder: Path) -> SeparateValueModel:
     """Returns a value model that starts from a folder. Raises `ModelError` as `load_model` does."""
     # A reward model's weights, its head included, or a language model's
-    load = partial(load_sequence_classifier, folder, head=HEAD) if is_sequence_classifier(folder) else None
-    return SeparateValueModel(shape=load_config(folder), load=load or partial(load_model, folder))
+    load = partial(hf.load_sequence_classifier, folder, head=HEAD) if hf.is_sequence_classifier(folder) else None
+    return SeparateValueModel(shape=hf.load_config(folder), load=load or partial(hf.load_model, folder))
 
 
 MAX_ERROR = 0.2
@@ -344,16 +331,16 @@ class Ppo(RolloutObjective):
         config, extras, mask_BT = self.config, batch.extras, batch.labels_BT != IGNORED
         log_probs_BT, entropies_BT = model.token_log_probs_and_entropies(output, batch.labels_BT)
         old_BT = extras["old_log_probs_BT"]
-        policy = clipped_policy_loss(
+        policy = advantages.clipped_policy_loss(
             log_probs_BT, old_BT, extras["advantages_BT"], low=config.cliprange, high=config.cliprange
         )
         values_BT = model.head_output(VALUE, self.value.inputs(batch, lambda: output))
-        value_losses_BT, value_clipped_BT = clipped_value_loss(
+        value_losses_BT, value_clipped_BT = advantages.clipped_value_loss(
             values_BT, extras["old_values_BT"], extras["returns_BT"], cliprange=config.cliprange_value
         )
         detached_BT = log_probs_BT.detach()
         count, figures = mask_BT.sum(), {
-            "policy/approxkl_avg": kl_k2(detached_BT, old_BT),
+            "policy/approxkl_avg": advantages.kl_k2(detached_BT, old_BT),
             "policy/clipfrac_avg": policy.clipped_low | policy.clipped_high,
             "policy/entropy_avg": entropies_BT.detach(),
             "loss/policy_avg": policy.losses.detach(),
@@ -413,7 +400,9 @@ class Ppo(RolloutObjective):
         )
         kl_CT = torch.zeros_like(rollout.log_probs_CT)
         if self.config.kl_coef:
-            kl_CT = kl_k1(rollout.log_probs_CT, self.reference.log_probs(rollout, self.layout.world)) * mask_CT
+            kl_CT = (
+                advantages.kl_k1(rollout.log_probs_CT, self.reference.log_probs(rollout, self.layout.world)) * mask_CT
+            )
         rewards_CT = token_rewards(-self.kl.coefficient * kl_CT, scores_C, rollout)
         if rollout.num_completions:
             kl, score = float(kl_CT.double().sum(dim=1).mean()), float(scores_C.mean())
@@ -431,13 +420,13 @@ class Ppo(RolloutObjective):
             self.kl.update(kl, rollout.num_completions)
         # As in TRL, rewards are scaled but not shifted, advantages are both
         if self.config.whiten_rewards:
-            rewards_CT = whitened(rewards_CT, mask_CT, shift_mean=False)
-        advantages_CT, returns_CT = generalized_advantages(
+            rewards_CT = advantages.whitened(rewards_CT, mask_CT, shift_mean=False)
+        advantages_CT, returns_CT = advantages.generalized_advantages(
             rewards_CT, values_CT, mask_CT, gamma=self.config.gamma, lam=self.config.lam
         )
         extras_CT = {
             "old_log_probs": rollout.log_probs_CT,
-            "advantages": whitened(advantages_CT, mask_CT),
+            "advantages": advantages.whitened(advantages_CT, mask_CT),
             "returns": returns_CT,
             "old_values": values_CT,
         }
