@@ -25,6 +25,7 @@ from modelwright.ops.dtensor import local
 from modelwright.ops.lowp_linear import Format
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.train.objective import Batch, Objective
+from modelwright.train.precision import indicators
 from modelwright.train.precision.apply import ModelPrecision, kind_of, names_of_projections, part_of
 from modelwright.train.precision.controllers import (
     Bandit,
@@ -34,24 +35,6 @@ from modelwright.train.precision.controllers import (
     Shape,
     measure_speeds,
     scheduled,
-)
-from modelwright.train.precision.indicators import (
-    EXPECTING,
-    GradientStats,
-    Indicators,
-    LossLevel,
-    Momentum,
-    ObservedErrors,
-    Observer,
-    PartStatistics,
-    Period,
-    kept_noise,
-    loss_excess,
-    outlier_share,
-    relative_rise,
-    sum_of_squares,
-    trend,
-    variation,
 )
 from modelwright.train.precision.policy import AdaptiveConfig, Kind
 from modelwright.train.runner import Executor
@@ -105,7 +88,7 @@ class SensitivityTrials:
         exact, narrow = self.losses[part, "fp32"], self.losses[part, chosen]
         if exact == 0.0:
             return None
-        self.sensitivity[part, chosen] = relative_rise(exact, narrow)
+        self.sensitivity[part, chosen] = indicators.relative_rise(exact, narrow)
         return self.sensitivity[part, chosen]
 
     def state_dict(self) -> dict[str, Any]:
@@ -153,12 +136,12 @@ class AdaptivePrecision:
 
     parts: list[str] = field(init=False)
     """Names of the whole model's submodules, the same on all ranks."""
-    statistics: PartStatistics = field(init=False)
+    statistics: indicators.PartStatistics = field(init=False)
     trials: SensitivityTrials = field(init=False)
     switcher: PrecisionSwitcher = field(init=False)
-    period: Period = field(init=False)
+    period: indicators.Period = field(init=False)
     log: EventLog = field(init=False)
-    levels: list[LossLevel] = field(default_factory=list[LossLevel])
+    levels: list[indicators.LossLevel] = field(default_factory=list[indicators.LossLevel])
     """Loss levels of the last periods since a jump."""
     memory_pressure: float = field(init=False)
     is_due: bool = False
@@ -170,7 +153,7 @@ class AdaptivePrecision:
         self, names: Mapping[Tensor, str], num_holders: Sequence[int], trial: Callable[[], float]
     ) -> None:
         self.parts = list(dict.fromkeys(map(part_of, names_of_projections(self.formats.model.config))))
-        self.statistics = PartStatistics(
+        self.statistics = indicators.PartStatistics(
             parts=self.parts,
             config=self.formats.config,
             names=names,
@@ -183,7 +166,7 @@ class AdaptivePrecision:
         self.switcher = PrecisionSwitcher(self.config, widest, controller, self.trials.rise)
         self.memory_pressure = self.machine.memory_pressure
         self._offer()
-        self.period = Period(Observer(self.candidates, self.formats.config, {}))
+        self.period = indicators.Period(indicators.Observer(self.candidates, self.formats.config, {}))
         self.log = EventLog(self.path, is_first=self.world.is_first, max_events=MAX_CHANGES)
 
     @property
@@ -253,22 +236,24 @@ class AdaptivePrecision:
                 self._see_memory()
                 pairs = [(part, chosen) for part in self.parts for chosen in self.candidates if chosen != "fp32"]
                 self.trials.begin(list(self.switcher.formats.items()), pairs)
-                indicators = self._indicators(sums)
+                signs = self._indicators(sums)
                 # The excess of the ending period's loss over the prediction from earlier ones, which it then joins.
-                excess, level = 0.0, LossLevel.of(self.period.losses)
+                excess, level = 0.0, indicators.LossLevel.of(self.period.losses)
                 if level is not None:
-                    excess = loss_excess(self.levels, level)
-                    self.levels = [*self.levels, level][-EXPECTING:]
-                self.switcher.decide(update.step + 1, indicators, excess)
+                    excess = indicators.loss_excess(self.levels, level)
+                    self.levels = [*self.levels, level][-indicators.EXPECTING :]
+                self.switcher.decide(update.step + 1, signs, excess)
         if self.is_due:
             self._offer()  # new formats are observed from the next period on
-            self.period = Period(Observer(self.candidates, self.formats.config, {}))
+            self.period = indicators.Period(indicators.Observer(self.candidates, self.formats.config, {}))
             self.is_due = False
 
-    def _sums(self, step: int) -> dict[str, GradientStats]:
+    def _sums(self, step: int) -> dict[str, indicators.GradientStats]:
         """Call after `step` updates; only a decision needs more than the gradients' statistics."""
         if not self.is_due:
-            return self.statistics.sums(lambda parameter, gradient: GradientStats(gradient=sum_of_squares(gradient)))
+            return self.statistics.sums(
+                lambda parameter, gradient: indicators.GradientStats(gradient=indicators.sum_of_squares(gradient))
+            )
         state, scale = self.optimizer.state, self.scale()
         groups = {
             parameter: {**group, "lr": self.last_rate}
@@ -276,7 +261,7 @@ class AdaptivePrecision:
             for parameter in group["params"]
         }
         return self.statistics.sums(
-            lambda parameter, gradient: GradientStats.of(
+            lambda parameter, gradient: indicators.GradientStats.of(
                 local(parameter.detach()),
                 gradient,
                 momentum_of(state.get(parameter, {}), groups[parameter], step),
@@ -284,16 +269,16 @@ class AdaptivePrecision:
             )
         )
 
-    def _indicators(self, sums: Mapping[str, GradientStats]) -> dict[str, Indicators]:
+    def _indicators(self, sums: Mapping[str, indicators.GradientStats]) -> dict[str, indicators.Indicators]:
         config, candidates, period = self.formats.config, self.candidates, self.period
         errors = self.statistics.errors(period.observer, candidates)
-        loss_trend, norm_outliers = trend(period.losses), outlier_share(period.run_norms)
+        loss_trend, norm_outliers = indicators.trend(period.losses), indicators.outlier_share(period.run_norms)
         seconds = self.machine.seconds
         fp32_s = {part: seconds[kind_of(part), "fp32"] for part in self.parts}
         return {
-            part: Indicators(
+            part: indicators.Indicators(
                 gradient_noise=sums[part].gradient_noise,
-                gradient_variance=variation(period.norms[part]),
+                gradient_variance=indicators.variation(period.norms[part]),
                 update_to_weight=sums[part].update_to_weight,
                 overflow_share=sums[part].overflows / max(1.0, sums[part].elements),
                 underflow_share=sums[part].underflows / max(1.0, sums[part].elements),
@@ -352,19 +337,19 @@ class AdaptivePrecision:
             own = observed[str(self.world.rank)]
         else:
             own = [one for rank in sorted(observed) for one in observed[rank]] if self.world.is_first else []
-        errors: ObservedErrors = {}
+        errors: indicators.ObservedErrors = {}
         for part, factor, chosen, lost, number in own:
             total, count = errors.get((part, factor, chosen), (0.0, 0))
             errors[part, factor, chosen] = total + lost, count + int(number)
-        self.period = Period(
-            Observer(self.candidates, self.formats.config, errors),
+        self.period = indicators.Period(
+            indicators.Observer(self.candidates, self.formats.config, errors),
             losses=list(state["losses"]),
             run_norms=list(state["run_norms"]),
             norms={part: list(norms) for part, norms in state["norms"].items()},
             overflows=dict(state["overflows"]),
         )
         self.trials.load_state_dict(state)
-        self.levels = [LossLevel(*level) for level in state["levels"]]
+        self.levels = [indicators.LossLevel(*level) for level in state["levels"]]
         self.is_due = bool(state["is_due"])
         self.log.load_state_dict(state)
         self._apply()
@@ -434,20 +419,24 @@ def adaptive_precision(config: AdaptiveConfig, run: Runtime, *, objective: Objec
     )
 
 
-def momentum_of(state: Mapping[str, Any], group: Mapping[str, Any], num_updates: int) -> Momentum | None:
+def momentum_of(state: Mapping[str, Any], group: Mapping[str, Any], num_updates: int) -> indicators.Momentum | None:
     """Momentum of a parameter that AdamW, Lion or Muon updates; None before its first update."""
     if "momentum_buffer" in state:  # Muon: it moves elements by 0.2 of the rate, root mean square
         average = local(state["momentum_buffer"])
-        return Momentum(average, kept_noise(group["momentum"], num_updates), average.numel() * (0.2 * group["lr"]) ** 2)
+        return indicators.Momentum(
+            average, indicators.kept_noise(group["momentum"], num_updates), average.numel() * (0.2 * group["lr"]) ** 2
+        )
     if "exp_avg" not in state or not num_updates:
         return None
     average, betas = local(state["exp_avg"]), group["betas"]
     if "exp_avg_sq" not in state:  # Lion: it moves every element by the rate
-        return Momentum(average, kept_noise(betas[1], num_updates), average.numel() * group["lr"] ** 2)
+        return indicators.Momentum(
+            average, indicators.kept_noise(betas[1], num_updates), average.numel() * group["lr"] ** 2
+        )
     num_updates = max(1, int(state["step"]))
     mean, square = average / (1 - betas[0] ** num_updates), local(state["exp_avg_sq"]) / (1 - betas[1] ** num_updates)
     move = float((mean / (square.sqrt() + group["eps"])).square().sum())
-    return Momentum(average, kept_noise(betas[0], num_updates), move * group["lr"] ** 2)
+    return indicators.Momentum(average, indicators.kept_noise(betas[0], num_updates), move * group["lr"] ** 2)
 
 
 def machine_for(folder: Path, formats: ModelPrecision, world: World, *, num_rows: int, tensor: int) -> DtypeTimings:
