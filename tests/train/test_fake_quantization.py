@@ -27,8 +27,8 @@ from modelwright.objectives.next_token import NextToken
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
-from modelwright.pipeline.stages.qat import WithStepSizes
-from modelwright.train.objective import Objective, forward
+from modelwright.pipeline.stages.qat import with_step_sizes
+from modelwright.train.objective import forward
 from modelwright.train.techniques.fake_quantization import (
     MODULE,
     RANGES,
@@ -73,14 +73,14 @@ def train(
 ) -> Decoder:
     torch.set_num_threads(1)
     model = model or tiny_run.tiny_model(dtype)
-    objective: Objective = (
+    objective: Any = (
         tiny_run.Float64Objective(tiny_run.Rows()) if dtype == torch.float64 else NextToken(tiny_run.Rows())
     )
     techniques = tiny_run.watching(stop=tiny_run.StopAfter(stop))
     if config is not None:
         techniques.append(partial(fake_quantization, config))
         if config.learned_steps:
-            objective = WithStepSizes(inner=objective, grid=config.weights)
+            objective = with_step_sizes(objective, config.weights)
     tiny_run.run(
         folder,
         tiny_run.settings(**{**SETTINGS, **(changes or {})}),
@@ -317,7 +317,7 @@ def test_settings_are_checked(settings: Any, message: str) -> None:
 
 def test_what_a_run_lacks_is_named(tmp_path: Path) -> None:
     model = tiny_run.tiny_model()
-    with pytest.raises(ConfigError, match="train it with the objective `WithStepSizes`"):
+    with pytest.raises(ConfigError, match="train it with an objective that has them"):
         FakeQuantization(config=QuantizationAwareConfig(learned_steps=True), model=model)
     wide = QuantizationAwareConfig(weights=WeightGrid(granularity="group_128"))
     with pytest.raises(ConfigError, match="do not divide into groups of 128"):

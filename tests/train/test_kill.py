@@ -16,9 +16,8 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.int_grid import WeightGrid
-from modelwright.pipeline.stages.qat import WithStepSizes
+from modelwright.pipeline.stages.qat import with_step_sizes
 from modelwright.train.config import TrainConfig
-from modelwright.train.objective import Objective
 from modelwright.train.techniques.fake_quantization import RANGES, QuantizationAwareConfig, fake_quantization
 
 SHAPES: Mapping[str, ModelConfig] = {
@@ -38,10 +37,10 @@ CASES = ("plain", *SHAPES, *GRIDS)
 def train(name: str, folder: Path, config: TrainConfig) -> None:
     model = Decoder(SHAPES.get(name, tiny_run.SHAPE))
     model.init_weights(0)
-    objective: Objective = NextToken(tiny_run.Rows())
+    objective = NextToken(tiny_run.Rows())
     grid = GRIDS.get(name)
     if grid and grid.learned_steps:
-        objective = WithStepSizes(inner=objective, grid=grid.weights)
+        objective = with_step_sizes(objective, grid.weights)
     techniques = [partial(fake_quantization, grid)] if grid else []
     tiny_run.run(folder, config, model=model, objective=objective, techniques=techniques)
 

@@ -93,6 +93,10 @@ class Float64Objective(Objective):
 
     needs = frozenset()
     source: Rows
+    further_modules: Any = None
+
+    def own_modules(self, config):
+        return self.further_modules(config) if self.further_modules else {}
 
     def batches(self, model, *, first, rank, world_size):
         return NextToken(self.source).batches(model, first=first, rank=rank, world_size=world_size)

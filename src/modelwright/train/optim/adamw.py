@@ -180,7 +180,7 @@ class LowBitAdamW(Optimizer):
         self.names = names
         self.packed: dict[Tensor, tuple[Tensor, Packed, Packed]] = {}
         self._are_cut: dict[Tensor, bool] = {}
-        self.state = StatesElsewhere(lambda: self.packed, self._shown, self._take)  # pyright: ignore
+        self.state = StatesElsewhere(lambda: self.packed, self._shown, self._take)  # pyright: ignore[reportAttributeAccessIssue]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -273,7 +273,9 @@ class OffloadedAdamW(Optimizer):
         on_host = [{"params": [self._steps[parameter] for parameter in group["params"]]} for group in self.param_groups]
         # It updates the steps, which start each update at zero; decay needs the weights, so it is applied to them.
         self._inner = AdamW(on_host, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
-        self.state = StatesElsewhere(self._known, self._shown, self._take)  # pyright: ignore
+        self.state = StatesElsewhere(  # pyright: ignore[reportAttributeAccessIssue]
+            lambda: [p for p, step in self._steps.items() if self._inner.state.get(step)], self._shown, self._take
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -312,9 +314,6 @@ class OffloadedAdamW(Optimizer):
         self._inner.state.pop(step, None)
         if state is not None:
             self._inner.state[step] = {name: local(value).to(HOST).clone() for name, value in state.items()}
-
-    def _known(self) -> list[Tensor]:
-        return [parameter for parameter, step in self._steps.items() if self._inner.state.get(step)]
 
 
 def _host_buffer(like: Tensor) -> Tensor:

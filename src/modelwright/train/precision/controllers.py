@@ -249,7 +249,8 @@ class PrecisionSwitcher:
                 continue
             # A proposal counts once the rise of the loss with it is known; a new rise may change the proposal.
             present = self.formats[part]
-            candidates = list(dict.fromkeys(["fp32", self.widest[part], present, *self.offered]))
+            candidates: list[Format] = ["fp32", self.widest[part], present, *self.offered]
+            candidates = list(dict.fromkeys(candidates))
             while True:
                 known = self.last_signs[part]
                 choice = self.controller.propose(part, known, present, candidates)

@@ -234,7 +234,8 @@ class AdaptivePrecision:
                 self.period.norms.setdefault(part, []).append(total.gradient**0.5)
             if self.is_due:
                 self._see_memory()
-                pairs = [(part, chosen) for part in self.parts for chosen in self.candidates if chosen != "fp32"]
+                candidates: list[Format] = [chosen for chosen in self.candidates if chosen != "fp32"]
+                pairs: list[Pair] = [(part, chosen) for part in self.parts for chosen in candidates]
                 self.trials.begin(list(self.switcher.formats.items()), pairs)
                 signs = self._indicators(sums)
                 # The excess of the ending period's loss over the prediction from earlier ones, which it then joins.

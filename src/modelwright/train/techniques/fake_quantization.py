@@ -1,5 +1,5 @@
 """Quantization-aware training: the decoder's linear layers multiply weights and activations that are rounded to the
-grid of integer inference (Jacob et al. 2018); the integers are made in `compress/grid_model.py`.
+grid of integer inference (Jacob et al. 2018); the integers are made in `compress/int8.py`.
 
 A technique and a model pass through `ModelPrecision.quantize`. Ranges of activations are those of all ranks. They are
 observed in the steps before rounding begins, and fixed from then on.
@@ -114,7 +114,7 @@ class FakeQuantization:
             self.ranges[name] = Range()
         if self.config.learned_steps and MODULE not in self.model.heads:
             text = "learned_steps: the model lacks steps to learn"
-            raise ConfigError(f"{text}; train it with the objective `WithStepSizes`")
+            raise ConfigError(f"{text}; train it with an objective that has them (`with_step_sizes`)")
 
     def wrap(self, name: str, product: Product) -> Product:
         """Wraps a product so that it rounds its factors, for `ModelPrecision.quantize`."""
