@@ -355,7 +355,7 @@ def test_the_cache_changes_no_bit(alone: dict[str, Tensor], blocked: Path, tmp_p
         with cached_objective(blocked, tmp_path / str(memory_bytes), memory_bytes=memory_bytes) as objective:
             reader = objective.images.store.reader
             found = trained(blocked, tmp_path / f"run-{memory_bytes}", objective=objective)
-            figures = reader.tier_figures
+            figures = reader.tiers.figures
             assert reader.figures.num_rows == SETTINGS["num_steps"] * BATCH, "each is read again for every batch"
         assert equal(found, alone)
         assert figures.blocks[SOURCE] > 0
@@ -391,9 +391,9 @@ def over_two_cached_ranks(world: World, data: Path, out: Path) -> dict[str, Any]
             store.read(range(NUM_IMAGES))
             store.reader.tiers.flush()
         world.barrier()
-        before = dict(store.reader.tier_figures.blocks)
+        before = dict(store.reader.tiers.figures.blocks)
         store.read(range(NUM_IMAGES))
-        blocks_read = {name: number - before[name] for name, number in store.reader.tier_figures.blocks.items()}
+        blocks_read = {name: number - before[name] for name, number in store.reader.tiers.figures.blocks.items()}
         world.barrier()
     return {
         "equal": equal(found, plain),

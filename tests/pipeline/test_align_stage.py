@@ -127,7 +127,8 @@ def test_the_artifact_embeds_as_the_stage_did_and_reports_retrieval(finished: tu
     tokenizer = Tokenizer.load(run / "tokenize" / "artifact")
     pairs = [one for one in read_pairs(PackedRows(rows / "heldout"), tokenizer) if one.image < 0]
     scores = (
-        aligned.embed_texts([one.text_ids for one in pairs]) @ aligned.embed_code([one.code_ids for one in pairs]).T
+        aligned.embed_tokens("text", [one.text_ids for one in pairs])
+        @ aligned.embed_tokens("code", [one.code_ids for one in pairs]).T
     )
     found = facts["recall"]["code: text to code"]
     assert found["num_candidates"] == len(pairs)

@@ -11,7 +11,14 @@ from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.pipeline.stages.training_figures import FILE, NUM_SHOWN, _build, _keep, first_prompt, sample_block
+from modelwright.pipeline.stages.training_figures import (
+    FILE,
+    NUM_SHOWN,
+    _keep,
+    first_prompt,
+    sample_block,
+    text_samples,
+)
 
 
 def one_row(labels: Sequence[int], segments: Sequence[int]) -> TokenBatch:
@@ -69,7 +76,7 @@ def tiny_model(vocab_size: int, *, tie_embeddings: bool = True) -> Decoder:
 def test_a_sample_of_the_first_step_one_a_minute_and_one_of_the_last(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["def a(b): return b\n" * 20], TokenizerConfig(vocab_size=270))
     run = mock.MagicMock(model=tiny_model(tokenizer.vocab_size), num_steps=9)
-    technique = _build(run, folder=tmp_path, tokenizer=tokenizer, prompt=[5, 6, 7], clock=Clock())
+    technique = text_samples(run, folder=tmp_path, tokenizer=tokenizer, prompt=[5, 6, 7], clock=Clock())
     assert technique is not None
     assert technique.on_step_end is not None
     for step in range(1, 10):
@@ -96,7 +103,7 @@ def test_a_sample_ends_where_the_answer_does(tmp_path: Path) -> None:
                 model.embedding.weight[token, axis] = 1.0
                 model.head.weight[following, axis] = 100.0
         run = mock.MagicMock(model=model, num_steps=1)
-        technique = _build(run, folder=tmp_path, tokenizer=tokenizer, prompt=[5, 6, 7])
+        technique = text_samples(run, folder=tmp_path, tokenizer=tokenizer, prompt=[5, 6, 7])
         assert technique is not None
         assert technique.on_step_end is not None
         technique.on_step_end(mock.MagicMock(step=1, loss=1.0))

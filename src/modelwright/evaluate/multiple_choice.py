@@ -103,7 +103,23 @@ def build_questions(documents: Iterable[Document], config: MultipleChoiceConfig)
     # Eligible documents by their ids; of equal questions the one with the first id.
     unique: dict[tuple[str, ...], _Entry] = {}
     for document in sorted((d for d in documents if d.kind == "qa"), key=lambda d: d.id):
-        entry = _entry(document)
+        question, whole = str(document.meta.get("question", "")), str(document.meta.get("answer", ""))
+        title = str(document.meta.get("title", ""))
+        lead = title if whole.startswith(title) else ""  # a record's own field of that name may be anything
+        answer = whole.removeprefix(lead).strip()
+        quoted = re.search(r"`([^`]+)`", question)
+        name = str(document.meta.get("name", quoted.group(1) if quoted else document.id))
+        top = str(document.meta.get("module", document.source)).split(".")[0]
+        entry = _Entry(
+            id=document.id,
+            question=question,
+            lead=lead,
+            answer=answer,
+            num_bytes=len(answer.encode("utf-8")),
+            package="python" if top in sys.stdlib_module_names else top,
+            name=name.split(".")[-1].strip("()_").lower(),
+            words=words_of(answer),
+        )
         if config.min_answer_bytes <= entry.num_bytes <= config.max_answer_bytes and entry.question:
             unique.setdefault(tuple(entry.question.split()), entry)
     pool = list(unique.values())
@@ -185,27 +201,6 @@ TIERS: dict[str, Callable[[_Entry, _Entry], bool]] = {
     "any": lambda a, b: True,
 }
 """Sources of distractors; the first that has enough of them wins."""
-
-
-def _entry(document: Document) -> _Entry:
-    question, whole = str(document.meta.get("question", "")), str(document.meta.get("answer", ""))
-    title = str(document.meta.get("title", ""))
-    lead = title if whole.startswith(title) else ""  # a record's own field of that name may be anything
-    answer = whole.removeprefix(lead).strip()
-    module = str(document.meta.get("module", document.source))
-    quoted = re.search(r"`([^`]+)`", question)
-    name = str(document.meta.get("name", quoted.group(1) if quoted else document.id))
-    top = module.split(".")[0]
-    return _Entry(
-        id=document.id,
-        question=question,
-        lead=lead,
-        answer=answer,
-        num_bytes=len(answer.encode("utf-8")),
-        package="python" if top in sys.stdlib_module_names else top,
-        name=name.split(".")[-1].strip("()_").lower(),
-        words=words_of(answer),
-    )
 
 
 def _question(

@@ -186,7 +186,9 @@ def select_documents(
     for group in by_kind.values():
         taken, size = [], 0
         # In the order of a hash, not of a random generator: adding a document leaves the draw of the others unchanged.
-        for document in sorted(group, key=lambda d: _draw(seed, d)):
+        names = [f"{seed}/{one.id}/{hashlib.sha256(one.text.encode('utf-8')).hexdigest()}" for one in group]
+        drawn = sorted(zip(names, group, strict=True), key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
+        for _, document in drawn:
             num_bytes = len(document.text.encode("utf-8"))
             if not taken or not max_bytes_per_kind or size + num_bytes <= max_bytes_per_kind:
                 taken.append(document)
@@ -272,11 +274,6 @@ def resampled_ratios(numerators: np.ndarray, denominators: np.ndarray, *, resamp
         drawn = rng.integers(0, count, count)
         ratios[i] = numerators[drawn].sum() / denominators[drawn].sum()
     return ratios
-
-
-def _draw(seed: int, document: Document) -> bytes:
-    text_hash = hashlib.sha256(document.text.encode("utf-8")).hexdigest()
-    return hashlib.sha256(f"{seed}/{document.id}/{text_hash}".encode()).digest()
 
 
 def score_answers(

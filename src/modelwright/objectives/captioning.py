@@ -120,7 +120,9 @@ class Captioning(Objective):
         return self.with_images(batch, self.heldout_images)
 
     def with_images(self, batch: TokenBatch, store: ImageStore | None) -> TokenBatch:
-        """Adds the images of its rows to a batch. Raises `DataError` for rows of a tower with other patches."""
+        """Adds the images of its rows to a batch, uint8 [B, I, 3, H, H], in the order of their pieces. Raises
+        `DataError` for rows of a tower with other patches.
+        """
         num_tokens = int((batch.input_ids_BT == self.image_token).sum())
         num_images = int((image_numbers(batch) >= 0).sum())
         if num_tokens != num_images * self.shape.num_patches:
@@ -128,20 +130,15 @@ class Captioning(Objective):
                 f"caption: the rows have {num_tokens} image tokens for {num_images} images of {self.shape.num_patches} "
                 "patches: they were packed for another vision tower or another image token; pack them again"
             )
-        return with_pixels(batch, store, self.shape)
+        numbers = [[number for number in row if number >= 0] for row in image_numbers(batch).tolist()]
+        # At least one image wide, so that all ranks run the tower
+        room, size = max(1, *map(len, numbers)), self.shape.image_size
+        pixels = np.zeros((batch.num_rows, room, 3, size, size), dtype=np.uint8)
+        fill_squares(pixels, numbers, store, self.shape)
+        return replace(batch, extras={**batch.extras, PIXELS: torch.from_numpy(pixels).to(batch.input_ids_BT.device)})
 
     def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         return {LOSS: num_targets(batch)}
 
     def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
         return Terms({LOSS: model.cross_entropy(output, batch.labels_BT, chunk_tokens=CHUNK_TOKENS)})
-
-
-def with_pixels(batch: TokenBatch, store: ImageStore | None, shape: VisionConfig) -> TokenBatch:
-    """Adds the images of its rows to a batch, uint8 [B, I, 3, H, H], in the order of their pieces."""
-    numbers = [[number for number in row if number >= 0] for row in image_numbers(batch).tolist()]
-    # At least one image wide, so that all ranks run the tower
-    room, size = max(1, *map(len, numbers)), shape.image_size
-    pixels = np.zeros((batch.num_rows, room, 3, size, size), dtype=np.uint8)
-    fill_squares(pixels, numbers, store, shape)
-    return replace(batch, extras={**batch.extras, PIXELS: torch.from_numpy(pixels).to(batch.input_ids_BT.device)})

@@ -147,7 +147,10 @@ def contrastive_losses(
     are the other side's alone. `siglip` (Zhai et al. 2023, section 3.2): a logistic loss of every text with every other
     side.
     """
-    own, everyone = _widened(own), _widened(everyone)
+    own, everyone = (
+        PairEmbeddings(*(one.to(torch.promote_types(pairs.texts.dtype, torch.float32)) for one in pairs))
+        for pairs in (own, everyone)
+    )
     if loss == "siglip":
         logits_PN = scale * (own.texts @ everyone.others.T) + bias
         is_positive_PN = places_P[:, None] == torch.arange(len(everyone.others), device=places_P.device)
@@ -172,11 +175,6 @@ def _cross_entropies(
         beside_PN = scale * (anchors_PE @ beside_NE.T)
         logits_PK = torch.cat([logits_PK, beside_PN.masked_fill(is_same_PN, -torch.inf)], dim=1)
     return logits_PK.logsumexp(dim=1) - across_PN.gather(1, places_P[:, None])[:, 0]
-
-
-def _widened(pairs: PairEmbeddings) -> PairEmbeddings:
-    dtype = torch.promote_types(pairs.texts.dtype, torch.float32)
-    return PairEmbeddings(pairs.texts.to(dtype), pairs.others.to(dtype))
 
 
 CONTRASTIVE = "contrastive"
@@ -273,7 +271,22 @@ class Contrastive(Objective):
             )
         # Held-out batches have negatives of this rank only, so that their loss does not depend on the number of ranks
         pairs, axis = Pairs.of(batch), self.data_ranks if model.training else single(output.device)
-        own, is_image_P = embed_pairs(model, output, batch, pairs, self.config.pooling)
+        # Both sides of the pairs, from hidden states, and a mask of those with images
+        pooled_G2SD = pooled(output, batch.segments_BT, pairs.num_pieces, self.config.pooling).unflatten(0, (-1, 2))
+        texts_PD, others_PD = (pooled_G2SD[:, side][pairs.is_pair_GS] for side in range(2))
+        numbers_GS = image_numbers(batch).unflatten(0, (-1, 2))[:, 1]
+        is_image_P = numbers_GS[pairs.is_pair_GS] >= 0
+        others_PE = model.head_output(CODE, others_PD)
+        if PIXELS in batch.extras:
+            pixels_GICSS = batch.extras[PIXELS].unflatten(0, (-1, 2)).flatten(1, 2)
+            places_I = torch.arange(pixels_GICSS.shape[1], device=output.device)
+            is_there_GI = places_I < ((numbers_GS >= 0) & pairs.is_pair_GS).sum(dim=1, keepdim=True)
+            # One blank image more: every rank has a gradient of the tower, whatever pairs it got.
+            pixels_KCSS = torch.cat([pixels_GICSS[is_there_GI], torch.zeros_like(pixels_GICSS[:1, 0])])
+            images_KE = model.head_output(IMAGE, pixels_KCSS)[:-1]
+            others_PE = others_PE.index_put((is_image_P.nonzero()[:, 0],), images_KE)
+        texts_PE = model.head_output(TEXT, texts_PD)
+        own = PairEmbeddings(F.normalize(texts_PE, dim=1), F.normalize(others_PE, dim=1))
         gathered_NE2, first = gather_rows(torch.cat(own, dim=1), axis)
         everyone = PairEmbeddings(*gathered_NE2.chunk(2, dim=1))
         # Texts are compared by a hash of their tokens: ranks exchange one number for each pair instead of rows
@@ -304,27 +317,6 @@ def vision_shape(model: Decoder, config: AlignConfig) -> VisionConfig:
     shape = getattr(tower, "config", config.vision)
     assert isinstance(shape, VisionConfig)
     return shape
-
-
-def embed_pairs(
-    model: Decoder, output: Tensor, batch: TokenBatch, pairs: Pairs, pooling: Literal["mean", "last"]
-) -> tuple[PairEmbeddings, Tensor]:
-    """Both sides of the pairs [P, E], and a mask of those with images [P], from hidden states [B, T, D]."""
-    pooled_G2SD = pooled(output, batch.segments_BT, pairs.num_pieces, pooling).unflatten(0, (-1, 2))
-    texts_PD, others_PD = (pooled_G2SD[:, side][pairs.is_pair_GS] for side in range(2))
-    numbers_GS = image_numbers(batch).unflatten(0, (-1, 2))[:, 1]
-    is_image_P = numbers_GS[pairs.is_pair_GS] >= 0
-    others_PE = model.head_output(CODE, others_PD)
-    if PIXELS in batch.extras:
-        pixels_GICSS = batch.extras[PIXELS].unflatten(0, (-1, 2)).flatten(1, 2)
-        places_I = torch.arange(pixels_GICSS.shape[1], device=output.device)
-        is_there_GI = places_I < ((numbers_GS >= 0) & pairs.is_pair_GS).sum(dim=1, keepdim=True)
-        # One blank image more: every rank has a gradient of the tower, whatever pairs it got.
-        pixels_KCSS = torch.cat([pixels_GICSS[is_there_GI], torch.zeros_like(pixels_GICSS[:1, 0])])
-        images_KE = model.head_output(IMAGE, pixels_KCSS)[:-1]
-        others_PE = others_PE.index_put((is_image_P.nonzero()[:, 0],), images_KE)
-    texts_PE = model.head_output(TEXT, texts_PD)
-    return PairEmbeddings(F.normalize(texts_PE, dim=1), F.normalize(others_PE, dim=1)), is_image_P
 
 
 def pooled(hidden_BTD: Tensor, segments_BT: Tensor, num_pieces: int, pooling: Literal["mean", "last"]) -> Tensor:
@@ -358,14 +350,6 @@ class AlignedModel:
     model: Decoder
     pooling: Literal["mean", "last"]
 
-    def embed_texts(self, sequences: Sequence[NDArray[np.integer]]) -> NDArray[np.float32]:
-        """Maps token ids of texts to unit vectors [N, E]."""
-        return self._embed_tokens(TEXT, sequences)
-
-    def embed_code(self, sequences: Sequence[NDArray[np.integer]]) -> NDArray[np.float32]:
-        """Maps token ids of pieces of code to unit vectors [N, E]."""
-        return self._embed_tokens(CODE, sequences)
-
     @torch.no_grad()
     def embed_images(self, files: Sequence[bytes]) -> NDArray[np.float32]:
         """Maps image files to unit vectors [N, E]. Raises `ImageFault` for one that cannot be used."""
@@ -378,7 +362,10 @@ class AlignedModel:
         return torch.cat(vectors).cpu().numpy()
 
     @torch.no_grad()
-    def _embed_tokens(self, head: str, sequences: Sequence[NDArray[np.integer]]) -> NDArray[np.float32]:
+    def embed_tokens(
+        self, head: Literal["text", "code"], sequences: Sequence[NDArray[np.integer]]
+    ) -> NDArray[np.float32]:
+        """Maps token ids of texts or pieces of code to unit vectors [N, E]."""
         # By length, so that the rows of a batch need little padding
         order = sorted(range(len(sequences)), key=lambda number: len(sequences[number]))
         vectors: dict[int, Tensor] = {}

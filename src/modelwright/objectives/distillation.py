@@ -33,7 +33,7 @@ from modelwright.objectives.next_token import num_targets, numbered_batches
 from modelwright.objectives.rollouts import RolloutConfig, gather_rows, share
 from modelwright.ops.attention_divergence import documents
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.ops.distillation_loss import FORWARD, DivergenceKind, Teacher, TopTokens
+from modelwright.ops.distillation_loss import FORWARD, DivergenceKind, Teacher, TeacherHead, TopTokens
 from modelwright.train.objective import BatchSource, Metric, ModelLayout, Objective, Terms, one_process
 
 
@@ -207,7 +207,12 @@ class Distillation(Objective):
             losses["attention"] = nothing + attention_loss * factors["attention"]
         if "logits" in factors:
             if self.cache is None:
-                targets: Teacher = self.teacher.targets(extras["teacher_hidden_BTE"], self.settings.divergence)
+                targets: Teacher = TeacherHead(
+                    hidden_NE=extras["teacher_hidden_BTE"].flatten(0, 1),
+                    weight_VE=self.teacher.head_VE,
+                    soft_cap=self.teacher.config.logit_soft_cap,
+                    kind=self.settings.divergence,
+                )
             else:
                 log_probs_NK, tokens_NK = (
                     extras[teachers.LOG_PROBS].flatten(0, 1),

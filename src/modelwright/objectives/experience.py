@@ -121,9 +121,6 @@ class Experience:
             metrics=metrics,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**vars(self), "extras_CT": dict(self.extras_CT), "metrics": dict(self.metrics)}
-
 
 @dataclass(kw_only=True)
 class ExperienceBuffer:
@@ -139,19 +136,6 @@ class ExperienceBuffer:
     """Number of the newest rollout, from 0."""
     position: int = 0
     """Number of its minibatches that were returned."""
-
-    @property
-    def is_used_up(self) -> bool:
-        return self.experience is None or self.position >= self.num_epochs * self.num_minibatches
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Figures of the newest rollout."""
-        return self.experience.metrics if self.experience else {}
-
-    def fill(self, experience: Experience) -> None:
-        """Start with the experience of the next rollout."""
-        self.experience, self.position, self.number = experience, 0, self.number + 1
 
     def next_minibatch(self, *, rank: int, world_size: int) -> TokenBatch:
         """Returns this data rank's part of the next minibatch, packed into rows, at least one."""
@@ -171,8 +155,10 @@ class ExperienceBuffer:
         self.position = self.num_epochs * self.num_minibatches
 
     def state_dict(self) -> dict[str, Any]:
-        experience = {"experience": self.experience.state_dict()} if self.experience else {}
-        return {"number": self.number, "position": self.position, **experience}
+        state: dict[str, Any] = {"number": self.number, "position": self.position}
+        if one := self.experience:
+            state["experience"] = {**vars(one), "extras_CT": dict(one.extras_CT), "metrics": dict(one.metrics)}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.number, self.position = state["number"], state["position"]
@@ -259,9 +245,10 @@ class RolloutObjective(Objective):
         for _ in itertools.count(first):
             # Before the test: it may end the rollout because of the update that has just been made
             self.before_minibatch()
-            if self.buffer.is_used_up:
-                self.buffer.fill(self.new_experience(model))
-            yield self.buffer.next_minibatch(rank=rank, world_size=world_size)
+            buffer = self.buffer
+            if buffer.experience is None or buffer.position >= buffer.num_epochs * buffer.num_minibatches:
+                buffer.experience, buffer.position, buffer.number = self.new_experience(model), 0, buffer.number + 1
+            yield buffer.next_minibatch(rank=rank, world_size=world_size)
 
     def before_minibatch(self) -> None:
         """May end the current rollout. All ranks call together, after the same updates."""
@@ -298,5 +285,6 @@ class RolloutObjective(Objective):
     def constant_metrics(self, output: Tensor, *, with_rollout: bool) -> dict[str, Metric]:
         """Returns all metrics without values, except for the newest rollout's figures if `with_rollout`."""
         nothing = rollouts.constant_metrics({}, self.metric_names, output.device)
-        figures = self.buffer.metrics if with_rollout else {}
+        newest = self.buffer.experience
+        figures = newest.metrics if with_rollout and newest else {}
         return {**nothing, **rollouts.constant_metrics(figures, list(figures), output.device)}

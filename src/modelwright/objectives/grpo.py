@@ -141,7 +141,14 @@ class Grpo(RolloutObjective):
         ).flatten()
         kept = advantages_C.isfinite().nonzero().flatten()
         rollout, advantages_C = rollout.take(kept), advantages_C[kept]
-        weights_C, normalizers_C = loss_weights(rollout, self.config)
+        # Factors of the token losses of each completion, and each token's share of the divisor of their sum
+        lens_C = rollout.completion_lens_C.double()
+        weights_C = rollout.stopped_C.double() if self.config.rollout.mask_truncated else torch.ones_like(lens_C)
+        normalizers_C = weights_C
+        if self.config.loss_type == "grpo":
+            weights_C = normalizers_C = weights_C / lens_C
+        elif self.config.loss_type == "dr_grpo":
+            normalizers_C = weights_C * self.config.rollout.max_completion_length / lens_C
         of_completions = {"advantages": advantages_C, "loss_weights": weights_C, "normalizers": normalizers_C}
         extras_CT = {name: values_C.float()[:, None] * rollout.mask_CT for name, values_C in of_completions.items()}
         extras_CT["old_log_probs"] = rollout.log_probs_CT
@@ -174,18 +181,3 @@ class Grpo(RolloutObjective):
             figures["reward_std"] = float(stds_P[known_P].mean())
             figures["frac_reward_zero_std"] = float((~advantages.differs(rewards_PG)[known_P]).double().mean())
         return chosen, figures
-
-
-def loss_weights(rollout: Rollout, config: GrpoConfig) -> tuple[Tensor, Tensor]:
-    """Factors of the token losses of each completion, and each token's share of the divisor of their sum, [C] each."""
-    lens_C = rollout.completion_lens_C.double()
-    counted_C = torch.ones_like(lens_C)
-    if config.rollout.mask_truncated:
-        counted_C = rollout.stopped_C.double()
-    match config.loss_type:
-        case "grpo":
-            return counted_C / lens_C, counted_C / lens_C
-        case "dapo":
-            return counted_C, counted_C
-        case "dr_grpo":
-            return counted_C, counted_C * config.rollout.max_completion_length / lens_C

@@ -1,12 +1,13 @@
 """Next-token cross-entropy over packed rows: the objective of pretraining and of supervised fine-tuning."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelwright.core.errors import DataError
 from modelwright.data.rows.batch import IGNORED, TokenBatch
+from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.train.objective import BatchSource, Objective, Terms
@@ -26,6 +27,11 @@ class NextToken(Objective):
     """Number of tokens whose logits exist at a time."""
     answers_only: bool = False
     """Refuse a first batch that predicts every token, for rows with labels only in answers."""
+    further_modules: Callable[[ModelConfig], Mapping[str, nn.Module]] | None = None
+    """Makes modules that are trained with a model of this shape, although the loss does not call them."""
+
+    def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
+        return self.further_modules(config) if self.further_modules else {}
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
         """Raises `DataError` if `answers_only` rows also predict questions, because their loss mask was lost."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,25 +37,6 @@ VALUE = "value"
 """Name of the value function in `Decoder.heads`."""
 
 
-class ValueFunction(Protocol):
-    """Predicts the return at each token: the sum of later rewards."""
-
-    needs: ClassVar[frozenset[str]] = frozenset()
-    """Required properties of a run, as for an objective."""
-
-    def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
-        """Returns the module `VALUE` for a policy of this shape; it maps `inputs` to values [B, T]."""
-        ...
-
-    def inputs(self, batch: TokenBatch, hidden: Callable[[], Tensor]) -> Tensor:
-        """Returns the module's input. hidden: computes the hidden states of the policy [B, T, D] for the batch."""
-        ...
-
-    def flops(self, batch: TokenBatch) -> float:
-        """FLOPs of forward and backward in an update; 0 if they are negligible against the policy's."""
-        ...
-
-
 class ValueHead(nn.Module):
     """Computes the value of each token from its hidden state."""
 
@@ -71,16 +52,22 @@ class ValueHead(nn.Module):
         return self.linear(hidden_BTD.to(self.linear.weight.dtype))[..., 0]
 
 
-class ValueOnTrunk(ValueFunction):
+class ValueOnTrunk:
     """A `ValueHead` on the hidden states of the policy, whose layers learn from both losses."""
 
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Required properties of a run, as for an objective."""
+
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
+        """Returns the module `VALUE` for a policy of this shape; it maps `inputs` to values [B, T]."""
         return {VALUE: ValueHead(config.model_dim)}
 
     def inputs(self, batch: TokenBatch, hidden: Callable[[], Tensor]) -> Tensor:
+        """Returns the module's input. hidden: computes the hidden states of the policy [B, T, D] for the batch."""
         return hidden()
 
     def flops(self, batch: TokenBatch) -> float:
+        """FLOPs of forward and backward in an update; 0 because they are negligible against the policy's."""
         return 0.0
 
 
@@ -100,13 +87,13 @@ class ValueModel(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeparateValueModel(ValueFunction):
+class SeparateValueModel:
     """A separate model, all of whose weights are trained, as in InstructGPT (Ouyang et al. 2022, section 3.5) and TRL's
     PPOTrainer: policy and value losses have separate weights. It is neither divided along the tokens of a row, nor
     scaled layer by layer.
     """
 
-    needs = frozenset({WHOLE_ROWS})
+    needs: ClassVar[frozenset[str]] = frozenset({WHOLE_ROWS})
     shape: ModelConfig
     load: Callable[[], Decoder]
     """Reads the initial decoder; a reward model's head becomes the value head, without one values start at 0."""
@@ -290,7 +277,7 @@ class Ppo(RolloutObjective):
     """Rolls out, and learns from each rollout in `num_ppo_epochs * num_mini_batches` updates."""
 
     config: PpoConfig
-    value: ValueFunction = field(default_factory=ValueOnTrunk)
+    value: ValueOnTrunk | SeparateValueModel = field(default_factory=ValueOnTrunk)
     moments: RunningMoments = field(default_factory=RunningMoments)
     """Mean and variance of the scores of all rollouts so far."""
     kl: KlController = field(init=False)

@@ -26,12 +26,12 @@ from modelwright.data.rows.examples import PromptRecord
 from modelwright.data.rows.order import BatchingConfig
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.engine import EngineConfig
-from modelwright.infer.generate import Completion, generate
+from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import World
-from modelwright.reward.build import ScoredSamples, WeightedSum
+from modelwright.reward.build import WeightedSum
 from modelwright.reward.reward import Sample
 from modelwright.train.objective import Metric, ModelLayout
 
@@ -195,26 +195,10 @@ class RolloutWorker:
             for prompt, completion in zip(records, completions, strict=True)
         ]
         scored = self.reward.evaluate(samples)
-        part = self._rollout([numbers[place] for place, _ in own], records, completions, scored, world)
-        return Rollout(**{name: gather_rows(world, values) for name, values in part.state_dict().items()})
-
-    def text_of(self, token_ids: Sequence[int]) -> str:
-        """Decodes a completion."""
-        # A model may have more rows of the embedding than the tokenizer has tokens
-        return self.tokenizer.decode([one for one in token_ids if one < self.tokenizer.vocab_size])
-
-    def _rollout(
-        self,
-        numbers: Sequence[int],
-        records: Sequence[PromptRecord],
-        completions: Sequence[Completion],
-        scored: ScoredSamples,
-        world: World,
-    ) -> Rollout:
-        """Converts this rank's completions to tensors, as wide as the longest one of all ranks."""
-        prompt_lens = [len(one.ids) for one in records]
+        prompt_lens = [len(one) for one in ids]
+        # This rank's completions as tensors, as wide as the longest one of all ranks; one place at least, also on ranks
+        # without completions
         lens = [length + len(one.token_ids) for length, one in zip(prompt_lens, completions, strict=True)]
-        # One place at least, also on ranks without completions
         longest = int(world.maxima(max(lens, default=2))[0])
         ids_CL = torch.zeros(len(lens), longest, dtype=torch.int64)
         log_probs_CT = torch.zeros(len(lens), longest - 1)
@@ -226,8 +210,8 @@ class RolloutWorker:
         # Made bool below, because a tensor of an empty list is not
         broken_C = torch.tensor([not one.token_ids or one.finish_reason == "error" for one in completions])
         terms = [[score.value for score in scores] for scores in scored.terms.values()]
-        return Rollout(
-            prompts_C=torch.tensor(numbers, dtype=torch.int64),
+        part = Rollout(
+            prompts_C=torch.tensor([numbers[place] for place, _ in own], dtype=torch.int64),
             ids_CL=ids_CL,
             prompt_lens_C=torch.tensor(prompt_lens, dtype=torch.int64),
             lens_C=torch.tensor(lens, dtype=torch.int64),
@@ -236,6 +220,12 @@ class RolloutWorker:
             rewards_C=rewards_C.where(~broken_C.bool(), torch.nan),
             terms_CR=torch.tensor(terms, dtype=torch.float64).view(len(self.reward.terms), len(lens)).T.contiguous(),
         )
+        return Rollout(**{name: gather_rows(world, values) for name, values in part.state_dict().items()})
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Decodes a completion."""
+        # A model may have more rows of the embedding than the tokenizer has tokens
+        return self.tokenizer.decode([one for one in token_ids if one < self.tokenizer.vocab_size])
 
 
 def share(count: int, world: World) -> range:
@@ -270,13 +260,6 @@ def rollout_metrics(rollout: Rollout, term_names: Sequence[str]) -> dict[str, fl
             result[f"rewards/{name}/mean"] = float(kept.mean())
             result[f"rewards/{name}/std"] = float(kept.std()) if len(kept) > 1 else 0.0
     return result
-
-
-def rollout_metric_names(term_names: Sequence[str]) -> list[str]:
-    """Names of all figures that `rollout_metrics` may return."""
-    lengths = [f"completions/{name}" for name in ("clipped_ratio", "mean_length", "min_length", "max_length")]
-    terms = [f"rewards/{name}/{figure}" for name in term_names for figure in ("mean", "std", "failures")]
-    return ["reward", "reward/failures", *lengths, *terms]
 
 
 def shown(rollout: Rollout, worker: RolloutWorker, count: int) -> list[dict[str, Any]]:
@@ -324,8 +307,11 @@ class HeldoutRewards:
 
     @property
     def metric_names(self) -> list[str]:
-        win_rates = [win_rate_name(name) for name in self.worker.term_names]
-        return [*rollout_metric_names(self.worker.term_names), *win_rates]
+        """Names of all figures that `rollout_metrics` may return, and of the win rates."""
+        names = self.worker.term_names
+        lengths = [f"completions/{name}" for name in ("clipped_ratio", "mean_length", "min_length", "max_length")]
+        terms = [f"rewards/{name}/{figure}" for name in names for figure in ("mean", "std", "failures")]
+        return ["reward", "reward/failures", *lengths, *terms, *map(win_rate_name, names)]
 
     def state_dict(self) -> dict[str, Any]:
         return {"first_terms": [*self.first_terms]}

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil, gcd
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +26,6 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.ops.attention_divergence import QueriesAndKeys, attention_divergence, relation_loss
 from modelwright.ops.cross_entropy import CHUNK_TOKENS, soft_cap_logits
-from modelwright.ops.distillation_loss import DivergenceKind, TeacherHead
 from modelwright.parallel.mesh import World
 from modelwright.train.frozen_model import FrozenModel
 
@@ -85,15 +84,6 @@ class TeacherModel:
         inner, flat = rest[: len(outputs)], rest[len(outputs) :]
         layers = [HeadInputs(*flat[3 * place : 3 * place + 3]) for place in range(len(heads))]
         return TeacherOutput(hidden_BTE=hidden_BTE, outputs=inner, heads=layers)
-
-    def targets(self, hidden_BTE: Tensor, divergence: DivergenceKind) -> TeacherHead:
-        """Returns the distributions of all tokens, with the divergence to minimize."""
-        return TeacherHead(
-            hidden_NE=hidden_BTE.flatten(0, 1),
-            weight_VE=self.head_VE,
-            soft_cap=self.config.logit_soft_cap,
-            kind=divergence,
-        )
 
     @torch.no_grad()
     def top_tokens(self, row: TokenBatch, temperature: float, top_k: int) -> tuple[Tensor, Tensor]:
@@ -198,8 +188,9 @@ def row_digest(batch: TokenBatch, row: int) -> str:
 AttentionForm = Literal["relations", "distributions"]
 
 
-class AttentionTargets(Protocol):
-    """Comparison of two models' attention."""
+@dataclass(frozen=True)
+class AttentionRelations:
+    """Compares queries with queries, keys with keys, values with values, of the last layers."""
 
     student: ModelConfig
     teacher: ModelConfig
@@ -208,27 +199,13 @@ class AttentionTargets(Protocol):
 
     def extras(self, heads: Mapping[int, HeadInputs]) -> dict[str, Tensor]:
         """Returns the teacher's tensors that a batch carries as extras, by name."""
-        ...
-
-    def loss(self, heads: Sequence[HeadInputs], batch: TokenBatch) -> Tensor:
-        """Sum over tokens of the mean divergence. heads: inputs of the student's layers, with gradients."""
-        ...
-
-
-@dataclass(frozen=True)
-class AttentionRelations(AttentionTargets):
-    """Queries with queries, keys with keys, values with values, of the last layers."""
-
-    student: ModelConfig
-    teacher: ModelConfig
-    pairs: Sequence[tuple[int, int]]
-
-    def extras(self, heads: Mapping[int, HeadInputs]) -> dict[str, Tensor]:
         ((_, layer),) = self.pairs
         return {f"relation_{kind}_BTE": channels for kind, channels in enumerate(heads[layer])}
 
     def loss(self, heads: Sequence[HeadInputs], batch: TokenBatch) -> Tensor:
-        """Sum over tokens of the mean divergence over relation heads and the three kinds."""
+        """Sum over tokens of the mean divergence over relation heads and the three kinds. heads: inputs of the
+        student's layers, with gradients.
+        """
         num_heads, (own,) = num_relation_heads(self.student, self.teacher), heads
         losses = [
             relation_loss(channels, batch.extras[f"relation_{kind}_BTE"], batch.segments_BT, num_heads=num_heads)
@@ -238,8 +215,8 @@ class AttentionRelations(AttentionTargets):
 
 
 @dataclass(frozen=True)
-class AttentionDistributions(AttentionTargets):
-    """The softmax of queries times keys in each head of the mapped layers, which must be comparable."""
+class AttentionDistributions:
+    """Compares the softmax of queries times keys in each head of the mapped layers, which must be comparable."""
 
     student: ModelConfig
     teacher: ModelConfig
@@ -277,6 +254,9 @@ class AttentionDistributions(AttentionTargets):
             for (own, _), inputs in zip(self.pairs, heads, strict=True)
         ]
         return torch.stack(losses).sum() / (self.student.num_heads * len(losses))
+
+
+AttentionTargets = AttentionRelations | AttentionDistributions
 
 
 def attention_targets(

@@ -201,8 +201,8 @@ def measure_retrieval(model: AlignedModel, training: TrainingData, rows: Path, t
     result: dict[str, Any] = {"recall": {}, "examples": {}}
     if with_code:
         texts, code = [one.text for one in with_code], [tokenizer.decode(one.code_ids).strip() for one in with_code]
-        text_vectors = model.embed_texts([pair.text_ids for pair in with_code])
-        scores = text_vectors @ model.embed_code([pair.code_ids for pair in with_code]).T
+        text_vectors = model.embed_tokens("text", [pair.text_ids for pair in with_code])
+        scores = text_vectors @ model.embed_tokens("code", [pair.code_ids for pair in with_code]).T
         is_right = _same(texts, texts)
         words = bag_of_words(texts, code)
         _add(result, "code: text to code", scores, words, is_right, texts, code)
@@ -210,30 +210,32 @@ def measure_retrieval(model: AlignedModel, training: TrainingData, rows: Path, t
     if with_image:
         store = open_images(rows, "heldout")
         assert store is not None
-        neighbors = _nearest_captions(with_image, store, training, tokenizer)
-        _image_tasks(model, with_image, store, neighbors, result)
+        captions = [pair.text for pair in with_image]
+        # The baseline knows an image by the caption of the training image with the nearest pixels; "" without any.
+        neighbors = [""] * len(captions)
+        if training.images is not None:
+            known = list(
+                islice((one for one in read_pairs(training.rows, tokenizer) if one.image >= 0), MOST_NEIGHBORS)
+            )
+            of_training, of_heldout = _small(training.images, known), _small(store, with_image)
+            squares = (of_training**2).sum(axis=1)  # |a - b|^2 without |b|^2, the same for all training images
+            nearest = (squares - 2 * of_heldout @ of_training.T).argmin(axis=1)
+            neighbors = [known[place].text for place in nearest]
+            del of_training, of_heldout
+        # A caption that several images share is one query, or one candidate: each of its images is a right answer.
+        first_with = {caption: place for place, caption in reversed(list(enumerate(captions)))}
+        texts = list(first_with)
+        text_vectors = model.embed_tokens("text", [with_image[first_with[text]].text_ids for text in texts])
+        scores = text_vectors @ model.embed_images(store.read([pair.image for pair in with_image])).T
+        is_right, words = _same(texts, captions), bag_of_words(texts, neighbors)
+        names = [f"image {pair.image}: {pair.text}" for pair in with_image]
+
+        def image_at(place: int) -> str:
+            return thumbnail(store.data(with_image[place].image))
+
+        _add(result, "image: text to image", scores, words, is_right, texts, names, candidate_image=image_at)
+        _add(result, "image: image to text", scores.T, words.T, is_right.T, names, texts, query_image=image_at)
     return result
-
-
-def _image_tasks(
-    model: AlignedModel, pairs: Sequence[AlignedPair], store: ImageStore, neighbors: Sequence[str],
-    result: dict[str, Any],
-) -> None:  # fmt: skip
-    captions = [pair.text for pair in pairs]
-    # A caption that several images share is one query, or one candidate: each of its images is a right answer.
-    first_with = {caption: place for place, caption in reversed(list(enumerate(captions)))}
-    texts = list(first_with)
-    text_vectors = model.embed_texts([pairs[first_with[text]].text_ids for text in texts])
-    scores = text_vectors @ model.embed_images(store.read([pair.image for pair in pairs])).T
-    is_right = _same(texts, captions)
-    words = bag_of_words(texts, neighbors)
-    names = [f"image {pair.image}: {pair.text}" for pair in pairs]
-
-    def image_at(place: int) -> str:
-        return thumbnail(store.data(pairs[place].image))
-
-    _add(result, "image: text to image", scores, words, is_right, texts, names, candidate_image=image_at)
-    _add(result, "image: image to text", scores.T, words.T, is_right.T, names, texts, query_image=image_at)
 
 
 def _same(texts: Sequence[str], others: Sequence[str]) -> NDArray[np.bool_]:
@@ -266,20 +268,6 @@ def _add(
             example["found_images"] = [candidate_image(one) for one in order[:NUM_SHOWN]]
         examples.append(example)
     result["examples"][name] = examples
-
-
-def _nearest_captions(
-    pairs: Sequence[AlignedPair], store: ImageStore, training: TrainingData, tokenizer: Tokenizer
-) -> list[str]:
-    """Returns for each held-out image the caption of the training image with the nearest pixels; "" without any."""
-    if training.images is None:
-        return [""] * len(pairs)
-    with_image = (one for one in read_pairs(training.rows, tokenizer) if one.image >= 0)
-    known = list(islice(with_image, MOST_NEIGHBORS))
-    of_training, of_heldout = _small(training.images, known), _small(store, pairs)
-    squares = (of_training**2).sum(axis=1)  # |a - b|^2 without |b|^2, which is the same for all training images
-    nearest = (squares - 2 * of_heldout @ of_training.T).argmin(axis=1)
-    return [known[place].text for place in nearest]
 
 
 def _small(store: ImageStore, pairs: Sequence[AlignedPair]) -> NDArray[np.float32]:
@@ -353,7 +341,7 @@ def _blocks(stage: StageData) -> Sequence[Block]:
         items = [
             TextSample(
                 one["query"], "\n".join(one["found"]), f"right one at place {one['place']}",
-                image=one.get("query_image", ""), answer_images=one.get("found_images", ()),
+                image=one.get("query_image", ""), answer_images=one.get("found_images", ())
             )
             for one in examples
         ]  # fmt: skip

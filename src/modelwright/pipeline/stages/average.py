@@ -16,12 +16,10 @@ from torch import Tensor
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
-from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.records import record_costs
-from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Stage, StageContext, StageSpec
@@ -112,21 +110,19 @@ def _run(context: StageContext, settings: AverageConfig, trained: str, tokenizer
         costs: dict[float, tuple[float, float]] = {}
         for one in sorted({*settings.shares, 1.0}):  # 1 is the old model, the reference of the margin
             model.load_state_dict(averaged(old, new, one))
-            of_old, of_new = (bits_per_byte(model, tokenizer, group, context) for group in groups)
-            costs[one] = (of_old, of_new)
+            # Of all documents together: of the answers in conversations, of the text in others
+            bits: list[float] = []
+            for group in groups:
+                rows = record_costs(model, tokenizer, group, EvaluateConfig(), progress=context.progress)
+                every = [row for of_one_kind in rows.values() for row in of_one_kind]
+                bits.append(sum(row["nats"] for row in every) / math.log(2) / sum(row["num_bytes"] for row in every))
+            costs[one] = (bits[0], bits[1])
         share = best_share({one: costs[one] for one in settings.shares}, costs[1.0][0], settings.margin)
         facts["costs"] = {f"{one:g}": {"old": bits[0], "new": bits[1]} for one, bits in costs.items()}
     model.load_state_dict(averaged(old, new, share))
     save_model_folder(model, tokenizer, context.output.path)
     context.output.facts |= facts | {"share": share, "num_parameters": model.config.num_parameters}
     context.progress.note(f"average: {share:g} of the old model")
-
-
-def bits_per_byte(model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], context: StageContext) -> float:
-    """Returns bits per byte of all documents together: of the answers in conversations, of the text in others."""
-    rows = record_costs(model, tokenizer, documents, EvaluateConfig(), progress=context.progress)
-    every = [row for of_one_kind in rows.values() for row in of_one_kind]
-    return sum(row["nats"] for row in every) / math.log(2) / sum(row["num_bytes"] for row in every)
 
 
 AVERAGE = StageSpec(

@@ -20,7 +20,7 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.clean.folder import read_kept
-from modelwright.data.document import SPLITS, Document, Message, Split
+from modelwright.data.document import SPLITS, Message, Split
 from modelwright.data.images import store as stores
 from modelwright.data.images.decode import KEY, StoredImage
 from modelwright.data.images.read import LABEL_FIELD
@@ -85,19 +85,6 @@ def image_token_id(tokenizer: Tokenizer, config: CaptionConfig) -> int:
     return found
 
 
-def turns_about(document: Document, question: str) -> list[Message]:
-    """Returns the conversation of a document, with the mark of its image at the beginning of the first question; a
-    caption is the answer to `question`.
-    """
-    captioned: list[Message] = [{"role": "user", "content": question}, {"role": "assistant", "content": document.text}]
-    turns = document.messages if document.has_turns else captioned
-    # Marks in the text itself would be rendered as further images.
-    turns = [{**turn, "content": turn["content"].replace(IMAGE_MARK, "")} for turn in turns]
-    first = next(number for number, turn in enumerate(turns) if turn["role"] == "user")
-    marked = {**turns[first], "content": f"{IMAGE_MARK}\n{turns[first]['content']}"}
-    return [*turns[:first], marked, *turns[first + 1 :]]
-
-
 @dataclass
 class _Labels:
     """Labels of the images that are written. classes: names in both splits; empty if not all images have one."""
@@ -125,7 +112,7 @@ def _pack(job: row_sets.PackJob, split: Split) -> None:
     labels = _Labels(names if all(fields) and 1 < len(names) <= len(fields) / 2 else [])
     folder = stores.images_folder(job.context.output.path / CAPTION_ROWS.name, split)
     with stores.write_images(folder) as images:
-        report = job.pack(f"{CAPTION_ROWS.name}/{split}", _sequences(job, config, split, images, labels, fit))
+        report = job.pack(f"{CAPTION_ROWS.name}/{split}", _sequences(job, split, images, labels, fit))
     if labels.classes:
         stores.write_labels(folder, labels.numbers, labels.classes)
     if report and fit.num_dropped:
@@ -143,16 +130,19 @@ def _pack(job: row_sets.PackJob, split: Split) -> None:
 
 
 def _sequences(
-    job: row_sets.PackJob,
-    config: CaptionConfig,
-    split: Split,
-    images: stores.StoreWriter,
-    labels: _Labels,
-    fit: ConversationFit,
+    job: row_sets.PackJob, split: Split, images: stores.StoreWriter, labels: _Labels, fit: ConversationFit
 ) -> row_sets.Sequences:
+    config: CaptionConfig = job.config.section(NAME)
     image_text = config.image_token * tower_shape(job.config).num_patches
     for document in read_kept(job.clean, split=split, kinds=("image",)):
-        turns = turns_about(document, config.question)
+        # A caption answers the question of the settings. Marks in the text would be rendered as further images.
+        captioned: list[Message] = [
+            {"role": "user", "content": config.question}, {"role": "assistant", "content": document.text}
+        ]  # fmt: skip
+        turns = document.messages if document.has_turns else captioned
+        turns = [{**turn, "content": turn["content"].replace(IMAGE_MARK, "")} for turn in turns]
+        asked = next(number for number, turn in enumerate(turns) if turn["role"] == "user")
+        turns[asked] = {**turns[asked], "content": f"{IMAGE_MARK}\n{turns[asked]['content']}"}
         fit.num_empty_answers += row_sets.num_empty_answers(turns)
         try:
             chats = job.tokenizer.encode_training_chats(

@@ -29,7 +29,7 @@ from modelwright.pipeline.stages import student as students
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import ALL_ROWS, TEXT_KINDS
-from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
+from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
 from modelwright.pipeline.stages.training import TrainedModel, save_language_model, training_spec
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective
@@ -159,12 +159,35 @@ def _objective(inputs: StageInputs) -> Objective:
     # A run whose student is divided over ranks has no memory for a whole teacher on each.
     sharded = config.parallel.zero_stage == 3 and inputs.world.size > 1
     teacher = TeacherModel.of(students.load_teacher(config, inputs.parents), inputs.world, sharded=sharded)
+    cache = None
+    if training.cache_top_k:
+        if sharded:
+            raise ConfigError(
+                "distill.cache_top_k: rows that are not stored yet need the whole teacher on every process, which "
+                "parallel.zero_stage 3 divides; choose a lower stage or no cache"
+            )
+        if training.cache_top_k > teacher.config.vocab_size:
+            raise ConfigError(
+                f"distill.cache_top_k: {training.cache_top_k} is more than the vocabulary ({teacher.config.vocab_size})"
+            )
+        identity: Any = students.teacher_settings(config)
+        if not identity:
+            identity = read_manifest(inputs.parents[model_before(config, students.STUDENT.name)]).content_digest
+        # One folder for each teacher, temperature and number of tokens: stored probabilities of others would be wrong.
+        name = digest({"teacher": identity, "temperature": training.temperature, "top_k": training.cache_top_k})
+        cache = TeacherCache(
+            teacher=teacher,
+            folder=inputs.folder / "teacher" / name[:16],
+            temperature=training.temperature,
+            top_k=training.cache_top_k,
+            rank=inputs.world.rank,
+        )
     distillation = distilling.Distillation(
         source=inputs.loader,
         teacher=teacher,
         settings=training.settings(),
         num_steps=training.resolve_num_steps(inputs.loader.num_batches_per_epoch),
-        cache=_cache(inputs, training, teacher, sharded=sharded) if training.cache_top_k else None,
+        cache=cache,
     )
     if not training.on_policy.share:
         return distillation
@@ -173,30 +196,6 @@ def _objective(inputs: StageInputs) -> Objective:
         config=training.on_policy,
         stop_ids=Tokenizer.load(inputs.parents[tokenizer_stage(config)]).stop_ids,
         seed=derive_seed(config.seed, DISTILL.name, "on policy"),
-    )
-
-
-def _cache(inputs: StageInputs, training: DistillConfig, teacher: TeacherModel, *, sharded: bool) -> TeacherCache:
-    if sharded:
-        raise ConfigError(
-            "distill.cache_top_k: rows that are not stored yet need the whole teacher on every process, which "
-            "parallel.zero_stage 3 divides; choose a lower stage or no cache"
-        )
-    if training.cache_top_k > teacher.config.vocab_size:
-        raise ConfigError(
-            f"distill.cache_top_k: {training.cache_top_k} is more than the vocabulary ({teacher.config.vocab_size})"
-        )
-    identity: Any = students.teacher_settings(inputs.config)
-    if not identity:
-        identity = read_manifest(inputs.parents[students.teacher_stage(inputs.config)]).content_digest
-    # One folder for each teacher, temperature and number of tokens: stored probabilities of others would be wrong.
-    name = digest({"teacher": identity, "temperature": training.temperature, "top_k": training.cache_top_k})
-    return TeacherCache(
-        teacher=teacher,
-        folder=inputs.folder / "teacher" / name[:16],
-        temperature=training.temperature,
-        top_k=training.cache_top_k,
-        rank=inputs.world.rank,
     )
 
 

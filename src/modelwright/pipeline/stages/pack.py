@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from modelwright.core.artifacts import Manifest
 from modelwright.core.config import dump
@@ -40,8 +39,21 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
         "count_overlap": False,
     }  # fmt: skip
     identity = {name: one for name, one in dump(settings).items() if name not in always or always[name] != one}
-    if config.rows_from:
-        return _imported(config, settings, identity, tokenizer_from)
+    if config.rows_from:  # reuses rows that were packed with the same settings and tokenizer, for all trainings
+
+        def check(context: StageContext, manifest: Manifest) -> None:
+            check_packing(config, dump(settings), dump(PackConfig()), PACK.name, context)
+            source = TOKENIZE.name if TOKENIZE.name in manifest.inputs else INIT.name
+            if source != tokenizer_from or config.init_from:
+                check_tokenizer(config, context.parents[tokenizer_from], source, context)
+            for stage in config.trainings:
+                if stage.rows and not stage.rows.if_empty and f"{stage.rows.name}/train" not in manifest.facts:
+                    raise ConfigError(
+                        f"rows_from: {config.rows_from} lacks the rows of {stage.rows.title} that {stage.name} learns "
+                        f"from; pack them there in a run with the stage {stage.name}"
+                    )
+
+        return imported_stage(config, PACK, settings=identity, parents=(tokenizer_from,), check=check)
     labels = {"score": settings.score, "group_by": settings.group_by, "keep_documents": settings.keep_documents}
     identity |= {name: value for name, value in labels.items() if value not in ("", "none", False)}
     if further := [rows.name for rows in row_sets(config)[2:]]:
@@ -56,24 +68,6 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
         run=lambda context: _run(context, config, settings, Tokenizer.load(context.parents[tokenizer_from])),
         version=2,
     )
-
-
-def _imported(config: RunConfig, settings: PackConfig, identity: dict[str, Any], tokenizer_from: str) -> Stage:
-    """Reuses rows that were packed with the same settings and tokenizer, for all trainings of the run."""
-
-    def check(context: StageContext, manifest: Manifest) -> None:
-        check_packing(config, dump(settings), dump(PackConfig()), PACK.name, context)
-        source = TOKENIZE.name if TOKENIZE.name in manifest.inputs else INIT.name
-        if source != tokenizer_from or config.init_from:
-            check_tokenizer(config, context.parents[tokenizer_from], source, context)
-        for stage in config.trainings:
-            if stage.rows and not stage.rows.if_empty and f"{stage.rows.name}/train" not in manifest.facts:
-                raise ConfigError(
-                    f"rows_from: {config.rows_from} lacks the rows of {stage.rows.title} that {stage.name} learns "
-                    f"from; pack them there in a run with the stage {stage.name}"
-                )
-
-    return imported_stage(config, PACK, settings=identity, parents=(tokenizer_from,), check=check)
 
 
 def with_labels(config: RunConfig) -> PackConfig:

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from modelwright.data.rows.loader import PackedRows
-from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import save_sequence_classifier
 from modelwright.objectives.preference import Pairs
-from modelwright.objectives.reward_model import HEAD, RewardModel, RewardModelConfig, RewardModeling, reward_model
+from modelwright.objectives.reward_model import HEAD, RewardModelConfig, RewardModeling, reward_model
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.report.blocks import Block, Chart, Fact, Table, count, number, percent
 from modelwright.pipeline.report.charts import Line, line_chart
@@ -100,37 +99,29 @@ GROUPS_AT_ONCE = 8
 
 
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
+    tokenizer = trained.tokenizer
+    named = [tokenizer.id_of(tokenizer.special_tokens.get(name, "")) for name in ("pad_token", "bos_token")]
+    candidates = [*named, *range(tokenizer.vocab_size)]
     save_sequence_classifier(
         trained.model,
         trained.folder,
         head=HEAD,
         label=LABEL,
-        eos_id=trained.tokenizer.eos_id,
-        pad_id=pad_id(trained.tokenizer),
+        eos_id=tokenizer.eos_id,
+        # A token with which no sequence ends: `transformers` scores at the last one that is not padding.
+        pad_id=next(token for token in candidates if token is not None and token not in tokenizer.stop_ids),
     )
-    trained.tokenizer.save(trained.folder, max_length=trained.model.config.max_seq_len)
+    tokenizer.save(trained.folder, max_length=trained.model.config.max_seq_len)
     if not trained.heldout.is_dir():
         return {}
     device = trained.model.embedding.weight.device
     judge = reward_model(trained.model, single(device))
-    return {"heldout_pairs": asdict(calibration(differences(judge, PackedRows(trained.heldout))))}
-
-
-def pad_id(tokenizer: Tokenizer) -> int:
-    """Returns a token with which no sequence ends: `transformers` scores at the last one that is not padding."""
-    named = [tokenizer.id_of(tokenizer.special_tokens.get(name, "")) for name in ("pad_token", "bos_token")]
-    candidates = [*named, *range(tokenizer.vocab_size)]
-    return next(token for token in candidates if token is not None and token not in tokenizer.stop_ids)
-
-
-def differences(judge: RewardModel, rows: PackedRows) -> np.ndarray:
-    """Returns the reward of the chosen answer minus that of the rejected one, for each pair of packed rows, [P]."""
-    found: list[np.ndarray] = []
-    for batch in rows.batches(GROUPS_AT_ONCE):
+    differences: list[np.ndarray] = []  # the reward of the chosen answer minus that of the rejected one, for each pair
+    for batch in PackedRows(trained.heldout).batches(GROUPS_AT_ONCE):
         scores_G2S = judge.piece_scores(batch).cpu().unflatten(0, (-1, 2))
         difference_GS = scores_G2S[:, 0] - scores_G2S[:, 1]
-        found.append(difference_GS[Pairs.of(batch).is_pair_GS].numpy())
-    return np.concatenate(found)
+        differences.append(difference_GS[Pairs.of(batch).is_pair_GS].numpy())
+    return {"heldout_pairs": asdict(calibration(np.concatenate(differences)))}
 
 
 def _headline(data: RunData, stage: StageData) -> Sequence[Fact]:

@@ -266,7 +266,8 @@ def rollout_section(
 ) -> Section:
     """Returns rewards and samples before and after, curves, and the blocks of every training except for its loss."""
     section = training_section(stage, data.config.section(stage.name), title, loss_unit="")
-    matches = (re.fullmatch(r"rewards/(.+)/mean", key) for record in stage.records() for key in record)
+    records = stage.records()
+    matches = (re.fullmatch(r"rewards/(.+)/mean", key) for record in records for key in record)
     names = list(dict.fromkeys(match[1] for match in matches if match))  # terms of the reward
     means = {f"Reward term {name}": {f"rewards/{name}/mean": "rollouts"} for name in names if len(names) > 1}
     wins = {f"rewards/{name}/win_rate": f"by {name}" for name in names}  # against completions before the first update
@@ -276,31 +277,28 @@ def rollout_section(
     if rows := [[name, number(first[name], 3), number(last[name], 3)] for name in first if name in last]:
         caption = f"Each held-out prompt once, {decoding(data, stage)}."
         blocks.append(Table(["metric", "before", "after"], rows, "Held-out prompts", caption, numeric=(1, 2)))
-    blocks += _samples(stage)
+    completions = read_records(stage.folder.path / COMPLETIONS)
+    newest = max((one["rollout"] for one in completions), default=0)
+    for rollout, which in {0: "first", newest: "last"}.items():
+        if items := [
+            TextSample(one["prompt"], one["completion"], f"reward {number(float(one['reward']), 3)}")
+            for one in completions
+            if one["rollout"] == rollout
+        ]:
+            blocks.append(Samples(items, f"Completions of the {which} rollout"))
     blocks += metric_charts(stage, {"Reward": {"reward": "rollouts"}, **terms, **charts})
-    if len(names) > 1:
-        blocks += over_kl(stage, kl_metric, names)
-    return replace(section, blocks=[*blocks, *section.blocks[1:]])  # without the chart of the loss
-
-
-def over_kl(stage: StageData, kl_metric: str, names: Sequence[str]) -> list[Chart]:
-    """Returns a chart of each term of the reward against the distance from the start: the score of a reward model keeps
-    rising where the quality that it should measure falls (Gao et al. 2023, "Scaling laws for reward model
-    overoptimization", figure 1).
-    """
-    records, charts = stage.records(), list[Chart]()
-    for place, name in enumerate(names):
+    # The score of a reward model keeps rising where the quality that it should measure falls (Gao et al. 2023, "Scaling
+    # laws for reward model overoptimization", figure 1): each term of several against the distance from the start.
+    for place, name in enumerate(names if len(names) > 1 else ()):
         metric = f"rewards/{name}/mean"
         both = [one for one in records if kl_metric in one and metric in one]
-        points = [
-            (kl, reward)
-            for (_, kl), (_, reward) in zip(smooth(column(both, kl_metric)), smooth(column(both, metric)), strict=True)
-        ]
-        if points:
-            title, file = f"Reward term {name} against the KL from the start", f"{stage.name}-kl-{place}"
-            line = Line("rollouts", points)
-            charts.append(Chart(title, line_chart([line], name=file, x_label="KL, nats", y_label=name)))
-    return charts
+        curves = (smooth(column(both, one)) for one in (kl_metric, metric))
+        if points := [(kl, reward) for (_, kl), (_, reward) in zip(*curves, strict=True)]:
+            svg = line_chart(
+                [Line("rollouts", points)], name=f"{stage.name}-kl-{place}", x_label="KL, nats", y_label=name
+            )
+            blocks.append(Chart(f"Reward term {name} against the KL from the start", svg))
+    return replace(section, blocks=[*blocks, *section.blocks[1:]])  # without the chart of the loss
 
 
 def _first_evaluation(stage: StageData) -> Mapping[str, float]:
@@ -314,18 +312,3 @@ def decoding(data: RunData, stage: StageData) -> str:
     """Returns in words how held-out prompts were answered."""
     greedy = data.config.section(stage.name).rollout.heldout_decoding == "greedy"
     return "greedy completions" if greedy else "sampled completions"
-
-
-def _samples(stage: StageData) -> list[Samples]:
-    records = read_records(stage.folder.path / COMPLETIONS)
-    last = max((one["rollout"] for one in records), default=0)
-    titles = {0: "Completions of the first rollout", last: "Completions of the last rollout"}
-    result: list[Samples] = []
-    for rollout, title in titles.items():
-        items = [
-            TextSample(one["prompt"], one["completion"], f"reward {number(float(one['reward']), 3)}")
-            for one in records
-            if one["rollout"] == rollout
-        ]
-        result += [Samples(items, title)] if items else []
-    return result

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -308,15 +308,7 @@ class OldRows(Sequence[TokenBatch]):
     def __len__(self) -> int:
         return len(self.groups)
 
-    @overload
-    def __getitem__(self, index: int) -> TokenBatch: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[TokenBatch]: ...
-
-    def __getitem__(self, index: int | slice) -> TokenBatch | list[TokenBatch]:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> TokenBatch:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.packed.gather(np.array([self.groups[index]]))
 
 
@@ -379,20 +371,14 @@ def training_data(folder: Path, config: RowCacheConfig, context: StageContext) -
 def read_ahead(
     loader: PlannedRows, data: TrainingData, config: RowCacheConfig
 ) -> tuple[PlannedRows, Sequence[TechniqueBuilder]]:
-    """Returns a loader that reads rows before they are needed, with a technique that records how long batches waited;
-    where rows are mapped into memory, the loader itself.
+    """Returns a loader that reads rows before they are needed, with a technique that adds the figures of each step to
+    the record, such as how long batches waited, and their sums to the facts of the stage; where rows are mapped into
+    memory, the loader itself.
     """
     reader = loader.rows.reader
     if not isinstance(reader, BlockReader):
         return loader, []
-    return LookaheadLoader(loader, reader, num_ahead=config.num_batches_ahead), [recorded(data.readers)]
-
-
-def recorded(readers: Sequence[BlockReader[Any]]) -> TechniqueBuilder:
-    """Returns a technique that adds the figures of each step to the record, and their sums to the facts of the
-    stage.
-    """
-    before: dict[str, float] = {}
+    readers, before = data.readers, dict[str, float]()
 
     def metrics() -> Mapping[str, float]:
         # The readers count from their start; a record has the changes since the one before it.
@@ -403,13 +389,14 @@ def recorded(readers: Sequence[BlockReader[Any]]) -> TechniqueBuilder:
         before.update(now)
         return changes
 
-    return lambda run: Technique(name=ROW_CACHE, metrics=metrics, summary=lambda: _sums(readers), needs=frozenset())
+    technique = Technique(name=ROW_CACHE, metrics=metrics, summary=lambda: _sums(readers), needs=frozenset())
+    return LookaheadLoader(loader, reader, num_ahead=config.num_batches_ahead), [lambda run: technique]
 
 
 def _sums(readers: Sequence[BlockReader[Any]]) -> dict[str, Any]:
     """Adds up the figures of the readers and of the tiers that they read from."""
     # Rows and images may read through the same tiers, which count once.
-    tiers = {id(reader.tiers): reader.tier_figures for reader in readers}
+    tiers = {id(reader.tiers): reader.tiers.figures for reader in readers}
     return _added([asdict(reader.figures) for reader in readers]) | _added([asdict(one) for one in tiers.values()])
 
 

@@ -250,46 +250,40 @@ def _await_url(process: subprocess.Popen, timeout_s: float, log: Path) -> str:
 
 def _ask(server: Server, config: RunConfig, question: str, reference: str, *, stream: bool) -> dict[str, Any]:
     """Asks a question with the official client, plain or streamed. Raises `ModelwrightError` if it is rejected."""
-    from openai import OpenAIError
+    from openai import OpenAI, OpenAIError
 
+    result: dict[str, Any] = {"question": question, "reference": reference}
     try:
-        return _answer(server.url, config, question, reference, stream=stream)
+        # Without retries: a server that fails once must fail the stage.
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+            model = client.models.list().data[0].id
+            requested: dict[str, Any] = {
+                "model": model,
+                "messages": [{"role": "user", "content": question}],
+                "max_tokens": config.section(SERVE_CHECK).max_tokens,
+                "temperature": config.section(SERVE_CHECK).temperature,
+                "seed": config.seed,
+            }
+            started = time.monotonic()
+            if stream:
+                pieces, first_s = [], 0.0
+                for event in client.chat.completions.create(stream=True, **requested):
+                    text = event.choices[0].delta.content if event.choices else None
+                    if text:
+                        first_s = first_s or time.monotonic() - started
+                        pieces.append(text)
+                result |= {"answer": "".join(pieces), "first_text_s": first_s, "num_pieces": len(pieces)}
+            else:
+                reply = client.chat.completions.create(**requested)
+                result |= {
+                    "answer": reply.choices[0].message.content or "",
+                    "finish_reason": reply.choices[0].finish_reason,
+                    "num_tokens": reply.usage.completion_tokens if reply.usage else 0,
+                }
+            return result | {"latency_s": time.monotonic() - started}
     except OpenAIError as error:
         shown = question if len(question) <= 80 else f"{question[:80]}..."
         raise ModelwrightError(f"the server did not answer {shown!r}: {error}; see {server.log}") from error
-
-
-def _answer(url: str, config: RunConfig, question: str, reference: str, *, stream: bool) -> dict[str, Any]:
-    from openai import OpenAI
-
-    # Without retries: a server that fails once must fail the stage.
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
-        model = client.models.list().data[0].id
-        requested: dict[str, Any] = {
-            "model": model,
-            "messages": [{"role": "user", "content": question}],
-            "max_tokens": config.section(SERVE_CHECK).max_tokens,
-            "temperature": config.section(SERVE_CHECK).temperature,
-            "seed": config.seed,
-        }
-        started = time.monotonic()
-        result: dict[str, Any] = {"question": question, "reference": reference}
-        if stream:
-            pieces, first_s = [], 0.0
-            for event in client.chat.completions.create(stream=True, **requested):
-                text = event.choices[0].delta.content if event.choices else None
-                if text:
-                    first_s = first_s or time.monotonic() - started
-                    pieces.append(text)
-            result |= {"answer": "".join(pieces), "first_text_s": first_s, "num_pieces": len(pieces)}
-        else:
-            reply = client.chat.completions.create(**requested)
-            result |= {
-                "answer": reply.choices[0].message.content or "",
-                "finish_reason": reply.choices[0].finish_reason,
-                "num_tokens": reply.usage.completion_tokens if reply.usage else 0,
-            }
-        return result | {"latency_s": time.monotonic() - started}
 
 
 def _options(plain: dict[str, Any], prefix: str = "") -> list[str]:

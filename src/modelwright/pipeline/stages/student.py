@@ -25,7 +25,7 @@ from modelwright.pipeline.stages.estimates import fixed_estimate
 from modelwright.pipeline.stages.init import folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import ALL_ROWS, TEXT_ROWS
-from modelwright.pipeline.stages.stage_inputs import FIRST_TRAINING, tokenizer_stage
+from modelwright.pipeline.stages.stage_inputs import model_before, needed_start, tokenizer_stage
 
 DIMENSIONS = ("num_layers", "model_dim", "num_heads", "num_kv_heads", "ffn_dim", "head_dim")
 
@@ -99,21 +99,12 @@ def student_shape(config: RunConfig) -> ModelConfig:
         return settings.shape(teacher_shape(config))
 
 
-def teacher_stage(config: RunConfig) -> str:
-    """Returns the last stage before the student that produces a model, "" without one: the teacher, unless that comes
-    from a folder.
-    """
-    place = [stage.name for stage in config.stages].index(STUDENT.name)
-    names = [stage.name for stage in config.stages[:place] if stage.model_title]
-    return names[-1] if names else ""
-
-
 def teacher_parents(config: RunConfig) -> tuple[str, ...]:
     """Returns the stages whose models are needed as the teacher or the student."""
     settings: StudentConfig = config.section(STUDENT)
     if settings.teacher and settings.init != "continue":
         return ()
-    return (teacher_stage(config) or FIRST_TRAINING,)
+    return needed_start(config, STUDENT.name)
 
 
 def teacher_settings(config: RunConfig) -> list[list[str | int]]:
@@ -131,7 +122,7 @@ def load_teacher(config: RunConfig, parents: Mapping[str, Path]) -> Decoder:
             "because teacher and student are made by the run; set it by hand"
         )
     if not settings.teacher:
-        return load_model(parents[teacher_stage(config)])
+        return load_model(parents[model_before(config, STUDENT.name)])
     folder = Path(settings.teacher)
     verify_if_artifact(folder)
     difference = tokenizer_difference(Tokenizer.load(folder), Tokenizer.load(parents[tokenizer_stage(config)]))
@@ -170,7 +161,7 @@ def _run(context: StageContext, config: RunConfig) -> None:
     context.progress.begin(STUDENT.name, 0, "tensors")
     teacher = load_teacher(config, context.parents)
     if settings.init == "continue":
-        student = load_model(context.parents[teacher_stage(config)])
+        student = load_model(context.parents[model_before(config, STUDENT.name)])
         if student.config.vocab_size != teacher.config.vocab_size:
             raise ConfigError(
                 f"{STUDENT.name}.teacher: predicts {teacher.config.vocab_size} tokens, and the run's model "

@@ -31,10 +31,10 @@ from modelwright.ops import cpu_kernels
 from modelwright.pipeline.augmenting import augmentation_digest, augmented, is_augmented, tell_cost
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import PROCESS_BYTES, StageEstimate, training_stage
-from modelwright.pipeline.report.blocks import Block, Fact, Section, plural
+from modelwright.pipeline.report.blocks import Block, Section, plural
 from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import Rates, RowSet, Stage, StageContext, StageInputs, StageSpec
+from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec
 from modelwright.pipeline.stages import rows as row_sets
 from modelwright.pipeline.stages import training_figures as figures
 from modelwright.pipeline.stages.estimates import SCORED_FRACTION
@@ -128,8 +128,6 @@ MANY_EPOCHS = 4.0
 ADAPTER_FOLDER = "adapter"
 """Subfolder of the artifact for trained adapters; the model in the artifact has the adapters merged in."""
 
-TechniquesOf = Callable[[StageInputs], Sequence[TechniqueBuilder]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Traits:
@@ -137,7 +135,7 @@ class _Traits:
 
     start: Callable[[RunConfig, str], str]
     further: Callable[[RunConfig, Any], FurtherModels]
-    techniques: TechniquesOf
+    techniques: Callable[[StageInputs], Sequence[TechniqueBuilder]]
     row_use: row_sets.RowUse
     save: Callable[[TrainedModel], Mapping[str, Any]]
     prepare: Callable[[RunConfig, Decoder], None]
@@ -146,31 +144,21 @@ class _Traits:
 def training_spec(
     *,
     name: str,
-    title: str,
     report_title: str,
-    model_title: str,
-    objective: Callable[[StageInputs], Objective],
-    rows: RowSet,
-    needs: Callable[[RunConfig], tuple[str, ...]],
     run_needs: frozenset[str] = UNDECLARED | Objective.needs,
     config: type[TrainConfig] = TrainConfig,
-    headline: Callable[[RunData, StageData], Sequence[Fact]] = lambda data, stage: (),
-    closing: Callable[[RunData, StageData], Sequence[str]] = lambda data, stage: (),
-    time_weight: float = 1.0,
-    only_if_named: bool = False,
-    reads_images: bool = False,
-    follows: str = "",
     loss_unit: str = NATS_PER_TOKEN,
     blocks: Callable[[StageData], Sequence[Block]] = lambda stage: figures.metric_charts(
         stage, {name: {name: name} for name in stage.facts.get("metric_names", ())}
     ),
     further: Callable[[RunConfig, Any], FurtherModels] = lambda config, training: FurtherModels(),
     start: Callable[[RunConfig, str], str] = model_before,
-    techniques: TechniquesOf = lambda inputs: (),
+    techniques: Callable[[StageInputs], Sequence[TechniqueBuilder]] = lambda inputs: (),
     row_use: row_sets.RowUse = USES_ROWS,
     save: Callable[[TrainedModel], Mapping[str, Any]] = save_language_model,
     fresh: Callable[[RunConfig], Decoder] | None = None,
     prepare: Callable[[RunConfig, Decoder], None] = lambda config, model: None,
+    **of_stage: Any,
 ) -> StageSpec:
     """Returns a stage that trains the model before it, or random weights, on rows of pack (see `StageSpec`).
 
@@ -185,58 +173,42 @@ def training_spec(
     save: writes the artifact on the first rank and returns further facts
     fresh: makes the model with random weights
     prepare: changes the model that training starts from, in place; its weights may still be on disk (`deferred_model`)
+    of_stage: further fields of `StageSpec`; `title`, `model_title`, `objective`, `rows` and `needs` are required
     """
     traits = _Traits(start=start, further=further, techniques=techniques, row_use=row_use, save=save, prepare=prepare)
 
     def report(data: RunData, stage: StageData) -> Section:
         training = data.config.section(name)
         section = training_section(stage, training, report_title, loss_unit="" if training.objective else loss_unit)
-        # The top of the report has already shown the samples of the run's first training (`_highlight`).
+        # The top of the report has already shown the samples of the run's first training (`highlight`).
         samples = () if stage.name == data.config.trainings[0].name else figures.sample_block(stage.folder.path)
-        own = [
-            *samples,
-            *blocks(stage),
-            *section.blocks,
-            *figures.head_blocks(stage),
-            *row_sets.cache_blocks(stage),
-        ]
-        return replace(section, blocks=own)
+        further_blocks = (*figures.head_blocks(stage), *row_sets.cache_blocks(stage))
+        return replace(section, blocks=[*samples, *blocks(stage), *section.blocks, *further_blocks])
+
+    def highlight(data: RunData, stage: StageData) -> Sequence[Block]:
+        if stage.name != data.config.trainings[0].name:
+            return ()
+        # A named objective may come from another package, and only that package knows the unit of its loss.
+        unit = "" if data.config.section(stage.name).objective else loss_unit
+        return [*loss_highlight(stage, unit), *figures.sample_block(stage.folder.path)]
 
     spec = StageSpec(
         name=name,
-        title=title,
         config=config,
-        needs=needs,
         build=lambda run_config, run, present: _stage(run_config, spec, traits),
         estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, traits),
         report=report,
-        headline=headline,
-        highlight=partial(_highlight, loss_unit=loss_unit),
-        closing=closing,
+        highlight=highlight,
         warnings=lambda stage: (
             [f"{num_skipped} steps were skipped because values were not finite."]
             if (num_skipped := stage.facts.get("num_skipped"))
             else []
         ),
-        model_title=model_title,
-        objective=objective,
-        rows=rows,
         run_needs=run_needs,
         fresh=fresh or fresh_model,
-        time_weight=time_weight,
-        only_if_named=only_if_named,
-        reads_images=reads_images,
-        follows=follows,
+        **of_stage,
     )
     return spec
-
-
-def _highlight(data: RunData, stage: StageData, loss_unit: str) -> Sequence[Block]:
-    if stage.name != data.config.trainings[0].name:
-        return ()
-    # A named objective may come from another package, and only that package knows the unit of its loss.
-    loss_unit = "" if data.config.section(stage.name).objective else loss_unit
-    return [*loss_highlight(stage, loss_unit), *figures.sample_block(stage.folder.path)]
 
 
 def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:
@@ -328,13 +300,9 @@ def fresh_model(config: RunConfig) -> Decoder:
 
 
 def _learn(
-    context: StageContext,
-    config: RunConfig,
-    spec: StageSpec,
-    model: Decoder,
-    data: row_sets.TrainingData,
+    context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, data: row_sets.TrainingData,
     traits: _Traits,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     name, training, packed = spec.name, config.section(spec), data.rows
     rows, world = packed.folder, context.ranks.world
     num_copies = training.num_copies(config.parallel.axes(world.size))
@@ -379,6 +347,7 @@ def _learn(
     heldout_rows = batch_rows if row_use.compares_rows else microbatch_rows
     heldout = row_use.heldout(rows.parent / "heldout", config, batch_rows=heldout_rows)
     tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
+    prompt = figures.first_prompt(heldout) if spec.model_title else ()
     result = train(
         TrainJob(
             model=model,
@@ -399,9 +368,7 @@ def _learn(
                 *cache,
                 *augmentation,
                 *mixture_techniques(loader, objective, config, training, rows, batch_rows=heldout_rows),
-                figures.text_samples(
-                    context.folder.path, tokenizer, figures.first_prompt(heldout) if spec.model_title else ()
-                ),
+                partial(figures.text_samples, folder=context.folder.path, tokenizer=tokenizer, prompt=prompt),
                 *figures.bits_per_byte(context, config, spec),
                 *(partial(_build_declared, name, build, known_needs) for build in traits.techniques(inputs)),
                 *row_use.techniques(objective, heldout, context.folder.path),
@@ -448,8 +415,9 @@ def _conclude(
         parts.append(f"held out {result.heldout_loss:.3f}")
     if result.train_time_s:
         parts.append(f"{result.num_tokens / result.train_time_s:,.0f} tokens/s")
-    if used_share := figures.utilization(result, peaks, context.ranks.size):
-        parts.append(f"MFU {used_share:.0%}")
+    if peaks["peak_flops"] and result.train_time_s:  # model FLOPs utilization of the whole training
+        used_share = result.model_flops / result.train_time_s / (peaks["peak_flops"] * context.ranks.size)
+        parts += [f"MFU {used_share:.0%}"] if used_share else []
     context.progress.note(", ".join(parts))
     tell_cost(name, result, context.progress)
     better = training.keep_best and 0 < result.best.step < result.num_steps and result.best.loss < result.heldout_loss

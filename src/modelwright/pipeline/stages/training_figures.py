@@ -6,9 +6,8 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -63,14 +62,7 @@ def first_prompt(heldout: Sequence[TokenBatch]) -> list[int]:
     return batch.input_ids_BT[0, : min(first, in_first_document)].tolist()
 
 
-def text_samples(folder: Path, tokenizer: Tokenizer, prompt: Sequence[int]) -> TechniqueBuilder:
-    """Returns a technique that shows the model's continuation of `prompt` and appends it to `samples.jsonl` in
-    `folder`.
-    """
-    return partial(_build, folder=folder, tokenizer=tokenizer, prompt=prompt)
-
-
-def _build(
+def text_samples(
     run: Runtime,
     *,
     folder: Path,
@@ -78,6 +70,9 @@ def _build(
     prompt: Sequence[int],
     clock: Callable[[], float] = time.monotonic,
 ) -> Technique | None:
+    """Returns a technique that shows the model's continuation of `prompt` and appends it to `samples.jsonl` in
+    `folder`.
+    """
     # None without a prompt, if another rank samples, and if this rank has only a part of the model: training does not
     # depend on a sample.
     model = run.model
@@ -99,7 +94,8 @@ def _build(
         run.alive()
         # A model may have rows beyond the tokenizer's vocabulary, which are hardly trained and mean nothing.
         text = tokenizer.decode([one for one in completion.token_ids if one < tokenizer.vocab_size])
-        run.note(f"step {info.step:,}: {_one_line(tokenizer.decode(prompt))} ▸ {_one_line(text)}")
+        shown = " ▸ ".join(" ".join(one.split()) for one in (tokenizer.decode(prompt), text))
+        run.note(f"step {info.step:,}: {shown}")
         _keep(folder / FILE, {"step": info.step, "loss": info.loss, "text": text})
         last = clock()
 
@@ -126,10 +122,6 @@ def sample_block(folder: Path) -> list[Samples]:
     return [Samples(items, title="One beginning, continued while the model learned")]
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
 HEAD_SHARES = "head_shares"
 """Key of the stage's facts."""
 ROWS_AT_ONCE, MOST_BATCHES = 8, 16
@@ -137,22 +129,16 @@ ALWAYS, NEVER = 0.99, 0.01
 """Shares of tokens from which, and up to which, the report counts a head as always or never open."""
 
 
+@torch.no_grad()
 def head_shares(model: Decoder, heldout: Path) -> dict[str, Any]:
     """Returns the facts of a model on a folder of held-out rows; {} if it is missing or the model selects no heads."""
     if model.config.head_budget == 1.0 or not heldout.is_dir():
         return {}
-    counts_LH, num_tokens = count_open(model, islice(PackedRows(heldout).batches(ROWS_AT_ONCE), MOST_BATCHES))
-    shares = (counts_LH.double() / max(1, num_tokens)).tolist()
-    return {HEAD_SHARES: {"shares": shares, "num_tokens": num_tokens, "budget": model.config.head_budget}}
-
-
-@torch.no_grad()
-def count_open(model: Decoder, batches: Iterable[TokenBatch]) -> tuple[Tensor, int]:
-    """Counts the tokens for which each head of each layer is open, int64 [L, H], and all tokens without padding."""
+    # The tokens for which each head of each layer is open, and all tokens without padding
     counts_LH = torch.zeros(model.config.num_layers, model.config.num_heads, dtype=torch.int64)
     num_tokens, device, was_training = 0, model.norm.weight.device, model.training
     model.eval()
-    for batch in batches:
+    for batch in islice(PackedRows(heldout).batches(ROWS_AT_ONCE), MOST_BATCHES):
         batch = batch.to(device)
         is_real_BT = batch.segments_BT >= 0
 
@@ -163,7 +149,8 @@ def count_open(model: Decoder, batches: Iterable[TokenBatch]) -> tuple[Tensor, i
             forward(model, batch)
         num_tokens += int(is_real_BT.sum())
     model.train(was_training)
-    return counts_LH, num_tokens
+    shares = (counts_LH.double() / max(1, num_tokens)).tolist()
+    return {HEAD_SHARES: {"shares": shares, "num_tokens": num_tokens, "budget": model.config.head_budget}}
 
 
 def head_blocks(stage: StageData) -> Sequence[Block]:
@@ -218,11 +205,8 @@ def bits_per_byte(context: StageContext, config: RunConfig, spec: StageSpec) -> 
     if spec.rows is not TEXT_ROWS or not bytes_per_token or config.section(spec).objective:
         return []
     bits_per_nat = 1 / math.log(2) / statistics.mean(bytes_per_token)
-
-    def show(info: StepInfo) -> None:
-        context.progress.advance(info.step, bits_per_byte=info.loss * bits_per_nat)
-
-    return [observer("bits_per_byte", show)]
+    advance = context.progress.advance
+    return [observer("bits_per_byte", lambda info: advance(info.step, bits_per_byte=info.loss * bits_per_nat))]
 
 
 _PEAK_FILE = "peak.json"
@@ -259,13 +243,6 @@ def peaks_after(
         )
     after = product_rate(config, training.precision, SilentProgress().note)
     return {"live_peak_flops": live, "peak_flops": max(live, result.peak_flops, after)}
-
-
-def utilization(result: TrainResult, peaks: dict[str, float], num_ranks: int) -> float:
-    """Model FLOPs utilization of the whole training in [0, 1], 0 if the peak rate is unknown."""
-    if not peaks["peak_flops"] or not result.train_time_s:
-        return 0.0
-    return result.model_flops / result.train_time_s / (peaks["peak_flops"] * num_ranks)
 
 
 def _read_peak(context: StageContext) -> dict[str, Any]:
