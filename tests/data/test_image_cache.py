@@ -170,7 +170,7 @@ def test_images_and_rows_share_the_tiers_and_their_budgets(
             if loader_of is mixing_loader and step % 4 == 3 and step < 28:
                 for one in (plain, planned):
                     one.mixture.update(index + 1, np.roll([0.8, 0.2], step // 4))
-        places, figures = image_reader.tiers.places(), image_reader.tier_figures.blocks
+        places, figures = image_reader.tiers.places(), image_reader.tiers.figures.blocks
         assert len(places[MEMORY]) >= 4
         assert {block < layouts[0].num_blocks for block in places[MEMORY] + places[DISK]} == {True, False}
     assert min(figures.values()) > 0, figures
@@ -261,7 +261,7 @@ def test_a_flipped_byte_in_a_tier_is_named_and_read_again(
         flip(slots, 100)
         for _ in range(2):
             assert store.read(range(NUM_IMAGES)) == files()
-        assert reader.tier_figures.num_damaged == 1
+        assert reader.tiers.figures.num_damaged == 1
     _, line = notes
     assert f"of {FILE} in the {tier} is damaged; it is read again from {folder / 'images'}" in line
 
@@ -332,7 +332,7 @@ def test_killed_processes_leave_nothing_behind(folder: Path, tmp_path: Path, mem
         remove_leftovers(config)  # not of what is in use
         chosen = np.random.default_rng(2).permutation(NUM_IMAGES).tolist()
         assert ImageStore(folder / "images", reader).read(chosen) == [files()[number] for number in chosen]
-        assert reader.tier_figures.blocks[DISK] > 0
-        assert reader.tier_figures.blocks[SOURCE] > 0
+        assert reader.tiers.figures.blocks[DISK] > 0
+        assert reader.tiers.figures.blocks[SOURCE] > 0
     assert not list(memory.iterdir())
     assert not list((tmp_path / "disk").iterdir())

@@ -82,7 +82,7 @@ def test_batches_are_those_of_memory_mapped_rows(packed: Path, tmp_path: Path, m
             assert equal(ahead.batch(number, rank=world_size - 1, world_size=world_size), expected)
             assert disk_usage(memory) <= budget + 2 * 4096  # whole pages
             assert disk_usage(tmp_path / "disk") <= budget + 2 * 4096
-        figures = reader.tier_figures.blocks
+        figures = reader.tiers.figures.blocks
     assert min(figures.values()) > 0, figures
     assert not list(memory.iterdir())
     assert not list((tmp_path / "disk").iterdir())
@@ -149,7 +149,7 @@ def test_a_flipped_byte_in_a_tier_is_named_and_read_again(
         flip(slots, 100)
         for _ in range(2):
             assert equal(rows.gather(np.arange(0, 128)), mapped.gather(np.arange(0, 128))), block
-        assert reader.tier_figures.num_damaged == 1
+        assert reader.tiers.figures.num_damaged == 1
     _, line = notes
     assert "of tokens-00000.bin in the " + tier in line
     assert "is damaged; it is read again from" in line
@@ -168,7 +168,7 @@ def test_blocks_that_are_read_more_often_move_to_memory(packed: Path, tmp_path: 
             for block in (*often, int(dice.integers(NUM_BLOCKS))):
                 reader.tiers.read(block)
                 reader.tiers.flush()
-        places, figures = reader.tiers.places(), reader.tier_figures
+        places, figures = reader.tiers.places(), reader.tiers.figures
     assert set(often) <= set(places[MEMORY])
     assert not set(places[MEMORY]) & set(places[DISK]), "a block is in one tier"
     assert figures.num_promoted > 0
@@ -192,8 +192,8 @@ def test_the_disk_outlives_an_error_and_is_used_again(packed: Path, tmp_path: Pa
     assert not list(memory.iterdir())
     with open_cache(config, row_layout(packed)) as (reader,):
         PackedRows(packed, reader).gather(np.arange(NUM_ROWS))
-        assert reader.tier_figures.blocks[SOURCE] <= 1
-        assert reader.tier_figures.blocks[DISK] >= NUM_BLOCKS - 1
+        assert reader.tiers.figures.blocks[SOURCE] <= 1
+        assert reader.tiers.figures.blocks[DISK] >= NUM_BLOCKS - 1
     assert not list((tmp_path / "disk").iterdir())
 
 
@@ -239,7 +239,7 @@ def test_killed_processes_leave_nothing_behind(packed: Path, tmp_path: Path, mem
         assert len(list(memory.iterdir())) == len(list((tmp_path / "disk").iterdir())) == 2
         chosen = np.random.default_rng(2).permutation(NUM_ROWS)
         assert equal(rows.gather(chosen), mapped.gather(chosen))
-        assert reader.tier_figures.blocks[DISK] > 0
+        assert reader.tiers.figures.blocks[DISK] > 0
     assert not list(memory.iterdir())
     assert not list((tmp_path / "disk").iterdir())
 
@@ -251,7 +251,7 @@ def test_the_last_of_two_users_removes_the_tiers(packed: Path, tmp_path: Path, m
         one.tiers.flush()
         with open_cache(config, row_layout(packed)) as (other,):
             PackedRows(packed, other).gather(np.arange(NUM_ROWS))
-            assert other.tier_figures.blocks == {MEMORY: NUM_BLOCKS, DISK: 0, SOURCE: 0}
+            assert other.tiers.figures.blocks == {MEMORY: NUM_BLOCKS, DISK: 0, SOURCE: 0}
         PackedRows(packed, one).gather(np.arange(10))
         assert list(memory.iterdir())
     assert not list(memory.iterdir())
@@ -368,7 +368,7 @@ def test_memory_and_disk_may_have_the_same_folder(packed: Path, tmp_path: Path, 
         begin()
     with open_cache(config, row_layout(packed)) as (reader,):
         assert equal(PackedRows(packed, reader).gather(np.arange(NUM_ROWS)), mapped.gather(np.arange(NUM_ROWS)))
-        assert reader.tier_figures.blocks[DISK] > 0, "the disk outlives the error"
+        assert reader.tiers.figures.blocks[DISK] > 0, "the disk outlives the error"
     assert not list(memory.iterdir())
 
 

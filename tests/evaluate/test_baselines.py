@@ -9,7 +9,8 @@ import torch
 
 from modelwright.core.progress import SilentProgress
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.evaluate.baselines import (
+from modelwright.evaluate.config import EvaluateConfig
+from modelwright.evaluate.suite import (
     DISCOUNTS,
     bigram_table,
     compressed_bits,
@@ -20,7 +21,6 @@ from modelwright.evaluate.baselines import (
     training_pairs,
     xz_size,
 )
-from modelwright.evaluate.config import EvaluateConfig
 
 TEXT = ("The quick brown fox jumps over the lazy dog. " * 30 + "Sphinx of black quartz, judge my vow!\n" * 7).encode()
 

@@ -1,10 +1,10 @@
 """Changes of weights that keep a model's function, so that the rounded weights serve it better.
 
-`fold_norms` and `fold_batch_norms` fold the factors of a layer's channels into its matrix, so that ranges are chosen for
-the weights that are multiplied: the weights of RMS norms into the projections that read them, and batch norms, by their
-running statistics, into the convolutions before them (Jacob et al. 2018, section 3.2). The final norm of a decoder
-stays: hidden states after it are read by more than the head. So do norms of queries and keys and norms after a layer,
-between which and the next matrix there is more than a product.
+`fold_norms` and `fold_batch_norms` fold the factors of a layer's channels into its matrix, so that ranges are chosen
+for the weights that are multiplied: the weights of RMS norms into the projections that read them, and batch norms, by
+their running statistics, into the convolutions before them (Jacob et al. 2018, section 3.2). The final norm of a
+decoder stays: hidden states after it are read by more than the head. So do norms of queries and keys and norms after a
+layer, between which and the next matrix there is more than a product.
 
 SmoothQuant moves the outliers of activations into the weights, so that INT8 rounds both well (Xiao et al. 2023, arXiv
 2211.10438, equations 3 and 4): channel j of a layer's input is divided by s_j = max|x_j|^a / max|w_j|^(1 - a), and
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Block, Decoder, Linear, RMSNorm, StoredParameters
-from modelwright.model.vision.classifier import BatchNorm, Convolution, normed_convolutions
+from modelwright.model.vision.classifier import BatchNorm, Convolution, ResidualBlock, ResNet
 
 
 def norm_readers(block: Block) -> dict[str, list[str]]:
@@ -83,20 +83,23 @@ def fold_batch_norms(module: nn.Module) -> None:
     """Fold all batch norms of a vision model, in place; identities replace them. The model is for inference only
     afterwards: batch statistics no longer exist.
     """
-    for name, following in normed_convolutions(module).items():
-        convolution, norm = module.get_submodule(name), module.get_submodule(following)
-        assert isinstance(norm, BatchNorm)
-        layer = convolution.kernel if isinstance(convolution, Convolution) else convolution
-        assert isinstance(layer, Linear | nn.Conv2d)
-        factors_O, offsets_O = norm.in_evaluation()
-        # Batch norm by running statistics is y = a x + b with constants per channel: a goes into the weight, b is the
-        # bias.
-        layer.weight.mul_(factors_O.view(-1, *[1] * (layer.weight.dim() - 1)))
-        layer.bias = nn.Parameter(offsets_O)
-        if isinstance(layer, Linear):
-            layer.has_bias = True
-        parent, _, leaf = following.rpartition(".")
-        setattr(module.get_submodule(parent), leaf, nn.Identity())
+    for block in list(module.modules()):
+        if not isinstance(block, ResNet | ResidualBlock):
+            continue
+        for name, following in block.NORMS.items():
+            convolution, norm = getattr(block, name), getattr(block, following)
+            if not isinstance(norm, BatchNorm):
+                continue
+            layer = convolution.kernel if isinstance(convolution, Convolution) else convolution
+            assert isinstance(layer, Linear | nn.Conv2d)
+            factors_O = norm.weight * (norm.running_var + norm.eps).rsqrt()
+            # Batch norm by running statistics is y = a x + b with constants per channel: a goes into the weight, b is
+            # the bias.
+            layer.weight.mul_(factors_O.view(-1, *[1] * (layer.weight.dim() - 1)))
+            layer.bias = nn.Parameter(norm.bias - norm.running_mean * factors_O)
+            if isinstance(layer, Linear):
+                layer.has_bias = True
+            setattr(block, following, nn.Identity())
 
 
 STRENGTH = 0.5

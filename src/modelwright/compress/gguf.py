@@ -276,11 +276,13 @@ def gguf_tensors(
         if name.startswith("heads."):
             continue
         # `blocks.0.ffn.up_proj.weight` -> `blk.0.ffn_up.weight`. Parameters with one name are the tensor's rows.
-        place, layer, rest = name.split(".", 2) if name.startswith("blocks.") else (*name.split(".", 1), "")
-        module, _, own = rest.rpartition(".")
-        block = {**_PARTS, **_FUSED} if chosen.fuses else _PARTS
-        target = f"blk.{layer}.{block[module]}.{own}" if place == "blocks" else f"{_TOP[place]}.{layer}"
-        parts.setdefault(target, []).append(name)
+        place, _, own = name.rpartition(".")
+        if name.startswith("blocks."):
+            _, layer, module = place.split(".", 2)
+            stem = f"blk.{layer}.{({**_PARTS, **_FUSED} if chosen.fuses else _PARTS)[module]}"
+        else:
+            stem = _TOP[place]
+        parts.setdefault(f"{stem}.{own}", []).append(name)
     for target, names in parts.items():
         shapes = [tuple(model.get_parameter(name).shape) for name in names]
         shape = (sum(own[0] for own in shapes), *shapes[0][1:])

@@ -65,7 +65,13 @@ def gptq(
                 assert isinstance(linear, Linear)
                 codes = quantize_layer(linear.weight, moments[name], grid)
                 found[full] = codes
-                show(full, layer_error(linear.weight, codes, moments[name], grid))
+                # |(W - Q) x|^2 = tr (W - Q) H (W - Q)' for H = E[x x'].
+                weight_OI, hessian_II = linear.weight.detach().double(), moments[name].double()
+                nearest = grid.codes(weight_OI, *grid.ranges(weight_OI))
+                differences = [weight_OI, *(weight_OI - grid.dequantized(one).double() for one in (codes, nearest))]
+                whole, *others = (float(((one_OI @ hessian_II) * one_OI).sum()) for one_OI in differences)
+                of_codes, of_nearest = (one / max(whole, 1e-300) for one in others)
+                show(full, LayerError(gptq=of_codes, nearest=of_nearest))
         with _quantized(model, found, grid):
             for state in states:
                 state.hidden_BTD = state.output(block)
@@ -122,16 +128,6 @@ def quantize_layer(weight_OI: Tensor, hessian_II: Tensor, grid: WeightGrid) -> C
         weight_OI[:, end:] -= errors_OL @ factor_II[start:end, end:]
     step, zero = (steps, zeros) if grid.granularity == "tensor" else (step_OP.flatten(), zero_OP.flatten())
     return Codes(codes_OI.to(torch.int8), step.float(), zero.float())
-
-
-def layer_error(weight_OI: Tensor, codes: Codes, hessian_II: Tensor, grid: WeightGrid) -> LayerError:
-    # |(W - Q) x|^2 = tr (W - Q) H (W - Q)' for H = E[x x'].
-    weight_OI, hessian_II = weight_OI.detach().double(), hessian_II.double()
-    nearest = grid.codes(weight_OI, *grid.ranges(weight_OI))
-    differences = [weight_OI, *(weight_OI - grid.dequantized(one).double() for one in (codes, nearest))]
-    whole, of_codes, of_nearest = (float(((one_OI @ hessian_II) * one_OI).sum()) for one_OI in differences)
-    whole = max(whole, 1e-300)
-    return LayerError(gptq=of_codes / whole, nearest=of_nearest / whole)
 
 
 class _Stream:

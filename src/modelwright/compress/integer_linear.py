@@ -12,8 +12,8 @@ PyTorch's.
 Why 64: FBGEMM multiplies unsigned by signed bytes and adds neighboring products in 16 bits, which saturates without
 VNNI instructions at 2 * 255 * 127 > 32767. PyTorch's answer is `reduce_range` (7-bit activations); 7-bit weights lose
 less, since activations have the outliers, and give the same numbers on every machine. Why per token: PyTorch's
-`linear_dynamic` takes one scale for the whole batch, so one loud token coarsens all others and a request's
-answer would depend on its neighbors.
+`linear_dynamic` takes one scale for the whole batch, so one loud token coarsens all others and a request's answer would
+depend on its neighbors.
 
 On a grid, with codes q of the weight and a of the activation, steps s and t, and zero points z and y, over the groups g
 of the summed inputs:

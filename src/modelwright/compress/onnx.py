@@ -36,21 +36,13 @@ FOUR_BITS = "int4"
 ONNX_FILE, OPENVINO_FILE = "model.onnx", "openvino_model.xml"
 EXAMPLE = (2, 5)
 """Rows and tokens of the example that is traced; any sizes but 0 and 1 will do."""
+PACKAGES = {"onnx": ("onnx", "onnxscript"), "openvino": ("onnx", "onnxscript", "openvino")}
 INTEGERS = ("QuantizeLinear", "DequantizeLinear")
 
 
-def require_onnx() -> None:
-    """Raise `ConfigError` with the packages to install."""
-    _require("onnx", ("onnx", "onnxscript"))
-
-
-def require_openvino() -> None:
-    """Raise `ConfigError` with the packages to install."""
-    _require("openvino", ("onnx", "onnxscript", "openvino"))
-
-
-def _require(extra: str, packages: tuple[str, ...]) -> None:
-    missing = [name for name in packages if find_spec(name) is None]
+def require_packages(extra: str) -> None:
+    """Raise `ConfigError` with the packages of `onnx` or `openvino` to install."""
+    missing = [name for name in PACKAGES[extra] if find_spec(name) is None]
     if missing:
         raise ConfigError(f"--to {extra}: needs {', '.join(missing)}: pip install 'modelwright[{extra}]'")
 
@@ -60,7 +52,7 @@ def write_onnx(model: Decoder, folder: Path, *, source: str, notes: Mapping[str,
     notes: stored in the file. source: origin of the model, for messages. `model` is changed. Raises `ModelError` with
     the part that cannot be exported.
     """
-    require_onnx()
+    require_packages("onnx")
     if model.config.rope.depends_on_length:
         raise ModelError(
             f"{source}: rope_scaling: {model.config.rope.kind} takes other frequencies for longer sequences, which a "
@@ -104,7 +96,7 @@ def write_onnx(model: Decoder, folder: Path, *, source: str, notes: Mapping[str,
 
 def write_openvino(model: Decoder, folder: Path, *, source: str, notes: Mapping[str, str]) -> Path:
     """Write `openvino_model.xml` and its `.bin` into the folder. Otherwise as `write_onnx`."""
-    require_openvino()
+    require_packages("openvino")
     openvino: Any = import_module("openvino")
     intermediate = write_onnx(model, folder, source=source, notes=notes)
     graph = openvino.Core().read_model(intermediate)

@@ -139,7 +139,31 @@ class RayTasks:
     num_workers: int
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        ray = _connected(self.num_workers)
+        # Set before Ray starts: no usage reports, and tasks that ask for no GPU still see the accelerators.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        try:
+            import ray
+            import ray.exceptions
+        except ImportError as error:
+            text = f"clean.engine: ray needs a package that is not installed ({error.name})"
+            raise ConfigError(f"{text}; pip install 'modelwright[ray]', or use engine local") from None
+        if not ray.is_initialized():
+            address = os.environ.get("RAY_ADDRESS")
+            # Ray itself tries for minutes to reach a cluster that does not answer; "auto" and "local" have no port.
+            host, separator, port = (address or "").removeprefix("ray://").rpartition(":")
+            if separator and port.isdecimal():
+                try:
+                    socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+                except (OSError, OverflowError) as error:
+                    text = f"RAY_ADDRESS: no Ray cluster at {address} ({error})"
+                    raise ConfigError(f"{text}; start one with `ray start --head`, or unset RAY_ADDRESS") from None
+            local = {} if address else {"num_cpus": self.num_workers, "include_dashboard": False}
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
+            except Exception as error:  # which Ray raises itself where the machine is too busy to start it in time
+                text = f"RAY_ADDRESS: no Ray cluster at {address}" if address else "Ray could not start on this machine"
+                raise ConfigError(f"{text} ({error}); clean.engine local needs none") from None
         task = ray.remote(max_retries=_MOST_TRIES - 1)(_in_folder)
         most = _QUEUED_PER_CORE * int(ray.cluster_resources().get("CPU", self.num_workers))
         left, running = iter(items), list[Any]()
@@ -161,32 +185,3 @@ class RayTasks:
 def _in_folder(folder: str, function: Callable[[Any], Any], item: Any) -> Any:
     os.chdir(folder)  # relative paths mean what they mean to the user
     return function(item)
-
-
-def _connected(num_workers: int) -> Any:
-    # Set before Ray starts: no usage reports, and tasks that ask for no GPU still see the accelerators.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        import ray
-        import ray.exceptions
-    except ImportError as error:
-        text = f"clean.engine: ray needs a package that is not installed ({error.name})"
-        raise ConfigError(f"{text}; pip install 'modelwright[ray]', or use engine local") from None
-    if not ray.is_initialized():
-        address = os.environ.get("RAY_ADDRESS")
-        # Ray itself tries for minutes to reach a cluster that does not answer; "auto" and "local" have no port.
-        host, separator, port = (address or "").removeprefix("ray://").rpartition(":")
-        if separator and port.isdecimal():
-            try:
-                socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-            except (OSError, OverflowError) as error:
-                text = f"RAY_ADDRESS: no Ray cluster at {address} ({error})"
-                raise ConfigError(f"{text}; start one with `ray start --head`, or unset RAY_ADDRESS") from None
-        local = {} if address else {"num_cpus": num_workers, "include_dashboard": False}
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
-        except Exception as error:  # which Ray raises itself where the machine is too busy to start it in time
-            text = f"RAY_ADDRESS: no Ray cluster at {address}" if address else "Ray could not start on this machine"
-            raise ConfigError(f"{text} ({error}); clean.engine local needs none") from None
-    return ray

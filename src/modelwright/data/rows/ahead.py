@@ -1,16 +1,16 @@
-"""`AugmentedLoader`: batches of packed rows in which changed copies replace some documents.
+"""Loaders that work ahead of the training step: with changed copies of documents, and with reads of rows and images.
 
-The plan of the rows stays unchanged, and so do mixture, curriculum, token budget and the shares of ranks. A copy has
-the place of its original and may use the padding of its row; a text that is longer is cut at its end, a conversation
-that is longer is not used. Worker processes make copies up to `AHEAD` batches before they are needed, at a strength
-that is known by then; so batch n is a function of n and of the checkpoint's strengths and updates of the mixture.
+`AugmentedLoader`: the plan of the rows stays unchanged, and so do mixture, curriculum, token budget and the shares of
+ranks. A copy has the place of its original and may use the padding of its row; a text that is longer is cut at its end,
+a conversation that is longer is not used. Worker processes make copies up to `AHEAD` batches before they are needed, at
+a strength that is known by then; so batch n is a function of n and of the checkpoint's strengths and updates of the
+mixture.
 
-Reads the rows and images of coming batches before they are needed, in the order of the loader's plan.
-
-`LookaheadLoader` also assembles the next batch. Both happen in other threads while a step computes, because a thread
-that trains while others read waits for the interpreter's lock at every array operation. An assembled batch is used only
-if its rows are still those of the loader's plan when the batch is requested; so batches are the same with and without,
-also after a resume. `ImagesAhead` does the same for images.
+`LookaheadLoader` reads the rows of coming batches, in the order of the loader's plan, and assembles the next batch.
+Both happen in other threads while a step computes, because a thread that trains while others read waits for the
+interpreter's lock at every array operation. An assembled batch is used only if its rows are still those of the loader's
+plan when the batch is requested; so batches are the same with and without, also after a resume. `ImagesAhead` does the
+same for images.
 """
 
 import time
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -26,31 +26,13 @@ import torch
 from modelwright.data.augment.augmenter import CopyJob, CopyRecipe, CopyWorkers, MethodCost, PieceCopy
 from modelwright.data.rows.batch import IGNORED, TokenBatch, padded_len
 from modelwright.data.rows.cache.reader import BlockReader
-from modelwright.data.rows.loader import PackedRows, RowShare
+from modelwright.data.rows.loader import PackedLoader, PackedRows, PlannedLoader, RowShare
 
 AHEAD = 8
 """Number of batches between the step whose loss decides the strength and the batch with that strength."""
 
 Capacity = Callable[[int], int]
 """Returns the tokens that a row may have, from the tokens of its originals."""
-
-
-class PlannedRows(Protocol):
-    """A loader that can list the rows of a batch before they are read."""
-
-    rows: PackedRows
-
-    @property
-    def num_batches_per_epoch(self) -> int: ...
-
-    @property
-    def plan_version(self) -> tuple[int, int]: ...
-
-    def fork(self) -> "PlannedRows": ...
-
-    def share(self, index: int, *, rank: int = 0, world_size: int = 1) -> RowShare: ...
-
-    def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch: ...
 
 
 @dataclass
@@ -70,7 +52,7 @@ class AugmentationCost:
 class AugmentedLoader:
     """Batches of `loader` with copies by `recipe`. `set_strength` must be called for each batch before it is read."""
 
-    def __init__(self, loader: PlannedRows, recipe: CopyRecipe, *, num_workers: int) -> None:
+    def __init__(self, loader: "PlannedRows", recipe: CopyRecipe, *, num_workers: int) -> None:
         self.loader = loader
         self.num_batches_per_epoch = loader.num_batches_per_epoch
         self.workers = CopyWorkers(recipe, num_workers)
@@ -163,13 +145,11 @@ def replace_pieces(batch: TokenBatch, copies: Sequence[PieceCopy], capacity: Cap
 
 
 Planned = TypeVar("Planned")
-Look = Callable[[PlannedRows, int, int, int], Planned]
-"""Returns a part of a loader's plan, from the loader, the number of the batch, the rank and the number of ranks."""
 Tokens = tuple[np.ndarray, np.ndarray | None]
 """Tokens [N, seq_len] and loss mask [N, seq_len] of rows, None if they have none."""
 
 
-def share_of(loader: PlannedRows, index: int, rank: int, world_size: int) -> RowShare:
+def share_of(loader: "PlannedRows", index: int, rank: int, world_size: int) -> RowShare:
     """Returns a rank's rows; a `Look`."""
     return loader.share(index, rank=rank, world_size=world_size)
 
@@ -180,7 +160,7 @@ class PlanAhead(Generic[Planned]):
     The plan is read from a fork of the loader, which is renewed whenever the plan may have changed.
     """
 
-    def __init__(self, loader: PlannedRows, look: Look[Planned], *, num_ahead: int) -> None:
+    def __init__(self, loader: "PlannedRows", look: "Look[Planned]", *, num_ahead: int) -> None:
         self._loader = loader
         self._look = look
         self._num_ahead = num_ahead
@@ -208,7 +188,7 @@ def images_of(rows: PackedRows, groups: np.ndarray) -> list[int]:
     return [number for number in dict.fromkeys(numbers.tolist()) if number >= 0]
 
 
-def own_images(loader: PlannedRows, index: int, rank: int, world_size: int) -> list[int]:
+def own_images(loader: "PlannedRows", index: int, rank: int, world_size: int) -> list[int]:
     """Returns the images of a rank's rows; a `Look`."""
     return images_of(loader.rows, loader.share(index, rank=rank, world_size=world_size).groups)
 
@@ -217,7 +197,7 @@ class ImagesAhead:
     """Reads images ahead with `reader`. look: returns the numbers of the images that a rank needs for a batch."""
 
     def __init__(
-        self, reader: BlockReader[Any], loader: PlannedRows, look: Look[Sequence[int]], *, num_ahead: int
+        self, reader: BlockReader[Any], loader: "PlannedRows", look: "Look[Sequence[int]]", *, num_ahead: int
     ) -> None:
         self._reader = reader
         self._plan = PlanAhead(loader, look, num_ahead=num_ahead)
@@ -255,7 +235,7 @@ class _Assembly:
 class LookaheadLoader:
     """The batches of `loader`, whose rows `reader` reads, `num_ahead` batches ahead; 0 also assembles none ahead."""
 
-    def __init__(self, loader: PlannedRows, reader: BlockReader[Tokens], *, num_ahead: int) -> None:
+    def __init__(self, loader: "PlannedRows", reader: BlockReader[Tokens], *, num_ahead: int) -> None:
         self.loader = loader
         self.rows = loader.rows
         self.reader = reader
@@ -270,7 +250,7 @@ class LookaheadLoader:
     def plan_version(self) -> tuple[int, int]:
         return self.loader.plan_version
 
-    def fork(self) -> PlannedRows:
+    def fork(self) -> "PlannedRows":
         """Returns a loader with the same plan, for looking up other batches; it reads nothing ahead."""
         return self.loader.fork()
 
@@ -320,3 +300,9 @@ class LookaheadLoader:
 
     def _assemble(self, share: RowShare) -> TokenBatch:
         return self.rows.assemble(share.groups, share.num_tokens, self.reader.fetch).padded(1)
+
+
+PlannedRows = PackedLoader | PlannedLoader | LookaheadLoader
+"""Loaders that can list the rows of a batch before they are read."""
+Look = Callable[[PlannedRows, int, int, int], Planned]
+"""Returns a part of a loader's plan, from the loader, the number of the batch, the rank and the number of ranks."""

@@ -1,10 +1,9 @@
-"""Fits conversations and preferences into rows as token sequences; those that do not fit are counted.
+"""Conversations, preferences and prompts as token sequences that fit into rows; those that do not fit are counted.
 
 A conversation is truncated at its end, as in TRL and torchtune. The tokens that remain are still correct targets, and
 no end token follows them, so a truncated answer does not teach the model to stop early. A preference is a pair of a
-chosen and a rejected answer, or a single answer with a label; one that does not fit is dropped.
-
-Prompts for rollouts: the turns before an answer, their tokens, and the record's fields about the right answer.
+chosen and a rejected answer, or a single answer with a label; one that does not fit is dropped. A prompt for rollouts
+has the turns before an answer, their tokens, and the record's fields about the right answer.
 """
 
 from collections import Counter

@@ -1,18 +1,18 @@
-"""Loads packed rows as training batches, by a pure function of (seed, batch number): resume is exact without state.
+"""Loads packed rows as training batches, in one global order that all ranks see; any number of ranks gives the same
+batches.
 
-All ranks see one global order: rows are shuffled anew in every epoch, epochs follow one another without a gap, and
-batch `i` has the places `i * batch_rows` to `(i + 1) * batch_rows` of that order. A rank takes an equal share of
-consecutive rows, so any number of ranks gives the same global batch. Where rows were packed in groups, a group replaces
-a row in all of that: groups are numbered, counted, shuffled and divided among ranks.
+`PackedLoader` is a pure function of (seed, batch number), so resume is exact without state: rows are shuffled anew in
+every epoch, epochs follow one another without a gap, and batch `i` has the places `i * batch_rows` to `(i + 1) *
+batch_rows` of that order. A rank takes an equal share of consecutive rows.
 
-`build_loader`: batches of packed rows, with a token budget, a curriculum and a mixture of sources.
+`PlannedLoader` has a token budget, a curriculum and a mixture of sources. The global sequence is planned in blocks: one
+batch of whole rows, or about `POOL_BATCHES` batches of a token budget, whose rows are sorted by length before they are
+divided into batches. Competence and shares of sources are those of a block's first batch. Every rank plans all blocks
+identically, from the lengths alone, and reads its share of a batch's rows. Batch number n is a function of n and of the
+updates of the mixture; a resumed run plans the earlier blocks again.
 
-The global sequence of rows is planned in blocks: one batch of whole rows, or about `POOL_BATCHES` batches of a token
-budget, whose rows are sorted by length before they are divided into batches. Competence and shares of sources are those
-of a block's first batch. Every rank plans all blocks identically, from the lengths alone, and reads its share of a
-batch's rows, so any number of ranks gives the same global batches. Batch number n is a function of n and of the updates
-of the mixture; a resumed run plans the earlier blocks again. Where rows were packed in groups, "row" means such a group
-here, and its length is that of its longest row.
+Where rows were packed in groups, a group replaces a row in all of that: groups are numbered, counted, shuffled and
+divided among ranks, and the length of a group is that of its longest row.
 """
 
 import copy
@@ -33,6 +33,11 @@ from modelwright.data.rows.cache.layout import ColdStore, RowLayout, is_remote, 
 from modelwright.data.rows.cache.reader import NUM_READERS, BlockReader, Tiers
 from modelwright.data.rows.order import BatchingConfig, Mixture, Pacing, RowOrder, apportion, permutation
 from modelwright.data.rows.pack import FORMAT, INDEX
+
+POOL_BATCHES = 50
+"""Batches of a block; at most a quarter of an epoch (like the length-grouped sampler of Hugging Face Transformers)."""
+GRADUAL_BLOCKS = 20
+"""Minimum number of blocks over which a curriculum grows or shares of sources change."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,15 @@ class PackedRows:
         self.num_groups: int = self.num_rows // self.group_size
         self.num_tokens: int = index["num_tokens"]
         self.num_targets: int = index["num_targets"]
-        self.reader = reader or _reader(folder, index)
+        if reader is None:
+            # Files on this machine are mapped; those of a store are read without a cache.
+            place = rows_at(folder)
+            if is_remote(place):
+                layout = RowLayout(folder, index, ColdStore(place))
+                reader = BlockReader(Tiers(layout), layout, num_readers=NUM_READERS)
+            else:
+                reader = MappedRows(Path(place), index)
+        self.reader = reader
         self._offsets = _map(folder / "offsets.bin", np.dtype(np.int64), (self.num_rows + 1,))
         self._lengths = _map(folder / "lengths.bin", np.dtype(np.uint32), (index["num_pieces"],))
         sources: dict[str, int] = index.get("sources", {"": self.num_rows})
@@ -259,26 +272,11 @@ def row_layout(folder: Path) -> RowLayout:
     return RowLayout(folder, read_index(folder), ColdStore(rows_at(folder)))
 
 
-def _reader(folder: Path, index: Mapping[str, Any]) -> RowReader:
-    """Maps the row files of a folder on this machine, and reads those of a store without a cache."""
-    place = rows_at(folder)
-    if not is_remote(place):
-        return MappedRows(Path(place), index)
-    layout = RowLayout(folder, index, ColdStore(place))
-    return BlockReader(Tiers(layout), layout, num_readers=NUM_READERS)
-
-
 def _map(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     expected = int(np.prod(shape)) * dtype.itemsize
     if not path.is_file() or path.stat().st_size != expected:
         raise ArtifactError(f"{path}: is missing or truncated; run the pack stage again")
     return np.memmap(path, dtype=dtype, mode="r", shape=shape)
-
-
-POOL_BATCHES = 50
-"""Batches of a block; at most a quarter of an epoch (like the length-grouped sampler of Hugging Face Transformers)."""
-GRADUAL_BLOCKS = 20
-"""Minimum number of blocks over which a curriculum grows or shares of sources change."""
 
 
 @dataclass(frozen=True)
@@ -335,7 +333,9 @@ class PlannedLoader:
         self.seed = seed
         self.lengths = rows.group_lengths()
         self._generation = mixture.generation
-        self._begin()
+        zeros = np.zeros(len(orders))
+        self._start = Position(block=0, first_batch=0, num_drawn=zeros.astype(np.int64), owed=zeros)
+        self._move(self._start)
 
     def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
         """Returns this rank's share of global batch `index` (from 0, without end). With a token budget a rank takes
@@ -370,15 +370,11 @@ class PlannedLoader:
         """Returns a loader with the same plan and the same mixture, for concurrent look-ups of other batches."""
         return copy.copy(self)  # positions and plans of blocks are never changed in place
 
-    def global_rows(self, index: int) -> np.ndarray:
-        """Returns the rows of global batch `index`, [B] int64. Going back plans again from the beginning."""
-        return self._batch(index)[0]
-
     def _batch(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Moves to the block of global batch `index`; returns its rows and their `RowShare.epochs`, [B] int64 each."""
         if self._generation != self.mixture.generation or index < self._position.first_batch:
             self._generation = self.mixture.generation
-            self._begin()
+            self._move(self._start)
         # Only a token budget has to plan a block to know its number of batches.
         while index >= (end := self._position.first_batch + (len(self._planned().ends) if self.budget else 1)):
             before, shares = self._position, self.mixture.shares(self._position.first_batch)
@@ -394,10 +390,6 @@ class PlannedLoader:
         number = int(plan.order[index - self._position.first_batch])
         chosen = slice(int(plan.ends[number - 1]) if number else 0, int(plan.ends[number]))
         return plan.rows[chosen], plan.epochs[chosen]
-
-    def _begin(self) -> None:
-        zeros = np.zeros(len(self.orders))
-        self._move(Position(block=0, first_batch=0, num_drawn=zeros.astype(np.int64), owed=zeros))
 
     def _move(self, position: Position) -> None:
         shares = self.mixture.shares(position.first_batch)

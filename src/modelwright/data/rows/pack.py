@@ -26,6 +26,7 @@ Memory is bounded by about 60 bytes per piece: the tokens wait in a spool file w
 """
 
 import json
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -37,7 +38,7 @@ import numpy as np
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError, DataError, writing
-from modelwright.data.rows.cache.layout import CHECKSUMS, block_checksums, rows_of_block
+from modelwright.data.rows.cache.layout import BLOCK_BYTES, CHECKSUMS
 from modelwright.data.rows.origins import Origin, OriginSpool
 from modelwright.data.tokenizer.chat import ChatLoss
 
@@ -176,7 +177,21 @@ def pack(
                     why += "; raise seq_len or look at the documents"
                 raise DataError(f"{folder}: there is nothing to pack; {why}")
             lengths = np.array(spool.lengths, dtype=np.int64)
-            rows = _assign_rows(lengths, spool, config)
+            # The rows of a source are consecutive, in the order of the sources.
+            # A group takes the space of its longest sequence in every one of its rows, so that pieces stay aligned.
+            group_of = np.empty(len(lengths) // group_size, dtype=np.int64)
+            longest = lengths.reshape(-1, group_size).max(axis=1)
+            sources = np.frombuffer(spool.piece_sources, dtype=np.uint16)[::group_size]
+            num_groups = 0
+            for source, number in spool.source_numbers.items():
+                chosen = np.flatnonzero(sources == number)
+                groups = (
+                    best_fit(longest[chosen], config.seq_len) if config.mode == "best_fit" else np.arange(len(chosen))
+                )
+                group_of[chosen] = num_groups + groups
+                spool.source_rows[source] = (int(groups.max()) + 1) * group_size
+                num_groups += int(groups.max()) + 1
+            rows = (group_of[:, None] * group_size + np.arange(group_size)).flatten()
             _write_rows(spool, lengths, rows, folder, config, report, vocab_size=vocab_size, eos_id=eos_id)
         finally:
             spool.remove()
@@ -218,23 +233,6 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
                     open_rows[left].extend(rows)
                     present |= 1 << left
     return row_of
-
-
-def _assign_rows(lengths: np.ndarray, spool: "_Spool", config: PackConfig) -> np.ndarray:
-    """Returns the row of each piece [N] int64; the rows of a source are consecutive, in the order of the sources."""
-    size = spool.group_size
-    # A group takes the space of its longest sequence in every one of its rows, so that pieces stay aligned.
-    group_of = np.empty(len(lengths) // size, dtype=np.int64)
-    longest = lengths.reshape(-1, size).max(axis=1)
-    sources = np.frombuffer(spool.piece_sources, dtype=np.uint16)[::size]
-    num_groups = 0
-    for source, number in spool.source_numbers.items():
-        chosen = np.flatnonzero(sources == number)
-        groups = best_fit(longest[chosen], config.seq_len) if config.mode == "best_fit" else np.arange(len(chosen))
-        group_of[chosen] = num_groups + groups
-        spool.source_rows[source] = (int(groups.max()) + 1) * size
-        num_groups += int(groups.max()) + 1
-    return (group_of[:, None] * size + np.arange(size)).flatten()
 
 
 class _Spool:
@@ -381,7 +379,7 @@ def _write_rows(
     tokens = np.memmap(spool.paths[0], dtype=spool.dtype, mode="r")
     masks = np.memmap(spool.paths[1], dtype=np.uint8, mode="r") if spool.has_mask else None
     row_bytes = config.seq_len * spool.dtype.itemsize
-    per_file, block_rows = max(1, config.shard_bytes // row_bytes), rows_of_block(row_bytes)
+    per_file, block_rows = max(1, config.shard_bytes // row_bytes), max(1, BLOCK_BYTES // row_bytes)
     files, checksums = [], list[list[list[int]]]()
     for number, first in enumerate(range(0, num_rows, per_file)):
         last = min(first + per_file, num_rows)
@@ -442,5 +440,5 @@ def _fill_file(
                     at += end - begin
                 piece += count
             file.write(out.tobytes())
-            checksums += block_checksums(out, block_rows)
+            checksums += [zlib.crc32(out[at : at + block_rows].tobytes()) for at in range(0, len(out), block_rows)]
     return checksums

@@ -141,8 +141,19 @@ def docstrings_of_compiled_stdlib() -> Iterator[Docstring]:
 
 
 def docstrings_of_compiled(module: str, public: str) -> Iterator[Docstring]:
-    """Yields the docstrings of the compiled functions and classes in an importable module, or in a class of it."""
-    holder = _import(module)
+    """Yields the docstrings of the compiled functions and classes in a module, or in a class of one, if this machine
+    can import it.
+    """
+    parent, _, last = module.rpartition(".")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                holder: object = importlib.import_module(module)
+            except ModuleNotFoundError:
+                holder = getattr(importlib.import_module(parent), last) if parent else None
+    except (ImportError, AttributeError, OSError):
+        return
     if holder is None:
         return
     if isinstance(holder, types.ModuleType) and getattr(holder, "__file__", None) is None:
@@ -195,20 +206,6 @@ def _docstring(module: str, name: str, kind: NameKind, value: object) -> Iterato
         signature = getattr(value, "__text_signature__", None) or text.partition("\n")[0]
         parameters = parameters_of_signature(signature) if kind == "function" else ()
         yield Docstring(module, name, kind, text, parameters)
-
-
-def _import(name: str) -> object | None:
-    """Imports a module, or a class in one; returns None if this machine cannot."""
-    parent, _, last = name.rpartition(".")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                return importlib.import_module(name)
-            except ModuleNotFoundError:
-                return getattr(importlib.import_module(parent), last) if parent else None
-    except (ImportError, AttributeError, OSError):
-        return None
 
 
 class DescribedCode(NamedTuple):

@@ -2,12 +2,9 @@
 
 Problems with a file go to a `Complaint`, which raises or counts; the reader then continues with the rest.
 
-Reads web archives: WARC files of crawls, and their WET files of extracted text (Common Crawl has both).
-
-A record is a page: the visible text of an answer with status 200 and HTML or plain text, or the text of a `conversion`.
-Each becomes `{"text", "url"}`. Other records are not text, and are counted or ignored.
-
-Source: ISO 28500:2017, "The WARC File Format".
+Web archives are WARC files of crawls (ISO 28500:2017), and their WET files of extracted text (Common Crawl has both). A
+record of one is a page: the visible text of an answer with status 200 and HTML or plain text, or the text of a
+`conversion`. Each becomes `{"text", "url"}`. Other records are not text, and are counted or ignored.
 """
 
 import csv

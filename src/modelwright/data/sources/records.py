@@ -1,10 +1,4 @@
-"""Recognizes, among the records that a user names, documents that cleaning wrote, answers that Modelwright gave, and
-violations of a JSON Schema (https://json-schema.org).
-
-A model that learns from its own answers by accident gets worse with each generation (Shumailov et al. 2024, AI models
-collapse when trained on recursively generated data).
-
-Records of a question with its answer or of a whole conversation, in the layouts of published data sets.
+"""Records that a user names: their conversations, in the layouts of published data sets, and what else they may be.
 
     question, answer
     question, choices, answer (or answerKey)                 MMLU, ARC: the number, label or text of the right choice
@@ -17,6 +11,10 @@ Records of a question with its answer or of a whole conversation, in the layouts
 
 Any of them may have a field `system`, the text of a system turn, and a field `tools`, the functions that the assistant
 may call. docs/data.md shows an example of each.
+
+Other records are documents that cleaning wrote, and answers that Modelwright gave: a model that learns from its own
+answers by accident gets worse with each generation (Shumailov et al. 2024, AI models collapse when trained on
+recursively generated data). A JSON Schema (https://json-schema.org) may say what every record must have.
 """
 
 import json
@@ -270,10 +268,12 @@ def _turns(name: str, turns: Any) -> list[Message]:
         where = f"turn {number} of {name}"
         if not isinstance(turn, Mapping):
             raise ValueError(f"{where} is not an object with a role and a text")
-        role = _first(turn, "role", "from")
+        role, text = (
+            next((turn[name] for name in names if turn.get(name) is not None), None)
+            for names in (("role", "from"), ("content", "value"))
+        )
         if not isinstance(role, str) or role not in ROLES:
             raise ValueError(f"{where} has the role {role!r}, not one of {', '.join(ROLES)}")
-        text = _first(turn, "content", "value")
         calls = _read_calls(where, turn) if ROLES[role] == "assistant" else []
         if isinstance(text, list):  # parts, as in OpenAI's API
             for part in cast(list[Any], text):
@@ -328,10 +328,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_none(entry) for entry in value]
     return value
-
-
-def _first(turn: Mapping[str, Any], *names: str) -> Any:
-    return next((turn[name] for name in names if turn.get(name) is not None), None)
 
 
 def _text(record: Mapping[str, Any], name: str) -> str:

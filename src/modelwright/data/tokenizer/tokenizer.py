@@ -2,14 +2,11 @@
 
 A tokenizer folder has `tokenizer.json`, `tokenizer_config.json` (special tokens, chat template) and
 `special_tokens_map.json`; `transformers.AutoTokenizer` loads it and gives the same ids. A Hugging Face tokenizer of any
-kind can be loaded in its place.
+kind can be loaded in its place. Ids are decoded one at a time, so that a client never receives half a character.
 
-Decodes token ids to text, one at a time: a client never receives half a character.
-
-Converts a byte-level BPE `tokenizer.json` to a `tiktoken` encoding: the same ids, several times faster.
-
-Only for tokenizers that mean the same in both libraries: BPE without dropout or byte fallback, byte-level alphabet, one
-splitting pattern, no normalizer, ids of merged tokens in the order of the merges. Others give None.
+Encoding is several times faster with `tiktoken`, for tokenizers that mean the same in both libraries: BPE without
+dropout or byte fallback, byte-level alphabet, one splitting pattern, no normalizer, ids of merged tokens in the order
+of the merges.
 """
 
 import codecs
@@ -23,7 +20,7 @@ from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tiktoken
@@ -41,119 +38,6 @@ from modelwright.data.tokenizer.chat import DEFAULT_TEMPLATE, IMAGE_MARK, ChatLo
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Built-in pattern of `tokenizers`' `ByteLevel` pre-tokenizer."""
-
-
-def is_byte_level(definition: Mapping[str, Any]) -> bool:
-    """Returns True if tokens are spelled in the byte-level alphabet, so that each has fixed bytes."""
-    decoder = definition.get("decoder") or {}
-    steps = decoder.get("decoders", [decoder])
-    return any(step.get("type") == "ByteLevel" for step in steps)
-
-
-def token_bytes(definition: Mapping[str, Any]) -> dict[int, bytes]:
-    """Returns the bytes of each token of a byte-level vocabulary, except added tokens."""
-    # GPT-2's alphabet (Radford et al. 2019, `encoder.py`): printable characters are themselves, others follow at 256.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    added = {entry["content"] for entry in definition.get("added_tokens", ())}
-    vocab = definition["model"]["vocab"]
-    return {i: bytes(byte_of[c] for c in token) for token, i in vocab.items() if token not in added}
-
-
-def fast_encoding(definition_json: str) -> tiktoken.Encoding | None:
-    """Returns the encoding of the text of a `tokenizer.json`, without special tokens; None if equality is uncertain."""
-    definition = json.loads(definition_json)
-    pattern, model = _pattern(definition), definition["model"]
-    if pattern is None or not is_byte_level(definition):
-        return None
-    odd = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "fuse_unk")
-    if model.get("type") != "BPE" or any(model.get(name) for name in odd):
-        return None
-    ranks = {spelled: i for i, spelled in token_bytes(definition).items()}
-    if not all(bytes([byte]) in ranks for byte in range(256)):
-        return None
-    # tiktoken merges by id, `tokenizers` by rank: the merges must create each token once, in the order of ids.
-    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    made = [model["vocab"].get(left + right, -1) for left, right in pairs]
-    if not all(a < b for a, b in pairwise(made)):
-        return None
-    return tiktoken.Encoding(name="modelwright", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-
-
-def _pattern(definition: Mapping[str, Any]) -> str | None:
-    """Returns the pattern that splits a text before BPE; None if another step changes or splits the text."""
-    if definition.get("normalizer"):
-        return None
-    steps = definition.get("pre_tokenizer") or {}
-    match steps.get("pretokenizers", [steps]):
-        case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
-            return GPT2_PATTERN
-        case [
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-        ]:
-            return pattern
-    return None
-
-
-class TextStream(Protocol):
-    """An incremental decoder: the joined texts of all steps and of `finish` are the text of all ids."""
-
-    def step(self, token_id: int) -> str:
-        """Returns the text that this id completes; may be empty. Raises `ValueError` for an unknown id."""
-        ...
-
-    def finish(self) -> str:
-        """Returns the rest: a replacement character if the ids end within a character."""
-        ...
-
-
-class ByteStream:
-    """Decoder of byte-level vocabularies. token_bytes: by id; added: texts of added tokens, which are plain text."""
-
-    def __init__(self, token_bytes: Mapping[int, bytes], added: Mapping[int, str]) -> None:
-        self._bytes = token_bytes
-        self._added = added
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def step(self, token_id: int) -> str:
-        if token_id in self._added:
-            text = self._added[token_id]
-            return self.finish() + text if text else ""
-        if token_id not in self._bytes:
-            raise ValueError(f"token id {token_id} is not in the vocabulary")
-        return self._decoder.decode(self._bytes[token_id])
-
-    def finish(self) -> str:
-        text = self._decoder.decode(b"", final=True)
-        self._decoder.reset()  # an added token in the midst of a stream calls this, too
-        return text
-
-
-class LibraryStream:
-    """Decoder of any other vocabulary, by `tokenizers`' own stream decoder."""
-
-    def __init__(self, library: tokenizers.Tokenizer, skip_special: bool) -> None:
-        self._library = library
-        self._skip_special = skip_special
-        self._stream = DecodeStream(skip_special_tokens=skip_special)
-        self._ids: list[int] = []
-        self._text = ""
-
-    def step(self, token_id: int) -> str:
-        if self._library.id_to_token(token_id) is None:
-            raise ValueError(f"token id {token_id} is not in the vocabulary")
-        self._ids.append(token_id)
-        text = self._stream.step(self._library, token_id) or ""
-        self._text += text
-        return text
-
-    def finish(self) -> str:
-        # The library's stream holds back an incomplete character; a decoder that rewrites earlier text has no rest.
-        whole = self._library.decode(self._ids, skip_special_tokens=self._skip_special)
-        return whole[len(self._text) :] if whole.startswith(self._text) else ""
-
 
 BOS, EOS, END, PAD = "<|bos|>", "<|eos|>", "<|end|>", "<|pad|>"
 SPECIAL_TOKENS = (BOS, EOS, END, PAD, "<|system|>", "<|user|>", "<|assistant|>")
@@ -276,8 +160,14 @@ class Tokenizer:
         self.chat_template = ChatTemplate(template, special_tokens, sorted(self._added, key=len, reverse=True))
         # Ids may have gaps.
         self.vocab_size: int = max(library.get_vocab(with_added_tokens=True).values()) + 1
-        self.bos_id = self._special_id("bos_token")
-        self.eos_id = self._special_id("eos_token")
+        self.bos_id: Any
+        self.eos_id: Any
+        self.bos_id, self.eos_id = (
+            library.token_to_id(special_tokens[name]) if name in special_tokens else None
+            for name in ("bos_token", "eos_token")
+        )
+        if self.eos_id is None:
+            raise ArtifactError("the tokenizer lacks an eos_token; add one to its tokenizer_config.json")
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -394,7 +284,7 @@ class Tokenizer:
         stream = self.stream(skip_special=skip_special)
         return "".join([*(stream.step(int(i)) for i in ids), stream.finish()])
 
-    def stream(self, *, skip_special: bool = True) -> TextStream:
+    def stream(self, *, skip_special: bool = True) -> "TextStream":
         """Returns a decoder that takes one id at a time and returns whole characters only."""
         added = {i: "" if skip_special and token in self._special else token for token, i in self._added.items()}
         if self._bytes is not None:
@@ -488,12 +378,6 @@ class Tokenizer:
             at = match.end()
         return ids + self.encode(unshield(text[at:]))
 
-    def _special_id(self, name: str) -> Any:
-        result = self._library.token_to_id(self.special_tokens[name]) if name in self.special_tokens else None
-        if result is None and name == "eos_token":
-            raise ArtifactError("the tokenizer lacks an eos_token; add one to its tokenizer_config.json")
-        return result
-
 
 def tokenizer_difference(tokenizer: Tokenizer, other: Tokenizer) -> str:
     """Returns the first difference in the meaning of ids or in the encoding of text, such as `'ab' is token 3 here and
@@ -530,3 +414,104 @@ def _encode_spans(
         ids += part
         mask += [1] * num_learned + [0] * (len(part) - num_learned)
     return np.array(ids, dtype=np.int64), np.array(mask, dtype=np.uint8)
+
+
+def is_byte_level(definition: Mapping[str, Any]) -> bool:
+    """Returns True if tokens are spelled in the byte-level alphabet, so that each has fixed bytes."""
+    decoder = definition.get("decoder") or {}
+    steps = decoder.get("decoders", [decoder])
+    return any(step.get("type") == "ByteLevel" for step in steps)
+
+
+def token_bytes(definition: Mapping[str, Any]) -> dict[int, bytes]:
+    """Returns the bytes of each token of a byte-level vocabulary, except added tokens."""
+    # GPT-2's alphabet (Radford et al. 2019, `encoder.py`): printable characters are themselves, others follow at 256.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    added = {entry["content"] for entry in definition.get("added_tokens", ())}
+    vocab = definition["model"]["vocab"]
+    return {i: bytes(byte_of[c] for c in token) for token, i in vocab.items() if token not in added}
+
+
+def fast_encoding(definition_json: str) -> tiktoken.Encoding | None:
+    """Returns the encoding of the text of a `tokenizer.json`, without special tokens; None if equality is uncertain."""
+    definition = json.loads(definition_json)
+    model, steps = definition["model"], definition.get("pre_tokenizer") or {}
+    match steps.get("pretokenizers", [steps]):
+        case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
+            pattern = GPT2_PATTERN
+        case [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        ]:
+            pass
+        case _:  # another step splits or changes the text
+            return None
+    if definition.get("normalizer") or not is_byte_level(definition):
+        return None
+    odd = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "fuse_unk")
+    if model.get("type") != "BPE" or any(model.get(name) for name in odd):
+        return None
+    ranks = {spelled: i for i, spelled in token_bytes(definition).items()}
+    if not all(bytes([byte]) in ranks for byte in range(256)):
+        return None
+    # tiktoken merges by id, `tokenizers` by rank: the merges must create each token once, in the order of ids.
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    made = [model["vocab"].get(left + right, -1) for left, right in pairs]
+    if not all(a < b for a, b in pairwise(made)):
+        return None
+    return tiktoken.Encoding(name="modelwright", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+
+
+class ByteStream:
+    """Decoder of byte-level vocabularies, one id at a time: the joined texts of all steps and of `finish` are the text
+    of all ids. token_bytes: by id; added: texts of added tokens, which are plain text.
+    """
+
+    def __init__(self, token_bytes: Mapping[int, bytes], added: Mapping[int, str]) -> None:
+        self._bytes = token_bytes
+        self._added = added
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def step(self, token_id: int) -> str:
+        """Returns the text that this id completes; may be empty. Raises `ValueError` for an unknown id."""
+        if token_id in self._added:
+            text = self._added[token_id]
+            return self.finish() + text if text else ""
+        if token_id not in self._bytes:
+            raise ValueError(f"token id {token_id} is not in the vocabulary")
+        return self._decoder.decode(self._bytes[token_id])
+
+    def finish(self) -> str:
+        """Returns the rest: a replacement character if the ids end within a character."""
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()  # an added token in the midst of a stream calls this, too
+        return text
+
+
+class LibraryStream:
+    """Does `ByteStream` for any other vocabulary, by `tokenizers`' own stream decoder."""
+
+    def __init__(self, library: tokenizers.Tokenizer, skip_special: bool) -> None:
+        self._library = library
+        self._skip_special = skip_special
+        self._stream = DecodeStream(skip_special_tokens=skip_special)
+        self._ids: list[int] = []
+        self._text = ""
+
+    def step(self, token_id: int) -> str:
+        if self._library.id_to_token(token_id) is None:
+            raise ValueError(f"token id {token_id} is not in the vocabulary")
+        self._ids.append(token_id)
+        text = self._stream.step(self._library, token_id) or ""
+        self._text += text
+        return text
+
+    def finish(self) -> str:
+        # The library's stream holds back an incomplete character; a decoder that rewrites earlier text has no rest.
+        whole = self._library.decode(self._ids, skip_special_tokens=self._skip_special)
+        return whole[len(self._text) :] if whole.startswith(self._text) else ""
+
+
+TextStream = ByteStream | LibraryStream

@@ -135,11 +135,6 @@ class BatchNorm(nn.Module):
         centered_NCHW = wide_NCHW - mean_C[:, None, None]
         return (centered_NCHW * scale_C[:, None, None] + self.bias[:, None, None]).to(x_NCHW.dtype)
 
-    def in_evaluation(self) -> tuple[Tensor, Tensor]:
-        """Factors and offsets of the channels in evaluation, [C] each."""
-        factors_C = self.weight * (self.running_var + self.eps).rsqrt()
-        return factors_C, self.bias - self.running_mean * factors_C
-
     @torch.no_grad()
     def _track(self, mean_C: Tensor, var_C: Tensor) -> None:
         # Selected on the device: an `if` would wait for an accelerator in every layer
@@ -244,14 +239,3 @@ class ResNet(nn.Module):
         pixels_NCSS = pixels_NCSS.contiguous(memory_format=torch.channels_last)  # in which convolutions are fastest
         out_NCHW = self.blocks(F.relu(self.norm(self.stem(pixels_NCSS))))
         return out_NCHW.to(pixels_NCSS.dtype).mean((2, 3))
-
-
-def normed_convolutions(module: nn.Module) -> dict[str, str]:
-    """Names of all convolutions of a module that a batch norm follows, and of these norms."""
-    found: dict[str, str] = {}
-    for name, one in module.named_modules():
-        if isinstance(one, ResNet | ResidualBlock):
-            place = f"{name}." if name else ""
-            norms = {own: norm for own, norm in one.NORMS.items() if isinstance(getattr(one, norm), BatchNorm)}
-            found |= {f"{place}{own}": f"{place}{norm}" for own, norm in norms.items()}
-    return found

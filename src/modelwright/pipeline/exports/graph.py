@@ -8,8 +8,7 @@ from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_in
 from modelwright.compress.onnx import (
     ONNX_FILE,
     OPENVINO_FILE,
-    require_onnx,
-    require_openvino,
+    require_packages,
     write_onnx,
     write_openvino,
 )
@@ -98,7 +97,7 @@ ONNX = graph_export(
         'session = onnxruntime.InferenceSession("model.onnx")',
         '(logits,) = session.run(["logits"], {"input_ids": numpy.array([ids])})',
     ),
-    require=require_onnx,
+    require=partial(require_packages, "onnx"),
     write=write_onnx,
 )
 
@@ -113,6 +112,6 @@ OPENVINO = graph_export(
         'model = openvino.compile_model("openvino_model.xml", "CPU", settings)',
         'logits = model({"input_ids": numpy.array([ids])})["logits"]',
     ),
-    require=require_openvino,
+    require=partial(require_packages, "openvino"),
     write=write_openvino,
 )

@@ -7,16 +7,15 @@ of `LlavaForConditionalGeneration` with its tokenizer (`model/vision/llava.py`).
 the model writes of held-out images, and how good they are.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.clean.folder import read_kept
@@ -30,7 +29,6 @@ from modelwright.data.rows.loader import PackedRows
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.data.tokenizer.chat import IMAGE_MARK
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.statistics import log10_sign_test, wilson_interval
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
@@ -46,10 +44,11 @@ from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import RowSet, StageInputs
 from modelwright.pipeline.stages import rows as row_sets
 from modelwright.pipeline.stages.align import ALIGN, MOST_IMAGES, ROWS_READ_AT_ONCE, thumbnail
+from modelwright.pipeline.stages.init import save_model_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.stage_inputs import needed_start, tokenizer_stage
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
-from modelwright.pipeline.stages.vision import accuracy_facts, accuracy_table, logistic_regression
+from modelwright.pipeline.stages.vision import accuracy_facts, accuracy_table, beside_rules, logistic_regression
 
 NAME = "caption"
 """Stage whose settings decide the rows."""
@@ -294,21 +293,7 @@ def _named_classes(
         return {}
     named = np.array([words.named(text) for text in written])
     by_pixels = logistic_regression(training, heldout)[[one.image for one in prompts]]
-    is_right, others = named == labels, by_pixels == labels
-    better, worse = int((is_right & ~others).sum()), int((others & ~is_right).sum())
-    most_frequent = int(np.bincount(training.labels).argmax())
-    return {
-        "num_images": len(labels),
-        "num_training_images": len(training),
-        "accuracy": float(is_right.mean()),
-        "interval": list(wilson_interval(int(is_right.sum()), len(labels))),
-        "nothing_named": float((named < 0).mean()),
-        "logistic_regression": float(others.mean()),
-        "most_frequent_class": float((labels == most_frequent).mean()),
-        "num_better": better,
-        "num_worse": worse,
-        "p_value": min(1.0, 10 ** log10_sign_test(better, worse)),
-    }
+    return {**beside_rules(named, by_pixels, labels, training), "nothing_named": float((named < 0).mean())}
 
 
 def _objective(inputs: StageInputs) -> Captioning:
@@ -332,19 +317,7 @@ def _objective(inputs: StageInputs) -> Captioning:
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
     config: CaptionConfig = trained.config.section(NAME)
     tokenizer, model = trained.tokenizer, trained.model
-    pad = tokenizer.special_tokens.get("pad_token")
-    save_llava(
-        model,
-        trained.folder,
-        image_token=config.image_token,
-        eos_id=tokenizer.eos_id,
-        bos_id=tokenizer.bos_id,
-        pad_id=tokenizer.id_of(pad) if pad else None,
-    )
-    tokenizer.save(trained.folder, max_length=model.config.max_seq_len)
-    path = trained.folder / "generation_config.json"
-    settings = {**json.loads(path.read_text(encoding="utf-8")), "eos_token_id": list(tokenizer.stop_ids)}
-    write_atomic(path, json.dumps(settings, indent=2) + "\n")
+    save_model_folder(model, tokenizer, trained.folder, save=partial(save_llava, image_token=config.image_token))
     if not trained.heldout.is_dir():
         return {}
     prefix = image_prefix(model)

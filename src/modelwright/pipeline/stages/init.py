@@ -3,7 +3,7 @@ of all stages: weights, shape, tokenizer, and stop tokens.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from modelwright.core.artifacts import verify_if_artifact, write_atomic
@@ -18,11 +18,13 @@ from modelwright.pipeline.stage import Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import fixed_estimate
 
 
-def save_model_folder(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a folder in the Hugging Face layout that is ready for loading and chat."""
+def save_model_folder(
+    model: Decoder, tokenizer: Tokenizer, folder: Path, *, save: Callable[..., None] = save_model
+) -> None:
+    """Write a folder in the Hugging Face layout that is ready for loading and chat. save: writes the weights."""
     pad = tokenizer.special_tokens.get("pad_token")
     pad_id = tokenizer.id_of(pad) if pad else None
-    save_model(model, folder, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id, pad_id=pad_id)
+    save(model, folder, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id, pad_id=pad_id)
     tokenizer.save(folder, max_length=model.config.max_seq_len)
     path = folder / "generation_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

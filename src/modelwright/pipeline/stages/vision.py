@@ -50,17 +50,15 @@ MOST_CLASSES_SHOWN = 20
 MOST_ITERATIONS = 1000
 
 
-def measure_accuracy(
-    classifier: classification.TrainedClassifier,
+def beside_rules(
+    predicted: NDArray[np.int64],
+    by_pixels: NDArray[np.int64],
+    labels: NDArray[np.int64],
     training: stores.LabeledImages,
-    heldout: stores.LabeledImages,
 ) -> dict[str, Any]:
-    """Returns the accuracy with a 95% interval (Wilson), that of the rules, the p-value of a paired sign test against
-    logistic regression, and the confusion matrix.
+    """Returns the accuracy with a 95% interval (Wilson), that of the rules, and the p-value of a paired sign test
+    against logistic regression. by_pixels: predictions of `logistic_regression` for the same images.
     """
-    labels, predicted = heldout.labels.astype(np.int64), _predicted(classifier, heldout)
-    started = time.perf_counter()
-    by_pixels = logistic_regression(training, heldout)
     most_frequent = int(np.bincount(training.labels).argmax())
     is_right, others = predicted == labels, by_pixels == labels
     better, worse = int((is_right & ~others).sum()), int((others & ~is_right).sum())
@@ -70,13 +68,10 @@ def measure_accuracy(
         "accuracy": float(is_right.mean()),
         "interval": list(wilson_interval(int(is_right.sum()), len(labels))),
         "logistic_regression": float(others.mean()),
-        "logistic_regression_s": time.perf_counter() - started,
         "most_frequent_class": float((labels == most_frequent).mean()),
         "num_better": better,
         "num_worse": worse,
         "p_value": min(1.0, 10 ** log10_sign_test(better, worse)),
-        "classes": list(heldout.classes),
-        "confusion": confusion(labels, predicted, len(heldout.classes)),
     }
 
 
@@ -272,7 +267,15 @@ def _save(trained: TrainedModel) -> Mapping[str, Any]:
     facts: dict[str, Any] = {"num_parameters": sum(one.numel() for one in model.parameters())}
     if heldout is not None:
         trained.context.progress.note("vision: measuring accuracy on held-out images")
-        facts["heldout_images"] = measure_accuracy(classifier, training, heldout)
+        labels, predicted = heldout.labels.astype(np.int64), _predicted(classifier, heldout)
+        started = time.perf_counter()
+        by_pixels = logistic_regression(training, heldout)
+        facts["heldout_images"] = {
+            **beside_rules(predicted, by_pixels, labels, training),
+            "logistic_regression_s": time.perf_counter() - started,
+            "classes": list(heldout.classes),
+            "confusion": confusion(labels, predicted, len(heldout.classes)),
+        }
     if classifier.grid is not None:
         sizes = (weight_bytes(one.model) for one in (before, classifier))
         quantization: dict[str, float] = dict(zip(("float_bytes", "integer_bytes"), sizes, strict=True))

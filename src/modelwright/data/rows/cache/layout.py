@@ -239,16 +239,6 @@ def damaged(blocks: BlockSet, block: int, content: bytes) -> BlockPart | None:
     return None
 
 
-def rows_of_block(row_bytes: int) -> int:
-    """Returns the number of rows in a block. row_bytes: bytes of a row's tokens."""
-    return max(1, BLOCK_BYTES // row_bytes)
-
-
-def block_checksums(rows: np.ndarray, block_rows: int) -> list[int]:
-    """Returns the CRC-32 of each block of rows [N, seq_len], the first of which begins a block."""
-    return [zlib.crc32(rows[first : first + block_rows].tobytes()) for first in range(0, len(rows), block_rows)]
-
-
 class RowLayout:
     """`BlockLayout` of the rows of a shard folder, whose files are in `store`.
 

@@ -367,10 +367,6 @@ class BlockReader(Generic[Items]):
         self._expected: dict[int, _Cuts] = {}
         """Expected items. Replaced, never changed in place, so that another thread may read it."""
 
-    @property
-    def tier_figures(self) -> TierFigures:
-        return self.tiers.figures
-
     def expect(self, items: Iterable[int]) -> None:
         """Begins to read these items, in order, and cancels reads of other items that were expected before."""
         wanted = dict.fromkeys(items)
