@@ -15,7 +15,7 @@ from modelwright.compress.onnx import (
 from modelwright.core.errors import ModelError
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import is_sequence_classifier, load_model
-from modelwright.pipeline.exports.export import CARD, Export, model_card, replaced
+from modelwright.pipeline.exports.export import CARD, Export, ExportOptions, model_card, replaced
 from modelwright.pipeline.models import FoundModel
 from modelwright.pipeline.report.run_data import read_run
 from modelwright.pipeline.run_config import read_run_config
