@@ -16,7 +16,7 @@ from modelwright_search.run import SearchConfig, search
 SHAPES = "layers: [1, 2]\nwidth: [32, 48]\nheads: [2, 4]\nattention: [mha, mqa]\nffn: [64, 96]\n"
 """96 shapes, with the gates."""
 NO_LIMIT = {"max_latency_ms": 1e6, "max_parameters": 10**9}
-"""So that what a test compares does not depend on times."""
+"""Limits that no candidate exceeds, so that comparisons in tests do not depend on times."""
 
 
 def pack_rows(folder: Path) -> Path:
@@ -38,12 +38,12 @@ def pack_rows(folder: Path) -> Path:
 
 
 def copied(run: Path, folder: Path) -> Path:
-    """The same run elsewhere, to search in."""
+    """Copies the run to another folder, to search in it."""
     return Path(shutil.copytree(run, folder / "run"))
 
 
 def wish(run: Path, **changes: Any) -> SearchConfig:
-    """A search of a second or two without limits. run: of `pack_rows`, beside whose folder the space lies."""
+    """Returns a search of a second or two without limits. run: run of `pack_rows`, next to the file of the space."""
     settings: dict[str, Any] = {"budget": 2.0, "num_steps": 4, "strategies": ("random",), "num_repetitions": 0}
     settings |= {"space": str(run.parent / "shapes.yaml"), **NO_LIMIT}
     return SearchConfig(**{**settings, **changes})
@@ -55,6 +55,6 @@ def search_in(run: Path, wishes: SearchConfig, *, restart: bool = False) -> Sear
 
 
 def trials_of(run: Path) -> list[tuple[Any, ...]]:
-    """What a search has tried, in order, without times."""
+    """Returns the trials of a search, in order, without times."""
     records = [record for record in read_records(run / "search" / "journal.jsonl") if record["kind"] == "trial"]
     return [(one["strategy"], one["number"], one["choices"], one["share"], one["loss"], one["cost"]) for one in records]

@@ -28,7 +28,7 @@ def words_of(run: Path, packed: Path, strategies: Sequence[str], **options: obje
 
 
 def kill_when(words: Sequence[str], is_time: Callable[[], bool], script: Path | str = COMMAND) -> str:
-    """Start the search, kill it when it is time, and return what it has said."""
+    """Starts the search, kills it when it is time, and returns its output."""
     started = start_process(script, *words)
     while started.is_alive and not is_time():
         time.sleep(0.002)
@@ -39,20 +39,20 @@ def kill_when(words: Sequence[str], is_time: Callable[[], bool], script: Path | 
 
 
 def finish(words: Sequence[str], script: Path | str = COMMAND) -> tuple[str, str]:
-    """Let the search come to its end; returns its output and what else it has said."""
+    """Lets the search finish; returns its standard output and its standard error."""
     code, output, errors = start_process(script, *words).end()
     assert code == 0, errors
     return output, errors
 
 
 def trains_after(run: Path, num_trials: int) -> Callable[[], bool]:
-    """Whether so many trials are in the journal and a further training has begun."""
+    """Returns True once the journal has this number of trials and a further training has begun."""
     trainings = run / "search" / "trainings"
     return lambda: len(trials_of(run)) >= num_trials and any(trainings.glob("*/metrics.jsonl"))
 
 
 def facts(run: Path, kind: str) -> list[Mapping[str, Any]]:
-    """What the journal has of a kind."""
+    """Reads the journal's facts of a kind."""
     return [record for record in read_records(run / "search" / "journal.jsonl") if record["kind"] == kind]
 
 

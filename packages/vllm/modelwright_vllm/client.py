@@ -52,7 +52,7 @@ class VllmClient:
     def __init__(
         self, launch: VllmLaunch, process: VllmProcess, info: EngineInfo, fingerprint: Callable[[], str]
     ) -> None:
-        """Takes over a process that is ready."""
+        """Creates a client of a process that is ready."""
         self.info = info
         self.unavailable = ""
         self.is_back_soon = False  # it takes minutes to start
@@ -199,7 +199,7 @@ class VllmClient:
         return "died"
 
     async def _poll(self) -> bool:
-        """Reads vLLM's figures; returns True if it reports that it is healthy."""
+        """Reads vLLM's figures; returns False if its health check fails."""
         try:
             async with asyncio.timeout(POLL_TIMEOUT_S):
                 if (await self._http.get("/health")).status_code != httpx.codes.OK:

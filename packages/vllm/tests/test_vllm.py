@@ -36,7 +36,7 @@ from vllm_stand_in import REASON, install
 
 PROMPTS = ["the quick brown fox jumps", "what does this do? " * 12, "größer", "a"]
 START_S = 120
-"""In which the stand-in starts again, which means importing PyTorch: 3 s where nothing else runs."""
+"""Seconds in which the stand-in must start again; importing PyTorch takes 3 s on an idle machine."""
 ENGINE = EngineConfig(max_num_seqs=4, prefill_chunk_size=16)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
 JSON_OUTPUT = {"type": "json_schema", "json_schema": {"name": "pair", "schema": SCHEMA}}

@@ -1,4 +1,6 @@
-"""Builds the configuration of a run from a recipe, a YAML file or a run directory that the user names.
+"""Builds the configuration of a run from a recipe, a YAML file or a run directory that the user names; for `modelwright
+finetune`, from a model and data, with lengths of rows and batches that fit the records. The lengths are settings of the
+run like any others: config.yaml keeps them, and a resumed run takes them from there.
 
 Reads settings from the environment, too, under the names that a published toolkit gave them.
 They override a recipe or file and are overridden by the command line, in the section `training` and in each stage that
@@ -9,10 +11,6 @@ has its own precision, and are part of the resolved configuration like any other
                                  place of fp32 and of auto
     DEEPSEEK_LOSS_SCALE_WINDOW   updates without overflow after which the loss scale grows
     DEEPSEEK_FP32_OPS            operators that stay in FP32, separated by commas (softmax,layernorm,loss)
-
-The run of `modelwright finetune`: the recipe `finetune`, a model, data, and lengths of rows and batches that fit the
-records. The lengths are settings of the run like any others: config.yaml keeps them, and a resumed run takes them from
-there.
 """
 
 import math
