@@ -12,7 +12,7 @@ from torch import Tensor
 
 import preference_rows
 from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.errors import ModelError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import TokenSequence
@@ -23,7 +23,6 @@ from modelwright.objectives.reward_model import (
     HEAD,
     RewardModelConfig,
     RewardModeling,
-    load_reward_ensemble,
     load_reward_model,
     reward_model,
 )
@@ -145,20 +144,6 @@ def test_packed_rows_have_a_score_for_every_piece(rows: PackedRows) -> None:
     assert [int((row != 0).sum()) for row in scores_BS] == counts
     last = [float(row[number - 1]) if number else 0.0 for row, number in zip(scores_BS, counts, strict=True)]
     assert reward_model(model).score(batch).tolist() == pytest.approx(last)
-
-
-def test_an_ensemble_gives_mean_and_deviation(tmp_path: Path) -> None:
-    _, batch = padded_rows()
-    folders = [tmp_path / str(seed) for seed in (1, 2, 3)]
-    for seed, folder in enumerate(folders):
-        save_sequence_classifier(scorer(seed, torch.float32), folder, head=HEAD, label="r", eos_id=1, pad_id=PAD)
-    scores = torch.stack([load_reward_model(folder).score(batch) for folder in folders])
-    found = load_reward_ensemble(folders).score(batch)
-    torch.testing.assert_close(found.mean_B, scores.mean(dim=0))
-    torch.testing.assert_close(found.std_B, scores.std(dim=0, correction=0))
-    assert not load_reward_ensemble(folders[:1]).score(batch).std_B.any()
-    with pytest.raises(ConfigError, match="give one folder or more"):
-        load_reward_ensemble([])
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:

@@ -407,5 +407,6 @@ def _candidate_nats(
 
 
 def _credit(values: Sequence[float], answer: int) -> float:
+    # Ties share the credit, as a rule that draws among them would on average
     best = max(values)
     return (values[answer] == best) / sum(value == best for value in values)

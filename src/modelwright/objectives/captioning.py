@@ -70,7 +70,6 @@ class CaptionConfig(TrainConfig):
             raise ConfigError("batch_selection.signal: judges rows without their images; set none")
 
     def features(self) -> list[Feature]:
-        """Requirements on the layout, which is refused before anything is read if it cannot work."""
         return [*super().features(), feature("image_token", self.image_token, needs=NEEDS)]
 
 

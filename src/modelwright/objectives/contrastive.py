@@ -220,7 +220,6 @@ class AlignConfig(TrainConfig):
             )
 
     def features(self) -> list[Feature]:
-        """Requirements on the layout, which is refused before anything is read if it cannot work."""
         return [*super().features(), feature("loss", self.loss, needs=NEEDS)]
 
 
@@ -334,6 +333,7 @@ def with_pixels(batch: TokenBatch, store: ImageStore | None, shape: VisionConfig
     room, size = max(1, -(-max(map(len, of_groups), default=0) // 2)), shape.image_size
     pixels = np.zeros((batch.num_groups, 2 * room, 3, size, size), dtype=np.uint8)
     fill_squares(pixels, of_groups, store, shape)
+    # Extras have one entry for each row, and are split between its rows where a batch is divided
     flat = torch.from_numpy(pixels).unflatten(1, (2, room)).flatten(0, 1)
     return replace(batch, extras={**batch.extras, PIXELS: flat.to(batch.input_ids_BT.device)})
 

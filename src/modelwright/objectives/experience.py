@@ -115,6 +115,7 @@ class Experience:
     ) -> "Experience":
         return cls(
             ids_CL=rollout.ids_CL,
+            # The last token predicts nothing
             lengths_C=rollout.lens_C - 1,
             mask_CT=rollout.mask_CT,
             extras_CT=extras_CT,

@@ -44,6 +44,7 @@ def image_batches(
 
 def image_numbers(batch: TokenBatch) -> Tensor:
     """Image number of each piece, int64 [B, S]; -1 for pieces without one."""
+    # Each token of a piece has its value, so that a sum over the ends alone is the value itself
     values_BT = batch.extras["values_BT"] * piece_ends(batch.segments_BT)
     return piece_sums(values_BT, batch.segments_BT, count_pieces(batch.segments_BT)).round().long() - 1
 

@@ -79,16 +79,10 @@ CROSS_ENTROPY = "cross_entropy"
 PIXELS, TARGETS = "pixels_BCSS", "targets_BK"
 MEAN, STD = 0.5, 0.5
 """Mean and standard deviation for a ResNet's colors in [0, 1]."""
-NEEDS = frozenset(
-    {
-        compatibility.WHOLE_LAYERS,
-        compatibility.WHOLE_ROWS,
-        compatibility.SYNCHRONOUS_UPDATES,
-        compatibility.EQUAL_REPLICAS,
-        compatibility.SAME_UNITS,
-        compatibility.TRAINED_WEIGHTS,
-    }
-)
+NEEDS = frozenset({
+    compatibility.WHOLE_LAYERS, compatibility.WHOLE_ROWS, compatibility.SYNCHRONOUS_UPDATES,
+    compatibility.EQUAL_REPLICAS, compatibility.SAME_UNITS, compatibility.TRAINED_WEIGHTS,
+})  # fmt: skip
 """Requirements on the layout and the settings of a training."""
 _CARRIER = ModelConfig(
     vocab_size=8, num_layers=1, model_dim=8, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=8, max_seq_len=8
@@ -135,7 +129,6 @@ class ImageTrainConfig(TrainConfig):
                 raise ConfigError(f"{name}: acts on a decoder's layers, which an image classifier lacks; remove it")
 
     def features(self) -> list[compatibility.Feature]:
-        """Requirements on the layout, which is refused before anything is read if it cannot work."""
         return [*super().features(), compatibility.feature("architecture", self.architecture, needs=NEEDS)]
 
     @property

@@ -266,7 +266,6 @@ class PpoConfig(TrainConfig):
             raise ConfigError("kl_target: adapts kl_coef, which is 0 and stays 0; set it above 0")
 
     def features(self) -> list[Feature]:
-        """Requirements of a separate value model, which are checked before anything is read."""
         if self.value_model == "head":
             return super().features()
         return [*super().features(), feature("value_model", self.value_model, needs=SeparateValueModel.needs)]

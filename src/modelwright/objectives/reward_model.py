@@ -2,7 +2,7 @@
 et al. 2022, section 3.5), scores by such models, and the term `model` of a weighted sum of rewards. The rules of
 `reward/` work without a model.
 
-Legend: B rows, T tokens, S pieces of a row, P pairs, M models.
+Legend: B rows, T tokens, S pieces of a row, P pairs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,44 +63,12 @@ class RewardModel:
         return piece_sums(rewards_BT * piece_ends(segments_BT), segments_BT, count_pieces(segments_BT))
 
 
-@dataclass(frozen=True)
-class EnsembleScores:
-    """Rewards by several models, [B] each. std_B: deviation of the models' rewards from their mean; 0 for one model."""
-
-    mean_B: Tensor
-    std_B: Tensor
-
-
-@dataclass(frozen=True)
-class RewardEnsemble:
-    """Several reward models, whose disagreement measures the uncertainty of a reward (Coste et al. 2023)."""
-
-    models: Sequence[RewardModel]
-
-    def score(self, batch: TokenBatch, *, num_parts: int = 1) -> EnsembleScores:
-        """Mean and standard deviation of the rewards at the last token of every row."""
-        scores_MB = torch.stack([model.score(batch, num_parts=num_parts) for model in self.models])
-        # Without Bessel's correction, which would make the deviation of one model NaN
-        return EnsembleScores(scores_MB.mean(dim=0), scores_MB.std(dim=0, correction=0))
-
-
 ALONE = single()
 
 
 def load_reward_model(folder: Path, world: World = ALONE) -> RewardModel:
     """Read a sequence classification with one label. Raises `ModelError` for a folder of another kind."""
     return reward_model(load_sequence_classifier(folder, head=HEAD), world)
-
-
-def load_reward_ensemble(folders: Sequence[Path], world: World = ALONE) -> RewardEnsemble:
-    """Read several reward models. Raises `ConfigError` without folders or for different vocabularies."""
-    if not folders:
-        raise ConfigError("reward models: the list is empty; give one folder or more")
-    models = [load_reward_model(folder, world) for folder in folders]
-    sizes = [model.config.vocab_size for model in models]
-    if len(set(sizes)) > 1:
-        raise ConfigError(f"reward models: their vocabularies differ ({sizes}); give models with one tokenizer")
-    return RewardEnsemble(models)
 
 
 def reward_model(model: Decoder, world: World = ALONE) -> RewardModel:
@@ -239,6 +207,7 @@ def rows_of(ids: Sequence[np.ndarray]) -> TokenBatch:
     return TokenBatch(
         input_ids_BT=input_ids_BT,
         labels_BT=torch.full(shape, IGNORED, dtype=torch.int64),
+        # 0 in padding, as in packed rows
         positions_BT=torch.arange(shape[1]).expand(shape).contiguous() * (segments_BT >= 0),
         segments_BT=segments_BT,
     )

@@ -230,6 +230,7 @@ class RolloutWorker:
 
 def share(count: int, world: World) -> range:
     """Returns this rank's consecutive part of `count` items, which may be empty if there are fewer items than ranks."""
+    # `part_sizes` gives every rank an item; with fewer items the last ranks have none
     sizes = [*part_sizes(count, world.size)] if count >= world.size else [1] * count + [0] * (world.size - count)
     first = sum(sizes[: world.rank])
     return range(first, first + sizes[world.rank])
@@ -237,6 +238,7 @@ def share(count: int, world: World) -> range:
 
 def gather_rows(world: World, rows: Tensor) -> Tensor:
     """Gathers rows of one shape and format from all ranks, any number of each, in their order, on the CPU."""
+    # As bytes, because ranks may have different numbers of rows
     parts = world.gather_bytes(rows.contiguous().cpu().flatten().view(torch.uint8))
     return torch.cat([part.cpu() for part in parts]).view(rows.dtype).view(-1, *rows.shape[1:])
 

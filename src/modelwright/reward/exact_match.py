@@ -40,6 +40,7 @@ class ExactMatch:
             reference = read_reference(sample, self.config.field)
             if reference.problem:
                 scores.append(Score.failure("no_reference", reference.problem))
+            # Without the marker, `rpartition` below would return the whole answer
             elif marker and marker not in sample.answer:
                 scores.append(Score(0.0, "no_marker"))
             else:

@@ -99,6 +99,7 @@ def equal(one: Number, other: Number, tolerance: float) -> bool:
     values = [one.value]
     if one.is_percent != other.is_percent:
         values.append(one.value / 100 if one.is_percent else one.value * 100)
+    # Relative to 1 where the reference is 0, which would allow no difference at all
     limit = Fraction(tolerance) * (abs(other.value) or 1)
     return any(abs(value - other.value) <= limit for value in values)
 

@@ -53,6 +53,7 @@ def averaged(old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float)
     """Returns `share` x old + (1 - share) x new for each tensor, exactly old at 1 and new at 0."""
     if old.keys() != new.keys():
         raise ValueError("the two models have different tensors")
+    # In FP32, and rounded once: mixing in a narrow format would lose what a small share adds
     return {name: torch.lerp(new[name].float(), tensor.float(), share).to(tensor.dtype) for name, tensor in old.items()}
 
 
@@ -63,6 +64,7 @@ def best_share(costs: Mapping[float, tuple[float, float]], before: float, margin
 
     costs: bits per byte of old and of new texts by share.
     """
+    # Sorted, because `min` returns the first of equals
     within = [share for share in sorted(costs) if costs[share][0] <= (1.0 + margin) * before]
     if within:
         return min(within, key=lambda share: costs[share][1])

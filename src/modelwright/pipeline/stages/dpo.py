@@ -47,6 +47,7 @@ def answer_sequences(
 
 def pack_groups(job: PackJob, rows: RowSet, split: Split, sequences: Sequences, fit: PreferenceFit) -> bool:
     """Packs the groups of a split; returns False without any. Raises `DataError` if all of them were skipped."""
+    # A group stays in one batch: the loss compares its two rows piece by piece.
     report = job.pack(f"{rows.name}/{split}", sequences, group_size=2)
     if report:
         report |= {"num_sequences": fit.num_preferences, "num_cut": fit.answers.num_truncated}

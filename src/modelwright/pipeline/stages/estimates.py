@@ -74,5 +74,6 @@ def _builtin_bytes(data: SourceConfig, rows: RowSet) -> float:
 
 
 def _own_bytes(data: SourceConfig) -> float:
+    # Sizes alone: the files may be on a store, and an estimate must not download them
     named = without_corpora(data.sources)
     return sum(file.filesystem.info(file.path).get("size") or 0 for file in locate(named, lambda reason, where: None))

@@ -158,6 +158,7 @@ def rollout_parts(inputs: StageInputs, name: str, rollout: RolloutConfig) -> Rol
         config=rollout,
         seed=derive_seed(config.seed, name, "rollouts"),
     )
+    # Without held-out documents the folder is missing, and nothing is evaluated
     heldout = read_prompts(folder / "heldout") if (folder / "heldout").is_dir() else ()
     return RolloutParts(
         worker=worker,

@@ -177,6 +177,7 @@ def _run(context: StageContext, config: RunConfig) -> None:
             folders = [context.parents[PACK.name] / rows.name / "train" for rows in (ALL_ROWS, TEXT_ROWS)]
             packed = PackedRows(next(folder for folder in folders if folder.is_dir()))
             rows = islice(packed.batches(1), settings.calibration_rows)
+            # The ranking by weights reads no rows
             moments = input_moments(teacher, rows) if settings.importance == "activations" else {}
             student = prune(teacher, shape, moments)
     save_model_folder(student, Tokenizer.load(context.parents[tokenizer_stage(config)]), context.output.path)

@@ -32,6 +32,7 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
         texts = (document.text for document in read_kept(clean, split="train"))
         tokenizer = train_tokenizer(texts, config.tokenizer)
         tokenizer.save(context.output.path, max_length=config.model.max_seq_len)
+        # Held out, because text that the merges were learned from is shorter in tokens than new text
         fertility: dict[str, float] = {}  # bytes per token by kind, on the first held-out documents of each
         for kind in ("prose", "code", "qa"):
             documents = islice(read_kept(clean, split="heldout", kinds=(kind,)), FERTILITY_DOCUMENTS)

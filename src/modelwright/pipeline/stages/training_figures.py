@@ -114,6 +114,7 @@ def sample_block(folder: Path) -> list[Samples]:
     if not records:
         return []
     num_shown = min(NUM_SHOWN, len(records))
+    # Evenly spread, the first and the last sample included
     places = [math.ceil(place * (len(records) - 1) / max(1, num_shown - 1)) for place in range(num_shown)]
     items = [
         TextSample(f"Step {records[place]['step']:,}", records[place]["text"], f"loss {records[place]['loss']:.2f}")
@@ -142,6 +143,7 @@ def head_shares(model: Decoder, heldout: Path) -> dict[str, Any]:
         batch = batch.to(device)
         is_real_BT = batch.segments_BT >= 0
 
+        # The mask is bound as a default: the closure must not see the one of a later batch.
         def see(layer: int, open_BTH: Tensor, is_real_BT: Tensor = is_real_BT) -> None:
             counts_LH[layer] += open_BTH[is_real_BT].sum(dim=0).cpu()
 

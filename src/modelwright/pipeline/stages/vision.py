@@ -171,6 +171,7 @@ def _pack_labeled(job: PackJob, split: Split) -> None:
     labels: list[int] = []
     unknown: list[str] = []
     with stores.write_images(folder) as images:
+        # Rows of one image each: `batch_tokens` then fixes the number of images of an update.
         rows = replace(job, settings=replace(job.settings, mode="one_per_row"))
         report = rows.pack(f"{LABELED_ROWS.name}/{split}", _sequences(job, split, images, classes, labels, unknown))
     stores.write_labels(folder, labels, classes)
