@@ -46,7 +46,7 @@ def finish(words: Sequence[str], script: Path | str = COMMAND) -> tuple[str, str
 
 
 def trains_after(run: Path, num_trials: int) -> Callable[[], bool]:
-    """Returns True once the journal has this number of trials and a further training has begun."""
+    """Returns a check that the journal has this number of trials and a further training has begun."""
     trainings = run / "search" / "trainings"
     return lambda: len(trials_of(run)) >= num_trials and any(trainings.glob("*/metrics.jsonl"))
 
