@@ -38,7 +38,7 @@ import numpy as np
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError, DataError, writing
-from modelwright.data.rows.cache.layout import BLOCK_BYTES, CHECKSUMS
+from modelwright.data.rows.cache.layout import CHECKSUMS, rows_of_block
 from modelwright.data.rows.origins import Origin, OriginSpool
 from modelwright.data.tokenizer.chat import ChatLoss
 
@@ -379,7 +379,7 @@ def _write_rows(
     tokens = np.memmap(spool.paths[0], dtype=spool.dtype, mode="r")
     masks = np.memmap(spool.paths[1], dtype=np.uint8, mode="r") if spool.has_mask else None
     row_bytes = config.seq_len * spool.dtype.itemsize
-    per_file, block_rows = max(1, config.shard_bytes // row_bytes), max(1, BLOCK_BYTES // row_bytes)
+    per_file, block_rows = max(1, config.shard_bytes // row_bytes), rows_of_block(row_bytes)
     files, checksums = [], list[list[list[int]]]()
     for number, first in enumerate(range(0, num_rows, per_file)):
         last = min(first + per_file, num_rows)

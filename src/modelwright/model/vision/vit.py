@@ -53,15 +53,7 @@ class VisionTower(nn.Module):
         shape = (NUM_COLORS, self.config.image_size, self.config.image_size)
         if pixels_NCSS.shape[1:] != shape:
             raise ValueError(f"images of {list(pixels_NCSS.shape[1:])}, where the tower reads {list(shape)}")
-        is_normalized, dtype = pixels_NCSS.is_floating_point(), self.patches.weight.dtype
-        pixels_NCSS = pixels_NCSS.to(dtype)
-        if not is_normalized:  # bytes
-            mean_C11, std_C11 = (
-                torch.tensor(values, dtype=dtype, device=pixels_NCSS.device)[:, None, None]
-                for values in (self.config.pixel_mean, self.config.pixel_std)
-            )
-            pixels_NCSS = (pixels_NCSS / 255.0 - mean_C11) / std_C11
-        hidden_NTD = self.patches(pixels_NCSS).flatten(2).transpose(1, 2)
+        hidden_NTD = self.patches(self.normalized(pixels_NCSS)).flatten(2).transpose(1, 2)
         if self.class_token is not None:
             class_N1D = self.class_token.expand(len(hidden_NTD), 1, -1)
             hidden_NTD = torch.cat([class_N1D, hidden_NTD], dim=1)
@@ -69,6 +61,15 @@ class VisionTower(nn.Module):
         for block in self.blocks[: num_blocks or len(self.blocks)]:
             hidden_NTD = block(hidden_NTD)
         return hidden_NTD
+
+    def normalized(self, pixels_NCSS: Tensor) -> Tensor:
+        """Returns normalized pixels in the format of the weights; floats are normalized already."""
+        dtype, device = self.patches.weight.dtype, pixels_NCSS.device
+        if pixels_NCSS.is_floating_point():
+            return pixels_NCSS.to(dtype)
+        mean_C11 = torch.tensor(self.config.pixel_mean, dtype=dtype, device=device)[:, None, None]
+        std_C11 = torch.tensor(self.config.pixel_std, dtype=dtype, device=device)[:, None, None]
+        return (pixels_NCSS.to(dtype) / 255.0 - mean_C11) / std_C11
 
 
 class AttentionPool(nn.Module):

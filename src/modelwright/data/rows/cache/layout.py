@@ -239,6 +239,11 @@ def damaged(blocks: BlockSet, block: int, content: bytes) -> BlockPart | None:
     return None
 
 
+def rows_of_block(row_bytes: int) -> int:
+    """Returns the number of rows in a block. row_bytes: bytes of a row's tokens."""
+    return max(1, BLOCK_BYTES // row_bytes)
+
+
 class RowLayout:
     """`BlockLayout` of the rows of a shard folder, whose files are in `store`.
 
