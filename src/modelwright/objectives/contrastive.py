@@ -253,10 +253,26 @@ class Contrastive(Objective):
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
         for batch in image_batches(self.source, self.images, first=first, rank=rank, world_size=world_size):
             self.num_groups = batch.num_groups
-            yield with_pixels(batch, self.images, vision_shape(model, self.config))
+            yield self.with_pixels(batch, self.images, model)
 
     def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
-        return with_pixels(batch, self.heldout_images, vision_shape(model, self.config))
+        return self.with_pixels(batch, self.heldout_images, model)
+
+    def with_pixels(self, batch: TokenBatch, store: ImageStore | None, model: Decoder) -> TokenBatch:
+        """Adds images to a batch, uint8 [B, I / 2, 3, S, S]: those of a group in order, divided among its two rows."""
+        # The shape is that of the tower, which its folder decides if it comes from one
+        tower = model.heads.get_submodule(f"{IMAGE}.tower") if IMAGE in model.heads else None
+        shape = getattr(tower, "config", self.config.vision)
+        assert isinstance(shape, VisionConfig)
+        numbers_GS = image_numbers(batch).unflatten(0, (-1, 2))[:, 1]
+        of_groups = [[number for number in row if number >= 0] for row in numbers_GS.tolist()]
+        # At least one image wide, so that all ranks run the tower
+        room, size = max(1, -(-max(map(len, of_groups), default=0) // 2)), shape.image_size
+        pixels = np.zeros((batch.num_groups, 2 * room, 3, size, size), dtype=np.uint8)
+        fill_squares(pixels, of_groups, store, shape)
+        # Extras have one entry for each row, and are split between its rows where a batch is divided
+        flat = torch.from_numpy(pixels).unflatten(1, (2, room)).flatten(0, 1)
+        return replace(batch, extras={**batch.extras, PIXELS: flat.to(batch.input_ids_BT.device)})
 
     def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         return {CONTRASTIVE: Pairs.of(batch).count}
@@ -295,9 +311,7 @@ class Contrastive(Objective):
         places_P = first + torch.arange(len(keys_P), device=output.device)
         is_same_PN = keys_P[:, None] == keys_N
         scale, bias = model.head_output(SCALE, output).unbind()
-        losses_P = contrastive_losses(
-            self.config.loss, own, everyone, places_P, is_same_PN, scale=scale, bias=bias
-        )  # fmt: skip
+        losses_P = contrastive_losses(self.config.loss, own, everyone, places_P, is_same_PN, scale=scale, bias=bias)
         # Strictly nearer than all others: in a space that has collapsed into one point, no text finds its own side
         cosines_PN = own.texts.detach() @ everyone.others.detach().T
         is_right_P = ((cosines_PN < cosines_PN.gather(1, places_P[:, None])) | is_same_PN).all(dim=1)
@@ -310,32 +324,11 @@ class Contrastive(Objective):
         return Terms({CONTRASTIVE: losses_P.sum()}, metrics)
 
 
-def vision_shape(model: Decoder, config: AlignConfig) -> VisionConfig:
-    """Returns the shape of the vision tower, which its folder decides if it comes from one."""
-    tower = model.heads.get_submodule(f"{IMAGE}.tower") if IMAGE in model.heads else None
-    shape = getattr(tower, "config", config.vision)
-    assert isinstance(shape, VisionConfig)
-    return shape
-
-
 def pooled(hidden_BTD: Tensor, segments_BT: Tensor, num_pieces: int, pooling: Literal["mean", "last"]) -> Tensor:
     """Pools hidden states to vectors of pieces [B, S, D]."""
     if pooling == "last":
         segments_BT = torch.where(piece_ends(segments_BT), segments_BT, -1)
     return piece_means(hidden_BTD, segments_BT, num_pieces)
-
-
-def with_pixels(batch: TokenBatch, store: ImageStore | None, shape: VisionConfig) -> TokenBatch:
-    """Adds images to a batch, uint8 [B, I / 2, 3, S, S]: those of a group in order, divided among its two rows."""
-    numbers_GS = image_numbers(batch).unflatten(0, (-1, 2))[:, 1]
-    of_groups = [[number for number in row if number >= 0] for row in numbers_GS.tolist()]
-    # At least one image wide, so that all ranks run the tower
-    room, size = max(1, -(-max(map(len, of_groups), default=0) // 2)), shape.image_size
-    pixels = np.zeros((batch.num_groups, 2 * room, 3, size, size), dtype=np.uint8)
-    fill_squares(pixels, of_groups, store, shape)
-    # Extras have one entry for each row, and are split between its rows where a batch is divided
-    flat = torch.from_numpy(pixels).unflatten(1, (2, room)).flatten(0, 1)
-    return replace(batch, extras={**batch.extras, PIXELS: flat.to(batch.input_ids_BT.device)})
 
 
 VISION_FOLDER, WEIGHTS, SETTINGS = "vision", "alignment.safetensors", "alignment.json"

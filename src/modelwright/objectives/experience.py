@@ -151,10 +151,6 @@ class ExperienceBuffer:
         extras_CT = {name: values[own] for name, values in experience.extras_CT.items()}
         return completion_batch(experience.ids_CL[own], experience.mask_CT[own], plan, extras_CT).padded(1)
 
-    def end(self) -> None:
-        """Skip the remaining minibatches of this experience."""
-        self.position = self.num_epochs * self.num_minibatches
-
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"number": self.number, "position": self.position}
         if one := self.experience:

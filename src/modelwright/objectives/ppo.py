@@ -360,7 +360,7 @@ class Ppo(RolloutObjective):
         total, count = self.layout.world.sums(self.update_kl)
         self.update_kl = [0.0, 0.0]
         if count and total / count > self.config.target_kl:
-            self.buffer.end()
+            self.buffer.position = self.buffer.num_epochs * self.buffer.num_minibatches
 
     def new_experience(self, model: Decoder) -> Experience:
         with self.layout.whole_model(model) as whole:

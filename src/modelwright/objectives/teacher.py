@@ -134,7 +134,14 @@ class TeacherCache:
 
     def extras(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         """Returns the probabilities of a batch's rows, [B, T, K] each, on the batch's device."""
-        digests = [row_digest(batch, row) for row in range(batch.num_rows)]
+        # By all inputs of a teacher; labels do not count
+        inputs = (batch.input_ids_BT, batch.positions_BT, batch.segments_BT.long())
+        digests: list[str] = []
+        for row in range(batch.num_rows):
+            hasher = hashlib.blake2b(digest_size=16)
+            for values in inputs:
+                hasher.update(values[row].cpu().contiguous().numpy().tobytes())
+            digests.append(hasher.hexdigest())
         found, new = dict[str, tuple[Tensor, Tensor]](), dict[str, tuple[Tensor, Tensor]]()
         for digest in digests:
             if digest in self.places:
@@ -174,15 +181,6 @@ class TeacherCache:
                 raise StorageError(f"{path}: cannot be written ({error}); free some space and run again") from error
             os.replace(temporary, path)
         self.places |= {digest: (path, place) for place, digest in enumerate(rows)}
-
-
-def row_digest(batch: TokenBatch, row: int) -> str:
-    """Digest of all inputs of a teacher for a row; labels do not count."""
-    parts = (batch.input_ids_BT[row], batch.positions_BT[row], batch.segments_BT[row].long())
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(part.cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 AttentionForm = Literal["relations", "distributions"]

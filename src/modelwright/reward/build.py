@@ -81,7 +81,28 @@ class WeightedSum:
         """Scores the samples by all terms. An exception of a term fails the samples, except a `ModelwrightError`, such
         as a missing kernel feature, and a request to stop, which are raised.
         """
-        by_term = {term.reward.name: self._term_scores(term.reward, samples) for term in self.terms}
+        by_term: dict[str, list[Score]] = {}
+        for reward in (term.reward for term in self.terms):
+            try:
+                scores = reward.score(samples)
+            except (*STOPPING, ModelwrightError):
+                raise
+            except Exception as error:
+                scores = [Score.failure(type(error).__name__, traceback.format_exc())] * len(samples)
+            if len(scores) != len(samples):
+                text = f"it returned {len(scores)} scores for {len(samples)} samples"
+                scores = [Score.failure("wrong_count", text)] * len(samples)
+            scores = [
+                score
+                if score.failed or math.isfinite(score.value)
+                else Score.failure("not_finite", f"the value is {score.value}")
+                for score in scores
+            ]
+            for score in scores:
+                if score.failed and self.num_logged[reward.name] < MAX_LOGGED:
+                    self.num_logged[reward.name] += 1
+                    self.log(f"reward {reward.name}: no score for a sample ({score.outcome}): {score.detail.strip()}")
+            by_term[reward.name] = scores
         totals: list[Score] = []
         for row in zip(*by_term.values(), strict=True) if samples else ():
             counted = [(term, score) for term, score in zip(self.terms, row, strict=True) if term.weight]
@@ -92,28 +113,6 @@ class WeightedSum:
             else:
                 totals.append(Score(math.fsum(term.weight * score.value for term, score in counted)))
         return ScoredSamples(totals, by_term)
-
-    def _term_scores(self, reward: Reward, samples: Sequence[Sample]) -> list[Score]:
-        try:
-            scores = reward.score(samples)
-        except (*STOPPING, ModelwrightError):
-            raise
-        except Exception as error:
-            scores = [Score.failure(type(error).__name__, traceback.format_exc())] * len(samples)
-        if len(scores) != len(samples):
-            text = f"it returned {len(scores)} scores for {len(samples)} samples"
-            scores = [Score.failure("wrong_count", text)] * len(samples)
-        scores = [
-            score
-            if score.failed or math.isfinite(score.value)
-            else Score.failure("not_finite", f"the value is {score.value}")
-            for score in scores
-        ]
-        for score in scores:
-            if score.failed and self.num_logged[reward.name] < MAX_LOGGED:
-                self.num_logged[reward.name] += 1
-                self.log(f"reward {reward.name}: no score for a sample ({score.outcome}): {score.detail.strip()}")
-        return scores
 
 
 def _mean(values: Sequence[float]) -> float:
