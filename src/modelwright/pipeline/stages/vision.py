@@ -42,6 +42,82 @@ from modelwright.pipeline.stages.training_figures import metric_charts
 from modelwright.train.techniques.fake_quantization import NEEDS as QUANTIZATION_NEEDS
 from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization
 
+UNKNOWN = "class without a training image"
+"""Reason for which a held-out image is left out."""
+
+
+def open_labeled(rows: Path, split: str) -> stores.LabeledImages | None:
+    """Opens the images of a split with their classes; None for a split without images. rows: folder of the rows."""
+    store = stores.open_images(rows, split)
+    return stores.LabeledImages(store) if store is not None else None
+
+
+def _pack_labeled(job: PackJob, split: Split) -> None:
+    if job.settings.mode == "length_buckets":
+        raise ConfigError("pack.mode: length_buckets does not apply to images; choose best_fit or one_per_row")
+    classes = training_classes(job.clean)
+    folder = stores.images_folder(job.context.output.path / LABELED_ROWS.name, split)
+    labels: list[int] = []
+    unknown: list[str] = []
+    with stores.write_images(folder) as images:
+        # Rows of one image each: `batch_tokens` then fixes the number of images of an update.
+        rows = replace(job, settings=replace(job.settings, mode="one_per_row"))
+        report = rows.pack(f"{LABELED_ROWS.name}/{split}", _sequences(job, split, images, classes, labels, unknown))
+    stores.write_labels(folder, labels, classes)
+    if unknown and report:
+        report["skipped"] = {**report["skipped"], UNKNOWN: len(unknown)}
+    if unknown:
+        job.context.progress.note(
+            f"pack: {len(unknown):,} held-out images are left out because no training image has their class, such as "
+            f"{unknown[0]!r}"
+        )
+
+
+def training_classes(clean: Path) -> list[str]:
+    """Returns the names of the classes, sorted. Raises `DataError` if the images are not divided into classes."""
+    names = [stores.class_of(document) for document in read_kept(clean, split="train", kinds=("image",))]
+    classes = sorted(set(names))
+    remedy = "give every record a field label, or every image a caption that is the name of its class"
+    if names and len(classes) < 2:
+        raise DataError(f"vision: all {len(names):,} training images have the class {classes[0]!r}; {remedy}")
+    if len(classes) > len(names) / 2:
+        raise DataError(f"vision: {len(names):,} training images have {len(classes):,} different classes; {remedy}")
+    return classes
+
+
+def _sequences(
+    job: PackJob,
+    split: Split,
+    images: stores.StoreWriter,
+    classes: list[str],
+    labels: list[int],
+    unknown: list[str],
+) -> Sequences:
+    """Yields rows; fills the labels of the images that were written, and the classes that training does not have."""
+    places = {name: place for place, name in enumerate(classes)}
+    for document in read_kept(job.clean, split=split, kinds=("image",)):
+        name = stores.class_of(document)
+        if name not in places:
+            unknown.append(name)
+            continue
+        number = images.add(StoredImage.from_plain(document.meta[KEY]).data)
+        if number > MOST_IMAGES:
+            raise DataError(f"pack: there are more than {MOST_IMAGES:,} images; pack them in several runs")
+        labels.append(places[name])
+        source, score = job.labels(document)
+        yield TokenSequence(np.full(2, job.tokenizer.eos_id), source=source, score=score, value=float(number + 1))
+
+
+LABELED_ROWS = RowSet(
+    name="labeled_images",
+    title="images with classes",
+    pack=_pack_labeled,
+    documents="image with a class",
+    learned="images",
+    decides=lambda config: {"images": stores.FORMAT},
+)
+
+
 MOST_TRAINING_IMAGES = 10_000
 """Images from which logistic regression learns; with more it takes minutes."""
 BASELINE_SIDE = 16
@@ -151,82 +227,6 @@ def _pixels(images: stores.LabeledImages, numbers: NDArray[np.int64]) -> NDArray
     """Colors in [0, 1], one row for each image."""
     squares = images.store.squares(numbers.tolist(), size=BASELINE_SIDE, fit="crop")
     return np.stack(list(squares)).reshape(len(numbers), -1) / 255.0
-
-
-UNKNOWN = "class without a training image"
-"""Reason for which a held-out image is left out."""
-
-
-def open_labeled(rows: Path, split: str) -> stores.LabeledImages | None:
-    """Opens the images of a split with their classes; None for a split without images. rows: folder of the rows."""
-    store = stores.open_images(rows, split)
-    return stores.LabeledImages(store) if store is not None else None
-
-
-def _pack_labeled(job: PackJob, split: Split) -> None:
-    if job.settings.mode == "length_buckets":
-        raise ConfigError("pack.mode: length_buckets does not apply to images; choose best_fit or one_per_row")
-    classes = training_classes(job.clean)
-    folder = stores.images_folder(job.context.output.path / LABELED_ROWS.name, split)
-    labels: list[int] = []
-    unknown: list[str] = []
-    with stores.write_images(folder) as images:
-        # Rows of one image each: `batch_tokens` then fixes the number of images of an update.
-        rows = replace(job, settings=replace(job.settings, mode="one_per_row"))
-        report = rows.pack(f"{LABELED_ROWS.name}/{split}", _sequences(job, split, images, classes, labels, unknown))
-    stores.write_labels(folder, labels, classes)
-    if unknown and report:
-        report["skipped"] = {**report["skipped"], UNKNOWN: len(unknown)}
-    if unknown:
-        job.context.progress.note(
-            f"pack: {len(unknown):,} held-out images are left out because no training image has their class, such as "
-            f"{unknown[0]!r}"
-        )
-
-
-def training_classes(clean: Path) -> list[str]:
-    """Returns the names of the classes, sorted. Raises `DataError` if the images are not divided into classes."""
-    names = [stores.class_of(document) for document in read_kept(clean, split="train", kinds=("image",))]
-    classes = sorted(set(names))
-    remedy = "give every record a field label, or every image a caption that is the name of its class"
-    if names and len(classes) < 2:
-        raise DataError(f"vision: all {len(names):,} training images have the class {classes[0]!r}; {remedy}")
-    if len(classes) > len(names) / 2:
-        raise DataError(f"vision: {len(names):,} training images have {len(classes):,} different classes; {remedy}")
-    return classes
-
-
-def _sequences(
-    job: PackJob,
-    split: Split,
-    images: stores.StoreWriter,
-    classes: list[str],
-    labels: list[int],
-    unknown: list[str],
-) -> Sequences:
-    """Yields rows; fills the labels of the images that were written, and the classes that training does not have."""
-    places = {name: place for place, name in enumerate(classes)}
-    for document in read_kept(job.clean, split=split, kinds=("image",)):
-        name = stores.class_of(document)
-        if name not in places:
-            unknown.append(name)
-            continue
-        number = images.add(StoredImage.from_plain(document.meta[KEY]).data)
-        if number > MOST_IMAGES:
-            raise DataError(f"pack: there are more than {MOST_IMAGES:,} images; pack them in several runs")
-        labels.append(places[name])
-        source, score = job.labels(document)
-        yield TokenSequence(np.full(2, job.tokenizer.eos_id), source=source, score=score, value=float(number + 1))
-
-
-LABELED_ROWS = RowSet(
-    name="labeled_images",
-    title="images with classes",
-    pack=_pack_labeled,
-    documents="image with a class",
-    learned="images",
-    decides=lambda config: {"images": stores.FORMAT},
-)
 
 
 PREFIX = f"heads.{classification.CLASSIFIER}."
