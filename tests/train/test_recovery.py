@@ -49,7 +49,7 @@ def test_a_stop_on_purpose_is_no_fault(tmp_path):
 def trained(folder, step, error=None):
     """One process that does a step and then ends, in the way that the training loop ends it."""
     with suppress(ModelwrightError), ExitStack() as on_exit:
-        run = SimpleNamespace(anomalies=object(), folder=folder, world=SimpleNamespace(size=1), on_exit=on_exit)
+        run = SimpleNamespace(log_event=object(), folder=folder, world=SimpleNamespace(size=1), on_exit=on_exit)
         technique = recovery_time(cast(Any, run))
         assert technique is not None
         technique.on_step_end(info(step))

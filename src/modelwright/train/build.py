@@ -100,7 +100,7 @@ ALONE, SILENT = single(), SilentProgress()
 """The defaults of `train`: one process on the CPU, and no display."""
 
 
-def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
+def technique_builders(job: TrainJob, anomalies: AnomalyLog | None) -> list[TechniqueBuilder]:
     """All techniques of a run, in the order in which they act. This is the only list of techniques in the project: a
     new one is a file in techniques/ and a line here.
     """
@@ -134,7 +134,7 @@ def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
         partial(l2_sp, config.l2_sp),  # on_step_end: pull weights to their start
         *map(guarded, [*named_techniques(config.techniques), *job.techniques]),
         # Monitors come last: they see what all others made of a step.
-        anomaly_monitor,
+        partial(anomaly_monitor, anomalies),
         recovery_time,
         partial(energy_monitor, config.energy),
         partial(replica_check, every=faults.replica_check_every_steps),
@@ -246,11 +246,12 @@ def build_step(job: TrainJob, global_mesh: Mesh, session: Session, on_exit: Exit
         seed=job.seed,
         folder=job.stage.path,
         note=session.note,
-        anomalies=session.anomalies,
+        log_event=session.anomalies and session.anomalies.report,
         alive=session.watchdog.alive,
         on_exit=on_exit,
     )
-    techniques = [technique for build in technique_builders(job) if (technique := build(run)) is not None]
+    builders = technique_builders(job, session.anomalies)
+    techniques = [technique for build in builders if (technique := build(run)) is not None]
     features = features_of(job, techniques)
     check_layout(config, job.parallel, num_processes=world.size, further=features)
     # The strategy comes last, because it follows from what objective and techniques need.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -23,9 +23,6 @@ from modelwright.train.objective import Batch
 from modelwright.train.precision.apply import ModelPrecision
 from modelwright.train.precision.policy import LossScale, LossScaleConfig
 from modelwright.train.runner import Executor, Runner
-
-if TYPE_CHECKING:  # it judges finished steps, which are defined here
-    from modelwright.train.monitors.anomalies import AnomalyLog
 
 NOT_FINITE, EMPTY_BATCH, LOSS_SPIKE = "not_finite", "empty_batch", "loss_spike"
 """Reasons for which a step changes nothing."""
@@ -236,8 +233,9 @@ class Runtime:
     """The folder of the stage."""
     note: Callable[[str], None]
     """Shows a line to the user."""
-    anomalies: "AnomalyLog | None"
-    """The list of events that a person should look at; on the first rank only, and None for a step that is traced."""
+    log_event: Callable[[int, str, float, float, str], None] | None
+    """`AnomalyLog.report`, for events that a person should look at; on the first rank only, and None for a step that is
+    traced."""
     alive: Callable[[], None]
     """Resets the watchdog's timer; for techniques that work for long between two steps."""
     on_exit: ExitStack
@@ -284,8 +282,8 @@ class Runtime:
 
     def report(self, step: int, kind: str, value: float, limit: float, text: str) -> None:
         """Record an event that a person should look at; only the first rank does."""
-        if self.anomalies is not None:
-            self.anomalies.report(step, kind, value, limit, text)
+        if self.log_event is not None:
+            self.log_event(step, kind, value, limit, text)
 
 
 TechniqueBuilder = Callable[[Runtime], Technique | None]

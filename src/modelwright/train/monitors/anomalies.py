@@ -106,9 +106,8 @@ class AnomalyLog:
             self.note(f"watch: step {step}: {text}")
 
 
-def anomaly_monitor(run: Runtime) -> Technique | None:
-    """Returns None on all ranks but the first."""
-    log = run.anomalies
+def anomaly_monitor(log: AnomalyLog | None, run: Runtime) -> Technique | None:
+    """Returns None on all ranks but the first, which alone has a log."""
     if log is None:
         return None
     return Technique(

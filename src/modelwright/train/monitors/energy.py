@@ -380,18 +380,18 @@ class EnergyMonitor:
 
 def energy_monitor(config: EnergyConfig, run: Runtime) -> Technique | None:
     """Returns None for a step that is only traced, and for ranks that do not make their updates together."""
-    if run.mesh.world.size < run.world.size or (run.anomalies is None and run.world.size == 1):
+    if run.mesh.world.size < run.world.size or (run.log_event is None and run.world.size == 1):
         return None
     is_host_first = int(os.environ.get("LOCAL_RANK", run.world.rank)) == 0
     codecarbon = None
-    if config.country and run.anomalies is not None:
+    if config.country and run.log_event is not None:
         codecarbon = CodecarbonTracker(
             config.country, setting="energy.country", pue=config.pue, read_every_s=WRITE_EVERY_S
         )
     monitor = EnergyMonitor(
         meters_of_rank(config, run.world.device, is_host_first=is_host_first),
         config,
-        path=run.folder / ENERGY_FILE if run.anomalies is not None else None,
+        path=run.folder / ENERGY_FILE if run.log_event is not None else None,
         sums=run.mesh.world.sums,
         note=run.note,
         sum_every=1 if run.world.size == 1 else SUM_EVERY_STEPS,

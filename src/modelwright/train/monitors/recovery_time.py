@@ -79,7 +79,7 @@ class RecoveryTime:
 
 def recovery_time(run: Runtime) -> Technique | None:
     """Returns None on all ranks but the first, and for a step that is only traced."""
-    if run.anomalies is None:
+    if run.log_event is None:
         return None
     recovery = RecoveryTime(run.folder / RECOVERIES_FILE, num_ranks=run.world.size, restart=num_restarts())
 
