@@ -69,7 +69,8 @@ def run(checkout: Path, recipe: str, folder: Path) -> Path:
     lengths = [word for stage in training_stages(checkout, recipe) for word in (f"--{stage}.num_steps", str(STEPS))]
     command = [sys.executable, "-m", "modelwright.cli.entry"]
     target = folder / f"run-{recipe}"  # not `recipe`: a source of that name would then be this folder
-    words = ["run", recipe, "--run-dir", str(target), *SHORTER.get(recipe, ()), *lengths]
+    # Said outright: a checkout may take all cores whatever OMP_NUM_THREADS is, and a sum has other bits on two threads.
+    words = ["run", recipe, "--run-dir", str(target), "--hardware.threads", "1", *SHORTER.get(recipe, ()), *lengths]
     for more in (
         words,
         *(["export", str(target), "--to", one, str(folder / exported(recipe, one))] for one in EXPORTS),
