@@ -70,7 +70,7 @@ def run(checkout: Path, recipe: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "modelwright.cli.entry"]
     target = folder / f"run-{recipe}"  # not `recipe`: a source of that name would then be this folder
     # Said outright: a checkout may take all cores whatever OMP_NUM_THREADS is, and a sum has other bits on two threads.
-    words = ["run", recipe, "--run-dir", str(target), "--hardware.threads", "1", *SHORTER.get(recipe, ()), *lengths]
+    words = ["run", recipe, "--run-dir", str(target), "--hardware.num_threads", "1", *SHORTER.get(recipe, ()), *lengths]
     for more in (
         words,
         *(["export", str(target), "--to", one, str(folder / exported(recipe, one))] for one in EXPORTS),
