@@ -6,6 +6,7 @@
 # make test-all   both
 # make coverage  the same with the share of lines in src/modelwright that were run: 40% more CPU time on Python 3.11,
 #             so not a part of make test; lines that only processes of their own run do not count
+# make wheel-check  build the wheels, and try them in empty environments: without extras, and with all of them
 # make lint   formatting, types, import layers
 # make bench  the same training on two other trainers, side by side, and fine-tuning beside TRL and PEFT, which get
 #             environments of their own; make bench ISA=avx2 times a newer processor as one with AVX2 alone (or ISA=x86-64);
@@ -46,7 +47,7 @@ ISA_TESTS := tests/ops tests/train/precision tests/parallel/test_gather_formats.
 	tests/train/memory/test_checkpointing.py tests/train/test_wired_precision.py
 HAS_AVX512 := $(shell grep -qsw avx512f /proc/cpuinfo && echo yes)
 
-.PHONY: demo test test-slow test-all coverage lint bench loading-peers prove parity gpu-check clean
+.PHONY: demo test test-slow test-all coverage wheel-check lint bench loading-peers prove parity gpu-check clean
 
 demo: $(VENV)/.installed
 	@echo "time     $$(($$(date +%s) - $(STARTED))) s: installation"
@@ -67,6 +68,9 @@ test-all:
 coverage: $(VENV)/.installed-dev
 	$(PYTEST) --cov --cov-report= $(ARGS)
 	$(BIN)/coverage report --skip-covered --sort=miss
+
+wheel-check: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/wheel_check.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -68,8 +68,9 @@ def run(checkout: Path, recipe: str, folder: Path) -> Path:
     """Run the recipe and its exports in `folder`; returns the run directory. Raises `CalledProcessError`."""
     lengths = [word for stage in training_stages(checkout, recipe) for word in (f"--{stage}.num_steps", str(STEPS))]
     command = [sys.executable, "-m", "modelwright.cli.entry"]
-    target = folder / recipe
-    words = ["run", recipe, "--run-dir", str(target), *SHORTER.get(recipe, ()), *lengths]
+    target = folder / f"run-{recipe}"  # not `recipe`: a source of that name would then be this folder
+    # Said outright: a checkout may take all cores whatever OMP_NUM_THREADS is, and a sum has other bits on two threads.
+    words = ["run", recipe, "--run-dir", str(target), "--hardware.num_threads", "1", *SHORTER.get(recipe, ()), *lengths]
     for more in (
         words,
         *(["export", str(target), "--to", one, str(folder / exported(recipe, one))] for one in EXPORTS),
@@ -120,7 +121,7 @@ def weights(path: Path) -> str:
 
 def results(folder: Path, recipe: str) -> Iterator[tuple[str, str]]:
     """What the recipe left, by a name that is the same for both checkouts."""
-    target = folder / recipe
+    target = folder / f"run-{recipe}"
     for path in sorted(target.rglob("*")):
         name = str(path.relative_to(folder))
         if not path.is_file() or "/checkpoints/" in name or "/work/" in name:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from modelwright.train.build import train as train_model
     from modelwright.train.job import TrainJob
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["TrainJob", "__version__", "train_model"]
 
 _EXPORTS = {"TrainJob": ("modelwright.train.job", "TrainJob"), "train_model": ("modelwright.train.build", "train")}

@@ -72,9 +72,9 @@ class Benchmark:
                 f"{path}: is damaged ({error}), so nobody knows how often the test half was used; freeze another one"
             ) from None
 
-    def count_use(self, candidate: str, champion: str) -> Use:
+    def count_use(self, candidate: str, champion: str, max_uses: int) -> Use:
         """Records a use before its result is known. Comparing the same two models again counts as the same use, since
-        the result is the same.
+        the result is the same. Raises `ConfigError` for a new use beyond `max_uses`.
         """
         make_folder(self._uses_folder)
         with lock_folder(self._uses_folder, "this benchmark; wait for it"):
@@ -82,6 +82,12 @@ class Benchmark:
             for use in uses:
                 if (use.candidate, use.champion) == (candidate, champion):
                     return use
+            # Within the lock: two gates that begin together must not both take the last use.
+            if len(uses) >= max_uses:
+                raise ConfigError(
+                    f"{self.folder}: its test half was used {len(uses)} times, so further results would say little; "
+                    "freeze a new benchmark from other texts"
+                )
             use = Use(len(uses) + 1, candidate, champion)
             plain = {"benchmark": self.digest, "uses": [asdict(one) for one in [*uses, use]]}
             write_atomic(self._uses_folder / USES, json.dumps(plain, indent=1))

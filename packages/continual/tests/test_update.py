@@ -286,7 +286,10 @@ def test_a_benchmark_is_frozen_and_its_uses_are_counted(world: World, tmp_path: 
         freeze_benchmark([old], [new], tmp_path / "bench")
     with pytest.raises(DataError, match="--new"):
         freeze_benchmark([old], [old], tmp_path / "other")
-    assert [benchmark.count_use(one, "champion").number for one in ("a", "b", "a")] == [1, 2, 1]
+    assert [benchmark.count_use(one, "champion", 2).number for one in ("a", "b", "a")] == [1, 2, 1]
+    with pytest.raises(ConfigError, match="was used 2 times"):
+        benchmark.count_use("c", "champion", 2)
+    assert len(benchmark.uses) == 2
     assert sum(level_of_use(number, 0.05) for number in range(1, 10_000)) == pytest.approx(0.05, rel=1e-3)
     path = benchmark.file("new", "test")
     path.write_text(path.read_text().replace("tool", "fool"))

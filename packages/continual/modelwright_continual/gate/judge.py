@@ -77,8 +77,10 @@ class GateConfig:
             raise ConfigError(f"--margin: must be at least 0 and below 1, got {self.margin:g}; 0.02 is 2 percent")
         if not 0.0 < self.alpha <= 0.5:
             raise ConfigError(f"--alpha: must be above 0 and at most 0.5, got {self.alpha:g}; 0.05 is usual")
-        if self.max_uses < 1 or self.resamples < 100:
-            raise ConfigError("--max-uses: must be at least 1, and resamples at least 100")
+        if self.max_uses < 1:
+            raise ConfigError(f"--max-uses: must be at least 1, got {self.max_uses}")
+        if self.resamples < 100:
+            raise ConfigError(f"resamples: must be at least 100, got {self.resamples}; 10,000 are usual")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +159,7 @@ def judge(run: RunDir, champion: Path, benchmark: Benchmark, config: GateConfig,
     number, level = 0, 0.0
     if all(check.passed for check in checks):
         # Counted before the comparison, since a process that is killed later may have seen results.
-        number = _use(benchmark, candidate.digest, old_model.digest, config)
+        number = benchmark.count_use(candidate.digest, old_model.digest, config.max_uses).number
         level = level_of_use(number, config.alpha)
         comparison = PairedComparison(level=level, margin=config.margin, resamples=config.resamples, seed=config.seed)
         for task in TASKS:
@@ -268,17 +270,6 @@ def _bits(judged: JudgedModel, documents: Sequence[Document], progress: Progress
     """Returns bits per byte of the whole text of each document; questions of a conversation are included."""
     rows = text_costs(judged.model, judged.tokenizer, documents, EvaluateConfig(), progress=progress)
     return [row["nats"] / math.log(2) / max(1, row["num_bytes"]) for row in rows]
-
-
-def _use(benchmark: Benchmark, candidate: str, champion: str, config: GateConfig) -> int:
-    uses = benchmark.uses
-    is_new = not any((use.candidate, use.champion) == (candidate, champion) for use in uses)
-    if is_new and len(uses) >= config.max_uses:
-        raise ConfigError(
-            f"{benchmark.folder}: its test half was used {len(uses)} times, so further results would say little; "
-            "freeze a new benchmark from other texts"
-        )
-    return benchmark.count_use(candidate, champion).number
 
 
 def _compare(
