@@ -1,4 +1,4 @@
-"""Event logs and robust statistics have one implementation each: `core/records.py`, `train/techniques/loss_spikes.py`."""
+"""Event logs and robust statistics have one implementation each: in `core.records` and `techniques.loss_spikes`."""
 
 import ast
 from collections.abc import Callable, Iterator
