@@ -1,1 +1,1 @@
-"""Floor 0: configuration, run directory, artifacts, records, seeds, errors."""
+"""The lowest layer: configuration, run directory, artifacts, records, seeds, errors."""
