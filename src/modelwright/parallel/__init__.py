@@ -1,1 +1,1 @@
-"""Floor 3: ranks, collectives and gradient synchronization."""
+"""Ranks, collectives and gradient synchronization."""

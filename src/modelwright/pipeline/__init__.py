@@ -1,1 +1,1 @@
-"""Floor 6: chains stages into a run, skips finished ones, resumes interrupted ones, writes the report."""
+"""Chains stages into a run, skips finished ones, resumes interrupted ones, writes the report."""

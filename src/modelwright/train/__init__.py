@@ -1,1 +1,1 @@
-"""Floor 4: the trainer: steps, accumulation, resume, checkpoints, metrics. Contains no loss formula."""
+"""The trainer: steps, accumulation, resume, checkpoints, metrics. Contains no loss formula."""

@@ -1,1 +1,1 @@
-"""Floor 3: everything between gradient and weight."""
+"""Everything between gradient and weight."""

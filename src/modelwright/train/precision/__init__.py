@@ -1,1 +1,1 @@
-"""Floor 3: number formats during training."""
+"""Number formats during training."""
