@@ -74,6 +74,6 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "default: auto" in text
     assert "allowed: fp32, bf16_mixed, " in text
     assert "may set their own" in text
-    assert printed(capsys, "explain", "precision.loss_scale").count("\n\n") == 4
+    assert printed(capsys, "explain", "precision.loss_scale").count("\n\n") == 3
     assert main(["explain", "pretrain.learning_rat"]) == 2
     assert "did you mean pretrain.learning_rate" in capsys.readouterr().err
