@@ -16,7 +16,6 @@ from modelwright.core.errors import ConfigError
 from modelwright.serve.application import Application
 from modelwright.serve.config import OWN_BACKEND, RequestsConfig, ServeConfig
 from modelwright.serve.engines.backends import load_engines
-from modelwright.serve.engines.client import discarded_on_error
 from modelwright.serve.load import ModelSource
 
 if TYPE_CHECKING:
@@ -98,12 +97,15 @@ def server_of(arguments: RayArguments) -> RayServer:
     source = ModelSource(
         name=arguments.model_name, folder=Path(arguments.folder), stage=arguments.stage, digest=arguments.digest
     )
+    requests = parse(RequestsConfig, arguments.requests, "requests")
     client, tokenizer = load_engines(source, arguments.config)
-    with discarded_on_error(client):
-        requests = parse(RequestsConfig, arguments.requests, "requests")
+    try:
         application = Application(
             client, tokenizer, arguments.config, model_name=arguments.model_name, requests=requests, source=source
         )
+    except BaseException:
+        client.discard()  # no engine may outlive a server that was never built
+        raise
     return RayServer(application)
 
 
