@@ -19,9 +19,8 @@ from safetensors.torch import load_file
 
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.records import column, read_records
-from modelwright.data.images import store as image_store
-from modelwright.data.images.store import FILE, INDEX
-from modelwright.data.rows import loader
+from modelwright.data.images.store import FILE, INDEX, ImageStore
+from modelwright.data.rows.loader import PackedRows
 from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import load_vision_tower, save_vision_tower
 from modelwright.model.vision.vit import VisionTower
@@ -186,16 +185,18 @@ class Unread:
 
 def forbid_other_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing but the cache read training rows and their images."""
-    rows_of, images_of = loader._reader, image_store._reader
+    begin_rows, begin_images = PackedRows.__init__, ImageStore.__init__
 
-    def of_rows(folder: Path, index: Any) -> Any:
-        return Unread() if folder.name == "train" else rows_of(folder, index)
+    def without_rows(rows: PackedRows, folder: Path, reader: Any = None) -> None:
+        begin_rows(rows, folder, reader or (Unread() if folder.name == "train" else None))
 
-    def of_images(place: str, index: Any) -> Any:
-        return Unread() if place.endswith("images-train") else images_of(place, index)
+    def without_images(store: ImageStore, folder: Path, reader: Any = None, *, num_ahead: int = 0) -> None:
+        begin_images(
+            store, folder, reader or (Unread() if folder.name == "images-train" else None), num_ahead=num_ahead
+        )
 
-    monkeypatch.setattr(loader, "_reader", of_rows)
-    monkeypatch.setattr(image_store, "_reader", of_images)
+    monkeypatch.setattr(PackedRows, "__init__", without_rows)
+    monkeypatch.setattr(ImageStore, "__init__", without_images)
 
 
 @pytest.mark.slow
