@@ -1,4 +1,4 @@
-"""The README's own commands, run as they stand with the small recipe in place of the demo's."""
+"""The commands of README and guides, run as they stand with the small recipe in place of the demo's."""
 
 import json
 import re
@@ -21,6 +21,12 @@ from rank_processes import start_process
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+RUNS, PROCESSES, FORMATS = (
+    (ROOT / f"docs/guides/{name}.md").read_text(encoding="utf-8") for name in ("runs", "processes", "formats")
+)
+PAGES = "\n".join([README, RUNS, PROCESSES, FORMATS])
+NAMED = ("README.md", *(f"docs/guides/{name}.md" for name in ("runs", "processes", "formats")))
+MOST_LINES = 120
 RECIPE = "quickstart"
 SHORT = (
     "--data.stdlib_fraction=0.03", "--pretrain.num_steps=6", "--sft.num_steps=6",
@@ -31,10 +37,10 @@ SHORT = (
 
 
 def commands() -> list[list[str]]:
-    """The commands of every code block marked to be run, words as a shell would see them."""
-    blocks = re.findall(r"<!-- run -->\n```sh\n(.*?)```", README, flags=re.DOTALL)
+    """The commands of every code block marked to be run, words as a shell would see them, each once."""
+    blocks = re.findall(r"<!-- run -->\n```sh\n(.*?)```", PAGES, flags=re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line.strip()]
-    return [shlex.split(line, comments=True) for line in lines]
+    return [list(words) for words in dict.fromkeys(tuple(shlex.split(line, comments=True)) for line in lines)]
 
 
 def is_the_run(words: list[str]) -> bool:
@@ -83,9 +89,17 @@ def test_the_command_works(words, folder):
         run_small(words, folder)
 
 
+@pytest.mark.slow
+def test_the_python_of_the_readme_works(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^[\d,]+ parameters$", done.stdout, flags=re.MULTILINE)
+
+
 def other_runs() -> list[list[str]]:
     """Runs of the demo's recipe in blocks that are not marked; of several hosts, what most of them together run."""
-    text = README.replace("\\\n", " ")
+    text = PAGES.replace("\\\n", " ")
     found = []
     shown = r"^(?:modelwright|DEEPSEEK_\S+ modelwright) .*\brun quickstart\b.*$"
     for line in re.findall(shown, text, flags=re.MULTILINE):
@@ -156,31 +170,35 @@ def test_the_pass_without_avx512_runs_and_counts_whatever_the_first_one_found(co
     assert (done.returncode != 0) == fails
 
 
-def test_every_file_that_is_named_exists():
-    named = re.findall(r"\]\(([^)#]+)\)", README)
-    missing = [path for path in named if not path.startswith("http") and not (ROOT / path).exists()]
-    assert missing in ([], ["docs/report.png"])
+@pytest.mark.parametrize("page", NAMED)
+def test_every_file_that_is_named_exists(page):
+    named = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / page).read_text(encoding="utf-8"))
+    assert [path for path in named if not path.startswith("http") and not ((ROOT / page).parent / path).exists()] == []
 
 
-def test_the_tree_names_every_package():
+def test_the_readme_is_short_and_names_results_early():
+    lines = README.splitlines()
+    assert len(lines) <= MOST_LINES
+    assert lines.index("## Results") < 20
+    assert "do not expect the model\nto answer questions" in README
+
+
+def test_the_architecture_names_every_package():
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     packages = {path.parent.name for path in (ROOT / "src/modelwright").glob("*/__init__.py")}
-    assert {name for name in packages if f"{name}/" not in README} == set()
+    assert {name for name in packages if f"`{name}`" not in page} == set()
+    outer = {path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")}
+    assert {name for name in outer if name not in README.rpartition("## ")[2]} == set()
 
 
 def test_all_forms_of_pairs_are_described_wherever_they_are_listed():
     numbers = dict(enumerate(["Zero", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine"]))
-    assert f"{numbers[len(RECORD_TYPES)]} forms of pairs are read" in README
+    assert f"{numbers[len(RECORD_TYPES)]} forms of pairs are read" in RUNS
     data = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     table = data.partition("| form | record |")[2].partition("\n\n")[0]
     assert table.count("\n| ") - 1 == len(RECORD_TYPES)  # the line below the header
-    for text in (README, parser().format_help(), table):
+    for text in (RUNS, parser().format_help(), table):
         assert all(field in text for fields in RECORD_TYPES.values() for field in fields)
-
-
-def test_what_to_do_with_a_run_follows_ones_own_text_and_expectations_come_first():
-    headings = re.findall("^## (.*)$", README, flags=re.MULTILINE)
-    assert headings[:2] == ["Your own text", "What to do with a run"]
-    assert "do not expect it\nto answer questions" in README.partition("## ")[0]
 
 
 def test_bf16_is_compared_with_the_faster_fp32_that_was_measured():
@@ -188,5 +206,4 @@ def test_bf16_is_compared_with_the_faster_fp32_that_was_measured():
     samples = json.loads(record.read_text(encoding="utf-8"))["samples"]
     arms = (samples[f"tokens per second, {arm}"] for arm in ("all BF16", "fp32 by oneDNN"))
     ratio = statistics.mean(fast / slow for fast, slow in zip(*arms, strict=True))
-    assert f"| BF16 | {ratio:.1f} times the speed of the faster FP32" in README
-    assert "has not been measured" not in README
+    assert f"| BF16 | {ratio:.1f} times the speed of the faster FP32" in (ROOT / "docs/results.md").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""The figures that the README quotes are those of the result files, with their verdicts and conditions."""
+"""The figures that README and docs/results.md quote are those of the records, with verdicts and conditions."""
 
 import json
 import re
@@ -13,6 +13,7 @@ from modelwright_claims.results import all_figures, shown_kind
 ROOT = Path(__file__).parents[3]
 CLAIMS = {claim.name: claim for claim in ledger.CLAIMS}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = "\n".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("results.md", "guides/formats.md"))
 MACHINE = "amd-epyc-2c-avx512"
 OLDER_MACHINE = "amd-epyc-2c-avx2"
 CONDITIONS_WITH_UNITS = {"50%"}
@@ -20,8 +21,8 @@ CONDITIONS_WITH_UNITS = {"50%"}
 
 
 def section(title: str) -> str:
-    """The text below a heading of the README, up to the next heading, as one line for each paragraph or row."""
-    match = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#+ |\Z)", README, flags=re.MULTILINE | re.DOTALL)
+    """The text below a heading of the pages, up to the next heading, as one line for each paragraph or row."""
+    match = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#+ |\Z)", PAGES, flags=re.MULTILINE | re.DOTALL)
     assert match, title
     return re.sub(r"(?<=[^\n|])\n(?=[^\n|])", " ", match[1])
 
@@ -36,7 +37,7 @@ def figures(claim: str, machine: str = MACHINE) -> dict[str, float]:
 
 def technique_rows() -> dict[str, tuple[str, str, str]]:
     """The table of techniques by claim: measured figures, verdict, conditions."""
-    row = r"^\| [^|]+ \| ([^|]+) \| \[([\w ]+)\]\(docs/claims\.md#(\w+)\)[^|]* \| ([^|]+) \|$"
+    row = r"^\| [^|]+ \| ([^|]+) \| \[([\w ]+)\]\(claims\.md#(\w+)\)[^|]* \| ([^|]+) \|$"
     rows = re.findall(row, section("Results"), flags=re.MULTILINE)
     return {claim: (measured, verdict, conditions) for measured, verdict, claim, conditions in rows}
 
@@ -162,7 +163,7 @@ def test_the_tables_of_other_trainers_are_those_of_the_benchmark() -> None:
 
 
 def test_speeds_of_number_formats_are_those_of_the_records() -> None:
-    """Two records have the bare products of the older machine; the README gives the range over both."""
+    """Two records have the bare products of the older machine; the page gives the range over both."""
     text = section("Number formats")
     records = [figures(claim, OLDER_MACHINE) for claim in ("precision_policies", "adaptive_precision")]
     for formats in (("bf16", "fp16"), ("fp8", "int8")):
@@ -170,3 +171,26 @@ def test_speeds_of_number_formats_are_those_of_the_records() -> None:
         assert f"{min(speeds):.2f} to {max(speeds):.2f} times" in text
     onednn = figures("adaptive_precision")["speed over FP32, fp32 by oneDNN"]
     assert f"{onednn:.1f} times as fast with oneDNN" in " ".join(text.split())
+
+
+def test_the_readme_quotes_the_records() -> None:
+    """Each row of its table, rounded as here; there is no other row."""
+    peers = record(f"peers-bf16-{MACHINE}")["summary"]
+    tuned = {(row["case"], row["size"]): row["ratio"] for row in record(f"tuning-peers-{MACHINE}")["rows"]}
+    near = record("cleaning_peers-intel-r-xeon-r-processor-2c-avx512")["tasks"]["near-duplicates"]
+    ours, theirs = near["modelwright"], near["datatrove"]
+    assert all(ours[quality] > theirs[quality] for quality in ("recall", "precision"))
+    served, stack = figures("serving_qps"), figures("efficiency_20x")
+    expected = [
+        f"{peers['Modelwright']['tokens_per_s'] / peers['Hugging Face Trainer']['tokens_per_s']:.2f} times",
+        f"{tuned['sft', '8.6M']:.2f} and {tuned['sft', '95M']:.2f} times TRL",
+        "{:.2f}, {:.2f} and {:.2f} times TRL".format(*(tuned[case, "95M"] for case in ("dpo", "grpo", "ppo"))),
+        f"{ours['documents_per_cpu_s'] / theirs['documents_per_cpu_s']:.1f} times datatrove",
+        f"{served['times the naive rate, INT8']:.0f} times one request at a time, "
+        f"{served['times the rate of llama.cpp 8 bits, INT8']:.2f} of llama.cpp",
+        f"{stack['one host: faster, everything']:.1f} times plain PyTorch",
+    ]
+    rows = [line for line in README.splitlines() if line.startswith("| ") and "](" in line]
+    table = rows[: len(expected)]
+    assert [figure for figure, row in zip(expected, table, strict=True) if figure not in row] == []
+    assert "| you want to | read |" in README.partition(table[-1])[2]
