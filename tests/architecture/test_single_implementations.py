@@ -20,6 +20,7 @@ LINE_WRITERS = {
 """Files that may append to a file or write lines of JSON, and what they write."""
 DEVIATIONS = {
     "train/techniques/loss_spikes.py": "limits for outliers",
+    "train/techniques/gradient_clipping.py": "the published limit of adaptive clipping, by mean and deviation",
     "train/precision/indicators.py": "the variation of gradient norms, which is no limit",
 }
 """Files that may compute standard deviations and median absolute deviations of plain numbers."""

@@ -219,10 +219,9 @@ def test_a_teacher_from_a_folder_of_another_type_teaches_what_it_computes(name: 
     theirs = write_folder(name, tmp_path, vocab_size=tiny_run.VOCABULARY)
     teacher = TeacherModel.of(load_model(tmp_path).to(torch.float64), single())
     batch = tiny_run.Rows().batch(0)
-    hidden_BTE = teacher.output(batch).hidden_BTE
-    targets = teacher.targets(hidden_BTE, DivergenceKind())
-    logits_NV = targets.hidden_NE @ targets.weight_VE.T
-    logits_NV = targets.soft_cap * (logits_NV / targets.soft_cap).tanh() if targets.soft_cap else logits_NV
+    logits_NV = teacher.output(batch).hidden_BTE.flatten(0, 1) @ teacher.head_VE.T
+    soft_cap = teacher.config.logit_soft_cap
+    logits_NV = soft_cap * (logits_NV / soft_cap).tanh() if soft_cap else logits_NV
     row, document = 0, batch.segments_BT[0] == 0
     with torch.no_grad():
         expected_TV = theirs(batch.input_ids_BT[row, document][None]).logits[0]

@@ -84,6 +84,42 @@ ORPHAN_TIMEOUT_S = 60.0
 ORPHAN_POLL_S = 0.5
 
 
+AdapterReply = tuple[bool, str]
+"""Whether a call of `AdapterLoader` is done, and the digest of the adapter's values or the reason of a failure."""
+
+
+class AdapterCalls:
+    """Loading and unloading of adapters in engine processes (`AdapterLoader`). A lost engine never replies."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._waiting: dict[int, tuple[str, asyncio.Future[AdapterReply | None]]] = {}
+
+    async def ask(self, links: Mapping[str, EngineLink], name: str, folder: str) -> dict[str, AdapterReply]:
+        """Calls `AdapterLoader.begin` in engines, by name. Returns the replies of those that are not lost meanwhile."""
+        loop, futures = asyncio.get_running_loop(), dict[str, asyncio.Future[AdapterReply | None]]()
+        for engine_name, link in links.items():
+            number = next(self._numbers)
+            futures[engine_name] = loop.create_future()
+            self._waiting[number] = (engine_name, futures[engine_name])
+            link.send({"adapters": [[number, name, folder]]})
+        replies = dict(zip(futures, await asyncio.gather(*futures.values()), strict=True))
+        return {engine_name: reply for engine_name, reply in replies.items() if reply is not None}
+
+    def take(self, number: int, reply: AdapterReply) -> None:
+        """Ends the wait for a reply."""
+        _, future = self._waiting.pop(number, ("", None))
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    def lose(self, engine_name: str) -> None:
+        """Ends the wait for the replies of a lost engine."""
+        for number in [number for number, (name, _) in self._waiting.items() if name == engine_name]:
+            _, future = self._waiting.pop(number)
+            if not future.done():
+                future.set_result(None)
+
+
 @dataclass(eq=False)
 class PooledAnswer:
     """An answer in progress. token_ids: tokens that the client has; num_repeated: how many of them the current engine
@@ -127,9 +163,7 @@ class EnginePool:
         self._tasks: list[asyncio.Task[None]] = []
         self._lost_at = -math.inf
         self._starting: dict[int, subprocess.Popen[bytes]] = {}
-        self._call_numbers = itertools.count()
-        self._calls: dict[int, tuple[str, asyncio.Future[tuple[bool, str] | None]]] = {}
-        """Calls of `AdapterLoader`, by number: the engine's name and its reply, None if the engine is lost."""
+        self._adapter_calls = AdapterCalls()
 
     @property
     def unavailable(self) -> str:
@@ -164,7 +198,7 @@ class EnginePool:
         digests: dict[str, str] = {}
         # in rounds, because other engines may be connected or restarted while these load the adapter
         while links := {slot.name: slot.link for slot in self._slots if slot.link and slot.name not in digests}:
-            replies = await self._call_adapters(links, name, str(folder))
+            replies = await self._adapter_calls.ask(links, name, str(folder))
             problems = [text for is_done, text in replies.values() if not is_done]
             digests |= {engine: text for engine, (_, text) in replies.items()}
             if len(set(digests.values())) > 1 and not problems:
@@ -183,22 +217,7 @@ class EnginePool:
         folders = {other: folder for other, folder in self._setup.adapters.items() if other != name}
         links = {slot.name: slot.link for slot in self._slots if slot.link}
         self._expect(adapters, folders, links)  # first: an engine that is restarted meanwhile must not have it
-        await self._call_adapters(links, name, "")
-
-    async def _call_adapters(
-        self, links: Mapping[str, EngineLink], name: str, folder: str
-    ) -> dict[str, tuple[bool, str]]:
-        """Calls `AdapterLoader.begin` in engines, by name. Returns the replies of those that are not lost meanwhile:
-        whether it is done, and the digest of the adapter's values or the reason of a failure.
-        """
-        loop, futures = asyncio.get_running_loop(), dict[str, asyncio.Future[tuple[bool, str] | None]]()
-        for engine_name, link in links.items():
-            number = next(self._call_numbers)
-            futures[engine_name] = loop.create_future()
-            self._calls[number] = (engine_name, futures[engine_name])
-            link.send({"adapters": [[number, name, folder]]})
-        replies = dict(zip(futures, await asyncio.gather(*futures.values()), strict=True))
-        return {engine_name: reply for engine_name, reply in replies.items() if reply is not None}
+        await self._adapter_calls.ask(links, name, "")
 
     def _expect(self, adapters: Mapping[str, str], folders: Mapping[str, str], engines: Collection[str]) -> None:
         """Sets the adapters that engines have from now on. engines: names of those that have them; all others are
@@ -269,9 +288,7 @@ class EnginePool:
                 self._forget(slot.answers[request_id])
                 self._events.refuse(request_id, ApiError(status, text, code=code))
         for number, is_done, text in message["adapters"]:
-            _, future = self._calls.pop(number, ("", None))
-            if future is not None and not future.done():
-                future.set_result((is_done, text))
+            self._adapter_calls.take(number, (is_done, text))
 
     def _take(self, slot: Slot, output: StepOutput) -> bool:
         """Records an output. Returns whether it is new to the client."""
@@ -332,10 +349,7 @@ class EnginePool:
         slot.is_lost = True
         answers, slot.answers = list(slot.answers.values()), {}
         self._events.engine_lost(slot.name, end)
-        for number in [number for number, (engine, _) in self._calls.items() if engine == slot.name]:
-            _, future = self._calls.pop(number)
-            if not future.done():
-                future.set_result(None)
+        self._adapter_calls.lose(slot.name)
         # where engines give the same bits, an answer continues elsewhere; otherwise only an unseen one starts anew
         for answer in answers:
             answer.engine = None
