@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core.compatibility import WHOLE_LAYERS, WHOLE_ROWS, Feature, feature
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.images.store import ImageStore
 from modelwright.data.rows.ahead import PlannedRows
@@ -55,7 +56,7 @@ class CaptionConfig(TrainConfig):
     """Block of the tower whose output is read: -1 is the last one, -2 the one before, as in LLaVA."""
     vision: VisionConfig = field(default_factory=VisionConfig)
     """Vision tower; a run with the stage align uses the tower that align has trained, unless `init_from` is set."""
-    max_answer_tokens: int = 48
+    max_answer_tokens: int = constant(48)
     """Maximum tokens of the caption of a held-out image."""
 
     def __post_init__(self) -> None:

@@ -89,9 +89,9 @@ class PackConfig:
     template, if any), `last_answer` those of the last one (completion only), `all` all up to the last answer."""
     chunk_overlap: int = field(default=50, metadata=only_for("long_documents", "chunk"))
     """`chunk`: number of tokens that a chunk repeats from the one before it, as context."""
-    min_chunk_tokens: int = field(default=256, metadata=only_for("long_documents", "chunk"))
+    min_chunk_tokens: int = constant(256)
     """`chunk`: minimum tokens of a chunk, at most a row; a shorter last chunk begins earlier and repeats more."""
-    count_overlap: bool = field(default=False, metadata=only_for("long_documents", "chunk"))
+    count_overlap: bool = constant(False)
     """`chunk`: true counts repeated tokens in the loss again."""
     group_by: Literal["none", "kind", "source"] = constant("none")
     """Property that documents of a row have in common; `batching.mixture` sets it."""

@@ -22,7 +22,7 @@ from modelwright.core.compatibility import (
     Feature,
     feature,
 )
-from modelwright.core.config import dump, only_for
+from modelwright.core.config import constant, dump, only_for
 from modelwright.core.errors import ConfigError
 from modelwright.core.extensions import configured
 from modelwright.ops.dtensor import local
@@ -110,9 +110,9 @@ class AsyncUpdatesConfig:
     mode: Literal["none", "hogwild", "delayed"] = "none"
     """`hogwild`: every process updates weights that all processes of one host share (Recht et al. 2011); `delayed`:
     gradients are summed while the next `delay_steps` steps are computed; `none`."""
-    delay_steps: int = field(default=1, metadata=only_for("mode", "delayed"))
+    delay_steps: int = constant(1)
     """Steps by which gradients are late, with `delayed`."""
-    delay_compensation: float = field(default=0.0, metadata=only_for("mode", "hogwild", "delayed"))
+    delay_compensation: float = constant(0.0)
     """Strength of the correction for stale gradients (DC-ASGD, Zheng et al. 2017); 0 for none."""
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES, Feature, feature
-from modelwright.core.config import digest, dump, only_for
+from modelwright.core.config import constant, digest, dump
 from modelwright.core.errors import ConfigError, prefix_errors
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
@@ -61,7 +61,7 @@ class DistillConfig(TrainConfig):
     cache_top_k: int = 0
     """The teacher's likeliest tokens that are stored on disk for each token, so that later epochs need no teacher; 0
     computes all logits anew. The rest of the probability counts as one more outcome."""
-    layer_map: tuple[int, ...] = ()
+    layer_map: tuple[int, ...] = constant(())
     """Layer of the teacher, from 0, with which each layer of the student is compared, from its first; -1 for none:
     [2, 5] or [-1, 5]. Empty maps evenly, the last to the last."""
     attention_form: AttentionForm = "relations"
@@ -71,7 +71,7 @@ class DistillConfig(TrainConfig):
     divergence: DivergenceName = "forward_kl"
     """Divergence of the logits: `forward_kl` KL(teacher || student), `reverse_kl` KL(student || teacher), or `jsd`, a
     generalized Jensen-Shannon divergence between the two (GKD, Agarwal et al. 2024)."""
-    jsd_beta: float = field(default=0.5, metadata=only_for("divergence", "jsd"))
+    jsd_beta: float = constant(0.5)
     """Share of the teacher in the mixture that both models are compared with, between 0 and 1: small values act like
     `forward_kl`, large ones like `reverse_kl`."""
     on_policy: distilling.OnPolicyConfig = field(default_factory=distilling.OnPolicyConfig)

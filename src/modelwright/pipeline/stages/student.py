@@ -52,7 +52,7 @@ class StudentConfig:
     """Width of the feed-forward layer."""
     head_dim: int = 0
     """Width of one head; pruning keeps the teacher's."""
-    importance: Literal["activations", "weights"] = "activations"
+    importance: Literal["activations", "weights"] = constant("activations")
     """Measure by which pruning ranks heads and channels: their activations on training rows, or weights alone."""
     calibration_rows: int = constant(64)
     """Training rows on which activations are measured."""

@@ -41,15 +41,15 @@ class BatchSelectionConfig:
     direction from its loss at the start of the run; `random`, the baseline; `none` trains on all rows."""
     keep_fraction: float = field(default=0.4, metadata=only_for("signal", "loss", "loss_change", "random"))
     """Fraction of the rows that are trained on."""
-    probe_tokens: int = field(default=32, metadata=only_for("signal", "loss", "loss_change"))
+    probe_tokens: int = constant(32)
     """Tokens of each row that the signal is measured on."""
-    random_fraction: float = field(default=0.25, metadata=only_for("signal", "loss", "loss_change", "random"))
+    random_fraction: float = constant(0.25)
     """Fraction of the selected rows drawn at random, so that no kind of row is ignored forever."""
-    max_initial_loss: float = 0.0
+    max_initial_loss: float = constant(0.0)
     """Never train on rows that the initial weights predict worse than this, in units of ln(vocabulary size), the loss
     of a uniform guess; 0 sets no limit. It filters garbage out of an uncleaned stream (CCNet's perplexity filter,
     Wenzek et al. 2019) and is useless from scratch."""
-    keep_token_fraction: float = 1.0
+    keep_token_fraction: float = constant(1.0)
     """Fraction of the labels in the selected rows that count in the loss: those of the tokens that receive the most
     attention in the first layer."""
     dense_fraction: float = constant(0.0)
