@@ -27,6 +27,7 @@ from modelwright.objectives.distillation import (
     OnPolicyDistillation,
     prompts_of_rows,
 )
+from modelwright.objectives.rollouts import RolloutConfig
 from modelwright.objectives.teacher import TeacherModel
 from modelwright.ops.distillation_loss import DivergenceKind
 from modelwright.parallel.config import ParallelConfig
@@ -71,8 +72,8 @@ def make(
         ),
         num_steps=num_steps,
     )
-    config = OnPolicyConfig(share=share, max_completion_length=9)
-    return OnPolicyDistillation(distillation=distillation, config=config, stop_ids=(STOP,), seed=3)
+    config, rollout = OnPolicyConfig(share=share), RolloutConfig(max_completion_length=9)
+    return OnPolicyDistillation(distillation=distillation, config=config, rollout=rollout, stop_ids=(STOP,), seed=3)
 
 
 def rows(*documents: tuple[list[int], int]) -> TokenBatch:

@@ -54,8 +54,8 @@ class CaptionConfig(TrainConfig):
     """Train the vision tower, too; the projector and the decoder are always trained."""
     feature_layer: int = -2
     """Block of the tower whose output is read: -1 is the last one, -2 the one before, as in LLaVA."""
-    vision: VisionConfig = field(default_factory=VisionConfig)
-    """Vision tower; a run with the stage align uses the tower that align has trained, unless `init_from` is set."""
+    vision_tower: VisionConfig = field(default_factory=VisionConfig)
+    """A run with the stage align uses the tower that align has trained, unless caption names another folder."""
     max_answer_tokens: int = constant(48)
     """Maximum tokens of the caption of a held-out image."""
 

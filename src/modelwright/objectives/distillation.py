@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core import compatibility
-from modelwright.core.config import only_for
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import IGNORED, TokenBatch
@@ -292,15 +291,10 @@ class OnPolicyConfig:
     share: float = 0.0
     """Share of the batches, while the part `logits` is in force, in which the student completes the prompts of the
     rows and learns the teacher's predictions for its tokens; 0 learns from the rows alone."""
-    max_completion_length: int = field(default=256, metadata=only_for("share"))
-    """Maximum tokens of such a completion. It replaces the answer of a conversation, or the end of a text, at most its
-    second half, and is never longer than the replaced tokens."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
             raise ConfigError(f"share: must be in [0, 1], got {self.share}; 0 learns from the rows alone")
-        if self.max_completion_length < 1:
-            raise ConfigError(f"max_completion_length: must be at least 1, got {self.max_completion_length}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,6 +329,9 @@ class OnPolicyDistillation(Objective):
 
     distillation: Distillation
     config: OnPolicyConfig
+    rollout: RolloutConfig
+    """`max_completion_length` limits a completion. It replaces the answer of a conversation, or the end of a text, at
+    most its second half, and is never longer than the replaced tokens."""
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
     seed: int
@@ -393,7 +390,7 @@ class OnPolicyDistillation(Objective):
         """Returns equally many rows with the prompts of a global batch and the student's completions, which have the
         labels. All ranks call together with the same batch, generate a share each, and get the same rows.
         """
-        prompts, world = prompts_of_rows(batch, self.config.max_completion_length), self.layout.world
+        prompts, world = prompts_of_rows(batch, self.rollout.max_completion_length), self.layout.world
         own = [(number, prompts[number]) for number in share(len(prompts), world)]
         params = [
             SamplingParams(
@@ -405,9 +402,8 @@ class OnPolicyDistillation(Objective):
             )
             for number, prompt in own
         ]
-        limits = RolloutConfig(max_completion_length=self.config.max_completion_length)
         with self.layout.whole_model(model) as whole:
-            engine = limits.engine(whole.config, [len(prompt.ids) for _, prompt in own])
+            engine = self.rollout.engine(whole.config, [len(prompt.ids) for _, prompt in own])
             completions = generate(whole, [prompt.ids for _, prompt in own], params, engine)
         longest = max((len(prompt.ids) + prompt.max_tokens for prompt in prompts), default=2)
         ids_CL, lens_C = torch.zeros(len(own), longest, dtype=torch.int64), torch.zeros(len(own), dtype=torch.int64)

@@ -18,6 +18,7 @@ from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.scoring import score_documents, select_documents, summarize_scores
 from modelwright.infer.generate import measure_speed
 from modelwright.objectives import distillation as distilling
+from modelwright.objectives.rollouts import RolloutConfig
 from modelwright.objectives.teacher import AttentionForm, TeacherCache, TeacherModel
 from modelwright.ops.distillation_loss import DivergenceKind, DivergenceName
 from modelwright.pipeline.config import RunConfig
@@ -75,6 +76,7 @@ class DistillConfig(TrainConfig):
     """Share of the teacher in the mixture that both models are compared with, between 0 and 1: small values act like
     `forward_kl`, large ones like `reverse_kl`."""
     on_policy: distilling.OnPolicyConfig = field(default_factory=distilling.OnPolicyConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,6 +152,7 @@ class DistillConfig(TrainConfig):
         result = super().identity()
         without = {name for name, value in always.items() if result[name] == value}
         without |= {"jsd_beta"} if self.divergence != "jsd" else set()
+        without |= {"rollout"} if not self.on_policy.share else set()
         return {name: value for name, value in result.items() if name not in without}
 
 
@@ -194,6 +197,7 @@ def _objective(inputs: StageInputs) -> Objective:
     return distilling.OnPolicyDistillation(
         distillation=distillation,
         config=training.on_policy,
+        rollout=training.rollout,
         stop_ids=Tokenizer.load(inputs.parents[tokenizer_stage(config)]).stop_ids,
         seed=derive_seed(config.seed, DISTILL.name, "on policy"),
     )
