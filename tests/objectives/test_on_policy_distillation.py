@@ -341,13 +341,6 @@ def test_a_student_becomes_like_its_teacher_where_it_goes_itself(tmp_path: Path)
     assert last < 0.5 * first
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"share": 1.5}, "share: must be in"),
-        ({"max_completion_length": 0}, "max_completion_length: must be at least 1"),
-    ],
-)
-def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        OnPolicyConfig(**settings)
+def test_the_share_is_checked() -> None:
+    with pytest.raises(ConfigError, match="share: must be in"):
+        OnPolicyConfig(share=1.5)

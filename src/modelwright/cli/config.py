@@ -92,10 +92,10 @@ def markdown() -> str:
     from modelwright.pipeline.stages.specs import known_stages
 
     first, *others = trainings = training_names()
-    readers = {name: [one.name for one in known_stages() if one.objective and name in inherited(one)] for name in SHARED}
+    readers = {one.name: inherited(one) for one in known_stages() if one.objective}
     of_some = [
-        f"{' and '.join(f'`{stage}`' for stage in stages)} inherit `{name}` in the same way."
-        for name, stages in readers.items()
+        f"{' and '.join(f'`{stage}`' for stage in readers if name in readers[stage])} inherit `{name}` in the same way."
+        for name in SHARED
     ]
     lines = [
         "# Settings",

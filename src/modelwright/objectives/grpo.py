@@ -45,7 +45,7 @@ class GrpoConfig(TrainConfig):
     """Completions of each prompt: the group."""
     steps_per_generation: int = constant(1)
     """Updates for one pass over a rollout, each from another part of it."""
-    num_iterations: int = 1
+    num_iterations: int = constant(1)
     """Number of passes over each rollout (the GRPO paper's mu)."""
     epsilon: float = 0.2
     """The ratio of probabilities is clipped to at least 1 - epsilon."""

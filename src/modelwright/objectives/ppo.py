@@ -236,7 +236,7 @@ class PpoConfig(TrainConfig):
     """Target KL of a completion, in nats, for `kl_coef` (Ziegler et al. 2019, section 2.2); 0 keeps the weight."""
     kl_horizon: int = constant(10_000)
     """Completions over which the weight of the penalty adapts."""
-    target_kl: float = 0.0
+    target_kl: float = constant(0.0)
     """Approximate KL of an update, in nats per token, above which the rest of a rollout is skipped; 0 for no limit."""
     whiten_rewards: bool = False
     """Divide the rewards of tokens by their standard deviation."""

@@ -102,11 +102,6 @@ def check_training(
         check_layout(training, layout, num_processes=math.prod(axes.values()), further=further, section=stage.name)
         with prefix_errors(stage.name):
             _check_stage(stage, training, layout, row_len=row_len, axes=axes, on_cpu=on_cpu)
-            if stage in from_scratch and training.batch_selection.max_initial_loss:
-                raise ConfigError(
-                    "batch_selection.max_initial_loss: the initial weights of a run from scratch have the loss "
-                    "of a random guess everywhere; start from a trained model with init_from, or leave it at 0"
-                )
 
 
 def _check_stage(

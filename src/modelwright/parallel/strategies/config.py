@@ -62,7 +62,7 @@ class GradientSyncConfig:
     `bf16`; `int8`; `powersgd` (Vogels et al. 2019); `topk_quantized`."""
     overlap: bool = constant(True)
     """Start sums during backward, in buckets of at most 25 MB (not for `topology_aware`)."""
-    powersgd_rank: int = field(default=8, metadata=only_for("kind", "powersgd"))
+    powersgd_rank: int = constant(8)
     """Rank of PowerSGD's approximation."""
     topk_quantized: TopKQuantizedConfig = field(
         default_factory=TopKQuantizedConfig, metadata=only_for("kind", "topk_quantized")

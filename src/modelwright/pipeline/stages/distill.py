@@ -19,7 +19,7 @@ from modelwright.evaluate.scoring import score_documents, select_documents, summ
 from modelwright.infer.generate import measure_speed
 from modelwright.objectives import distillation as distilling
 from modelwright.objectives.rollouts import RolloutConfig
-from modelwright.objectives.teacher import AttentionForm, TeacherCache, TeacherModel
+from modelwright.objectives.teacher import TeacherCache, TeacherModel
 from modelwright.ops.distillation_loss import DivergenceKind, DivergenceName
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
@@ -51,7 +51,7 @@ class DistillConfig(TrainConfig):
     hidden: Window = (1.0, 0.0, 0.1)
     """Hidden states of mapped layers: mean squared error after a learned projection (TinyBERT)."""
     attention: Window = (1.0, 0.1, 0.2)
-    """Attention: divergence of the part that `attention_form` names."""
+    """Attention: relations between queries, keys and values of the last layers (MiniLMv2), for any two models."""
     logits: Window = (1.0, 0.0, 1.0)
     """Logits: `divergence` from the teacher, mixed with the cross-entropy of the labels."""
     temperature: float = 1.0
@@ -65,10 +65,6 @@ class DistillConfig(TrainConfig):
     layer_map: tuple[int, ...] = constant(())
     """Layer of the teacher, from 0, with which each layer of the student is compared, from its first; -1 for none:
     [2, 5] or [-1, 5]. Empty maps evenly, the last to the last."""
-    attention_form: AttentionForm = "relations"
-    """Part of attention that is compared: `relations` between queries, keys and values of the last layers (MiniLMv2),
-    for any two models, or `distributions`, the softmax of queries times keys in every head of the mapped layers
-    (MiniLM), for a student with as many heads as the teacher."""
     divergence: DivergenceName = "forward_kl"
     """Divergence of the logits: `forward_kl` KL(teacher || student), `reverse_kl` KL(student || teacher), or `jsd`, a
     generalized Jensen-Shannon divergence between the two (GKD, Agarwal et al. 2024)."""
@@ -138,14 +134,12 @@ class DistillConfig(TrainConfig):
             temperature=self.temperature,
             label_share=self.label_share,
             divergence=DivergenceKind(name=self.divergence, beta=self.jsd_beta),
-            attention_form=self.attention_form,
             layer_map=self.layer_map,
         )
 
     def identity(self) -> dict[str, Any]:
         """Settings for the digest, without those with the value from before they existed."""
         always = {
-            "attention_form": "relations",
             "divergence": "forward_kl",
             "on_policy": dump(distilling.OnPolicyConfig()),
         }

@@ -50,9 +50,9 @@ class ActivationCheckpointingConfig:
     offload: Tier = "none"
     """Move saved activations to host memory (models on an accelerator) or to disk: all of them, or in mode `budget`
     those for which it is cheaper than recomputing."""
-    offload_dir: str = ""
+    offload_dir: str = constant("")
     """Folder for `offload: disk`; "" is the run's own."""
-    flops_per_byte: float = constant(0.0)
+    flops_per_byte: float = 0.0
     """FLOPs that could be computed while one byte moves to or from the offload target; needed by mode `budget` with
     offload, measured by `modelwright plan memory --offload`."""
 

@@ -145,7 +145,7 @@ class AdaptiveConfig:
     `schedule`: follow `schedule`; `none`."""
     decide_every_steps: int = constant(100)
     """Steps between decisions."""
-    candidates: tuple[Format, ...] = ("bf16", "int8")
+    candidates: tuple[Format, ...] = constant(("bf16", "int8"))
     """Formats to choose among; FP32 and the policy's own are always candidates."""
     tolerance: float = constant(0.05)
     """Largest accepted damage to a submodule's gradients, as a relative error."""
