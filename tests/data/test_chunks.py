@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from modelwright.core.config import parse, unused_settings
+from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED
@@ -76,11 +76,9 @@ def test_every_target_counts_once(tmp_path: Path, mode, masked: bool) -> None:
 
 def test_settings_of_chunks_are_checked() -> None:
     chunked = {"long_documents": "chunk"}
-    with pytest.raises(ConfigError, match=r"chunk_overlap: must be from 1 to 511 \(pack\.seq_len - 1\), got 512"):
-        parse(PackConfig, {**chunked, "chunk_overlap": 512})
+    with pytest.raises(ConfigError, match=r"long_documents: chunk repeats 512 tokens"):
+        parse(PackConfig, {**chunked, "chunk_overlap": 512}, constants=True)
     PackConfig(seq_len=32)  # the settings of chunks do not matter to a run without them
-    unused = unused_settings(PackConfig(chunk_overlap=9))
-    assert unused == ["chunk_overlap (needs long_documents chunk)"]
 
 
 def test_rows_shorter_than_the_shortest_chunk_have_whole_chunks(tmp_path: Path) -> None:

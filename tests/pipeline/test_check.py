@@ -54,6 +54,11 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
             1,
             r"^pretrain\.batch_selection\.keep_fraction: 0\.4 of 4 rows",
         ),
+        (
+            {"pretrain": {"batch_selection": {"signal": "loss_change", "max_initial_loss": 1.0}}},
+            1,
+            r"^pretrain\.batch_selection\.max_initial_loss: the initial weights of a run from scratch",
+        ),
         ({"parallel": {"pipeline": 3}}, 3, r"^parallel\.pipeline: 2 layers cannot form 3 stages"),
         ({"parallel": {"pipeline": 2, "layers_per_stage": [2, 1]}}, 2, r"^parallel\.layers_per_stage: \(2, 1\) adds"),
         (

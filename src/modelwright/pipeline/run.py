@@ -53,7 +53,7 @@ from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.report import REPORT
 from modelwright.pipeline.stages.specs import build_stages
-from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
+from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
 from modelwright.train.config import TrainConfig, check_layout
 from modelwright.train.memory.offload import check_tier
 from modelwright.train.monitors.energy import known_country
@@ -69,6 +69,7 @@ def check_training(
     trainings = [stage for stage in config.trainings if stage.name in stages]
     on_cpu = resolved_device(config.hardware.device) == "cpu"
     augmented = [stage for stage in trainings if is_augmented(config, stage)]
+    from_scratch = [stage for stage in trainings if not model_before(config, stage.name)]
     if trainings:
         check_size(config.model)
     if elastic:
@@ -101,6 +102,11 @@ def check_training(
         check_layout(training, layout, num_processes=math.prod(axes.values()), further=further, section=stage.name)
         with prefix_errors(stage.name):
             _check_stage(stage, training, layout, row_len=row_len, axes=axes, on_cpu=on_cpu)
+            if stage in from_scratch and training.batch_selection.max_initial_loss:
+                raise ConfigError(
+                    "batch_selection.max_initial_loss: the initial weights of a run from scratch have the loss "
+                    "of a random guess everywhere; start from a trained model with init_from, or leave it at 0"
+                )
 
 
 def _check_stage(

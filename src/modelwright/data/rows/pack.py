@@ -36,7 +36,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import constant, only_for
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, DataError, writing
 from modelwright.data.rows.cache.layout import CHECKSUMS, rows_of_block
 from modelwright.data.rows.origins import Origin, OriginSpool
@@ -87,7 +87,7 @@ class PackConfig:
     chat_loss: ChatLoss = "assistant"
     """Tokens of a conversation that fine-tuning learns: `assistant` those of all answers (by the marks of the chat
     template, if any), `last_answer` those of the last one (completion only), `all` all up to the last answer."""
-    chunk_overlap: int = field(default=50, metadata=only_for("long_documents", "chunk"))
+    chunk_overlap: int = constant(50)
     """`chunk`: number of tokens that a chunk repeats from the one before it, as context."""
     min_chunk_tokens: int = constant(256)
     """`chunk`: minimum tokens of a chunk, at most a row and more than it repeats; a shorter last chunk begins earlier
@@ -114,8 +114,8 @@ class PackConfig:
             return
         if not 1 <= self.chunk_overlap < self.seq_len:
             raise ConfigError(
-                f"chunk_overlap: must be from 1 to {self.seq_len - 1} (pack.seq_len - 1), got {self.chunk_overlap}; "
-                "a tenth of pack.seq_len is usual"
+                f"long_documents: chunk repeats {self.chunk_overlap} tokens of the chunk before, and rows have "
+                f"{self.seq_len} tokens (pack.seq_len); make rows longer, or choose split"
             )
 
 

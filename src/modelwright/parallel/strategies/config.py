@@ -60,7 +60,7 @@ class GradientSyncConfig:
     kind: Literal["allreduce", "topology_aware", "bf16", "int8", "powersgd", "topk_quantized"] = "allreduce"
     """`allreduce`: exact, by the backend; `topology_aware`: exact, by algorithms chosen for the measured links;
     `bf16`; `int8`; `powersgd` (Vogels et al. 2019); `topk_quantized`."""
-    overlap: bool = constant(True)
+    overlap: bool = True
     """Start sums during backward, in buckets of at most 25 MB (not for `topology_aware`)."""
     powersgd_rank: int = constant(8)
     """Rank of PowerSGD's approximation."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.core.config import constant, dump
+from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
@@ -38,7 +38,7 @@ class AverageConfig:
     """Files with validation texts of the tasks that were trained."""
     shares: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     """Shares of the old model to choose from; a single share is used without a choice."""
-    margin: float = constant(0.02)
+    margin: float = 0.02
     """Largest allowed growth of bits per byte on old texts, relative to the old model; among the shares within it, the
     stage chooses the one that is best for new texts."""
 

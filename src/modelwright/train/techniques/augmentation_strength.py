@@ -33,7 +33,7 @@ class AugmentationStrengthConfig:
     """Factor while the loss is above the upper threshold."""
     low_factor: float = constant(0.7)
     """Factor while the loss is below the lower threshold."""
-    relative: bool = constant(False)
+    relative: bool = False
     """Thresholds are fractions of the mean loss over the first `window` steps."""
     window: int = constant(50)
     """Steps over which the loss is averaged: the time constant of an exponential mean."""

@@ -43,7 +43,7 @@ class BatchSelectionConfig:
     """Tokens of each row that the signal is measured on."""
     random_fraction: float = constant(0.25)
     """Fraction of the selected rows drawn at random, so that no kind of row is ignored forever."""
-    max_initial_loss: float = constant(0.0)
+    max_initial_loss: float = 0.0
     """Never train on rows that the initial weights predict worse than this, in units of ln(vocabulary size), the loss
     of a uniform guess; 0 sets no limit. It filters garbage out of an uncleaned stream (CCNet's perplexity filter,
     Wenzek et al. 2019) and is useless from scratch."""
