@@ -84,10 +84,10 @@ def parse_layers(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> tuple[R
     kept = {key: value for key, value in data.items() if key not in sections or key in names}
     # Each training stage inherits the shared settings that it does not set itself; parsing refuses malformed sections.
     for stage in trainings:
-        layers = [kept.get("training", {}), {name: kept[name] for name in inherited(stage) if kept.get(name)}]
-        own = kept.get(stage.name, {})
-        if all(isinstance(section, Mapping) for section in (layers[0], own, *layers[1].values())):
-            kept[stage.name] = merge({**layers[0], **layers[1]}, own)
+        shared, own = kept.get("training", {}), kept.get(stage.name, {})
+        others = {name: kept[name] for name in inherited(stage) if kept.get(name)}
+        if all(isinstance(section, Mapping) for section in (shared, own, *others.values())):
+            kept[stage.name] = merge({**shared, **others}, own)
     settings = parse(run_schema(), kept)
     common = {one.name: getattr(settings, one.name) for one in fields(RunConfig) if hasattr(settings, one.name)}
     own = {name: getattr(settings, name) for name in sections if name in names}
