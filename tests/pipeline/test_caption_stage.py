@@ -36,6 +36,7 @@ from modelwright.pipeline.stages.caption import (
     class_words,
     image_token_id,
     read_image_prompts,
+    tower_folder,
     tower_shape,
 )
 from modelwright.pipeline.stages.rows import PackJob
@@ -246,6 +247,16 @@ def test_a_frozen_tower_of_random_weights_is_refused() -> None:
     config = load("multimodal", {"stages": stages, "caption": {"train_tower": False}}).config
     with pytest.raises(ConfigError, match=r"caption\.train_tower: is false, and the vision tower has random weights"):
         tower_shape(config)
+
+
+def test_a_run_with_align_goes_on_with_its_tower_unless_caption_names_another_folder() -> None:
+    shared = load("multimodal", {"vision_tower": {"init_from": "clip"}}).config
+    assert tower_folder(shared) == ""
+    other = load("multimodal", {"caption": {"vision_tower": {"init_from": "siglip"}}}).config
+    assert tower_folder(other) == "siglip"
+    alone = [name for name in shared.stage_names if name != "align"]
+    assert tower_folder(load("multimodal", {"stages": alone, "vision_tower": {"init_from": "clip"}}).config) == "clip"
+    assert tower_shape(load("multimodal", {}).config).patch_size == 8
 
 
 def test_a_tokenizer_without_the_image_token_is_refused_by_name(finished: tuple[Path, Path]) -> None:
