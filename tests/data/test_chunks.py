@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from modelwright.core.config import parse, unused_settings
+from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED
@@ -48,14 +48,13 @@ def test_chunks_of_any_length(seed: int) -> None:
 
 @pytest.mark.parametrize("mode", ["best_fit", "one_per_row"])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("count_overlap", [False, True])
-def test_every_target_counts_once_unless_asked(tmp_path: Path, mode, masked: bool, count_overlap: bool) -> None:
+def test_every_target_counts_once(tmp_path: Path, mode, masked: bool) -> None:
     rng, sequences, number = np.random.default_rng(4), [], 2
     for length in (3, 20, 21, 36, 77, 150):
         ids = np.arange(number, number + length)
         number += length
         sequences.append((ids, (rng.random(length) < 0.5).astype(np.uint8) if masked else None))
-    config = PackConfig(seq_len=20, mode=mode, count_overlap=count_overlap, **CHUNKS)
+    config = PackConfig(seq_len=20, mode=mode, **CHUNKS)
     report = pack(sequences, tmp_path, config, vocab_size=number, eos_id=EOS)
 
     expected: Counter[tuple[int, int]] = Counter()
@@ -63,9 +62,8 @@ def test_every_target_counts_once_unless_asked(tmp_path: Path, mode, masked: boo
         whole = ids.tolist() if masked else [*ids.tolist(), EOS]
         counted = np.ones(len(whole), dtype=int) if mask is None else mask
         num_seen = 1
-        for start, end in chunks(len(whole), 20, overlap=5, min_tokens=12):
-            first = start + 1 if count_overlap else num_seen
-            expected.update((whole[at - 1], whole[at]) for at in range(first, end) if counted[at])
+        for _, end in chunks(len(whole), 20, overlap=5, min_tokens=12):
+            expected.update((whole[at - 1], whole[at]) for at in range(num_seen, end) if counted[at])
             num_seen = end
     found: Counter[tuple[int, int]] = Counter()
     for batch in PackedRows(tmp_path).batches(3):
@@ -73,19 +71,14 @@ def test_every_target_counts_once_unless_asked(tmp_path: Path, mode, masked: boo
         found.update(zip(batch.input_ids_BT[counts].tolist(), batch.labels_BT[counts].tolist(), strict=True))
     assert found == expected
     assert report.num_targets == sum(expected.values())
-    assert (max(expected.values()) > 1) == count_overlap
+    assert max(expected.values()) == 1
 
 
 def test_settings_of_chunks_are_checked() -> None:
     chunked = {"long_documents": "chunk"}
-    with pytest.raises(ConfigError, match=r"chunk_overlap: must be from 1 to 511 \(pack\.seq_len - 1\), got 512"):
-        parse(PackConfig, {**chunked, "chunk_overlap": 512})
-    with pytest.raises(ConfigError, match=r"min_chunk_tokens: must be above chunk_overlap \(50\), got 50"):
-        parse(PackConfig, {**chunked, "min_chunk_tokens": 50})
+    with pytest.raises(ConfigError, match=r"long_documents: chunk repeats 512 tokens"):
+        parse(PackConfig, {**chunked, "chunk_overlap": 512}, constants=True)
     PackConfig(seq_len=32)  # the settings of chunks do not matter to a run without them
-    unused = unused_settings(PackConfig(chunk_overlap=9, min_chunk_tokens=10, count_overlap=True))
-    assert len(unused) == 3
-    assert all(one.endswith("(needs long_documents chunk)") for one in unused)
 
 
 def test_rows_shorter_than_the_shortest_chunk_have_whole_chunks(tmp_path: Path) -> None:

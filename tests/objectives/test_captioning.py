@@ -31,7 +31,7 @@ EOS, IMAGE_TOKEN, NUM_PATCHES, NUM_IMAGES, LENGTH = 0, 1, 4, 30, 32
 VISION = {"image_size": 8, "patch_size": 4, "num_layers": 2, "model_dim": 16, "num_heads": 2, "ffn_dim": 24}
 SETTINGS = {
     "num_steps": 4, "checkpoint_every_steps": 2, "checkpoint_every_minutes": 0.0, "eval_every_steps": 2,
-    "learning_rate": 1e-3, "precision": {"policy": "fp32", "fp32_ops": [*ALWAYS_FP32]}, "vision": VISION,
+    "learning_rate": 1e-3, "precision": {"policy": "fp32", "fp32_ops": [*ALWAYS_FP32]}, "vision_tower": VISION,
     "train_tower": True, "batch_tokens": 8 * LENGTH,
 }  # fmt: skip
 
@@ -69,7 +69,7 @@ def objective_of(folder: Path, **changes: Any) -> Captioning:
     return Captioning(
         source=PackedLoader(rows, batch_rows=8, seed=1),
         config=config,
-        shape=config.vision,
+        shape=config.vision_tower,
         tower=None,
         image_token=IMAGE_TOKEN,
         images=images,

@@ -30,7 +30,7 @@ EOS, NUM_PAIRS, LENGTH = 0, 40, 24
 VISION = {"image_size": 8, "patch_size": 4, "num_layers": 1, "model_dim": 16, "num_heads": 2, "ffn_dim": 24}
 SETTINGS = {
     "num_steps": 4, "checkpoint_every_steps": 2, "checkpoint_every_minutes": 0.0, "eval_every_steps": 2,
-    "learning_rate": 1e-3, "precision": {"policy": "fp32"}, "embed_dim": 8, "temperature": 0.3, "vision": VISION,
+    "learning_rate": 1e-3, "precision": {"policy": "fp32"}, "embed_dim": 8, "temperature": 0.3, "vision_tower": VISION,
 }  # fmt: skip
 
 

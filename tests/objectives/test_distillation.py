@@ -16,7 +16,7 @@ from distributed import run_distributed, start_distributed
 from hf_folders import write_folder
 from modelwright.core.errors import ConfigError, Stopped
 from modelwright.model.attention import packed_attend
-from modelwright.model.config import AttentionConfig, ModelConfig
+from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Attend, Decoder
 from modelwright.model.hf import load_model
 from modelwright.objectives import teacher as teachers
@@ -28,7 +28,7 @@ from modelwright.objectives.distillation import (
     even_layer_map,
 )
 from modelwright.objectives.teacher import LOG_PROBS, TeacherCache, TeacherModel, num_relation_heads
-from modelwright.ops.attention_divergence import QueriesAndKeys, attention_divergence_naive, relation_loss_naive
+from modelwright.ops.attention_divergence import relation_loss_naive
 from modelwright.ops.distillation_loss import DivergenceKind, distillation_loss_naive
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
@@ -112,27 +112,14 @@ def naive_forward(model: Decoder, batch: Any) -> tuple[Tensor, list[Tensor], lis
 def naive_attention(
     model: Decoder, objective: Distillation, own: list[list[Tensor]], its: list[list[Tensor]], batch: Any
 ) -> Tensor:
-    """The sum over tokens, by the form of the settings."""
-    if objective.settings.attention_form == "relations":
-        number = num_relation_heads(model.config, objective.teacher.config)
-        pairs = zip(own[-1], its[-1], strict=True)
-        relations = [
-            relation_loss_naive(one.flatten(2), other.flatten(2), batch.segments_BT, num_heads=number)
-            for one, other in pairs
-        ]
-        return torch.stack(relations).sum() / (3 * number)
-    mapped = enumerate(objective.settings.layer_map or even_layer_map(2, objective.teacher.config.num_layers))
-    divergences = [
-        attention_divergence_naive(
-            QueriesAndKeys(*own[layer][:2]),
-            QueriesAndKeys(*its[other][:2]),
-            batch.segments_BT,
-            window=model.config.window_of(layer),
-        )
-        for layer, other in mapped
-        if other >= 0
+    """The sum over tokens, of the last layers."""
+    number = num_relation_heads(model.config, objective.teacher.config)
+    pairs = zip(own[-1], its[-1], strict=True)
+    relations = [
+        relation_loss_naive(one.flatten(2), other.flatten(2), batch.segments_BT, num_heads=number)
+        for one, other in pairs
     ]
-    return torch.stack(divergences).mean() / model.config.num_heads
+    return torch.stack(relations).sum() / (3 * number)
 
 
 def naive_losses(model: Decoder, objective: Distillation, batch: Any, step: int) -> dict[str, Tensor]:
@@ -195,11 +182,10 @@ def test_losses_and_gradients_equal_naive_ones(step: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layer_map", [(), (0, 2), (1, 1), (2, -1)])
-def test_mapped_layers_and_distributions_of_heads_equal_naive_ones(layer_map: tuple[int, ...]) -> None:
-    """Steps of both parts, and of attention and logits."""
+def test_mapped_layers_equal_naive_ones(layer_map: tuple[int, ...]) -> None:
+    """Steps of hidden states and attention, and of attention and logits."""
     for step in (2, 3):
-        objective = make(single(), shape=EQUAL_HEADS, attention_form="distributions", layer_map=layer_map)
-        assert_equals_naive(objective, step)
+        assert_equals_naive(make(single(), shape=EQUAL_HEADS, layer_map=layer_map), step)
 
 
 @pytest.mark.parametrize("name", ["reverse_kl", "jsd"])
@@ -291,10 +277,7 @@ WITH_HIDDEN = {"hidden": LossPart(1.0), "logits": LossPart(1.0)}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "copies": {"changes": SHORT},
     "zero 3": {"parallel": {"zero_stage": 3}},
-    "zero 3, distributions": {
-        "parallel": {"zero_stage": 3},
-        "settings": {"shape": EQUAL_HEADS, "attention_form": "distributions", "layer_map": (0, 2)},
-    },
+    "zero 3, mapped": {"parallel": {"zero_stage": 3}, "settings": {"shape": EQUAL_HEADS, "layer_map": (0, 2)}},
     "tensor, reverse": {
         "parallel": {"tensor": 2},
         "parts": LOGITS_ONLY,
@@ -399,10 +382,9 @@ NUM_PHASED = 12
 """Steps of a run in which each phase lasts three at least: hidden from 0, attention from 3, logits from 6."""
 
 
-def train_phases(world: World, folder: Path, form: str, die_at: int = -1) -> dict[str, Tensor]:
+def train_phases(world: World, folder: Path, die_at: int = -1) -> dict[str, Tensor]:
     """die_at: the step, from 0, in whose forward pass the process dies by SIGKILL."""
-    shape = EQUAL_HEADS if form == "distributions" else TEACHER
-    objective = make(world, DEFAULTS, dtype=torch.float32, shape=shape, attention_form=form)
+    objective = make(world, DEFAULTS, dtype=torch.float32)
     objective.num_steps, losses, num_seen = NUM_PHASED, objective.losses, 0
 
     def count(output: Tensor, batch: Any, model: Decoder) -> Any:
@@ -417,29 +399,20 @@ def train_phases(world: World, folder: Path, form: str, die_at: int = -1) -> dic
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
-    forms = ("relations", "distributions")
-    return {form: train_phases(single(), tmp_path_factory.mktemp(form), form) for form in forms}
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    return train_phases(single(), tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("phase", "form", "step"),
-    [
-        ("hidden", "relations", 2),
-        ("attention", "relations", 4),
-        ("attention", "distributions", 5),
-        ("logits", "relations", 8),
-    ],
-)
+@pytest.mark.parametrize(("phase", "step"), [("hidden", 2), ("attention", 4), ("logits", 8)])
 def test_a_run_that_is_killed_in_a_phase_goes_on_with_the_same_bits(
-    phase: str, form: str, step: int, uninterrupted: dict[str, dict[str, Tensor]], tmp_path: Path
+    phase: str, step: int, uninterrupted: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    whole = uninterrupted[form]
+    whole = uninterrupted
     assert [name for name in DEFAULTS if whole[f"{step}/{name}"] > 0] == [phase]
-    (ended,) = start_distributed(train_phases, 1, tmp_path, form, step).wait()
+    (ended,) = start_distributed(train_phases, 1, tmp_path, step).wait()
     assert ended.code == -signal.SIGKILL
-    resumed = train_phases(single(), tmp_path, form)
+    resumed = train_phases(single(), tmp_path)
     assert f"{step}/{phase}" in resumed
     assert f"0/{phase}" not in resumed
     assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
@@ -527,18 +500,11 @@ def test_maps_heads_and_schedules() -> None:
         objective.own_modules(tiny_run.SHAPE)
 
 
-def test_distributions_that_cannot_be_compared_are_refused() -> None:
-    settings = DistillationSettings(parts=DEFAULTS, attention_form="distributions")
-    with pytest.raises(ConfigError, match="the student has 4 heads, the teacher 6; choose relations"):
+def test_a_layer_map_counts_only_where_hidden_states_are_compared() -> None:
+    settings = DistillationSettings(parts=DEFAULTS, layer_map=(7,))
+    with pytest.raises(ConfigError, match="layer_map: needs a layer of the teacher"):
         check_shapes(settings, tiny_run.SHAPE, TEACHER)
-    windowed = replace(EQUAL_HEADS, attention=AttentionConfig(window=8, window_layers=(0, 2)))
-    with pytest.raises(
-        ConfigError, match="layer 1 of the student sees all earlier tokens, layer 2 of the teacher 8 tokens; map"
-    ):
-        check_shapes(settings, tiny_run.SHAPE, windowed)
-    check_shapes(replace(settings, layer_map=(-1, 1)), tiny_run.SHAPE, windowed)
-    check_shapes(replace(settings, attention_form="relations"), tiny_run.SHAPE, TEACHER)
-    check_shapes(replace(settings, parts=LOGITS_ONLY, layer_map=(7,)), tiny_run.SHAPE, TEACHER)
+    check_shapes(replace(settings, parts=LOGITS_ONLY), tiny_run.SHAPE, TEACHER)
 
 
 def test_projections_between_equal_widths_start_as_the_identity() -> None:

@@ -55,12 +55,19 @@ NUM_IMAGES, NUM_HELDOUT, NUM_CLASSES, SIDE, BATCH = 40, 10, 4, 8, 8
 RESNET = {"resnet": {"image_size": SIDE, "widths": [8, 16], "blocks_per_stage": 1}}
 VIT = {
     "architecture": "vit",
-    "vit": {"image_size": SIDE, "patch_size": 4, "num_layers": 1, "model_dim": 16, "num_heads": 2, "ffn_dim": 32},
+    "vision_tower": {
+        "image_size": SIDE,
+        "patch_size": 4,
+        "num_layers": 1,
+        "model_dim": 16,
+        "num_heads": 2,
+        "ffn_dim": 32,
+    },
 }
 SETTINGS = {
     "num_steps": 6, "batch_tokens": 2 * BATCH, "checkpoint_every_steps": 2, "checkpoint_every_minutes": 0.0,
     "eval_every_steps": 3, "learning_rate": 1e-2, "precision": {"policy": "fp32"}, "label_smoothing": 0.1,
-    "keep_best": False, "augment": {"crop_padding": 1, "contrast": 0.2, "mixup_alpha": 0.4, "cutmix_alpha": 1.0},
+    "keep_best": False, "augment": {"crop_padding": 1, "color_jitter": 0.2, "mixup_alpha": 0.4, "cutmix_alpha": 1.0},
 }  # fmt: skip
 
 
@@ -423,7 +430,11 @@ def test_a_vision_tower_from_a_folder_is_trained_on(folder: Path, tmp_path: Path
     )  # fmt: skip
     tower = VisionTower(shape)
     save_vision_tower(tower, tmp_path / "tower")
-    changes = {"architecture": "vit", "vit": {**VIT["vit"], "init_from": str(tmp_path / "tower")}, "augment": {}}
+    changes = {
+        "architecture": "vit",
+        "vision_tower": {**VIT["vision_tower"], "init_from": str(tmp_path / "tower")},
+        "augment": {},
+    }
     objective, model = objective_of(folder, **changes), carrier()
     assert objective.shape == shape
     attach_modules(model, objective, 1)

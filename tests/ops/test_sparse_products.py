@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from modelwright.ops.matmul import PLAIN, Executed, counted, multiply
-from modelwright.train.techniques.batch_selection import received_attention
 from modelwright.train.techniques.sparse_updates import masked_naive, on_columns, on_rows
 
 SHAPES = [(2, 5, 7, 3), (1, 1, 4, 9)]
@@ -48,20 +47,3 @@ def test_a_layer_whose_weight_is_frozen_computes_no_gradient_of_it():
     x, weight = torch.randn(4, 6).requires_grad_(), torch.randn(8, 6)
     multiply(x, weight, counted(PLAIN, executed)).sum().backward()
     assert executed.flops == 2 * (2 * 4 * 6 * 8)
-
-
-def test_received_attention_is_the_sum_over_queries_in_units_of_an_even_look():
-    draw = torch.Generator().manual_seed(2)
-    q, k = torch.randn(2, 6, 4, 3, generator=draw), torch.randn(2, 6, 2, 3, generator=draw)
-    segments = torch.tensor([[0, 0, 0, 1, 1, -1], [0, 0, 0, 0, 0, 0]], dtype=torch.int32)
-    expected = torch.zeros(2, 6)
-    for row in range(2):
-        even = torch.zeros(6)
-        for query in range(6):
-            seen = [t for t in range(query + 1) if segments[row, t] == segments[row, query]]
-            even[seen] += 1 / len(seen)
-            for head in range(4):
-                scores = torch.stack([q[row, query, head] @ k[row, t, head // 2] for t in seen]) / 3**0.5
-                expected[row, seen] += scores.softmax(0) / 4
-        expected[row] /= even
-    torch.testing.assert_close(received_attention(q, k, segments), expected)

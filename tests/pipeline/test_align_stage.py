@@ -64,9 +64,9 @@ def settings(folder: Path) -> dict[str, Any]:
         "training": {"precision": {"policy": "fp32", "fp32_matmul": "default"}},
         "align": {
             "num_steps": 8, "batch_tokens": 1024, "checkpoint_every_steps": 2, "eval_every_steps": 4, "embed_dim": 16,
-            "vision": {"image_size": 16, "patch_size": 8, "num_layers": 1, "model_dim": 16, "num_heads": 2,
-                       "ffn_dim": 24},
         },
+        "vision_tower": {"image_size": 16, "patch_size": 8, "num_layers": 1, "model_dim": 16, "num_heads": 2,
+                         "ffn_dim": 24},
     }  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def test_a_killed_stage_goes_on_with_the_same_bits(finished: tuple[Path, Path], 
     [
         ({"align": {"gradient_accumulation_steps": 2}}, r"gradient_accumulation_steps: 2 microbatches would not"),
         ({"align": {"batch_selection": {"signal": "loss"}}}, r"batch_selection.signal"),
-        ({"align": {"vision": {"patch_size": 5}}}, r"patch_size: 5 must divide"),
+        ({"vision_tower": {"patch_size": 5}}, r"patch_size: 5 must divide"),
         ({"align": {"temperature": 0}}, r"temperature: must be in"),
     ],
 )

@@ -135,7 +135,7 @@ def test_the_reward_model_of_a_run_scores_the_answers_of_its_policy(
     with open("pairs.jsonl", "a") as file:  # prompts of its own, without a pair
         file.writelines("\n" + json.dumps({"question": f"Say yes {n}", "answer": f"Kana {n}"}) for n in range(10))
     (command,) = (words for words in COMMANDS if "rewarded" in words)
-    words = [*command, "--ppo.rollout.max_completion_length=6"]
+    words = [*command, "--rollout.max_completion_length=6"]
     done = run_here(inside, words)
     assert done.returncode == 0, done.stderr
     run = Path("runs/rewarded")

@@ -59,7 +59,6 @@ def test_sources_with_scores_train_from_records_to_a_model(
         *small_words[:place], str(tmp_path / "*.jsonl"), *small_words[place + 1 :], "--run-dir", str(tmp_path / "run"),
         "--stages", "clean,tokenize,pack,pretrain", "--data.keep_fields", "level", "--data.validation_fraction=0.2",
         "--pack.mode", "length_buckets", "--pack.long_documents", "chunk", "--pack.seq_len", "128",
-        "--pack.count_overlap", "true",
         "--model.max_seq_len", "256", "--pretrain.batch_tokens", "1024", "--pretrain.batching.curriculum.by", "level",
         "--pretrain.batching.mixture.update", "heldout_loss", "--pretrain.eval_every_steps", "2",
         "--clean.quality.limits.max_top_ngram_fraction", "1", "--clean.quality.limits.min_stop_word_fraction", "0",

@@ -36,6 +36,7 @@ from modelwright.pipeline.stages.caption import (
     class_words,
     image_token_id,
     read_image_prompts,
+    tower_folder,
     tower_shape,
 )
 from modelwright.pipeline.stages.rows import PackJob
@@ -87,10 +88,10 @@ def settings(folder: Path) -> dict[str, Any]:
         "pretrain": {"num_steps": 2, "batch_tokens": 192},
         "caption": {
             "question": QUESTION, "num_steps": 8, "batch_tokens": 384, "checkpoint_every_steps": 2,
-            "eval_every_steps": 4, "train_tower": True, "max_answer_tokens": 8,
-            "vision": {"image_size": 16, "patch_size": 8, "num_layers": 2, "model_dim": 16, "num_heads": 2,
-                       "ffn_dim": 24},
+            "eval_every_steps": 4, "train_tower": True,
         },
+        "vision_tower": {"image_size": 16, "patch_size": 8, "num_layers": 2, "model_dim": 16, "num_heads": 2,
+                         "ffn_dim": 24},
     }  # fmt: skip
 
 
@@ -233,7 +234,6 @@ def test_a_killed_stage_goes_on_with_the_same_bits(finished: tuple[Path, Path], 
     [
         ({"caption": {"batch_selection": {"signal": "loss"}}}, r"batch_selection.signal"),
         ({"caption": {"question": " "}}, r"question: is empty"),
-        ({"caption": {"max_answer_tokens": 0}}, r"max_answer_tokens: must be at least 1"),
         ({"tokenizer": {"special_tokens": ["<|bos|>"]}}, r"special_tokens: each must be a new text"),
     ],
 )
@@ -247,6 +247,16 @@ def test_a_frozen_tower_of_random_weights_is_refused() -> None:
     config = load("multimodal", {"stages": stages, "caption": {"train_tower": False}}).config
     with pytest.raises(ConfigError, match=r"caption\.train_tower: is false, and the vision tower has random weights"):
         tower_shape(config)
+
+
+def test_a_run_with_align_goes_on_with_its_tower_unless_caption_names_another_folder() -> None:
+    shared = load("multimodal", {"vision_tower": {"init_from": "clip"}}).config
+    assert tower_folder(shared) == ""
+    other = load("multimodal", {"caption": {"vision_tower": {"init_from": "siglip"}}}).config
+    assert tower_folder(other) == "siglip"
+    alone = [name for name in shared.stage_names if name != "align"]
+    assert tower_folder(load("multimodal", {"stages": alone, "vision_tower": {"init_from": "clip"}}).config) == "clip"
+    assert tower_shape(load("multimodal", {}).config).patch_size == 8
 
 
 def test_a_tokenizer_without_the_image_token_is_refused_by_name(finished: tuple[Path, Path]) -> None:

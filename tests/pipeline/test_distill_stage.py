@@ -117,14 +117,14 @@ def test_a_folder_of_another_type_is_a_teacher(
     tmp_path: Path,
 ) -> None:
     """A folder that `transformers` has written: its student is pruned from it and is of its type, and learns all three
-    parts, attention head by head from the layer that the map names.
+    parts.
     """
     tokenizer = Tokenizer.load(run.stage("tokenize").artifact)
     write_folder(name, tmp_path, vocab_size=tokenizer.vocab_size)
     tokenizer.save(tmp_path)
     done = inside(
         *small_words, "--run-dir", str(run.path), SECOND_STAGES, *SETTINGS, "--student.teacher", str(tmp_path),
-        "--student.num_layers=1", "--distill.attention_form=distributions", "--distill.layer_map=[2]",
+        "--student.num_layers=1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     student = load_model(run.stage("distill").artifact).config
@@ -143,7 +143,7 @@ def test_a_student_learns_from_its_own_completions(run: RunDir, inside: Command,
     done = inside(
         *small_words, "--run-dir", str(run.path), "--stages=clean,tokenize,pack,pretrain,student,distill", *SETTINGS,
         *ONLY_LOGITS, "--student.num_layers=1", "--distill.on_policy.share=0.5",
-        "--distill.on_policy.max_completion_length=12", "--distill.divergence=jsd",
+        "--rollout.max_completion_length=12", "--distill.divergence=jsd",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     records = read_records(run.stage("distill").metrics)
@@ -169,14 +169,8 @@ def test_a_cache_and_a_teacher_in_parts_are_refused(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--distill.layer_map=[0,1]"], "distill.layer_map: needs a layer of the teacher (0 to 1, or -1 for none) for"),
-        (["--distill.layer_map=[5]"], "distill.layer_map: needs a layer of the teacher (0 to 1, or -1 for none) for"),
-        (["--distill.layer_map=[-1]"], "distill.layer_map: maps no layer"),
-        (
-            ["--distill.attention_form=distributions", "--student.num_heads=2"],
-            "distill.attention_form: distributions compare head by head",
-        ),
         (["--student.ffn_dim=999"], "student.ffn_dim: 999 is more than the teacher's"),
+        (["--student.num_layers=99"], "student.num_layers: 99 is more than the teacher's"),
     ],
 )
 def test_shapes_that_do_not_go_together_are_refused_before_anything_is_made(
@@ -251,10 +245,9 @@ def test_settings_of_distillation_are_checked(settings: dict, message: str) -> N
 def test_a_distillation_that_an_earlier_version_has_finished_stays_finished() -> None:
     """Settings that it did not know are no part of what identifies a training, unless they change it."""
     known = DistillConfig(num_steps=1).identity()
-    assert {"attention_form", "divergence", "jsd_beta", "on_policy"} & known.keys() == set()
+    assert {"divergence", "jsd_beta", "on_policy", "rollout"} & known.keys() == set()
     assert known["layer_map"] == []
     for settings in (
-        {"attention_form": "distributions"},
         {"divergence": "jsd"},
         {"on_policy": OnPolicyConfig(share=0.5)},
         {"layer_map": (1,)},

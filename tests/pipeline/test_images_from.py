@@ -72,13 +72,14 @@ def settings(folder: Path) -> dict[str, Any]:
         "stages": ["clean", *ALL.split(","), "report"],
         "training": {"precision": {"policy": "fp32", "fp32_matmul": "default"}},
         "pretrain": {"num_steps": 2, "batch_tokens": 192},
-        "align": {"num_steps": 8, "batch_tokens": 1536, "embed_dim": 16, "vision": vision, **steps},
+        "vision_tower": vision,
+        "align": {"num_steps": 8, "batch_tokens": 1536, "embed_dim": 16, **steps},
         "caption": {
-            "num_steps": 8, "batch_tokens": 384, "train_tower": True, "max_answer_tokens": 4, **steps,
+            "num_steps": 8, "batch_tokens": 384, "train_tower": True, **steps,
         },
         "vision": {
             "num_steps": 32, "batch_tokens": 4 * 96, "learning_rate": 1e-2,
-            "resnet": {"image_size": 8, "widths": [8, 8]}, "vit": vision,
+            "resnet": {"image_size": 8, "widths": [8, 8]},
             "augment": {"crop_padding": 1, "mixup_alpha": 0.2, "cutmix_alpha": 1.0}, **steps,
         },
     }  # fmt: skip
@@ -332,14 +333,15 @@ def test_a_stage_starts_from_the_vision_tower_of_a_folder(
     """With a rate at which nothing moves, the artifact has its weights; another tower is another stage."""
     config, plain = source
     shape = VisionConfig(image_size=16, patch_size=4, num_layers=1, model_dim=24, num_heads=3, ffn_dim=40)
-    setting = {"vision": "vision.vit.init_from", "align": "align.vision.init_from"}[stage]
     words = ["--rows_from", str(plain), "--stages", f"tokenize,pack,{stage}", f"--{stage}.num_steps", "1"]
     words += [f"--{stage}.learning_rate", "1e-12", *(["--vision.architecture", "vit"] if stage == "vision" else [])]
     for number in range(2):
         torch.manual_seed(number)
         tower, folder = VisionTower(shape), tmp_path / "tower"
         save_vision_tower(tower, folder)
-        done = inside("run", str(config), "--run-dir", str(tmp_path / "run"), *words, f"--{setting}", str(folder))
+        done = inside(
+            "run", str(config), "--run-dir", str(tmp_path / "run"), *words, "--vision_tower.init_from", str(folder)
+        )
         assert done.returncode == 0, done.stderr
         artifact = tmp_path / "run" / stage / "artifact"
         if stage == "align":

@@ -38,9 +38,9 @@ SMALL = (
     "--data.keep_fields=[level]", "--data.validation_fraction=0.2",
     "--pretrain.num_steps=2", "--pretrain.batch_tokens=256",
     "--grpo.num_steps=3", "--grpo.batch_tokens=512", "--grpo.num_generations=4", "--grpo.eval_every_steps=2",
-    "--grpo.rollout.max_completion_length=6", "--grpo.beta=0.05",
+    "--rollout.max_completion_length=6", "--grpo.beta=0.05",
     "--grpo.rewards={digits: {kind: pattern, pattern: '[0-9]+'}, length: {max_len: 4}}",
-    "--ppo.num_steps=3", "--ppo.batch_tokens=512", "--ppo.num_ppo_epochs=2", "--ppo.rollout.max_completion_length=6",
+    "--ppo.num_steps=3", "--ppo.batch_tokens=512", "--ppo.num_ppo_epochs=2",
     "--ppo.rewards={length: {max_len: 4}}",
 )  # fmt: skip
 
@@ -88,7 +88,7 @@ SHORT_PREFERENCE = (
     "--model.num_kv_heads=1", "--model.head_dim=16", "--model.ffn_dim=32", "--tokenizer.vocab_size=400",
     "--model.vocab_size=400", "--pretrain.num_steps=2", "--sft.num_steps=20", "--reward.num_steps=20",
     "--reward.learning_rate=3e-3", "--ppo.num_steps=6", "--ppo.batch_tokens=512", "--ppo.eval_every_steps=3",
-    "--ppo.rollout.max_completion_length=24", "--ppo.value_model=reward", "--validation_tokens=1024",
+    "--rollout.max_completion_length=24", "--ppo.value_model=reward", "--validation_tokens=1024",
 )  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def test_prompts_without_room_are_named() -> None:
     assert len(fitting(prompts, longest + 7, rollout, "grpo", notes.append)) == 4
     assert notes == [
         f"grpo: 1 of 5 prompts are too long and are left out; raise pack.seq_len ({longest + 7}) or lower "
-        "grpo.rollout.max_completion_length"
+        "rollout.max_completion_length"
     ]
     with pytest.raises(
         DataError, match=r"grpo: none of 5 prompts leaves room for 8 tokens in a row; raise pack\.seq_len"

@@ -9,7 +9,7 @@ import yaml
 
 from modelwright.core.config import dump, load_yaml, save_yaml
 from modelwright.core.errors import ConfigError
-from modelwright.pipeline.run_config import parse_run
+from modelwright.pipeline.run_config import left_out, parse_run
 from modelwright.pipeline.stages.pretrain import PRETRAIN
 from modelwright.pipeline.stages.sft import SFT
 from modelwright.recipes.load import RECIPES, load
@@ -44,6 +44,32 @@ def test_a_stage_may_read_the_section_of_another_one() -> None:
     stages = ["clean", "pack", "sft", "quantize"]
     config = parse_run({**FINE_TUNING, "stages": stages, "evaluate": {"max_bytes_per_domain": 77}})
     assert config.section("evaluate").max_bytes_per_domain == 77
+
+
+def test_trainings_share_the_section_rollout_and_may_have_their_own() -> None:
+    """A run has it with the first stage that reads it; its file names only what differs."""
+    stages = [*FINE_TUNING["stages"], "grpo", "ppo", "distill"]
+    given = {**FINE_TUNING, "stages": stages, "rollout": {"max_completion_length": 31}, "student": {"num_layers": 1}}
+    stages.insert(stages.index("distill"), "student")
+    config = parse_run({**given, "ppo": {"rollout": {"mask_truncated": True}}})
+    limits = {name: config.section(name).rollout.max_completion_length for name in ("grpo", "ppo", "distill")}
+    assert limits == dict.fromkeys(limits, 31)
+    assert [config.section(name).rollout.mask_truncated for name in limits] == [False, True, False]
+    plain = dump(config)
+    assert plain["rollout"]["max_completion_length"] == 31
+    assert "rollout" not in plain["grpo"]
+    assert plain["ppo"]["rollout"] == {"mask_truncated": True}
+    assert parse_run(plain) == config
+    with pytest.raises(ConfigError, match=r"^rollout\.max_completion_length: must be at least 1"):
+        parse_run({**given, "rollout": {"max_completion_length": 0}})
+
+
+def test_a_shared_section_that_no_stage_reads_is_checked_and_ignored() -> None:
+    other = {**FINE_TUNING, "vision_tower": {"image_size": 64}}
+    assert parse_run(other) == parse_run(FINE_TUNING)
+    assert left_out(other, parse_run(other)) == ["vision_tower"]
+    with pytest.raises(ConfigError, match=r"^vision_tower\.patch_size: 5 must divide"):
+        parse_run({**FINE_TUNING, "vision_tower": {"patch_size": 5}})
 
 
 def test_an_unknown_section_names_the_nearest() -> None:

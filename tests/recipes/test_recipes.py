@@ -125,9 +125,9 @@ def test_two_lengths_at_one_level_are_refused(overrides: dict, tmp_path: Path) -
 
 
 def test_counts_take_prefixes() -> None:
-    overrides = {"pretrain": {"batch_tokens": "2Ki"}, "tokenizer": {"sample_bytes": "180MiB"}}
+    overrides = {"pretrain": {"batch_tokens": "2Ki"}, "data": {"max_record_bytes": "180MiB"}}
     config = load("tiny", overrides).config
-    assert (config.section("pretrain").batch_tokens, config.tokenizer.sample_bytes) == (2048, 180 * 2**20)
+    assert (config.section("pretrain").batch_tokens, config.data.max_record_bytes) == (2048, 180 * 2**20)
     with pytest.raises(ConfigError, match=r"pretrain\.batch_tokens: 2000100 must be .* nearest: 1999872 and 2000384"):
         load("tiny", {"pretrain": {"batch_tokens": "2.0001M"}})
 

@@ -22,7 +22,6 @@ from modelwright.train.objective import forward
 from modelwright.train.techniques.batch_selection import (
     BatchSelectionConfig,
     BatchSelector,
-    first_queries_and_keys,
     first_tokens,
 )
 from modelwright.train.work import attention_flops, dense_flops, head_flops
@@ -48,7 +47,6 @@ FORMS: dict[str, dict[str, Any]] = {
         "batch_selection": {"signal": "loss_change", "keep_fraction": 0.5, "probe_tokens": 8, "max_initial_loss": 0.99}
     },
     "random": {"batch_selection": {"signal": "random", "keep_fraction": 0.5}},
-    "tokens": {"batch_selection": {"keep_token_fraction": 0.5}},
     "both": {
         "sparse_updates": {"kind": "layers", "keep_fraction": 0.5},
         "batch_selection": {"signal": "loss", "keep_fraction": 0.5, "probe_tokens": 8},
@@ -165,7 +163,7 @@ def test_a_run_that_stops_goes_on_with_the_same_bits(tiny, tmp_path, name):
     assert flops[0] == flops[1] == [(info.step, info.scalars["executed_flops"]) for info in seen]
     dense = [dense_flops(tiny.SHAPE, tiny.Rows().batch(number)) for number in range(12)]
     shares = [mine / whole for (_, mine), whole in zip(flops[0], dense, strict=True)]
-    assert min(shares) < {"rows": 0.95, "tokens": 1.02}.get(name, 0.85)
+    assert min(shares) < {"rows": 0.95}.get(name, 0.85)
     assert seen[-1].loss < seen[0].loss
 
 
@@ -300,33 +298,6 @@ def test_the_limit_is_that_of_the_weights_at_the_start(tiny, tmp_path):
     dense = [dense_flops(tiny.SHAPE, tiny.Rows().batch(info.step - 1)) for info in seen]
     shares = [info.scalars["executed_flops"] / whole for info, whole in zip(seen, dense, strict=True)]
     assert sum(shares[10:]) / len(shares[10:]) < 0.6
-
-
-def test_labels_of_the_tokens_that_receive_most_attention_are_kept(tiny):
-    """Those of a naive count over the first layer's own weights."""
-    batch, model = tiny.Rows().batch(0), tiny.tiny_model()
-    choice = BatchSelector(
-        BatchSelectionConfig(keep_token_fraction=0.3), model, seed=0, rank=0, num_parts=1, executed=Executed()
-    )
-    q_BTHd, k_BTKd = first_queries_and_keys(model, batch)
-    found, counted = [], batch.labels_BT != IGNORED
-    for row, label in counted.nonzero().tolist():
-        segments = batch.segments_BT[row]
-        places = [t for t in range(len(segments)) if segments[t] == segments[label]]
-        weights = torch.zeros(len(segments))
-        even = torch.zeros(len(segments))
-        for t in places:
-            seen = [place for place in places if place <= t]
-            for head in range(q_BTHd.shape[2]):
-                keys = k_BTKd[row, seen, head * k_BTKd.shape[2] // q_BTHd.shape[2]]
-                scores = keys @ q_BTHd[row, t, head] / q_BTHd.shape[3] ** 0.5
-                weights[seen] += scores.softmax(0).detach() / q_BTHd.shape[2]
-            even[seen] += 1 / len(seen)
-        found.append((float(weights[label] / even[label]), row, label))
-    best = {(row, label) for _, row, label in sorted(found)[-round(0.3 * len(found)) :]}
-    thin = choice.thinned(batch).labels_BT
-    assert {(row, label) for row, label in (thin != IGNORED).nonzero().tolist()} == best
-    assert all(thin[place] == batch.labels_BT[place] for place in best)
 
 
 def test_a_look_costs_its_first_tokens_only(tiny, tmp_path):

@@ -47,9 +47,9 @@ class EvaluateConfig:
     context_overlap: float = 0.5
     """Fraction of the context that a window shares with the one before: a token far into a document sees at least this
     fraction of the context, at 1 / (1 - overlap) times the compute."""
-    max_context: int = 2048
+    max_context: int = constant(2048)
     """Most tokens of context, for models whose own would not fit in memory."""
-    batch_tokens: int = 4096
+    batch_tokens: int = constant(4096)
     """Tokens per forward pass."""
     bootstrap_resamples: int = 1000
     """Resamples of documents behind the 95% intervals."""

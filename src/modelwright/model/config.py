@@ -87,7 +87,7 @@ class ModelConfig:
     """Longest context in tokens."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
-    norm_eps: float = 1e-6
+    norm_eps: float = constant(1e-6)
     """Epsilon of RMSNorm."""
     qk_norm: bool = True
     """RMSNorm on queries and keys."""

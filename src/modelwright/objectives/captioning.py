@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core.compatibility import WHOLE_LAYERS, WHOLE_ROWS, Feature, feature
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.images.store import ImageStore
 from modelwright.data.rows.ahead import PlannedRows
@@ -53,9 +54,9 @@ class CaptionConfig(TrainConfig):
     """Train the vision tower, too; the projector and the decoder are always trained."""
     feature_layer: int = -2
     """Block of the tower whose output is read: -1 is the last one, -2 the one before, as in LLaVA."""
-    vision: VisionConfig = field(default_factory=VisionConfig)
-    """Vision tower; a run with the stage align uses the tower that align has trained, unless `init_from` is set."""
-    max_answer_tokens: int = 48
+    vision_tower: VisionConfig = field(default_factory=VisionConfig)
+    """A run with the stage align uses the tower that align has trained, unless caption names another folder."""
+    max_answer_tokens: int = constant(48)
     """Maximum tokens of the caption of a held-out image."""
 
     def __post_init__(self) -> None:

@@ -201,7 +201,7 @@ class AlignConfig(TrainConfig):
     """Width of the common space."""
     pooling: Literal["mean", "last"] = "mean"
     """Representation of a text or of code: the mean of its hidden states, or the last one."""
-    vision: VisionConfig = field(default_factory=VisionConfig)
+    vision_tower: VisionConfig = field(default_factory=VisionConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -240,7 +240,7 @@ class Contrastive(Objective):
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
         return alignment_heads(
-            self.config.vision,
+            self.config.vision_tower,
             model_dim=config.model_dim,
             embed_dim=self.config.embed_dim,
             temperature=self.config.temperature,
@@ -262,7 +262,7 @@ class Contrastive(Objective):
         """Adds images to a batch, uint8 [B, I / 2, 3, S, S]: those of a group in order, divided among its two rows."""
         # The shape is that of the tower, which its folder decides if it comes from one
         tower = model.heads.get_submodule(f"{IMAGE}.tower") if IMAGE in model.heads else None
-        shape = getattr(tower, "config", self.config.vision)
+        shape = getattr(tower, "config", self.config.vision_tower)
         assert isinstance(shape, VisionConfig)
         numbers_GS = image_numbers(batch).unflatten(0, (-1, 2))[:, 1]
         of_groups = [[number for number in row if number >= 0] for row in numbers_GS.tolist()]

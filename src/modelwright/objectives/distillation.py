@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core import compatibility
-from modelwright.core.config import only_for
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import IGNORED, TokenBatch
@@ -102,7 +101,6 @@ class DistillationSettings:
     """Share of the hard labels in the part `logits`."""
     divergence: DivergenceKind = FORWARD
     """Divergence from the teacher's distribution, in the part `logits`."""
-    attention_form: teachers.AttentionForm = "relations"
     layer_map: tuple[int, ...] = ()
     """Layer of the teacher for each layer of the student, -1 for none; empty maps the layers evenly."""
     chunk_tokens: int = CHUNK_TOKENS
@@ -119,11 +117,9 @@ class DistillationSettings:
 
 
 def check_shapes(settings: DistillationSettings, student: ModelConfig, teacher: ModelConfig) -> None:
-    """Raise `ConfigError` for a layer map or a form of attention that is impossible between models of these shapes."""
-    if settings.reads_layers:
-        pairs = layer_pairs(settings.layer_map, student.num_layers, teacher.num_layers)
-        if "attention" in settings.used:
-            teachers.attention_targets(settings.attention_form, student, teacher, pairs)
+    """Raise `ConfigError` for a layer map that is impossible between models of these shapes."""
+    if "hidden" in settings.used:
+        layer_pairs(settings.layer_map, student.num_layers, teacher.num_layers)
 
 
 @dataclass(kw_only=True)
@@ -153,11 +149,6 @@ class Distillation(Objective):
         if "hidden" not in self.settings.used:
             return []
         return layer_pairs(self.settings.layer_map, student.num_layers, self.teacher.config.num_layers)
-
-    def attention_targets(self, student: ModelConfig) -> teachers.AttentionTargets:
-        """Returns the comparison of attention. Raises `ConfigError` for models that it cannot compare."""
-        pairs = layer_pairs(self.settings.layer_map, student.num_layers, self.teacher.config.num_layers)
-        return teachers.attention_targets(self.settings.attention_form, student, self.teacher.config, pairs)
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
         """Returns a projection from the student's width to the teacher's for each pair of layers."""
@@ -203,7 +194,7 @@ class Distillation(Objective):
                 gaps.append((gap_BTE.square().mean(dim=-1) * real_BT).sum())
             losses["hidden"] = nothing + torch.stack(gaps).sum() / len(gaps) * factors["hidden"]
         if "attention" in factors:
-            attention_loss = self.attention_targets(model.config).loss(heads, batch)
+            attention_loss = teachers.AttentionRelations(model.config, self.teacher.config).loss(heads[0], batch)
             losses["attention"] = nothing + attention_loss * factors["attention"]
         if "logits" in factors:
             if self.cache is None:
@@ -252,12 +243,11 @@ class Distillation(Objective):
             # One forward pass of the teacher for all parts
             pairs = self.layer_pairs(student) if "hidden" in active else []
             layers = list(dict.fromkeys(layer for _, layer in pairs))
-            targets = self.attention_targets(student) if "attention" in active else None
-            heads = list(dict.fromkeys(layer for _, layer in targets.pairs)) if targets else []
+            heads = [self.teacher.config.num_layers - 1] if "attention" in active else []
             found = self.teacher.output(batch, outputs=layers, heads=heads)
             read = {OUTPUT.format(own): found.outputs[layers.index(layer)] for own, layer in pairs}
-            if targets:
-                read |= targets.extras(dict(zip(heads, found.heads, strict=True)))
+            for last in found.heads:
+                read |= teachers.AttentionRelations(student, self.teacher.config).extras(last)
             if reads_hidden:
                 read["teacher_hidden_BTE"] = found.hidden_BTE
             extras |= {name: values.to(device) for name, values in read.items()}
@@ -268,9 +258,8 @@ class Distillation(Objective):
         for watched, taps in self.watched:
             if watched is model:
                 return taps
-        heads = self.attention_targets(model.config).pairs if "attention" in self.settings.used else []
-        outputs = self.layer_pairs(model.config)
-        taps = LayerTaps(model, outputs=[own for own, _ in outputs], heads=[own for own, _ in heads])
+        heads = [model.config.num_layers - 1] if "attention" in self.settings.used else []
+        taps = LayerTaps(model, outputs=[own for own, _ in self.layer_pairs(model.config)], heads=heads)
         self.watched.append((model, taps))
         return taps
 
@@ -292,15 +281,10 @@ class OnPolicyConfig:
     share: float = 0.0
     """Share of the batches, while the part `logits` is in force, in which the student completes the prompts of the
     rows and learns the teacher's predictions for its tokens; 0 learns from the rows alone."""
-    max_completion_length: int = field(default=256, metadata=only_for("share"))
-    """Maximum tokens of such a completion. It replaces the answer of a conversation, or the end of a text, at most its
-    second half, and is never longer than the replaced tokens."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
             raise ConfigError(f"share: must be in [0, 1], got {self.share}; 0 learns from the rows alone")
-        if self.max_completion_length < 1:
-            raise ConfigError(f"max_completion_length: must be at least 1, got {self.max_completion_length}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,6 +319,9 @@ class OnPolicyDistillation(Objective):
 
     distillation: Distillation
     config: OnPolicyConfig
+    rollout: RolloutConfig
+    """`max_completion_length` limits a completion. It replaces the answer of a conversation, or the end of a text, at
+    most its second half, and is never longer than the replaced tokens."""
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
     seed: int
@@ -393,7 +380,7 @@ class OnPolicyDistillation(Objective):
         """Returns equally many rows with the prompts of a global batch and the student's completions, which have the
         labels. All ranks call together with the same batch, generate a share each, and get the same rows.
         """
-        prompts, world = prompts_of_rows(batch, self.config.max_completion_length), self.layout.world
+        prompts, world = prompts_of_rows(batch, self.rollout.max_completion_length), self.layout.world
         own = [(number, prompts[number]) for number in share(len(prompts), world)]
         params = [
             SamplingParams(
@@ -405,9 +392,8 @@ class OnPolicyDistillation(Objective):
             )
             for number, prompt in own
         ]
-        limits = RolloutConfig(max_completion_length=self.config.max_completion_length)
         with self.layout.whole_model(model) as whole:
-            engine = limits.engine(whole.config, [len(prompt.ids) for _, prompt in own])
+            engine = self.rollout.engine(whole.config, [len(prompt.ids) for _, prompt in own])
             completions = generate(whole, [prompt.ids for _, prompt in own], params, engine)
         longest = max((len(prompt.ids) + prompt.max_tokens for prompt in prompts), default=2)
         ids_CL, lens_C = torch.zeros(len(own), longest, dtype=torch.int64), torch.zeros(len(own), dtype=torch.int64)

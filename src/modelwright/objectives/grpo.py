@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
@@ -42,9 +43,9 @@ class GrpoConfig(TrainConfig):
     any, answers are scored by the reward model that the run has trained before, or else by `exact_match`."""
     num_generations: int = 8
     """Completions of each prompt: the group."""
-    steps_per_generation: int = 1
+    steps_per_generation: int = constant(1)
     """Updates for one pass over a rollout, each from another part of it."""
-    num_iterations: int = 1
+    num_iterations: int = constant(1)
     """Number of passes over each rollout (the GRPO paper's mu)."""
     epsilon: float = 0.2
     """The ratio of probabilities is clipped to at least 1 - epsilon."""
@@ -59,7 +60,7 @@ class GrpoConfig(TrainConfig):
     """Divisor of rewards: their standard deviation in the `group` or the whole `batch`, or `none` (Dr. GRPO)."""
     baseline: advantages.Baseline = "group_mean"
     """Baseline of a reward: the mean of its group, or of the others of its group (`leave_one_out`, RLOO)."""
-    resampling_rounds: int = 0
+    resampling_rounds: int = constant(0)
     """Maximum rounds that replace groups with equal rewards (dynamic sampling of DAPO); 0 keeps such groups."""
 
     def __post_init__(self) -> None:

@@ -75,12 +75,8 @@ class ImageAugmentationConfig:
     """Pixels of padding on every side before a crop of the original size (He et al. 2016); 4 for 32 pixels."""
     flip: bool = False
     """Exchange left and right of every other image; not where that changes the class, as with digits."""
-    brightness: float = 0.0
-    """Images are brightened by a factor from 1 - brightness to 1 + brightness."""
-    contrast: float = 0.0
-    """Their contrast is changed by a factor from 1 - contrast to 1 + contrast."""
-    saturation: float = 0.0
-    """Their saturation is changed by a factor from 1 - saturation to 1 + saturation."""
+    color_jitter: float = 0.0
+    """Brightness, contrast and saturation are each changed by a factor from 1 - color_jitter to 1 + color_jitter."""
     mixup_alpha: float = 0.0
     """MixUp (Zhang et al. 2018): the share of an image is drawn from Beta(alpha, alpha); 0.2 is usual."""
     cutmix_alpha: float = 0.0
@@ -90,9 +86,8 @@ class ImageAugmentationConfig:
     def __post_init__(self) -> None:
         if self.crop_padding < 0:
             raise ConfigError(f"crop_padding: must not be negative, got {self.crop_padding}; 0 crops nothing")
-        for name in ("brightness", "contrast", "saturation"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name}: must be in [0, 1], got {getattr(self, name)}; 0.4 is usual")
+        if not 0 <= self.color_jitter <= 1:
+            raise ConfigError(f"color_jitter: must be in [0, 1], got {self.color_jitter}; 0.4 is usual")
         for name in ("mixup_alpha", "cutmix_alpha"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}: must be 0 (off) or above, got {getattr(self, name)}")
@@ -166,15 +161,10 @@ class ImageAugmentation:
             image_CSS = image_augment.shifted(image_CSS, down, right, float(torch.cat(edges, dim=1).mean()))
         if config.flip and is_flipped:
             image_CSS = image_augment.flipped(image_CSS)
-        strengths = (config.brightness, config.contrast, config.saturation)
-        for change, strength, factor in zip(
-            (image_augment.brightened, image_augment.contrasted, image_augment.saturated),
-            strengths,
-            factors,
-            strict=True,
-        ):
-            if strength:
-                image_CSS = change(image_CSS, 1 + strength * float(factor))
+        if config.color_jitter:
+            changes = (image_augment.brightened, image_augment.contrasted, image_augment.saturated)
+            for change, factor in zip(changes, factors, strict=True):
+                image_CSS = change(image_CSS, 1 + config.color_jitter * float(factor))
         return image_CSS
 
     def partners(self, everyone: Sequence[int]) -> dict[int, int]:

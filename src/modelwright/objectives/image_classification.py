@@ -98,7 +98,7 @@ class ImageTrainConfig(TrainConfig):
     architecture: Literal["resnet", "vit"] = "resnet"
     """A residual network with batch norm, or a vision transformer."""
     resnet: ResNetConfig = field(default_factory=ResNetConfig, metadata=only_for("architecture", "resnet"))
-    vit: VisionConfig = field(default_factory=VisionConfig, metadata=only_for("architecture", "vit"))
+    vision_tower: VisionConfig = field(default_factory=VisionConfig, metadata=only_for("architecture", "vit"))
     augment: ImageAugmentationConfig = field(default_factory=ImageAugmentationConfig)
     label_smoothing: float = 0.0
     """Share of a label that is spread over all classes (Szegedy et al. 2016); 0.1 is usual."""
@@ -134,7 +134,7 @@ class ImageTrainConfig(TrainConfig):
     @property
     def shape(self) -> Shape:
         """Shape of the classifier, unless a folder decides it."""
-        return self.resnet if self.architecture == "resnet" else self.vit
+        return self.resnet if self.architecture == "resnet" else self.vision_tower
 
 
 def carrier(dtype: torch.dtype = torch.float32) -> Decoder:
@@ -168,8 +168,8 @@ class ImageClassification(Objective):
 
     @cached_property
     def _tower(self) -> VisionTower | None:
-        is_from_folder = self.config.architecture == "vit" and self.config.vit.init_from
-        return load_vision_tower(Path(self.config.vit.init_from)) if is_from_folder else None
+        is_from_folder = self.config.architecture == "vit" and self.config.vision_tower.init_from
+        return load_vision_tower(Path(self.config.vision_tower.init_from)) if is_from_folder else None
 
     @property
     def num_classes(self) -> int:

@@ -224,7 +224,7 @@ class PpoConfig(TrainConfig):
     reward model (`reward`) or of the policy (`policy`) and needs as much memory as the policy."""
     vf_coef: float = 0.1
     """Weight of the value loss."""
-    entropy_coef: float = 0.0
+    entropy_coef: float = constant(0.0)
     """Weight of the entropy bonus; 0 for none."""
     gamma: float = constant(1.0)
     """Discount of later rewards. An answer's score comes with its end, so that values below 1 favor short answers."""
@@ -232,17 +232,17 @@ class PpoConfig(TrainConfig):
     """Lambda of generalized advantage estimation."""
     kl_coef: float = 0.05
     """Initial weight of the KL penalty in the reward of each token; 0 disables it and needs no reference model."""
-    kl_target: float = 0.0
+    kl_target: float = constant(0.0)
     """Target KL of a completion, in nats, for `kl_coef` (Ziegler et al. 2019, section 2.2); 0 keeps the weight."""
     kl_horizon: int = constant(10_000)
     """Completions over which the weight of the penalty adapts."""
-    target_kl: float = 0.0
+    target_kl: float = constant(0.0)
     """Approximate KL of an update, in nats per token, above which the rest of a rollout is skipped; 0 for no limit."""
     whiten_rewards: bool = False
     """Divide the rewards of tokens by their standard deviation."""
-    normalize_rewards: bool = False
+    normalize_rewards: bool = constant(False)
     """Normalize the scores of completions to mean 0 and variance 1, over all rollouts so far."""
-    reward_clip: float = 0.0
+    reward_clip: float = constant(0.0)
     """Limit of scores, which are clipped to +- this; 0 does not clip."""
     missing_eos_penalty: float = 0.0
     """Penalty that is subtracted from the score of a completion without an end token."""

@@ -12,19 +12,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil, gcd
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError, StorageError, writing
+from modelwright.core.errors import StorageError, writing
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import HeadInputs, LayerTaps
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.ops.attention_divergence import QueriesAndKeys, attention_divergence, relation_loss
+from modelwright.ops.attention_divergence import relation_loss
 from modelwright.ops.cross_entropy import CHUNK_TOKENS, soft_cap_logits
 from modelwright.parallel.mesh import World
 from modelwright.train.frozen_model import FrozenModel
@@ -183,28 +182,24 @@ class TeacherCache:
         self.places |= {digest: (path, place) for place, digest in enumerate(rows)}
 
 
-AttentionForm = Literal["relations", "distributions"]
-
-
 @dataclass(frozen=True)
 class AttentionRelations:
-    """Compares queries with queries, keys with keys, values with values, of the last layers."""
+    """Compares queries with queries, keys with keys, values with values, of the last layers. MiniLMv2 leaves the other
+    layers of the student free.
+    """
 
     student: ModelConfig
     teacher: ModelConfig
-    pairs: Sequence[tuple[int, int]]
-    """Layers of student and teacher whose queries, keys and values are read."""
 
-    def extras(self, heads: Mapping[int, HeadInputs]) -> dict[str, Tensor]:
-        """Returns the teacher's tensors that a batch carries as extras, by name."""
-        ((_, layer),) = self.pairs
-        return {f"relation_{kind}_BTE": channels for kind, channels in enumerate(heads[layer])}
+    def extras(self, heads: HeadInputs) -> dict[str, Tensor]:
+        """Returns the tensors of the teacher's last layer that a batch carries as extras, by name."""
+        return {f"relation_{kind}_BTE": channels for kind, channels in enumerate(heads)}
 
-    def loss(self, heads: Sequence[HeadInputs], batch: TokenBatch) -> Tensor:
-        """Sum over tokens of the mean divergence over relation heads and the three kinds. heads: inputs of the
-        student's layers, with gradients.
+    def loss(self, own: HeadInputs, batch: TokenBatch) -> Tensor:
+        """Sum over tokens of the mean divergence over relation heads and the three kinds. own: inputs of the student's
+        last layer, with gradients.
         """
-        num_heads, (own,) = num_relation_heads(self.student, self.teacher), heads
+        num_heads = num_relation_heads(self.student, self.teacher)
         losses = [
             relation_loss(channels, batch.extras[f"relation_{kind}_BTE"], batch.segments_BT, num_heads=num_heads)
             for kind, channels in enumerate(own)
@@ -212,69 +207,8 @@ class AttentionRelations:
         return torch.stack(losses).sum() / (num_heads * len(losses))
 
 
-@dataclass(frozen=True)
-class AttentionDistributions:
-    """Compares the softmax of queries times keys in each head of the mapped layers, which must be comparable."""
-
-    student: ModelConfig
-    teacher: ModelConfig
-    pairs: Sequence[tuple[int, int]]
-
-    def __post_init__(self) -> None:
-        if self.student.num_heads != self.teacher.num_heads:
-            raise ConfigError(
-                f"attention_form: distributions compare head by head, and the student has {self.student.num_heads} "
-                f"heads, the teacher {self.teacher.num_heads}; choose relations, or a student with as many heads"
-            )
-        for own, layer in self.pairs:
-            windows = [config.window_of(at) for config, at in ((self.student, own), (self.teacher, layer))]
-            if windows[0] != windows[1]:
-                sees, other = (f"{window} tokens" if window else "all earlier tokens" for window in windows)
-                raise ConfigError(
-                    f"attention_form: distributions are over the same tokens, and layer {own} of the student sees "
-                    f"{sees}, layer {layer} of the teacher {other}; map layers that see the same with layer_map, or "
-                    "choose relations"
-                )
-
-    def extras(self, heads: Mapping[int, HeadInputs]) -> dict[str, Tensor]:
-        queries = {f"queries_{own}_BTE": heads[layer].q_BTC for own, layer in self.pairs}
-        return queries | {f"keys_{own}_BTE": heads[layer].k_BTE for own, layer in self.pairs}
-
-    def loss(self, heads: Sequence[HeadInputs], batch: TokenBatch) -> Tensor:
-        """Sum over tokens of the mean divergence over heads and pairs of layers."""
-        losses = [
-            attention_divergence(
-                _queries_and_keys(inputs.q_BTC, inputs.k_BTE, self.student),
-                _queries_and_keys(batch.extras[f"queries_{own}_BTE"], batch.extras[f"keys_{own}_BTE"], self.teacher),
-                batch.segments_BT,
-                window=self.student.window_of(own),
-            )
-            for (own, _), inputs in zip(self.pairs, heads, strict=True)
-        ]
-        return torch.stack(losses).sum() / (self.student.num_heads * len(losses))
-
-
-AttentionTargets = AttentionRelations | AttentionDistributions
-
-
-def attention_targets(
-    form: AttentionForm, student: ModelConfig, teacher: ModelConfig, pairs: Sequence[tuple[int, int]]
-) -> AttentionTargets:
-    """Returns the comparison of this form. pairs: the mapped layers of student and teacher."""
-    if form == "relations":
-        # Of the last layers, whatever the map: MiniLMv2 leaves the other layers of the student free
-        return AttentionRelations(student, teacher, [(student.num_layers - 1, teacher.num_layers - 1)])
-    return AttentionDistributions(student, teacher, pairs)
-
-
 def num_relation_heads(student: ModelConfig, teacher: ModelConfig) -> int:
     """Largest number that divides all widths of queries and keys, at most twice the teacher's heads."""
     # More relation heads than attention heads carry finer relations (MiniLMv2, section 4.4)
     common = gcd(*(heads * one.head_dim for one in (student, teacher) for heads in (one.num_heads, one.num_kv_heads)))
     return max(number for number in range(1, 2 * teacher.num_heads + 1) if common % number == 0)
-
-
-def _queries_and_keys(q_BTC: Tensor, k_BTE: Tensor, config: ModelConfig) -> QueriesAndKeys:
-    q_BTHd = q_BTC.unflatten(-1, (config.num_heads, config.head_dim))
-    k_BTKd = k_BTE.unflatten(-1, (config.num_kv_heads, config.head_dim))
-    return QueriesAndKeys(q_BTHd, k_BTKd, config.attention.soft_cap)

@@ -19,6 +19,7 @@ from modelwright.core.compatibility import (
     Feature,
     feature,
 )
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 
 ZeroStage = Literal[0, 1, 2, 3]
@@ -58,7 +59,7 @@ class ParallelConfig:
     shared_memory: bool = True
     """Data-parallel processes of one host keep one copy of weights and optimizer states, on the CPU, where the host's
     shared memory has room."""
-    heartbeat_timeout_s: float = 120.0
+    heartbeat_timeout_s: float = constant(120.0)
     """A process that has sent no heartbeat for this long is taken for lost, in every stage, and the others exit with
     status 3, so that a launcher can restart the run; 0 never."""
     reorder_ranks: bool = False

@@ -20,6 +20,8 @@ from modelwright.data.sources.sources import SourceConfig
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig
 from modelwright.model.config import ModelConfig
 from modelwright.model.low_rank import AdapterConfig
+from modelwright.model.vision.config import VisionConfig
+from modelwright.objectives.rollouts import RolloutConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.stage import StageSpec
 from modelwright.serve.config import RequestsConfig, ServeConfig
@@ -81,6 +83,15 @@ class HardwareConfig:
 
 INHERITED = ("lora", "ewc", "energy")
 """Sections that every training stage inherits under the same name, in addition to the settings of `training`."""
+SHARED: Mapping[str, type] = {"rollout": RolloutConfig, "vision_tower": VisionConfig}
+"""Sections that those training stages inherit whose settings have a field of that name. A run has them with the first
+such stage."""
+
+
+def inherited(stage: StageSpec) -> tuple[str, ...]:
+    """Returns the sections that a training stage inherits, in addition to the settings of `training`."""
+    own = {one.name for one in fields(stage.config)} if stage.config else set[str]()
+    return tuple(name for name in (*INHERITED, *SHARED) if name in own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +136,7 @@ class RunConfig:
     serve: ServeConfig = field(default_factory=ServeConfig)
     requests: RequestsConfig = field(default_factory=RequestsConfig)
     sections: Mapping[str, Any]
-    """Settings of each stage that has any, by the stage's name."""
+    """Settings of each stage that has any, by the stage's name, and those that some stages share (`SHARED`)."""
     further_sections: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
     """Plain sections of stages that the run does not have, kept in case such a stage is added to it: those of a recipe
     of which `--stages` chose a part."""
@@ -160,12 +171,10 @@ class RunConfig:
         sections = {name: dump(section) for name, section in self.sections.items()}
         for stage in self.trainings:
             # A training section contains only its differences, so that a change of `training` in the file reaches it.
-            inherited, section = (
-                {**plain["training"], **{name: plain[name] for name in INHERITED}},
-                sections[stage.name],
-            )
-            own = [name for name in section if name not in inherited]
-            sections[stage.name] = {name: section[name] for name in own} | difference(section, inherited, without=own)
+            shared, section = {**plain, **sections}, sections[stage.name]
+            base = {**plain["training"], **{name: shared[name] for name in inherited(stage) if name in shared}}
+            own = [name for name in section if name not in base]
+            sections[stage.name] = {name: section[name] for name in own} | difference(section, base, without=own)
         return plain | sections | dict(self.further_sections)
 
     @property

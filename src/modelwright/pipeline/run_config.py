@@ -1,8 +1,9 @@
 """Reads a run's configuration from its plain form: its stages, their sections, and the checks that they agree.
 
 A stage's section is a top-level key of its name. The section of a stage that the run does not have is checked and left
-out. A training stage inherits from the sections `training`, `lora`, `ewc` and `energy`. What depends on the machine and
-on the run's folder is decided in `pipeline.resolve`.
+out. A training stage inherits from the sections `training`, `lora`, `ewc` and `energy`, and from `rollout` or
+`vision_tower` if it generates completions or reads images. What depends on the machine and on the run's folder is
+decided in `pipeline.resolve`.
 """
 
 import functools
@@ -16,7 +17,7 @@ from modelwright.core.config_docs import field_docs
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.model.hf import load_config
-from modelwright.pipeline.config import INHERITED, RunConfig
+from modelwright.pipeline.config import SHARED, RunConfig, inherited
 from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.init import initial_folder
 from modelwright.pipeline.stages.pack import PACK
@@ -42,8 +43,13 @@ def run_schema() -> type:
             metadata = {**one.metadata, **({"doc": docs[one.name]} if docs.get(one.name) else {})}
             shared = new_field(default=one.default, default_factory=one.default_factory, metadata=metadata)
             common.append((one.name, hints[one.name], shared))
-    own = [(stage.name, stage.config, field(default_factory=stage.config)) for stage in known_stages() if stage.config]
+    own = [(name, config, field(default_factory=config)) for name, config in section_types().items()]
     return make_dataclass("Run", [*common, *own], frozen=True, kw_only=True)
+
+
+def section_types() -> dict[str, type]:
+    """Returns the class of each section that only some runs have, by its name: those that stages share come first."""
+    return {**SHARED, **{stage.name: stage.config for stage in known_stages() if stage.config}}
 
 
 def training_names() -> tuple[str, ...]:
@@ -68,18 +74,20 @@ def parse_layers(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> tuple[R
     if "model" not in data and start and isinstance(start, str):
         data = {"model": dump(load_config(initial_folder(start))), **data}
     names = {part.name for stage in stages for part in (stage, *stage.reads) if part.config}
-    sections = {stage.name: stage.config for stage in known_stages() if stage.config}
+    trainings = [stage for stage in stages if stage.objective]
+    names |= {name for stage in trainings for name in inherited(stage) if name in SHARED}
+    sections = section_types()
     for name, config in sections.items():
         # Sections of stages that are left out are checked, too: an error would appear only once the stage is added.
         if name in data and name not in names:
             parse(config, data[name], name)
     kept = {key: value for key, value in data.items() if key not in sections or key in names}
     # Each training stage inherits the shared settings that it does not set itself; parsing refuses malformed sections.
-    shared, others = kept.get("training", {}), {name: kept[name] for name in INHERITED if kept.get(name)}
-    if all(isinstance(section, Mapping) for section in (shared, *others.values())):
-        shared = {**shared, **others}
-        of_trainings = {stage.name: kept.get(stage.name, {}) for stage in stages if stage.objective}
-        kept |= {name: merge(shared, one) for name, one in of_trainings.items() if isinstance(one, Mapping)}
+    for stage in trainings:
+        shared, own = kept.get("training", {}), kept.get(stage.name, {})
+        others = {name: kept[name] for name in inherited(stage) if kept.get(name)}
+        if all(isinstance(section, Mapping) for section in (shared, own, *others.values())):
+            kept[stage.name] = merge({**shared, **others}, own)
     settings = parse(run_schema(), kept)
     common = {one.name: getattr(settings, one.name) for one in fields(RunConfig) if hasattr(settings, one.name)}
     own = {name: getattr(settings, name) for name in sections if name in names}
@@ -112,8 +120,7 @@ def previous_config(run: RunDir) -> RunConfig | None:
 
 def left_out(data: Mapping[str, Any], config: RunConfig) -> list[str]:
     """Returns the sections in `data` that belong to stages which the run does not have."""
-    known = [stage.name for stage in known_stages() if stage.config]
-    return [name for name in known if name in data and name not in config.sections]
+    return [name for name in section_types() if name in data and name not in config.sections]
 
 
 def stages_of(data: Mapping[str, Any]) -> tuple[StageSpec, ...]:

@@ -163,13 +163,13 @@ def test_a_disk_that_fails_says_so(tmp_path, monkeypatch):
 
     store = DiskStore(tmp_path)
     monkeypatch.setattr(os, "pwrite", no_space)
-    with pytest.raises(ModelwrightError, match="offload_dir"):
+    with pytest.raises(ModelwrightError, match="--run-dir"):
         list(map(store.put, torch.ones(3, 2**18)))  # the newest is not waited for
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelwrightError, match=r"file/inside failed .* offload_dir"):
+    with pytest.raises(ModelwrightError, match=r"file/inside failed .* --run-dir"):
         DiskStore(tmp_path / "file" / "inside")
 
 

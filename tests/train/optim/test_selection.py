@@ -120,7 +120,6 @@ def test_courses():
         (SparseUpdateConfig, "refresh_every_steps", 0),
         (SparseUpdateConfig, "random_fraction", 1.5),
         (BatchSelectionConfig, "keep_fraction", 1.1),
-        (BatchSelectionConfig, "keep_token_fraction", 0.0),
         (BatchSelectionConfig, "random_fraction", -0.1),
         (BatchSelectionConfig, "dense_fraction", 1.0),
         (BatchSelectionConfig, "probe_tokens", 1),

@@ -36,7 +36,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import constant, only_for
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, DataError, writing
 from modelwright.data.rows.cache.layout import CHECKSUMS, rows_of_block
 from modelwright.data.rows.origins import Origin, OriginSpool
@@ -87,12 +87,11 @@ class PackConfig:
     chat_loss: ChatLoss = "assistant"
     """Tokens of a conversation that fine-tuning learns: `assistant` those of all answers (by the marks of the chat
     template, if any), `last_answer` those of the last one (completion only), `all` all up to the last answer."""
-    chunk_overlap: int = field(default=50, metadata=only_for("long_documents", "chunk"))
+    chunk_overlap: int = constant(50)
     """`chunk`: number of tokens that a chunk repeats from the one before it, as context."""
-    min_chunk_tokens: int = field(default=256, metadata=only_for("long_documents", "chunk"))
-    """`chunk`: minimum tokens of a chunk, at most a row; a shorter last chunk begins earlier and repeats more."""
-    count_overlap: bool = field(default=False, metadata=only_for("long_documents", "chunk"))
-    """`chunk`: true counts repeated tokens in the loss again."""
+    min_chunk_tokens: int = constant(256)
+    """`chunk`: minimum tokens of a chunk, at most a row and more than it repeats; a shorter last chunk begins earlier
+    and repeats more."""
     group_by: Literal["none", "kind", "source"] = constant("none")
     """Property that documents of a row have in common; `batching.mixture` sets it."""
     score: str = constant("")
@@ -115,13 +114,8 @@ class PackConfig:
             return
         if not 1 <= self.chunk_overlap < self.seq_len:
             raise ConfigError(
-                f"chunk_overlap: must be from 1 to {self.seq_len - 1} (pack.seq_len - 1), got {self.chunk_overlap}; "
-                "a tenth of pack.seq_len is usual"
-            )
-        if self.min_chunk_tokens <= self.chunk_overlap:
-            raise ConfigError(
-                f"min_chunk_tokens: must be above chunk_overlap ({self.chunk_overlap}), got {self.min_chunk_tokens}; "
-                "half of pack.seq_len is usual"
+                f"long_documents: chunk repeats {self.chunk_overlap} tokens of the chunk before, and rows have "
+                f"{self.seq_len} tokens (pack.seq_len); make rows longer, or choose split"
             )
 
 
@@ -314,14 +308,14 @@ def _add(
             return report.skip("longer than a row")
         report.num_cut += 1
     if config.long_documents == "chunk":
-        min_tokens = min(config.min_chunk_tokens, config.seq_len)
+        min_tokens = min(max(config.min_chunk_tokens, config.chunk_overlap + 1), config.seq_len)
         cuts = chunks(len(tokens), config.seq_len, overlap=config.chunk_overlap, min_tokens=min_tokens)
     else:
         cuts = pieces(len(tokens), config.seq_len)
     before = 0
     for start, end in cuts:
         # Tokens that the piece before has too are no targets again.
-        num_repeated, before = 0 if config.count_overlap else before - start, end
+        num_repeated, before = before - start, end
         piece_targets = targets_of_piece(targets, start, end, num_repeated)
         if piece_targets is not None and not piece_targets[1:].any():
             report.skip("piece without a target")

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.document import Document, Kind, Split, Unsplit, with_splits
 from modelwright.data.images.read import (
@@ -102,7 +103,7 @@ class SourceConfig:
     request log) as a bad one, unless only its prompt is read; `train` learns from such answers, too."""
     on_bad_record: Literal["error", "skip"] = "error"
     """`error` stops at the first unreadable record; `skip` drops and counts it."""
-    max_document_chars: int = 10_000
+    max_document_chars: int = constant(10_000)
     """Longer text files are split into several documents at blank lines."""
     max_record_bytes: int = 16 * 2**20
     """Maximum bytes of a line, record, web page or source file; a longer one is a bad record."""

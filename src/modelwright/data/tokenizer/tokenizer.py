@@ -29,7 +29,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers.decoders import DecodeStream
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import word_for_none
+from modelwright.core.config import constant, word_for_none
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.resources import num_usable_cores
 from modelwright.core.seeds import derive_seed
@@ -66,9 +66,9 @@ class TokenizerConfig:
 
     vocab_size: int = 12_288
     """Number of tokens, special ones included; fewer if the text is too small for that."""
-    min_frequency: int = 2
+    min_frequency: int = constant(2)
     """Minimum occurrences of a pair that is merged."""
-    sample_bytes: int = 12_000_000
+    sample_bytes: int = constant(12_000_000)
     """Bytes of text to learn from."""
     special_tokens: tuple[str, ...] = field(default=(), metadata=word_for_none())
     """Further special tokens, such as the `<|image|>` that represents a patch of an image."""

@@ -79,7 +79,7 @@ class ResNetConfig:
     """Pixels of a side."""
     widths: tuple[int, ...] = (16, 32, 64)
     """Channels of each stage; every stage after the first halves the sides of the image."""
-    blocks_per_stage: int = 1
+    blocks_per_stage: int = constant(1)
     """Residual blocks of each stage."""
 
     def __post_init__(self) -> None:

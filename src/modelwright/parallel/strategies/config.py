@@ -22,7 +22,7 @@ from modelwright.core.compatibility import (
     Feature,
     feature,
 )
-from modelwright.core.config import dump, only_for
+from modelwright.core.config import constant, dump, only_for
 from modelwright.core.errors import ConfigError
 from modelwright.core.extensions import configured
 from modelwright.ops.dtensor import local
@@ -62,7 +62,7 @@ class GradientSyncConfig:
     `bf16`; `int8`; `powersgd` (Vogels et al. 2019); `topk_quantized`."""
     overlap: bool = True
     """Start sums during backward, in buckets of at most 25 MB (not for `topology_aware`)."""
-    powersgd_rank: int = field(default=8, metadata=only_for("kind", "powersgd"))
+    powersgd_rank: int = constant(8)
     """Rank of PowerSGD's approximation."""
     topk_quantized: TopKQuantizedConfig = field(
         default_factory=TopKQuantizedConfig, metadata=only_for("kind", "topk_quantized")
@@ -110,9 +110,9 @@ class AsyncUpdatesConfig:
     mode: Literal["none", "hogwild", "delayed"] = "none"
     """`hogwild`: every process updates weights that all processes of one host share (Recht et al. 2011); `delayed`:
     gradients are summed while the next `delay_steps` steps are computed; `none`."""
-    delay_steps: int = field(default=1, metadata=only_for("mode", "delayed"))
+    delay_steps: int = constant(1)
     """Steps by which gradients are late, with `delayed`."""
-    delay_compensation: float = field(default=0.0, metadata=only_for("mode", "hogwild", "delayed"))
+    delay_compensation: float = constant(0.0)
     """Strength of the correction for stale gradients (DC-ASGD, Zheng et al. 2017); 0 for none."""
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelwright.core.config import constant, only_for
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.ops.dtensor import TensorView, local
 from modelwright.ops.sparse_codec import rice_decode, rice_encode, rice_parameter
@@ -112,7 +112,7 @@ class LocalSgdConfig:
     """Learning rate of the outer Nesterov SGD; 1 with momentum 0 averages the weights."""
     outer_momentum: float = constant(0.0)
     """Momentum of the outer SGD."""
-    keep_residual: bool = field(default=False, metadata=only_for("sync_every_steps"))
+    keep_residual: bool = constant(False)
     """Keep the residual of compression in this rank's own weights; otherwise all ranks continue from equal weights."""
     sync_second_moment_every: int = constant(0)
     """Synchronizations of the weights per synchronization of AdamW's second moment; 0 for never."""

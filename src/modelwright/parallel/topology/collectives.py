@@ -47,7 +47,7 @@ MIN_COALESCE_BYTES, MAX_COALESCE_BYTES = 2**16, 25 * 2**20
 class TopologyConfig:
     """Settings of all-reduce algorithms for the measured links (`gradient_sync.kind: topology_aware`)."""
 
-    algorithm: Algorithm = "auto"
+    algorithm: Algorithm = constant("auto")
     """`auto` chooses by message size; `backend` is the backend's own all-reduce."""
     coalesce_bytes: int = constant(0)
     """Size of the messages into which tensors are joined; 0 derives it from the links."""

@@ -369,7 +369,7 @@ ALIGN = training_spec(
     loss_unit="",
     blocks=_blocks,
     further=lambda run, config: FurtherModels(
-        folders={"vision.init_from": config.vision.init_from} if config.vision.init_from else {}
+        folders={"vision_tower.init_from": config.vision_tower.init_from} if config.vision_tower.init_from else {}
     ),
     row_use=RowUse(compares_rows=True, learns_by_heart=False),
     save=_save,

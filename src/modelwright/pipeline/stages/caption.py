@@ -54,20 +54,24 @@ NAME = "caption"
 """Stage whose settings decide the rows."""
 
 
+def tower_folder(run: RunConfig) -> str:
+    """Returns the folder of the tower that caption starts from; "" for a tower of the run's own."""
+    folder: str = run.section(NAME).vision_tower.init_from
+    # A run with align continues with what align made of that folder.
+    return "" if run.has(ALIGN) and folder == run.section(ALIGN).vision_tower.init_from else folder
+
+
 def tower_shape(run: RunConfig) -> VisionConfig:
     """Returns the shape of the vision tower: that of a folder, of the tower that align trains, or as configured. Raises
     `ModelError` for a folder that cannot be read, `ConfigError` for a random tower that is never trained.
     """
-    # A folder that caption names wins; else the tower that align has trained is used with its shape.
-    own: VisionConfig = run.section(NAME).vision
-    if run.has(ALIGN) and not own.init_from:
-        own = run.section(ALIGN).vision
+    own: VisionConfig = run.section(NAME if tower_folder(run) or not run.has(ALIGN) else ALIGN).vision_tower
     if own.init_from:
         return vision_config(Path(own.init_from))
     if not run.has(ALIGN) and not run.section(NAME).train_tower:
         raise ConfigError(
             "caption.train_tower: is false, and the vision tower has random weights; set it to true, give a CLIP or "
-            "SigLIP folder (caption.vision.init_from), or train a tower by the stage align before"
+            "SigLIP folder (vision_tower.init_from), or train a tower by the stage align before"
         )
     return own
 
@@ -299,7 +303,7 @@ def _named_classes(
 def _objective(inputs: StageInputs) -> Captioning:
     config: CaptionConfig = inputs.training
     rows = inputs.parents[PACK.name] / CAPTION_ROWS.name
-    tower = Path(config.vision.init_from) if config.vision.init_from else None
+    tower = Path(folder) if (folder := tower_folder(inputs.config)) else None
     if tower is None and ALIGN.name in inputs.parents:
         tower = inputs.parents[ALIGN.name] / VISION_FOLDER
     tokenizer = Tokenizer.load(inputs.parents[tokenizer_stage(inputs.config)])
@@ -375,7 +379,7 @@ CAPTION = training_spec(
     reads_images=True,
     blocks=_blocks,
     further=lambda run, config: FurtherModels(
-        folders={"vision.init_from": config.vision.init_from} if config.vision.init_from else {}
+        folders={"vision_tower.init_from": folder} if (folder := tower_folder(run)) else {}
     ),
     row_use=row_sets.RowUse(learns_by_heart=False),
     save=_save,

@@ -8,7 +8,7 @@ from typing import Any
 
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES, Feature, feature
-from modelwright.core.config import digest, dump, only_for
+from modelwright.core.config import constant, digest, dump
 from modelwright.core.errors import ConfigError, prefix_errors
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
@@ -18,7 +18,8 @@ from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.scoring import score_documents, select_documents, summarize_scores
 from modelwright.infer.generate import measure_speed
 from modelwright.objectives import distillation as distilling
-from modelwright.objectives.teacher import AttentionForm, TeacherCache, TeacherModel
+from modelwright.objectives.rollouts import RolloutConfig
+from modelwright.objectives.teacher import TeacherCache, TeacherModel
 from modelwright.ops.distillation_loss import DivergenceKind, DivergenceName
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
@@ -50,7 +51,7 @@ class DistillConfig(TrainConfig):
     hidden: Window = (1.0, 0.0, 0.1)
     """Hidden states of mapped layers: mean squared error after a learned projection (TinyBERT)."""
     attention: Window = (1.0, 0.1, 0.2)
-    """Attention: divergence of the part that `attention_form` names."""
+    """Attention: relations between queries, keys and values of the last layers (MiniLMv2), for any two models."""
     logits: Window = (1.0, 0.0, 1.0)
     """Logits: `divergence` from the teacher, mixed with the cross-entropy of the labels."""
     temperature: float = 1.0
@@ -61,20 +62,17 @@ class DistillConfig(TrainConfig):
     cache_top_k: int = 0
     """The teacher's likeliest tokens that are stored on disk for each token, so that later epochs need no teacher; 0
     computes all logits anew. The rest of the probability counts as one more outcome."""
-    layer_map: tuple[int, ...] = ()
+    layer_map: tuple[int, ...] = constant(())
     """Layer of the teacher, from 0, with which each layer of the student is compared, from its first; -1 for none:
     [2, 5] or [-1, 5]. Empty maps evenly, the last to the last."""
-    attention_form: AttentionForm = "relations"
-    """Part of attention that is compared: `relations` between queries, keys and values of the last layers (MiniLMv2),
-    for any two models, or `distributions`, the softmax of queries times keys in every head of the mapped layers
-    (MiniLM), for a student with as many heads as the teacher."""
     divergence: DivergenceName = "forward_kl"
     """Divergence of the logits: `forward_kl` KL(teacher || student), `reverse_kl` KL(student || teacher), or `jsd`, a
     generalized Jensen-Shannon divergence between the two (GKD, Agarwal et al. 2024)."""
-    jsd_beta: float = field(default=0.5, metadata=only_for("divergence", "jsd"))
+    jsd_beta: float = constant(0.5)
     """Share of the teacher in the mixture that both models are compared with, between 0 and 1: small values act like
     `forward_kl`, large ones like `reverse_kl`."""
     on_policy: distilling.OnPolicyConfig = field(default_factory=distilling.OnPolicyConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,20 +134,19 @@ class DistillConfig(TrainConfig):
             temperature=self.temperature,
             label_share=self.label_share,
             divergence=DivergenceKind(name=self.divergence, beta=self.jsd_beta),
-            attention_form=self.attention_form,
             layer_map=self.layer_map,
         )
 
     def identity(self) -> dict[str, Any]:
         """Settings for the digest, without those with the value from before they existed."""
         always = {
-            "attention_form": "relations",
             "divergence": "forward_kl",
             "on_policy": dump(distilling.OnPolicyConfig()),
         }
         result = super().identity()
         without = {name for name, value in always.items() if result[name] == value}
         without |= {"jsd_beta"} if self.divergence != "jsd" else set()
+        without |= {"rollout"} if not self.on_policy.share else set()
         return {name: value for name, value in result.items() if name not in without}
 
 
@@ -194,6 +191,7 @@ def _objective(inputs: StageInputs) -> Objective:
     return distilling.OnPolicyDistillation(
         distillation=distillation,
         config=training.on_policy,
+        rollout=training.rollout,
         stop_ids=Tokenizer.load(inputs.parents[tokenizer_stage(config)]).stop_ids,
         seed=derive_seed(config.seed, DISTILL.name, "on policy"),
     )

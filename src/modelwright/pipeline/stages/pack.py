@@ -34,10 +34,7 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     tokenizer_from = tokenizer_stage(config)
     settings = with_labels(config)
     # Settings with the value from before they existed stay out of the digest: artifacts of older runs remain valid.
-    always = {
-        "chat_loss": "assistant", "text_kinds": list(TEXT_KINDS), "chunk_overlap": 50, "min_chunk_tokens": 256,
-        "count_overlap": False,
-    }  # fmt: skip
+    always = {"chat_loss": "assistant", "text_kinds": list(TEXT_KINDS)}
     identity = {name: one for name, one in dump(settings).items() if name not in always or always[name] != one}
     if config.rows_from:  # reuses rows that were packed with the same settings and tokenizer, for all trainings
 

@@ -176,7 +176,7 @@ def fitting(
     """Returns the prompts that leave room for a completion in a row. Raises `DataError` if none does."""
     longest = row_len - rollout.max_completion_length
     kept = [one for one in prompts if len(one.ids) <= longest]
-    remedy = f"raise pack.seq_len ({row_len}) or lower {name}.rollout.max_completion_length"
+    remedy = f"raise pack.seq_len ({row_len}) or lower rollout.max_completion_length"
     if not kept:
         raise DataError(
             f"{name}: none of {len(prompts)} prompts leaves room for {rollout.max_completion_length} tokens in a row; "

@@ -61,7 +61,7 @@ class ServeCheckConfig:
     """Further questions, drawn from the validation question/answer pairs."""
     max_tokens: int = 64
     """Longest answer in tokens."""
-    temperature: float = 0.0
+    temperature: float = constant(0.0)
     """0 always takes the likeliest token."""
     start_timeout_s: float = constant(120.0)
     """Seconds for the server to load the model and answer `/health`."""

@@ -52,10 +52,8 @@ class StudentConfig:
     """Width of the feed-forward layer."""
     head_dim: int = 0
     """Width of one head; pruning keeps the teacher's."""
-    importance: Literal["activations", "weights"] = "activations"
-    """Measure by which pruning ranks heads and channels: their activations on training rows, or weights alone."""
     calibration_rows: int = constant(64)
-    """Training rows on which activations are measured."""
+    """Training rows on which the activations are measured by which pruning ranks heads and channels."""
 
     def __post_init__(self) -> None:
         for name in DIMENSIONS:
@@ -177,9 +175,7 @@ def _run(context: StageContext, config: RunConfig) -> None:
             folders = [context.parents[PACK.name] / rows.name / "train" for rows in (ALL_ROWS, TEXT_ROWS)]
             packed = PackedRows(next(folder for folder in folders if folder.is_dir()))
             rows = islice(packed.batches(1), settings.calibration_rows)
-            # The ranking by weights reads no rows
-            moments = input_moments(teacher, rows) if settings.importance == "activations" else {}
-            student = prune(teacher, shape, moments)
+            student = prune(teacher, shape, input_moments(teacher, rows))
     save_model_folder(student, Tokenizer.load(context.parents[tokenizer_stage(config)]), context.output.path)
     sizes = {"teacher_parameters": teacher.config.num_parameters, "num_parameters": student.config.num_parameters}
     context.output.facts |= sizes

@@ -333,7 +333,9 @@ _SPEC = training_spec(
     loss_unit="nats per image",
     blocks=_blocks,
     further=lambda run, config: FurtherModels(
-        folders={"vit.init_from": config.vit.init_from} if config.architecture == "vit" and config.vit.init_from else {}
+        folders={"vision_tower.init_from": config.vision_tower.init_from}
+        if config.architecture == "vit" and config.vision_tower.init_from
+        else {}
     ),
     start=lambda config, stage: "",
     row_use=RowUse(learns_by_heart=False),

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from modelwright.core.config import only_for
+from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
 
@@ -43,14 +43,14 @@ class ActivationCheckpointingConfig:
     one rank's activations fit `budget_bytes` at the least extra cost."""
     layers_per_segment: int = field(default=8, metadata=only_for("mode", "full"))
     """`full`: consecutive blocks that are recomputed together."""
-    save_outputs_of: tuple[Operator, ...] = field(default=OPERATORS, metadata=only_for("mode", "selective"))
+    save_outputs_of: tuple[Operator, ...] = constant(OPERATORS)
     """`selective`: operators whose outputs are saved. Norms, rotary embeddings and gating are always recomputed."""
     budget_bytes: int = 0
     """`budget`: bytes of activations on one rank; a number, or 180MiB."""
     offload: Tier = "none"
     """Move saved activations to host memory (models on an accelerator) or to disk: all of them, or in mode `budget`
     those for which it is cheaper than recomputing."""
-    offload_dir: str = ""
+    offload_dir: str = constant("")
     """Folder for `offload: disk`; "" is the run's own."""
     flops_per_byte: float = 0.0
     """FLOPs that could be computed while one byte moves to or from the offload target; needed by mode `budget` with

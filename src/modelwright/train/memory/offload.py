@@ -252,8 +252,8 @@ class _Waiting:
 
 def _failed(folder: Path, error: OSError) -> ModelwrightError:
     return ModelwrightError(
-        f"activation_checkpointing.offload: the file in {folder} failed ({error}); make room there or choose "
-        "another place with offload_dir"
+        f"activation_checkpointing.offload: the file in {folder} failed ({error}); make room there, or put the run "
+        "on another disk with --run-dir"
     )
 
 

@@ -143,16 +143,16 @@ class AdaptiveConfig:
     kind: Literal["none", "rules", "bandit", "schedule"] = "none"
     """`rules`: decide by measured speed and damage; `bandit`: a contextual bandit decides (LinUCB, Li et al. 2010);
     `schedule`: follow `schedule`; `none`."""
-    decide_every_steps: int = 100
+    decide_every_steps: int = constant(100)
     """Steps between decisions."""
-    candidates: tuple[Format, ...] = ("bf16", "int8")
+    candidates: tuple[Format, ...] = constant(("bf16", "int8"))
     """Formats to choose among; FP32 and the policy's own are always candidates."""
     tolerance: float = constant(0.05)
     """Largest accepted damage to a submodule's gradients, as a relative error."""
     schedule: tuple[tuple[int, float], ...] = ()
     """(step, fraction) pairs: from that step on, this fraction of the submodules computes in `low_precision`,
     feed-forward first."""
-    low_precision: Format = "bf16"
+    low_precision: Format = constant("bf16")
     """Format that `schedule` switches to."""
     measure_steps: int = constant(4)
     """Steps before each decision that are measured."""
@@ -289,9 +289,9 @@ class PrecisionConfig:
     fp32_ops: tuple[str, ...] = FP32_OPS
     """Operators that stay in FP32 inside layers of lower precision. `softmax`, `reduction` and `rope` always do;
     `norm` and `loss` unless left out; `activation` only if named."""
-    output_dtype: Literal["", "fp32", "bf16", "fp16"] = ""
+    output_dtype: Literal["", "fp32", "bf16", "fp16"] = constant("")
     """Output of 8-bit GEMMs; "" is BF16 for FP8, and for INT8 the format of the residual stream."""
-    eval_dtype: Literal["policy", "fp32"] = "policy"
+    eval_dtype: Literal["policy", "fp32"] = constant("policy")
     """Evaluate validation losses in the policy's formats or in FP32."""
     fp32_matmul: Fp32Matmul = "auto"
     """Kernels of FP32 matrix products. `default`: PyTorch's own; `onednn`: oneDNN's on a CPU, which use AVX-512 on AMD

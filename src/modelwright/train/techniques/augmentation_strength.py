@@ -24,10 +24,10 @@ class AugmentationStrengthConfig:
 
     probability: float = 0.3
     """Probability that a document is augmented while the loss is between the thresholds."""
-    high_loss: float = 0.8
+    high_loss: float = constant(0.8)
     """Upper threshold in nats per token, or as a fraction with `relative`. A small model's loss stays above 0.8 nats to
     the end of its training."""
-    low_loss: float = 0.3
+    low_loss: float = constant(0.3)
     """Lower threshold, in the same unit."""
     high_factor: float = constant(1.5)
     """Factor while the loss is above the upper threshold."""

@@ -1,16 +1,15 @@
 """Selects the rows of a batch that are trained on, by a cheap probe of all rows.
 
 The probe is a forward pass over the first tokens of each row, without gradient. Its result selects whole rows, or whole
-groups of rows that belong together (the coarse stage); in the selected rows, the attention that tokens receive in the
-first layer may select which labels count (the fine stage). A row that is not selected costs nothing else. Each rank
-selects among its own rows, as many as the other ranks, or fewer if its limit excludes more.
+groups of rows that belong together. A row that is not selected costs nothing else. Each rank selects among its own
+rows, as many as the other ranks, or fewer if its limit excludes more.
 
-Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G groups of rows.
+Legend: B rows, T tokens, G groups of rows.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -22,11 +21,10 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.attention import masked_attend
-from modelwright.model.decoder import Attend, Block, Decoder
-from modelwright.ops.attention import document_mask
+from modelwright.model.decoder import Attend, Decoder
 from modelwright.ops.cross_entropy import LinearHead, token_log_probs
-from modelwright.ops.matmul import Executed, product
-from modelwright.train.work import all_attention_flops, attention_flops, head_flops
+from modelwright.ops.matmul import Executed
+from modelwright.train.work import all_attention_flops, head_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,24 +39,20 @@ class BatchSelectionConfig:
     direction from its loss at the start of the run; `random`, the baseline; `none` trains on all rows."""
     keep_fraction: float = field(default=0.4, metadata=only_for("signal", "loss", "loss_change", "random"))
     """Fraction of the rows that are trained on."""
-    probe_tokens: int = field(default=32, metadata=only_for("signal", "loss", "loss_change"))
+    probe_tokens: int = constant(32)
     """Tokens of each row that the signal is measured on."""
-    random_fraction: float = field(default=0.25, metadata=only_for("signal", "loss", "loss_change", "random"))
+    random_fraction: float = constant(0.25)
     """Fraction of the selected rows drawn at random, so that no kind of row is ignored forever."""
     max_initial_loss: float = 0.0
     """Never train on rows that the initial weights predict worse than this, in units of ln(vocabulary size), the loss
     of a uniform guess; 0 sets no limit. It filters garbage out of an uncleaned stream (CCNet's perplexity filter,
     Wenzek et al. 2019) and is useless from scratch."""
-    keep_token_fraction: float = 1.0
-    """Fraction of the labels in the selected rows that count in the loss: those of the tokens that receive the most
-    attention in the first layer."""
     dense_fraction: float = constant(0.0)
     """Fraction of the run, at its start, that trains on all rows."""
 
     def __post_init__(self) -> None:
-        for name in ("keep_fraction", "keep_token_fraction"):
-            if not 0.0 < getattr(self, name) <= 1.0:
-                raise ConfigError(f"{name}: must be above 0 and at most 1, got {getattr(self, name)}; 1 selects all")
+        if not 0.0 < self.keep_fraction <= 1.0:
+            raise ConfigError(f"keep_fraction: must be above 0 and at most 1, got {self.keep_fraction}; 1 selects all")
         if not 0.0 <= self.random_fraction <= 1.0:
             text = f"random_fraction: must be from 0 to 1, got {self.random_fraction}"
             raise ConfigError(f"{text}; 0.25 draws a quarter at random")
@@ -76,7 +70,7 @@ class BatchSelectionConfig:
     @property
     def is_on(self) -> bool:
         """True if the batch is changed before it is trained on."""
-        return self.signal != "none" or self.keep_token_fraction < 1.0
+        return self.signal != "none"
 
     @property
     def needs_start(self) -> bool:
@@ -97,28 +91,9 @@ class BatchSelectionConfig:
         return chosen
 
 
-@torch.no_grad()
-def received_attention(q_BTHd: Tensor, k_BTKd: Tensor, segments_BT: Tensor) -> Tensor:
-    """The softmax weight on each token [B, T], FP32, summed over the queries of its document from itself on, relative
-    to uniform attention over all preceding tokens (without which the first tokens of a document would always receive
-    most); the mean over heads.
-    """
-    group = q_BTHd.shape[2] // k_BTKd.shape[2]
-    received: list[Tensor] = []
-    # Row by row, so that only the weights [H, T, T] of one row are in memory at a time.
-    for q_THd, k_TKd, segments_T in zip(q_BTHd, k_BTKd, segments_BT, strict=True):
-        mask_TT = document_mask(segments_T[None])[0, 0]
-        q_HTd, k_HTd = q_THd.transpose(0, 1), k_TKd.repeat_interleave(group, dim=1).transpose(0, 1)
-        scores_HTT = product(q_HTd, k_HTd.transpose(1, 2)).float() / q_THd.shape[-1] ** 0.5
-        weights_HTT = scores_HTT.masked_fill_(~mask_TT, float("-inf")).softmax(dim=-1)
-        even_TT = mask_TT / mask_TT.sum(dim=-1, keepdim=True)
-        received.append(weights_HTT.sum(dim=1).mean(dim=0) / even_TT.sum(dim=0))
-    return torch.stack(received)
-
-
 @dataclass(eq=False)
 class BatchSelector:
-    """Selects the rows, and the labels in them, of one step after the other. num_parts: microbatches, which must share
+    """Selects the rows of one step after the other. num_parts: microbatches, which must share
     the selected rows equally; executed: counts the FLOPs of the probes.
     """
 
@@ -146,7 +121,7 @@ class BatchSelector:
                 filled = left.nonzero().flatten()[:num_filled]
                 batch, chosen = batch.without_weight(filled), torch.cat([chosen, filled]).sort().values
             batch = batch.take(chosen)
-        return self.thinned(batch) if self.config.keep_token_fraction < 1.0 else batch
+        return batch
 
     def groups(self, batch: TokenBatch, step: int) -> Tensor:
         """The numbers of the groups that are trained on, in increasing order; none beyond the limit."""
@@ -205,21 +180,6 @@ class BatchSelector:
         losses_B = torch.where(counts_B > 0, sums_B / counts_B.clamp(min=1), mean).cpu()
         return losses_B if batch.group_size == 1 else losses_B.view(-1, batch.group_size).mean(dim=1)
 
-    @torch.no_grad()
-    def thinned(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with `keep_token_fraction` of its labels, at the tokens that the first layer attends to most."""
-        moved = batch.to(self.model.embedding.weight.device)
-        q_BTHd, k_BTKd = first_queries_and_keys(self.model, moved)
-        self.executed.add(attention_flops(self.model.config, batch, 0) // 2)  # scores without values
-        received_N = received_attention(q_BTHd, k_BTKd, moved.segments_BT).flatten().to(batch.labels_BT.device)
-        labels_N = batch.labels_BT.flatten()
-        counts_N = labels_N != IGNORED
-        places = max(1, round(self.config.keep_token_fraction * int(counts_N.sum())))
-        kept = received_N.masked_fill(~counts_N, -1.0).topk(min(places, len(labels_N))).indices
-        thin_N = torch.full_like(labels_N, IGNORED)
-        thin_N[kept] = labels_N[kept]
-        return replace(batch, labels_BT=thin_N.view_as(batch.labels_BT))
-
     def state_dict(self) -> dict[str, Any]:
         return {"start": dict(self.start)}
 
@@ -245,11 +205,3 @@ def first_tokens(batch: TokenBatch, num_tokens: int) -> TokenBatch:
         segments_BT=segments[:, :num_tokens],
         group_size=batch.group_size,
     )
-
-
-def first_queries_and_keys(model: Decoder, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Queries and keys of the first block's attention, [B, T, H, d] and [B, T, K, d]."""
-    block = next(iter(model.blocks.values()))
-    assert isinstance(block, Block)
-    x_BTD = block.attention_norm(model.embed(batch.input_ids_BT, batch.positions_BT))
-    return block.attention.queries_and_keys(x_BTD, *model.rotary_tables(batch.positions_BT).of(block))

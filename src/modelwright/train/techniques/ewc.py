@@ -16,7 +16,7 @@ tokens' information as its mean, and a row costs one backward pass (the Gauss-Ne
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from modelwright.core.compatibility import (
     Feature,
     feature,
 )
-from modelwright.core.config import only_for
+from modelwright.core.config import constant
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import IGNORED
@@ -59,7 +59,7 @@ class EwcConfig:
     strength: float = 0.0
     """Weight of a nat per token of divergence from the starting model on old text, against a nat of loss (Kirkpatrick
     et al. 2017); 0 disables it. It needs the memory of two more copies of the weights."""
-    num_rows: int = field(default=256, metadata=only_for("strength"))
+    num_rows: int = constant(256)
     """Rows of old text from which the importance of weights is estimated, by a forward and a backward pass each."""
     source: str = ""
     """The source of the old text, such as `old` in an update; "" takes rows of all sources."""

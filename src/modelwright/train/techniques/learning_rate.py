@@ -1,12 +1,12 @@
 """The scheduled learning rate, a pure function of the step, set before forward."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from modelwright.core.config import constant, only_for
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.train.objective import Batch
 from modelwright.train.technique import Runtime, Technique
@@ -24,7 +24,7 @@ class ScheduleConfig:
     """Fraction of the steps in which the rate rises linearly to its peak."""
     final_lr_fraction: float = 0.0
     """Fraction of the peak that is left at the end of the decay."""
-    cooldown_fraction: float = field(default=0.2, metadata=only_for("kind", "wsd"))
+    cooldown_fraction: float = constant(0.2)
     """`wsd`: fraction of the steps, at the end, in which the rate decays."""
     initial_lr_fraction: float = constant(1e-5)
     """`exponential`: fraction of the peak at the first step."""

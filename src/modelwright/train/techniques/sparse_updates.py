@@ -71,12 +71,10 @@ class SparseUpdateConfig:
     a boundary; `none`."""
     keep_fraction: float = field(default=0.5, metadata=only_for("kind", "columns", "rows", "layers", "freeze_prefix"))
     """Fraction of the units that are updated."""
-    density_schedule: DensitySchedule = field(
-        default="constant", metadata=only_for("kind", "columns", "rows", "layers", "freeze_prefix")
-    )
+    density_schedule: DensitySchedule = constant("constant")
     """`constant`, or all units in the first (`dense_first`) or last (`sparse_first`) part of the run, on a linear ramp
     from or to `keep_fraction`."""
-    signal: Literal["gradient", "momentum", "random"] = "gradient"
+    signal: Literal["gradient", "momentum", "random"] = constant("gradient")
     """Ranking of units, from the optimizer's moments: `gradient`, root mean square gradient; `momentum`, the agreement
     of gradients in direction; `random`, the baseline."""
     ramp_fraction: float = constant(0.2)

@@ -1,12 +1,12 @@
 """Weight decay that is lowered while gradients are large."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
 
 from modelwright.core.compatibility import WHOLE_GRADIENTS, Feature, feature
-from modelwright.core.config import constant, only_for
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.train.technique import Runtime, Technique, Update
 
@@ -17,7 +17,7 @@ class WeightDecayScheduleConfig:
 
     grad_norm_threshold: float = 0.0
     """Gradient norm, before clipping, above which weight decay is lowered (published: 5); 0 never lowers it."""
-    factor: float = field(default=0.1, metadata=only_for("grad_norm_threshold"))
+    factor: float = constant(0.1)
     """Factor on the weight decay while it is lowered."""
     release_fraction: float = constant(0.8)
     """Decay returns to its full value once the norm falls below this fraction of the threshold. Below 1, norms near
