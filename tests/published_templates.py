@@ -174,7 +174,9 @@ TEMPLATES: dict[str, tuple[str, list[str], dict[str, str | None]]] = {
         GEMMA3, ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], {"bos_token": "<bos>", "eos_token": "<eos>"}
     ),
     "phi4-mini": (
-        PHI4_MINI, ["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"],
+        PHI4_MINI,
+        ["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|/tool|>", "<|tool_call|>",
+         "<|/tool_call|>"],
         {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
     ),
     "smollm3": (SMOLLM3, CHATML, {"bos_token": None, "eos_token": "<|im_end|>"}),
