@@ -175,8 +175,8 @@ TEMPLATES: dict[str, tuple[str, list[str], dict[str, str | None]]] = {
     ),
     "phi4-mini": (
         PHI4_MINI,
-        ["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|/tool|>", "<|tool_call|>",
-         "<|/tool_call|>"],
+        ["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|/tool|>",
+         "<|tool_call|>", "<|/tool_call|>"],
         {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
     ),
     "smollm3": (SMOLLM3, CHATML, {"bos_token": None, "eos_token": "<|im_end|>"}),
