@@ -25,7 +25,7 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.rundir import RunDir
 from modelwright.core.texts import hub_hint, nearest
 from modelwright.data.rows.examples import ConversationFit
-from modelwright.data.sources.records import FORMS
+from modelwright.data.sources.forms import FORMS
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig

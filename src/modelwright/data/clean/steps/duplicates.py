@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modelwright.core.artifacts import fsync_folder
-from modelwright.core.errors import ArtifactError, writing
+from modelwright.core.errors import ArtifactError, DataError, writing
 from modelwright.data.clean.deduplicate import find_duplicates
 from modelwright.data.clean.features import FEATURES
 from modelwright.data.clean.fingerprints import (
@@ -39,9 +39,12 @@ from modelwright.data.clean.fingerprints import (
     fingerprints,
 )
 from modelwright.data.clean.steps.step import Columns, Decisions, DiskFile, Drop, Drops, MeasuredCorpus, StepSpec
-from modelwright.data.document import Document
+from modelwright.data.document import KINDS, Document
 
 _BAD = ("duplicate_line_fraction", "data_fraction", "digit_fraction", "symbol_fraction", "top_ngram_fraction")
+_EQUAL = ("duplicate", "near-duplicate")
+# Fewer pairs are no sign of a mistake.
+_FEWEST_LOST = 10
 _EARLIER = "a document of an earlier run"
 _FORMAT = {"format": "modelwright duplicate index", "version": "1"}
 _BLOCK = 512
@@ -65,7 +68,7 @@ class Duplicates:
         prints = fingerprints(documents, whole_pairs=self.config.pairs_by == "conversation")
         no_features = np.zeros((len(documents), len(FEATURES)), np.float32)
         return {
-            "own": prints.own, "keys": prints.keys, "bands": prints.bands, "shingles": prints.shingles,
+            "own": prints.own, "whole": prints.whole, "keys": prints.keys, "bands": prints.bands, "shingles": prints.shingles,
             "num_shingles": np.diff(prints.offsets), "quality": quality_score(columns.get("features", no_features)),
         }  # fmt: skip
 
@@ -89,6 +92,7 @@ class Duplicates:
         instead = np.concatenate([np.empty(0, np.int64), *(one.instead for one in found)])[order]
         similarity = np.concatenate([np.empty(0, np.float32), *(one.similarity for one in found)])[order]
         names = [one.reason for one in found]
+        self._check_pairs(corpus, numbers[order], instead, np.isin(reasons, [names.index(n) for n in names if n in _EQUAL]))
 
         def drop(place: int) -> Drop:
             reason, other = names[reasons[place]], int(instead[place])
@@ -104,10 +108,30 @@ class Duplicates:
         return Decisions(drops=Drops(numbers[order], drop), report={"figures": figures} if sizes else {})
 
 
+    def _check_pairs(
+        self, corpus: MeasuredCorpus, numbers: NDArray[np.int64], instead: NDArray[np.int64], equal: NDArray[np.bool_]
+    ) -> None:
+        """Raises `DataError` if too many pairs are dropped for the answers of other questions. numbers: of the dropped
+        documents; instead: those kept instead of them; equal: true for duplicates of one another."""
+        is_pair, whole = corpus.column("kind") == KINDS.index("qa"), corpus.column("whole")
+        is_own = equal & (instead != NOTHING) & (instead < len(corpus)) & is_pair[numbers]
+        numbers, instead = numbers[is_own], instead[is_own]
+        num_lost = int((whole[numbers] != whole[instead]).sum())
+        num_pairs = int((corpus.alive & is_pair).sum())
+        if num_lost < _FEWEST_LOST or num_lost <= self.config.max_pair_fraction * num_pairs:
+            return
+        text = f"{num_lost / num_pairs:.0%} of the question/answer pairs ({num_lost:,} of {num_pairs:,}) would be dropped"
+        raise DataError(
+            f"{text}, because other questions have their answers; pass --clean.duplicates.pairs_by conversation to keep "
+            "them, or --clean.duplicates.max_pair_fraction 1 to learn each answer once"
+        )
+
+
 DUPLICATES = StepSpec(
     name="duplicates",
     build=lambda config, seed: Duplicates(config),
     remedies={
+        "duplicate": "--clean.duplicates.pairs_by conversation if they are answers to different questions",
         "inside a training text": "--clean.duplicates.contained off",
         "inside another text": "--clean.duplicates.contained heldout",
         "near-duplicate": "--clean.duplicates.near false",
