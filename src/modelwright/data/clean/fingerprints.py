@@ -77,9 +77,9 @@ class DuplicatesConfig:
 class Fingerprints:
     """Fingerprints of N documents.
 
-    own: digest of kind, split and text; whole: digest of all that is learned; keys: digests of text and summary, 0 for no summary; shingles: 5-gram hashes in
-    the order of the text, those of document i from `offsets[i]` to `offsets[i + 1]`; bands: hashes of the signature's
-    bands.
+    own: digest of kind, split and text; whole: digest of all that is learned of a pair, else 0; keys: digests of text
+    and summary, 0 for no summary; shingles: 5-gram hashes in the order of the text, those of document i from
+    `offsets[i]` to `offsets[i + 1]`; bands: hashes of the signature's bands.
     """
 
     own: NDArray[np.uint64]
@@ -91,7 +91,8 @@ class Fingerprints:
 
 
 def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False) -> Fingerprints:
-    """Computes the fingerprints of some documents: own [N], whole [N], keys [N, 2], shingles [S], offsets [N + 1], bands [N, 16].
+    """Computes the fingerprints of some documents: own [N], whole [N], keys [N, 2], shingles [S], offsets [N + 1],
+    bands [N, 16].
 
     whole_pairs: compare pairs by the whole conversation, not by its answers. Documents of fewer than 5 words have an
     empty row of shingles and bands of 0.

@@ -66,7 +66,9 @@ class CleanReport:
 
     def plain(self) -> dict[str, Any]:
         """The fields as plain data; empty `figures` and `changed_examples` are omitted."""
-        return {name: value for name, value in asdict(self).items() if value or name not in ("figures", "changed_examples")}
+        return {
+            name: value for name, value in asdict(self).items() if value or name not in ("figures", "changed_examples")
+        }
 
     def add(self, step: str, entries: Mapping[str, Any]) -> None:
         """Adds the report of a corpus step. Raises `DataError` for a field that does not belong to corpus steps."""

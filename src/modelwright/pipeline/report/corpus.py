@@ -34,6 +34,8 @@ _EXAMPLES_AT_MOST = 40
 NUM_DROPPED_EXAMPLES = 3
 """Number of examples of dropped text for each reason."""
 
+_MOST_FIELDS = 50
+
 
 def corpus_section(data: RunData, stage: StageData) -> Section:
     """Returns the documents read, kept and dropped, with reasons and examples."""
@@ -57,6 +59,14 @@ def corpus_section(data: RunData, stage: StageData) -> Section:
             for reason, times in reasons.items()
         ]
         blocks.append(Table(["reason", "records or files", "examples"], rows, "Not read", numeric=(1,)))
+    left = [
+        [redact_text(file), redact_text(name), f"{count(entry['records'] - entry['used'])} of {count(use['records'])}"]
+        for file, use in sources.get("field_use", {}).items()
+        for name, entry in use["fields"].items()
+        if entry["used"] < entry["records"]
+    ]
+    if left:
+        blocks.append(Table(["file", "field", "records"], left[:_MOST_FIELDS], "Fields of records that were not used"))
     places = ", ".join((CORPORA[s].title if s in CORPORA else "") or redact_text(s) for s in data.config.text_sources)
     kept = sum(entry["documents"] for splits in clean["kept"].values() for entry in splits.values())
     lead = (

@@ -92,7 +92,8 @@ class Duplicates:
         instead = np.concatenate([np.empty(0, np.int64), *(one.instead for one in found)])[order]
         similarity = np.concatenate([np.empty(0, np.float32), *(one.similarity for one in found)])[order]
         names = [one.reason for one in found]
-        self._check_pairs(corpus, numbers[order], instead, np.isin(reasons, [names.index(n) for n in names if n in _EQUAL]))
+        equal = np.isin(reasons, [names.index(name) for name in names if name in _EQUAL])
+        num_lost = self._check_pairs(corpus, numbers[order], instead, equal)
 
         def drop(place: int) -> Drop:
             reason, other = names[reasons[place]], int(instead[place])
@@ -105,13 +106,16 @@ class Duplicates:
             if duplicate.reason == "near-duplicate":
                 sizes.update((np.unique(duplicate.instead, return_counts=True)[1] + 1).tolist())
         figures = {"cluster_sizes": {str(size): sizes[size] for size in sorted(sizes)}}
-        return Decisions(drops=Drops(numbers[order], drop), report={"figures": figures} if sizes else {})
-
+        report: dict[str, Any] = {"figures": figures} if sizes else {}
+        if num_lost == int(equal.sum()) > 0 and self.config.pairs_by == "answer":
+            report["remedies"] = {"duplicate": "--clean.duplicates.pairs_by conversation"}
+        return Decisions(drops=Drops(numbers[order], drop), report=report)
 
     def _check_pairs(
         self, corpus: MeasuredCorpus, numbers: NDArray[np.int64], instead: NDArray[np.int64], equal: NDArray[np.bool_]
-    ) -> None:
-        """Raises `DataError` if too many pairs are dropped for the answers of other questions. numbers: of the dropped
+    ) -> int:
+        """Returns the number of pairs that are dropped for the answer of another question. Raises `DataError` if these
+        are too many. numbers: of the dropped
         documents; instead: those kept instead of them; equal: true for duplicates of one another."""
         is_pair, whole = corpus.column("kind") == KINDS.index("qa"), corpus.column("whole")
         is_own = equal & (instead != NOTHING) & (instead < len(corpus)) & is_pair[numbers]
@@ -119,11 +123,14 @@ class Duplicates:
         num_lost = int((whole[numbers] != whole[instead]).sum())
         num_pairs = int((corpus.alive & is_pair).sum())
         if num_lost < _FEWEST_LOST or num_lost <= self.config.max_pair_fraction * num_pairs:
-            return
-        text = f"{num_lost / num_pairs:.0%} of the question/answer pairs ({num_lost:,} of {num_pairs:,}) would be dropped"
+            return num_lost
+        text = (
+            f"{num_lost / num_pairs:.0%} of the question/answer pairs ({num_lost:,} of {num_pairs:,}) would be dropped"
+        )
         raise DataError(
-            f"{text}, because other questions have their answers; pass --clean.duplicates.pairs_by conversation to keep "
-            "them, or --clean.duplicates.max_pair_fraction 1 to learn each answer once"
+            f"{text}, because other questions have the same answers or nearly the same; to keep them pass "
+            "--clean.duplicates.pairs_by conversation --clean.duplicates.near false, or to learn each answer once "
+            "--clean.duplicates.max_pair_fraction 1"
         )
 
 
@@ -131,7 +138,6 @@ DUPLICATES = StepSpec(
     name="duplicates",
     build=lambda config, seed: Duplicates(config),
     remedies={
-        "duplicate": "--clean.duplicates.pairs_by conversation if they are answers to different questions",
         "inside a training text": "--clean.duplicates.contained off",
         "inside another text": "--clean.duplicates.contained heldout",
         "near-duplicate": "--clean.duplicates.near false",
