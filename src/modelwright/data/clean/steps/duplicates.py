@@ -68,7 +68,8 @@ class Duplicates:
         prints = fingerprints(documents, whole_pairs=self.config.pairs_by == "conversation")
         no_features = np.zeros((len(documents), len(FEATURES)), np.float32)
         return {
-            "own": prints.own, "whole": prints.whole, "keys": prints.keys, "bands": prints.bands, "shingles": prints.shingles,
+            "own": prints.own, "whole": prints.whole, "keys": prints.keys, "bands": prints.bands,
+            "shingles": prints.shingles,
             "num_shingles": np.diff(prints.offsets), "quality": quality_score(columns.get("features", no_features)),
         }  # fmt: skip
 
