@@ -277,8 +277,8 @@ class MeasuredRecords:
 def measure_records(
     sources: SourceConfig, tokenizer: Tokenizer, *, max_seq_len: int, report: SourceReport | None = None
 ) -> MeasuredRecords:
-    """Measure the conversations of the sources, whose fields `report` counts. Raises `DataError` if the sources hold none, or if the chat
-    template refuses one.
+    """Measure the conversations of the sources, whose fields `report` counts. Raises `DataError` if the sources hold
+    none, or if the chat template refuses one.
     """
     fit, num_tokens = ConversationFit(seq_len=max_seq_len, overlong="split"), 0
     for document in read_documents(
