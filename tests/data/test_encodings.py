@@ -193,9 +193,10 @@ def test_without_the_extra_documents_are_named(tmp_path: Path, monkeypatch: pyte
 def _pdf(text: str) -> bytes:
     """A page with one line."""
     stream = f"BT /F1 12 Tf 20 100 Td ({text}) Tj ET".encode()
+    fonts = b"/Resources << /Font << /F1 5 0 R >> >>"
     parts = [
         b"<< /Type /Catalog /Pages 2 0 R >>", b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
-        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 300 200] /Contents 4 0 R /Resources << /Font << /F1 5 0 R >> >> >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 300 200] /Contents 4 0 R %s >>" % fonts,
         b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream),
         b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
     ]  # fmt: skip

@@ -132,7 +132,7 @@ def test_calls_in_the_roles_of_llama_factory_and_the_fields_of_openai(tmp_path: 
     turns = [("human", "Q"), ("function_call", json.dumps(call)), ("observation", "06:20"), ("gpt", "A")]
     sharegpt = [{"from": who, "value": text} for who, text in turns]
     legacy = [
-        USER, {"role": "assistant", "content": None, "function_call": {**call, "arguments": json.dumps(call["arguments"])}},
+        USER, {"role": "assistant", "content": None, "function_call": {**call, "arguments": '{"town": "Arvik"}'}},
         {"role": "function", "name": "tide", "content": "06:20"}, GOOD,
     ]  # fmt: skip
     for record in (

@@ -20,7 +20,7 @@ from modelwright.data.sources.turns import THOUGHTS, check_learned, parsed, read
 FORMS = (
     "question (+ choices) + answer, instruction (+ input) + output, prompt + completion, "
     'messages [{"role": "user", "content": ...}, ...], conversations [{"from": "human", "value": ...}, ...] '
-    "(prompt +) chosen + rejected or prompt + completion + label"
+    "(prompt +) chosen + rejected, input + preferred_output + non_preferred_output or prompt + completion + label"
 )
 """Accepted forms, for messages to the user."""
 UNPAIRED, PAIRED, OPENAI_PAIRED = "unpaired_preference", "preference", "openai_preference"
