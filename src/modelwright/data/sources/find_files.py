@@ -241,4 +241,5 @@ def _is_supported(extension: str, compression: str) -> bool:
 
 def _supported_names() -> str:
     texts = " ".join((*PROSE_EXTENSIONS, ".html", ".jsonl", *LOOSE_EXTENSIONS, *WEB_ARCHIVE_EXTENSIONS))
-    return f"{texts}, each also .gz or .zst; .parquet .arrow .pdf .docx; .py .c .js ...; images .jpg .png ... and .tar of them"
+    others = ".parquet .arrow .pdf .docx; .py .c .js ...; images .jpg .png ... and .tar of them"
+    return f"{texts}, each also .gz or .zst; {others}"

@@ -120,6 +120,8 @@ def _openai_prompt(fields: Fields) -> list[Message]:
     value = fields["input"]
     if not isinstance(value, Mapping):
         raise ValueError("input is not an object with messages")
+    if further := [name for name in value if name not in ("messages", "tools", "parallel_tool_calls")]:
+        raise ValueError(f"input has the field {further[0]!r}, which is not understood there; remove it")
     return read_turns("input.messages", cast(Mapping[str, Any], value).get("messages"), fields)
 
 
