@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from modelwright.core.errors import DataError
-from modelwright.core.progress import Progress
+from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
@@ -148,7 +148,7 @@ def test_file_names_that_are_not_utf8(tmp_path: Path) -> None:
     assert [document.id for document in documents] == [rf"{place}/caf\xe8.txt:1", rf"{place}/caf\xe9.txt:1"]
     assert report.examples["unsupported .bin"] == [rf"{place}/\xff.bin"]
     config = SourceConfig(sources=(str(place),), validation_fraction=0.0)
-    assert clean_sources(config, CleanConfig(num_workers=1), str(tmp_path / "out"), Progress())
+    assert clean_sources(config, CleanConfig(num_workers=1), str(tmp_path / "out"), SilentProgress())
 
 
 def test_pdf_and_word_documents(tmp_path: Path) -> None:

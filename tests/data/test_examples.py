@@ -8,7 +8,7 @@ import pytest
 
 from modelwright.core.config import parse
 from modelwright.core.errors import DataError
-from modelwright.core.progress import Progress
+from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.clean.folder import REPORT, read_kept
 from modelwright.data.sources.sources import SourceConfig
@@ -23,7 +23,7 @@ def cleaned(tmp_path: Path, records: list[dict[str, Any]], **clean: Any) -> list
     path.write_text("\n".join(map(json.dumps, records)))
     data = SourceConfig(sources=(str(path),), validation_fraction=0.0)
     config = parse(CleanConfig, {"num_workers": 1, **clean})
-    return clean_sources(data, config, str(tmp_path / "out"), Progress())
+    return clean_sources(data, config, str(tmp_path / "out"), SilentProgress())
 
 
 @pytest.mark.parametrize("by", ["answer", "conversation"])
