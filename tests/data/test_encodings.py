@@ -49,7 +49,7 @@ def test_tables_of_text(tmp_path: Path, content: str, expected: list) -> None:
     ("question;answer; answer \nQ;A;B\n", r"t\.csv:1: has 2 columns called 'answer'"),
     ("question,answer\nQ,A\nquestion,answer\nR,B\n", r"t\.csv:3: repeats the first row"),
     ('"question\n(in English)",answer\nQ,A\n', r"t\.csv:3: .*its fields: question \(in English\), answer"),
-    ('"question,answer\nQ,A\n', r"t\.csv:"),
+    ('"question,answer\nQ,A\n', r"t\.csv:1: .*has a quote that is not closed"),
 ])  # fmt: skip
 def test_tables_that_are_refused(tmp_path: Path, content: str, problem: str) -> None:
     (tmp_path / "t.csv").write_bytes(content.encode())
@@ -84,7 +84,7 @@ def test_columns_of_one_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["t.txt", "t.py", "t.csv", "t.jsonl", "t.html"])
 @pytest.mark.parametrize(("text", "encoding", "named"), [
     ("Don\u2019t stop \u2013 caf\u00e9", "cp1252", "WINDOWS-1252"), ("caf\u00e9 ol\u00e9", "latin-1", "LATIN1"),
-    ("Привет, это обычный русский текст о море и о лодках.", "cp1251", "WINDOWS-1251"),
+    ("Привет, это обычный русский текст о море и о лодках.", "cp1251", "CP1251"),
     ("これは日本語で書かれた海と船についての文章です。", "shift_jis", "SHIFT_JIS"),
     ("A plain text of some length.", "utf-16", "UTF-16"), ("A plain text.", "utf-16-le", "UTF-16LE"),
     ("A plain text.", "utf-16-be", "UTF-16BE"), ("A plain text.", "utf-32", "UTF-32"),

@@ -183,6 +183,8 @@ def whole(file: File, complain: Complaint, max_bytes: int, way_out: str) -> Iter
                 problem = f"the file is read as a whole and has more than {max_bytes:,} bytes"
                 return complain("file too long", file.name, problem, way_out)
             chunks.append(chunk)
+    if not chunks:  # the file is no text, of which it was complained
+        return None
     yield b"".join(chunks).removeprefix(UTF8_BOM)
     return None
 
@@ -364,7 +366,10 @@ def read_csv(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[st
     while "".join(head).count('"') % 2 and len(head) < _HEADER_LINES and (line := next(rows, "")):
         head.append(line)  # a quoted name may have line ends
     if has_complained:
-        return  # the header was unreadable, so the next row is not one
+        return None  # the header was unreadable, so the next row is not one
+    if "".join(head).count('"') % 2:
+        problem = "the first row, the names of the columns, has a quote that is not closed"
+        return complain("not CSV", f"{file.name}:1", problem, "correct the quotes in the file")
     separator = separator or max(",;	", key=lambda one: len(_header(head, one)))
     names = [" ".join(name.split()) for name in _header(head, separator)]
     if twice := [name for name in names if name and names.count(name) > 1]:
