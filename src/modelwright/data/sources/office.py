@@ -33,7 +33,7 @@ def is_readable(file: File, pass_over: Callable[[str, str], None]) -> bool:
 
 def read_document(file: File, complain: Complaint, skip: Skip, section_chars: int) -> Iterator[tuple[str, str]]:
     """Yields `(where, text)` of the sections of a document. skip: receives pages without text."""
-    for content in whole(file, complain, _MOST_BYTES, "divide it"):
+    for content in whole(file, complain, _MOST_BYTES, "divide it", is_text=False):
         read = _pdf_pages if file.extension == ".pdf" else _docx_parts
         try:
             # The libraries raise errors of any kind for a damaged file.

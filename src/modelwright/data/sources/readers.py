@@ -173,11 +173,16 @@ def _markup(file: File, complain: Complaint, limit: Limit) -> Iterator[str]:
             yield from (text for _, text in _decoded(file, 1, content, complain))
 
 
-def whole(file: File, complain: Complaint, max_bytes: int, way_out: str) -> Iterator[bytes]:
-    """Yields the content of a file without a byte order mark, or complains if it has more than `max_bytes`."""
+def whole(
+    file: File, complain: Complaint, max_bytes: int, way_out: str, *, is_text: bool = True
+) -> Iterator[bytes]:  # fmt: skip
+    """Yields the content of a file without a byte order mark, or complains if it has more than `max_bytes`, or is not
+    text that it should be.
+    """
+    read = _text_chunks if is_text else _chunks
     chunks, size = list[bytes](), 0
     with opened(file) as raw:
-        for chunk in _text_chunks(raw, file, complain, lambda: 1 + sum(one.count(b"\n") for one in chunks)):
+        for chunk in read(raw, file, complain, lambda: 1 + sum(one.count(b"\n") for one in chunks)):
             size += len(chunk)
             if size > max_bytes:
                 problem = f"the file is read as a whole and has more than {max_bytes:,} bytes"
