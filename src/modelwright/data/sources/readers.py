@@ -364,7 +364,7 @@ def read_csv(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[st
 
     # A limit of the whole module, by default 131,072 characters; it must fit a C long, which may have 32 bits.
     csv.field_size_limit(min(limit.max_bytes, 2**31 - 1))
-    rows, separator = lines(), "	" if file.extension == ".tsv" else ""
+    rows, separator = lines(), "\t" if file.extension == ".tsv" else ""
     head = [next((line for line in rows if line.strip()), "")]
     if found := re.fullmatch(r"sep=([,;\t|])\s*", head[0], re.IGNORECASE):
         separator, head = found[1], [next(rows, "")]
@@ -375,7 +375,7 @@ def read_csv(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[st
     if "".join(head).count('"') % 2:
         problem = "the first row, the names of the columns, has a quote that is not closed"
         return complain("not CSV", f"{file.name}:1", problem, "correct the quotes in the file")
-    separator = separator or max(",;	", key=lambda one: len(_header(head, one)))
+    separator = separator or max(",;\t", key=lambda one: len(_header(head, one)))
     names = [" ".join(name.split()) for name in _header(head, separator)]
     if twice := [name for name in names if name and names.count(name) > 1]:
         problem = f"has {names.count(twice[0])} columns called {twice[0]!r}"
@@ -393,7 +393,7 @@ def read_csv(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[st
         if row and len(row) != len(names):
             problem = f"has {len(row)} cells under {len(names)} columns"
             complain("not CSV", where, problem, 'quote cells that hold the separator: "like, this"')
-        elif len(row) > 1 and [" ".join(cell.split()) for cell in row] == names:
+        elif len(row) > 1 and row[0].strip() == names[0] and [" ".join(cell.split()) for cell in row] == names:
             complain("header again", where, "repeats the first row, the names of the columns", "remove it")
         elif any(row):
             yield where, {name: cell or None for name, cell in zip(names, row, strict=True)}
