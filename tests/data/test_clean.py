@@ -13,7 +13,7 @@ from modelwright.data.clean.features import data_share, duplicate_share, is_data
 from modelwright.data.clean.fingerprints import DuplicatesConfig
 from modelwright.data.clean.folder import kept_files, read_dropped, read_kept
 from modelwright.data.clean.report import CleanReport
-from modelwright.data.clean.steps.format import normalize
+from modelwright.data.clean.steps.format import FormatConfig, normalize
 from modelwright.data.clean.steps.quality import QualityConfig
 from modelwright.data.clean.steps.step import pack_lines, unpack_lines
 from modelwright.data.document import Document
@@ -245,7 +245,8 @@ def test_normalize(raw: str, expected: str) -> None:
 
 
 def test_normalize_reaches_conversations(tmp_path: Path) -> None:
-    clean(tmp_path, pair("What\r\nis e\u0301?", "It is an  e \x07with an accent.  "))
+    repair = FormatConfig(examples="repair")
+    clean(tmp_path, pair("What\r\nis e\u0301?", "It is an  e \x07with an accent.  "), format=repair)
     (kept,) = read_kept(tmp_path)
     assert kept.meta == {"question": "What\nis é?", "answer": "It is an  e with an accent."}
     assert kept.text == "What\nis é?\n\nIt is an  e with an accent."

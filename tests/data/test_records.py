@@ -58,7 +58,7 @@ def test_an_answer_may_have_several_turns(tmp_path: Path) -> None:
     ({"chosen": "A", "rejected": "B"}, "bad conversation", "needs a field 'prompt'"),
     ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "other"}, BAD]},
      "chosen and rejected have different prompts", "differ before the answer"),
-    ({"prompt": "Q", "chosen": "A", "rejected": 3}, "bad conversation", "'rejected' is empty or not a text"),
+    ({"prompt": "Q", "chosen": "A", "rejected": {"a": 3}}, "bad conversation", "turn 1 of rejected has the role None"),
     ({"prompt": "Q", "chosen": "A"}, "half a preference pair", "needs the field 'rejected'"),
     ({"prompt": "Q", "chosen": "A", "rejected": None}, "half a preference pair", "the field 'rejected' is missing"),
     ({"prompt": "Q", "chosen": "A", "rejected": " "}, "empty answer", "'rejected' is empty"),

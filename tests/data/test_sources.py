@@ -202,8 +202,8 @@ def test_missing_and_unsupported_sources(tmp_path: Path) -> None:
     fails(r"nothing\.txt: no such file or directory; check --data\.sources", tmp_path / "nothing.txt")
     fails(r"the pattern matches no file", tmp_path / "*.txt")
     fails(r"the directory holds no file of a supported format", tmp_path)
-    (tmp_path / "a.docx").write_bytes(b"x")
-    fails(r"a\.docx: the extension \.docx is not supported; convert it to one of \.txt", tmp_path / "a.docx")
+    (tmp_path / "a.odt").write_bytes(b"x")
+    fails(r"a\.odt: the extension \.odt is not supported; convert it to one of \.txt", tmp_path / "a.odt")
     (tmp_path / "README").write_bytes(b"x")
     fails(r"README: the extension \(none\) is not supported", tmp_path / "README")
     fails(r"nope://x/y: is not a URL that fsspec supports", "nope://x/y")
@@ -250,7 +250,7 @@ def test_missing_text_field_names_those_that_are_there(tmp_path: Path) -> None:
     ({"question": "x", "answer": None}, "the field 'answer' is empty or not a text"),
     ({"instruction": "x", "output": ""}, "the field 'output' is empty"),
     ({"prompt": [{"role": "user", "content": "x"}], "completion": " "}, "the field 'completion' is empty"),
-    ({"prompt": {"a": 1}, "completion": "x"}, "the field 'prompt' .* not a text"),
+    ({"prompt": {"a": 1}, "completion": "x"}, "turn 1 of prompt has the role None"),
 ])  # fmt: skip
 def test_bad_conversations(tmp_path: Path, record: dict, problem: str) -> None:
     path = tmp_path / "q.jsonl"
@@ -344,19 +344,20 @@ def test_what_a_directory_holds_besides_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "package.json").write_text('{"name": "x", "version": 1}')
     (tmp_path / "tsconfig.json").write_text('{ // a comment\n"a": 1}')
     (tmp_path / "figures.csv").write_text("a,b\n1,2\n3\n")
-    for name in ("a.pdf", "b.pdf", "c.docx", "Makefile"):
+    for name in ("a.odt", "b.odt", "c.key", "Makefile"):
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "link.txt").symlink_to(tmp_path / "nowhere.txt")
     (tmp_path / "loop").symlink_to(tmp_path)
     documents, report = read(tmp_path)
     assert sorted(d.text for d in documents) == ["A text.", "Q\n\nA"]
     assert report.passed_over == {
-        "unsupported .pdf": 2, "unsupported .docx": 1, "unsupported file without an extension": 1, "dangling link": 1,
+        "unsupported .odt": 2, "unsupported .key": 1, "unsupported file without an extension": 1, "dangling link": 1,
         "link to a directory (not followed)": 1, ".json without text": 2, ".csv without text": 1,
     }  # fmt: skip
-    (line,) = report.summary()
+    fields, line = report.summary()
+    assert fields == "fields used: instruction, output"
     assert line.startswith("not read: ")
-    assert f"2 unsupported .pdf ({tmp_path}/a.pdf, ...)" in line
+    assert f"2 unsupported .odt ({tmp_path}/a.odt, ...)" in line
     assert f"1 dangling link ({tmp_path}/link.txt)" in line
     assert not report.skipped
     for path, problem in (
@@ -365,8 +366,8 @@ def test_what_a_directory_holds_besides_text_is_named(tmp_path: Path) -> None:
     ):
         fails(problem, tmp_path / path)
     (tmp_path / "only").mkdir()
-    (tmp_path / "only" / "a.pdf").write_bytes(b"x")
-    fails(r"the directory holds no file of a supported format .*; skipped: 1 unsupported \.pdf", tmp_path / "only")
+    (tmp_path / "only" / "a.odt").write_bytes(b"x")
+    fails(r"the directory holds no file of a supported format .*; skipped: 1 unsupported \.odt", tmp_path / "only")
 
 
 def test_unknown_pairs_in_a_found_json_are_an_error(tmp_path: Path) -> None:

@@ -110,12 +110,12 @@ def test_files_that_are_not_read_are_named(inside: Command, tmp_path: Path) -> N
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "good.txt").write_text("A short text that is kept, and one more sentence.")
-    (folder / "scan.pdf").write_bytes(b"x")
+    (folder / "scan.odt").write_bytes(b"x")
     (folder / "gone.txt").symlink_to(folder / "nowhere")
     done = inside(*run_words(folder, tmp_path / "run"), "--data.validation_fraction", "0")
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "not read" in line]
-    assert f"1 unsupported .pdf ({folder}/scan.pdf)" in line
+    assert f"1 unsupported .odt ({folder}/scan.odt)" in line
     assert f"1 dangling link ({folder}/gone.txt)" in line
     assert "records" not in line
 

@@ -14,7 +14,7 @@ from modelwright.cli.main import main
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.records import column, read_records
 from modelwright.data.rows.loader import PackedRows
-from modelwright.data.sources.records import RECORD_TYPES, read_conversation, record_type
+from modelwright.data.sources.forms import RECORD_TYPES, read_conversation, type_of_record
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.pipeline.stages.init import save_model_folder
 from tiny_decoder import make_decoder
@@ -218,6 +218,6 @@ def test_the_help_and_the_documentation_name_the_forms_that_are_read(capsys: pyt
         assert form in shown
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     records = [json.loads(text) for text in re.findall(r"`(\{.*?\})`", page)]
-    assert {record_type(record) for record in records} == set(RECORD_TYPES)
+    assert {type_of_record(record) for record in records} == set(RECORD_TYPES)
     for record in records:
         assert read_conversation(record)[-1] == {"role": "assistant", "content": "4"}

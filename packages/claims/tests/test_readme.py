@@ -13,7 +13,7 @@ import pytest
 
 from modelwright.cli.run import _read, parser
 from modelwright.core.overrides import read_overrides
-from modelwright.data.sources.records import RECORD_TYPES
+from modelwright.data.sources.forms import RECORD_TYPES
 from modelwright.pipeline.run import check_request
 from modelwright.pipeline.run_config import run_schema
 from modelwright.recipes.load import load

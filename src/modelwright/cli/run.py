@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
             "    question + answer               instruction (+ input) + output      prompt + completion\n"
             '    messages [{"role", "content"}]  conversations [{"from", "value"}]   (prompt +) chosen + rejected\n'
             "    prompt + completion + label     question + choices + answer\n"
+            "    input + preferred_output + non_preferred_output\n"
             "\n"
             "several processes:\n"
             "    modelwright run quickstart --nproc 2                              each takes half of every batch\n"

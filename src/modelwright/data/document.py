@@ -13,7 +13,8 @@ Split = Literal["train", "heldout", "open"]
 Message = Mapping[str, Any]
 """One turn of a conversation: `role` ("system", "user", "assistant", "tool") and `content`, a text. A turn of the
 assistant may have `tool_calls` (`{"type": "function", "function": {"name": ..., "arguments": {...}}}`), and the tool's
-answer the `name` or the `tool_call_id` of its call. These are the names that chat templates know."""
+answer the `name` or the `tool_call_id` of its call. `reasoning_content` is the text of the assistant's thought. These
+are the names that chat templates know. An assistant's turn with `train: False` is context: it is not learned."""
 
 KINDS: tuple[Kind, ...] = ("prose", "code", "qa", "image")
 SPLITS: tuple[Split, ...] = ("train", "heldout")
@@ -27,6 +28,7 @@ class Document:
     `id` is unique within a corpus and names the origin (module, file and line); `source` names the corpus. A "qa"
     document carries its conversation in `meta`: `question` and `answer`, or `messages` when it has other turns, and
     `tools` where the assistant may call any; its `text` is what the turns say, a blank line between them.
+    `meta["chat_template_kwargs"]` holds variables of the chat template, such as `enable_thinking`.
     `meta["rejected"]` of a preference pair holds the turns of the rejected answer, which take the place of the
     conversation's last ones, and `meta["margin"]` by how much it is worse, where that is known. `meta["desirable"]`
     says whether a single answer is a good one. `meta["prompt_turns"]` of either counts the turns before the answer.
@@ -75,6 +77,21 @@ class Document:
     def identity(self) -> str:
         """Key by which documents are equal: the text; for an image, its caption and its data."""
         return f"{self.text}\n{self.split_key}" if self.kind == "image" else self.text
+
+    @property
+    def is_judged(self) -> bool:
+        """True for a preference: an answer with a rejected one, or with a label."""
+        return "rejected" in self.meta or "desirable" in self.meta
+
+    @property
+    def learned(self) -> str:
+        """All that is learned of a conversation: its turns, and where it has them the rejected answer, the label, the
+        tools, and which answers are context only."""
+        extra: dict[str, Any] = {key: self.meta[key] for key in ("desirable", "tools") if key in self.meta}
+        if context := [number for number, turn in enumerate(self.messages) if not turn.get("train", True)]:
+            extra["context"] = context
+        text = join_turns([*self.messages, *self.rejected])
+        return f"{text}\n{json.dumps(extra, ensure_ascii=False, sort_keys=True)}" if extra else text
 
     @property
     def split_key(self) -> str:
@@ -133,17 +150,20 @@ def says_something(turn: Message) -> bool:
 
 
 def join_turns(messages: Sequence[Message]) -> str:
-    """The text of a conversation: contents, and calls of tools as lines of JSON."""
+    """The text of a conversation: thoughts, contents, and calls of tools as lines of JSON."""
     texts: list[str] = []
     for turn in messages:
         calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())]
-        texts.append("\n".join([*([turn["content"]] if turn["content"] or not calls else []), *calls]))
+        thought = [turn["reasoning_content"]] if turn.get("reasoning_content") else []
+        texts.append("\n".join([*thought, *([turn["content"]] if turn["content"] or not calls else []), *calls]))
     return "\n\n".join(texts)
 
 
 def map_turn(turn: Message, change: Callable[[str], str]) -> Message:
-    """The turn with `change` applied to its content and to the texts in the arguments of its calls."""
+    """The turn with `change` applied to its content, its thought, and the texts in the arguments of its calls."""
     changed = {**turn, "content": change(turn["content"])}
+    if "reasoning_content" in turn:
+        changed["reasoning_content"] = change(turn["reasoning_content"])
     if "tool_calls" in turn:
         changed["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _mapped(call["function"]["arguments"], change)}}

@@ -305,10 +305,11 @@ def _clean_into_folder(
         # The run that reads the result divides it into splits, unless the user asks for them here.
         is_open = data.validation_fraction == 0
         remove_parquet(folder)  # first: whatever interrupts the rest, old tables are never next to a new result
+        # Before the work: a result whose command was killed before its end is not one of unknown settings.
+        write_atomic(folder / SETTINGS, json.dumps(settings, indent=1))
         cleaned, sources, unread = clean_into(
             data, clean, folder, folder / WORK, key, progress, seed=_SEED, leave_open=is_open
         )
-        write_atomic(folder / SETTINGS, json.dumps(settings, indent=1))
         tables = write_parquet(folder, folder / WORK, cleaned.num_kept, progress) if parquet else []
     base = out.rstrip("/")
     lines = [*unread, *_funnel(cleaned), *noise_warnings(cleaned)]
@@ -422,5 +423,8 @@ def _funnel(report: CleanReport) -> Iterator[str]:
         yield f"{step:<16}{left:>12,}{dropped:>12,}"
         left -= dropped
     yield f"{'kept':<16}{left:>12,}"
+    if report.changed_examples:
+        changed = ", ".join(f"{count:,} by {step}" for step, count in report.changed_examples.items())
+        yield f"examples whose text was changed: {changed} (--clean.format.examples keep, --clean.privacy.replace none)"
     if report.replaced:
         yield "replaced: " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(report.replaced.items()))

@@ -10,7 +10,7 @@ from typing import Any
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import Progress
-from modelwright.data.sources.records import FORMS
+from modelwright.data.sources.forms import FORMS
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig

@@ -25,7 +25,7 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.rundir import RunDir
 from modelwright.core.texts import hub_hint, nearest
 from modelwright.data.rows.examples import ConversationFit, template_variables
-from modelwright.data.sources.records import FORMS
+from modelwright.data.sources.forms import FORMS
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
@@ -235,7 +235,7 @@ def finetune_request(
     start = {"init_from": str(found.source.folder.resolve()), "data": {"sources": list(sources)}}
     settings = merge(merge(merge(names, start), LORA if lora else {}), overrides)
     # Loaded twice: the first time for the run's folder, its data and its model, from which the lengths follow.
-    request = load(RECIPE, settings, run_dir)
+    request, report = load(RECIPE, settings, run_dir), SourceReport()
     previous = previous_config(request.run)
     if previous is not None and previous.has(SFT):
         lengths: Mapping[str, Any] = {
@@ -251,9 +251,11 @@ def finetune_request(
             max_seq_len=request.config.model.max_seq_len,
             num_microbatches=request.config.section(SFT).gradient_accumulation_steps,
             num_processes=num_processes,
+            report=report,
         )
     request = load(RECIPE, merge(lengths, settings), run_dir, only)
-    return replace(request, origin=f"{request.origin}, model {model}")
+    notes = [f"data: {line}" for line in [report.all_fields.line()] if line]
+    return replace(request, origin=f"{request.origin}, model {model}", notes=[*request.notes, *notes])
 
 
 MOST_MEASURED = 5_000
@@ -272,12 +274,16 @@ class MeasuredRecords:
     """Tokens that 99% of the conversations fit into."""
 
 
-def measure_records(sources: SourceConfig, tokenizer: Tokenizer, *, max_seq_len: int) -> MeasuredRecords:
-    """Measure the conversations of the sources. Raises `DataError` if the sources hold none, or if the chat
-    template refuses one.
+def measure_records(
+    sources: SourceConfig, tokenizer: Tokenizer, *, max_seq_len: int, report: SourceReport | None = None
+) -> MeasuredRecords:
+    """Measure the conversations of the sources, whose fields `report` counts. Raises `DataError` if the sources hold
+    none, or if the chat template refuses one.
     """
     fit, num_tokens = ConversationFit(seq_len=max_seq_len, overlong="split"), 0
-    for document in read_documents(sources, report=SourceReport(), sample=MOST_MEASURED):
+    for document in read_documents(
+        sources, report=report if report is not None else SourceReport(), sample=MOST_MEASURED
+    ):
         if document.kind != "qa" or document.is_undesirable:
             continue
         try:
@@ -307,6 +313,7 @@ def fitted_lengths(
     max_seq_len: int,
     num_microbatches: int,
     num_processes: int,
+    report: SourceReport | None = None,
 ) -> dict[str, Any]:
     """Computes the row length and the batch that fit the records, as sections of a run, except for settings in `given`.
     folder: with the tokenizer; num_microbatches: of one update. A row is as long as 99% of the conversations need, a
@@ -314,7 +321,7 @@ def fitted_lengths(
     validation during training is no larger than the held-out part, so that a time budget counts real tokens only.
     """
     own = {stage.name: given.get(stage.name, {}) for stage in (PACK, SFT)}
-    measured = measure_records(sources, Tokenizer.load(folder), max_seq_len=max_seq_len)
+    measured = measure_records(sources, Tokenizer.load(folder), max_seq_len=max_seq_len, report=report)
     # Rounded up to the step in which rows are cut, within the model's context.
     row_len = min(-(-measured.row_len // ROW_LEN_STEP) * ROW_LEN_STEP, max_seq_len)
     row_len = int(own[PACK.name].get("seq_len", row_len))

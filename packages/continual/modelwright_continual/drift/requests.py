@@ -84,7 +84,7 @@ def _is_number(value: Any) -> bool:
 
 def _records(file: File) -> Iterator[tuple[str, RequestRecord]]:
     if file.extension == ".parquet":
-        return read_parquet(file, complain, lambda names: [name for name in COLUMNS if name in names])
+        return read_parquet(file, complain, lambda schema: [name for name in COLUMNS if name in schema.names])
     if file.extension in (".jsonl", ".json"):
         return read_jsonl(file, complain, _LIMIT)
     raise DataError(f"{file.name}: is neither JSON Lines (.jsonl) nor Parquet (.parquet)")

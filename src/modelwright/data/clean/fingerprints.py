@@ -1,7 +1,8 @@
 """Fingerprints of documents and the corpus that they describe, in which `deduplicate.py` finds duplicates.
 
 Texts are compared without their titles, without case, punctuation and spacing; pairs by their answers. An answer of
-one or two words ("yes", a label) belongs to many questions and is compared together with its question.
+one or two words ("yes", a label) belongs to many questions and is compared together with its question. Preferences are
+equal by all that is learned of them: prompt, both answers, label.
 
 MinHash signatures (Broder 1997) of 128 permutations in 16 bands of 8 rows (Leskovec, Rajaraman and Ullman, Mining of
 Massive Datasets, section 3.4): documents of Jaccard similarity 0.85 share a band with probability 0.993, of 0.5 with
@@ -57,6 +58,9 @@ class DuplicatesConfig:
     pairs_by: Literal["answer", "conversation"] = "answer"
     """Text by which question/answer pairs are compared: `answer`, so that one answer to many questions is learned once,
     or `conversation`, which keeps answers that many questions have in common, such as labels."""
+    max_pair_fraction: float = 0.2
+    """The run stops where a larger fraction of the question/answer pairs would be dropped for answers that other
+    questions have, too; 1 never stops it."""
     index: str = ""
     """Folder with the fingerprints of earlier runs' kept documents, whose near-duplicates are dropped, too."""
     min_near_words: int = constant(20)
@@ -65,18 +69,21 @@ class DuplicatesConfig:
     def __post_init__(self) -> None:
         if not 0.5 <= self.min_jaccard <= 1:
             raise ConfigError(f"min_jaccard: must be from 0.5 to 1, got {self.min_jaccard}; 0.85 is usual")
+        if not 0 < self.max_pair_fraction <= 1:
+            raise ConfigError(f"max_pair_fraction: {self.max_pair_fraction} is not in (0, 1]; 1 never stops the run")
 
 
 @dataclass(frozen=True)
 class Fingerprints:
     """Fingerprints of N documents.
 
-    own: digest of kind, split and text; keys: digests of text and summary, 0 for no summary; shingles: 5-gram hashes in
-    the order of the text, those of document i from `offsets[i]` to `offsets[i + 1]`; bands: hashes of the signature's
-    bands.
+    own: digest of kind, split and text; whole: digest of all that is learned of a pair, else 0; keys: digests of text
+    and summary, 0 for no summary; shingles: 5-gram hashes in the order of the text, those of document i from
+    `offsets[i]` to `offsets[i + 1]`; bands: hashes of the signature's bands.
     """
 
     own: NDArray[np.uint64]
+    whole: NDArray[np.uint64]
     keys: NDArray[np.uint64]
     shingles: NDArray[np.uint32]
     offsets: NDArray[np.int64]
@@ -84,7 +91,8 @@ class Fingerprints:
 
 
 def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False) -> Fingerprints:
-    """Computes the fingerprints of some documents: own [N], keys [N, 2], shingles [S], offsets [N + 1], bands [N, 16].
+    """Computes the fingerprints of some documents: own [N], whole [N], keys [N, 2], shingles [S], offsets [N + 1],
+    bands [N, 16].
 
     whole_pairs: compare pairs by the whole conversation, not by its answers. Documents of fewer than 5 words have an
     empty row of shingles and bands of 0.
@@ -92,9 +100,10 @@ def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False) ->
     bodies: list[str] = []
     for d in documents:
         # A caption fits many images, which are compared by their own step (`steps/images.py`).
+        # Preferences with one answer and different rejected ones teach different things, however near they are.
         body = d.text if whole_pairs and d.kind == "qa" else d.body
-        bodies.append("" if d.kind == "image" else body)
-    identities = [d.text if whole_pairs and d.kind == "qa" else identity(d) for d in documents]
+        bodies.append("" if d.kind == "image" or d.is_judged else body)
+    identities = [d.learned if whole_pairs and d.kind == "qa" else identity(d) for d in documents]
     rows = [shingles(body) for body in bodies]
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
@@ -104,6 +113,7 @@ def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False) ->
     keys = [(_hash(same), digest(d.meta["summary"]) if d.meta.get("summary") else 0) for d, same in pairs]
     return Fingerprints(
         own=np.array(own, dtype=np.uint64),
+        whole=np.array([digest(d.learned) if d.kind == "qa" else 0 for d in documents], dtype=np.uint64),
         keys=np.array(keys, dtype=np.uint64).reshape(-1, 2),
         shingles=flat,
         offsets=offsets,
@@ -115,6 +125,8 @@ def identity(document: Document) -> str:
     """Returns the text by which documents are equal."""
     if document.kind == "image":
         return document.identity
+    if document.kind == "qa" and document.is_judged:
+        return document.learned
     is_short = document.kind == "qa" and len(document.body.split()) < MIN_ANSWER_WORDS
     return join_turns([*document.messages, *document.rejected]) if is_short else document.body
 

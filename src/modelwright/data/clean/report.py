@@ -37,6 +37,8 @@ class CleanReport:
     """`dropped[step][reason]`, in the same form."""
     replaced: dict[str, int] = field(default_factory=dict)
     """Values of each kind that the step privacy replaced."""
+    changed_examples: dict[str, int] = field(default_factory=dict)
+    """Questions, answers and conversations that a step changed, by step."""
     kept_lengths: dict[str, int] = field(default_factory=dict)
     """Kept documents by length: the largest power of two that is at most the number of characters."""
     dropped_lengths: dict[str, int] = field(default_factory=dict)
@@ -63,8 +65,10 @@ class CleanReport:
         return sum(entry["documents"] for reasons in self.dropped.values() for entry in reasons.values())
 
     def plain(self) -> dict[str, Any]:
-        """The fields as plain data; empty `figures` are omitted."""
-        return {name: value for name, value in asdict(self).items() if value or name != "figures"}
+        """The fields as plain data; empty `figures` and `changed_examples` are omitted."""
+        return {
+            name: value for name, value in asdict(self).items() if value or name not in ("figures", "changed_examples")
+        }
 
     def add(self, step: str, entries: Mapping[str, Any]) -> None:
         """Adds the report of a corpus step. Raises `DataError` for a field that does not belong to corpus steps."""

@@ -23,8 +23,9 @@ from typing import Any, cast
 from modelwright.core.errors import DataError
 from modelwright.data.document import Document
 from modelwright.data.images.decode import KEY, LABEL_FIELD, ImageFault, store_image
-from modelwright.data.sources.readers import Complaint, File, Record
-from modelwright.data.sources.records import conversation_meta, is_conversation, read_conversation, type_of_record
+from modelwright.data.sources.fields import Fields
+from modelwright.data.sources.forms import conversation_meta, is_conversation, read_conversation, record_type
+from modelwright.data.sources.readers import Complaint, File
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg")
 CAPTION_EXTENSIONS = (".txt", ".caption")
@@ -120,12 +121,13 @@ def is_image_record(record: Mapping[str, Any]) -> bool:
     return isinstance(image, bytes) or (isinstance(image, dict) and {"bytes", "path"} <= image.keys())
 
 
-def read_image_record(where: str, record: Record, file: File, complain: Complaint) -> Iterator[Document]:
+def read_image_record(where: str, record: Fields, file: File, complain: Complaint) -> Iterator[Document]:
     """Reads the image-text pair of a record, or its conversation about the image."""
-    kind = type_of_record(record)
+    kind = record_type(name for name, value in record.plain.items() if value is not None)
     if kind in CONVERSATION_TYPES and is_conversation(record):
         try:
-            turns = read_conversation(without_image_parts(record), kind)
+            record.plain = without_image_parts(record.plain)
+            turns = read_conversation(record, kind)
             roles = [turn["role"] for turn in turns]
             # The first question of the user is about the image.
             if "user" not in roles or "assistant" in roles[: roles.index("user")]:
@@ -152,7 +154,7 @@ def read_image_record(where: str, record: Record, file: File, complain: Complain
     yield from _document(where, caption, data, file.name, complain, label=_label(record))
 
 
-def without_image_parts(record: Record) -> Record:
+def without_image_parts(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the record without marks of the image's place: neither parts of the type `image` (Hugging Face) nor the
     word `<image>` (LLaVA). Raises `ValueError` for several images.
     """
@@ -304,8 +306,8 @@ def _bytes_of_record(record: Mapping[str, Any], file: File) -> bytes:
 
 def _named_image(record: Mapping[str, Any]) -> str:
     """Returns the name of an image file in a record, or ""."""
-    names = (record.get(name) for name in IMAGE_FIELDS)
-    files = [one for one in names if isinstance(one, str) and "://" not in one]
+    names = (record[name] for name in IMAGE_FIELDS if isinstance(record.get(name), str))
+    files = [one for one in names if "://" not in one]
     if isinstance(name := record.get("image"), str) and ".." in PurePosixPath(name).parts:
         # Whatever it ends with: it is refused as a path, not read as a record without text.
         return name

@@ -16,6 +16,8 @@ from modelwright.core.errors import DataError
 from modelwright.data.clean.folder import without_dropped
 from modelwright.data.images.read import ARCHIVE_EXTENSIONS, IMAGE_EXTENSIONS, without_captions
 from modelwright.data.sources.readers import File
+from modelwright.data.sources.registry import NAMES as REGISTRIES
+from modelwright.data.sources.registry import Entry, entries_of
 
 PROSE_EXTENSIONS = (".txt", ".md", ".rst")
 MARKUP_EXTENSIONS = (".html", ".htm")
@@ -23,6 +25,9 @@ TABLE_EXTENSIONS = (".jsonl", ".parquet", ".arrow")
 WEB_ARCHIVE_EXTENSIONS = (".warc", ".wet")
 LOOSE_EXTENSIONS = (".json", ".csv", ".tsv")
 """Formats of records, but also of settings and figures: in a directory they are read if they have text."""
+RECORD_EXTENSIONS = (*TABLE_EXTENSIONS, *LOOSE_EXTENSIONS)
+"""Formats that a registry may describe."""
+DOCUMENT_EXTENSIONS = (".pdf", ".docx")
 CODE_EXTENSIONS = (
     ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".kt", ".scala", ".swift", ".js",
     ".jsx", ".ts", ".tsx", ".rb", ".php", ".lua", ".r", ".jl", ".hs", ".ml", ".sh", ".sql", ".cs", ".m", ".pl",
@@ -31,12 +36,12 @@ PAIRED_EXTENSIONS = IMAGE_EXTENSIONS + ARCHIVE_EXTENSIONS
 """Formats of images with captions."""
 _EXTENSIONS = (
     *PROSE_EXTENSIONS, *MARKUP_EXTENSIONS, *TABLE_EXTENSIONS, *WEB_ARCHIVE_EXTENSIONS, *LOOSE_EXTENSIONS,
-    *CODE_EXTENSIONS, *PAIRED_EXTENSIONS,
+    *CODE_EXTENSIONS, *PAIRED_EXTENSIONS, *DOCUMENT_EXTENSIONS,
 )  # fmt: skip
 # Formats that are compressed inside, and that readers must seek in.
-_UNCOMPRESSED = (".parquet", ".arrow", *IMAGE_EXTENSIONS)
+_UNCOMPRESSED = (".parquet", ".arrow", *IMAGE_EXTENSIONS, *DOCUMENT_EXTENSIONS)
 COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
-_DATASET_FILES = ("dataset_info.json", "dataset_dict.json", "state.json")
+_DATASET_FILES = ("dataset_dict.json", "state.json", *REGISTRIES)
 _GLOB_MARKS = "*?["
 
 SkipFile = Callable[[str, str], None]
@@ -69,12 +74,17 @@ def _locate(source: str, skip: SkipFile) -> Iterator[File]:
     except ValueError as error:
         raise DataError(f"{source}: is not a URL that fsspec supports ({error}); check --data.sources") from None
     path = str(path)
+    if filesystem.isfile(path) and PurePosixPath(_posix(path)).name in REGISTRIES:
+        folder = _parent(path)
+        yield from _files_of_registry(filesystem, folder, source, skip)
+        return
     if filesystem.isfile(path):
         extension, compression = _format(path)
         if not _is_supported(extension, compression):
             text = f"{source}: the extension {extension or '(none)'} is not supported"
             raise DataError(f"{text}; convert it to one of {_supported_names()}")
-        yield File(filesystem, path, source, extension, compression, is_named=True)
+        entry = _entry_of(filesystem, path, {}, extension)
+        yield File(filesystem, path, named(source), extension, compression, is_named=True, entry=entry)
         return
     is_folder = filesystem.isdir(path)
     if not is_folder and not any(mark in path for mark in _GLOB_MARKS):
@@ -83,7 +93,7 @@ def _locate(source: str, skip: SkipFile) -> Iterator[File]:
 
     def pass_over(reason: str, name: str) -> None:
         reasons[reason] += 1
-        skip(reason, _shown(source, path, name))
+        skip(reason, named(_shown(source, path, name)))
 
     names: list[str] = []
     for match in [path] if is_folder else sorted(str(name) for name in filesystem.glob(path)):
@@ -92,6 +102,16 @@ def _locate(source: str, skip: SkipFile) -> Iterator[File]:
     for name in other:
         pass_over("file of a cleaned folder beside its kept documents", name)
     files: list[File] = []
+    registries: dict[str, dict[str, Entry]] = {}
+    for name in names:
+        if PurePosixPath(_posix(name)).name in REGISTRIES and _parent(name) not in registries:
+            found, others = entries_of(filesystem, _parent(name), named(_parent(_shown(source, path, name))))
+            registries[_parent(name)] = found
+            for other in others:
+                skip("entry of a registry whose data are elsewhere", other)
+            for one in found.values():
+                if not filesystem.exists(f"{_parent(name)}/{one.file_name}"):
+                    skip("entry of a registry without its file", f"{one.registry}: {one.name}")
     for name in without_captions(names, pass_over):
         extension, compression = _format(name)
         if PurePosixPath(name).name in _DATASET_FILES:
@@ -101,13 +121,63 @@ def _locate(source: str, skip: SkipFile) -> Iterator[File]:
         elif isinstance(filesystem, LocalFileSystem) and (problem := _problem_of(name)):
             pass_over(problem, name)
         else:
-            files.append(File(filesystem, name, _shown(source, path, name), extension, compression))
+            entry = _entry_of(filesystem, name, registries, extension) if registries else None
+            shown = named(_shown(source, path, name))
+            files.append(File(filesystem, name, shown, extension, compression, entry=entry))
     if not files:
         what = "the directory holds" if is_folder else "the pattern matches"
         passed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
         text = f"{source}: {what} no file of a supported format ({_supported_names()})"
         raise DataError(f"{text}; skipped: {passed}" if passed else text)
     yield from files
+
+
+def _parent(name: str) -> str:
+    return str(PurePosixPath(_posix(name)).parent)
+
+
+def named(path: str) -> str:
+    r"""Returns a path for messages and documents: bytes of a name that are not UTF-8 are written as `\xe9`."""
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def _files_of_registry(
+    filesystem: fsspec.AbstractFileSystem, folder: str, source: str, skip: SkipFile
+) -> Iterator[File]:  # fmt: skip
+    """Yields the files that a registry names. Raises `DataError` for a missing one."""
+    entries, others = entries_of(filesystem, folder, _parent(source))
+    for other in others:
+        skip("entry of a registry whose data are elsewhere", other)
+    for entry in entries.values():
+        path = f"{folder}/{entry.file_name}"
+        extension, compression = _format(path)
+        if not filesystem.isfile(path) or extension not in RECORD_EXTENSIONS:
+            problem = "is missing" if not filesystem.exists(path) else f"is not one of {', '.join(RECORD_EXTENSIONS)}"
+            raise DataError(
+                f"{entry.registry}: the file {entry.file_name} of {entry.name!r} {problem}; correct the entry"
+            )
+        shown = f"{_parent(source)}/{entry.file_name}"
+        yield File(filesystem, path, shown, extension, compression, is_named=True, entry=entry)
+    if not entries:
+        raise DataError(f"{source}: describes no file of this folder; name the data files")
+
+
+def _entry_of(
+    filesystem: fsspec.AbstractFileSystem, path: str, known: dict[str, dict[str, Entry]], extension: str
+) -> Entry | None:
+    """Returns the entry that describes a file, from the registries of the folders above it; `known` are those read."""
+    if extension not in RECORD_EXTENSIONS:
+        return None
+    place = PurePosixPath(_posix(path))
+    if not known:
+        known = {str(place.parent): entries_of(filesystem, str(place.parent), "")[0]}
+    for folder, entries in known.items():
+        if PurePosixPath(folder) in place.parents:
+            below = place.relative_to(folder)
+            found = (entries.get(str(one)) for one in (below, *below.parents))
+            if entry := next((one for one in found if one is not None), None):
+                return entry
+    return None
 
 
 def _walk(filesystem: fsspec.AbstractFileSystem, root: str, skip: SkipFile) -> list[str]:
@@ -171,4 +241,5 @@ def _is_supported(extension: str, compression: str) -> bool:
 
 def _supported_names() -> str:
     texts = " ".join((*PROSE_EXTENSIONS, ".html", ".jsonl", *LOOSE_EXTENSIONS, *WEB_ARCHIVE_EXTENSIONS))
-    return f"{texts}, each also .gz or .zst; .parquet .arrow; .py .c .js ...; images .jpg .png ... and .tar of them"
+    others = ".parquet .arrow .pdf .docx; .py .c .js ...; images .jpg .png ... and .tar of them"
+    return f"{texts}, each also .gz or .zst; {others}"

@@ -1,16 +1,18 @@
 """Reads the user's sources as documents with a kind and a split.
 
 Prose comes from text files, web pages, web archives and records with a text field, code from source files by their
-extension, questions and answers from records in the forms of `conversations.py`, images with captions from
+extension, questions and answers from records in the forms of `forms.py`, images with captions from
 `data/images`, and corpora (`stdlib`, ...) from `corpora.py`. Unreadable records raise a `DataError` with file and line,
 or are left out and counted. Only one document at a time is in memory, or one `.json` file. See `data/clean` for
 cleaning."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any, Literal
+
+import pyarrow as pa
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, DataError
@@ -28,38 +30,40 @@ from modelwright.data.images.read import (
 )
 from modelwright.data.sources import readers
 from modelwright.data.sources.corpora import BUILTIN, corpus_words, find_corpus, without_corpora
+from modelwright.data.sources.fields import SIGNIFICANT, TURN, Fields, FieldUse, printable, use_of
 from modelwright.data.sources.find_files import (
     CODE_EXTENSIONS,
+    DOCUMENT_EXTENSIONS,
     LOOSE_EXTENSIONS,
     MARKUP_EXTENSIONS,
     PAIRED_EXTENSIONS,
     PROSE_EXTENSIONS,
     locate,
 )
+from modelwright.data.sources.forms import (
+    FIELDS,
+    FORMS,
+    PAIRED,
+    PairError,
+    conversation_meta,
+    is_conversation,
+    num_hints,
+    read_record,
+    record_type,
+    type_of_record,
+)
+from modelwright.data.sources.office import is_readable, read_document
 from modelwright.data.sources.readers import read_warc
 from modelwright.data.sources.records import (
     ANSWER_FIELD,
     AUTHOR_FIELD,
-    FIELDS,
-    FORMS,
     OWN_AUTHOR,
-    PAIRED,
     REMEDY,
     REMEDY_TEXT,
-    PairError,
     RecordSchema,
-    conversation_meta,
     has_types_of_document,
-    is_conversation,
     is_document,
     is_own,
-    num_hints,
-    preference_meta,
-    read_choices,
-    read_conversation,
-    read_tools,
-    record_type,
-    type_of_record,
     with_meta,
 )
 from modelwright.data.workers import InProcess, ShardEngine
@@ -89,9 +93,12 @@ class SourceConfig:
     """Fraction of documents held out for validation, by hash of the text. `stdlib` brings its own split, by module."""
     fields: dict[str, str] = field(default_factory=dict)
     """Names of the records' own fields by the expected names: `{question: q, answer: a}`."""
+    ignore: tuple[str, ...] = ()
+    """Fields of records, and of their turns, that are meant to be ignored. A field that would change what is learned
+    and that no reader understands is an error unless it is named here."""
     record_type: Literal[
         "auto", "text", "messages", "sharegpt", "question_answer", "multiple_choice", "instruction",
-        "prompt_completion", "preference", "unpaired_preference",
+        "prompt_completion", "preference", "openai_preference", "unpaired_preference",
     ] = "auto"  # fmt: skip
     """Type of all records; `auto` recognizes it from the fields of each. docs/data.md lists the fields of each type."""
     keep_fields: tuple[str, ...] = ()
@@ -136,12 +143,23 @@ class SourceReport:
     passed_over: dict[str, int] = field(default_factory=dict)
     record_types: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
+    field_use: dict[str, FieldUse] = field(default_factory=dict)
+    """Which fields of the records were used, by file."""
     on_skip: Callable[[str, str, str], None] | None = field(default=None, repr=False, compare=False)
     """Called with the reason, the place and the problem of every skipped record."""
 
     def facts(self) -> dict[str, Any]:
         """Returns the counts as plain data."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "on_skip"}
+        plain = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "on_skip"}
+        return plain | {"field_use": {name: use.facts() for name, use in self.field_use.items()}}
+
+    @property
+    def all_fields(self) -> FieldUse:
+        """The use of fields in all files together."""
+        total = FieldUse()
+        for use in self.field_use.values():
+            total.merge(use)
+        return total
 
     @property
     def num_documents(self) -> int:
@@ -163,8 +181,8 @@ class SourceReport:
         self._count(self.passed_over, reason, name)
 
     def summary(self) -> list[str]:
-        """Returns a line about unread files and one about unread records, each only if there were some."""
-        lines = []
+        """Returns lines about the fields of records, unread files and unread records, each only if there were some."""
+        lines = [line] if (line := self.all_fields.line()) else []
         if self.passed_over:
             lines.append(f"not read: {self._reasons(self.passed_over)}")
         if self.skipped:
@@ -208,6 +226,8 @@ def read_documents(
     for document in with_splits(_read(config, report, sample, engine), config.validation_fraction, rest):
         report.add(document)
         yield document
+    if not sample:
+        _check_names(config, report)
     if not report.num_documents:
         left_out = {**report.skipped, **report.passed_over}
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
@@ -217,6 +237,17 @@ def read_documents(
             raise DataError(f"{text}; --data.on_bad_record error shows the problem of the first of the {bad}")
         text = f"{shown}: the corpus is empty ({reasons or 'no records'})"
         raise DataError(f"{text}; give files that contain text with --data.sources")
+
+
+def _check_names(config: SourceConfig, report: SourceReport) -> None:
+    """Raises `DataError` for a field that the settings name and no record has."""
+    present = report.all_fields.present
+    given = [*(("ignore", name) for name in config.ignore), *(("fields", name) for name in config.fields.values())]
+    for setting, name in given:
+        if report.num_documents and not any(one.removeprefix(TURN) == name for one in present):
+            known = ", ".join(map(printable, list(present)[:20])) or "none"
+            text = f"data.{setting}: no record has a value in the field {name!r} (their fields: {known})"
+            raise DataError(f"{text}; correct the name or leave it out")
 
 
 def _read(config: SourceConfig, report: SourceReport, sample: int, engine: ShardEngine) -> Iterator[Document | Unsplit]:
@@ -261,6 +292,12 @@ def _read_file(file: readers.File, config: SourceConfig, report: SourceReport) -
             else:
                 report.skip("empty text", where)
         return
+    if file.extension in DOCUMENT_EXTENSIONS:
+        if is_readable(file, report.pass_over):
+            for where, text in read_document(file, complain, report.skip, config.max_document_chars):
+                if text.strip():
+                    yield Unsplit(Document(id=where, text=text, kind="prose", split="open", source=file.name))
+        return
     if file.extension in PAIRED_EXTENSIONS:
         read = read_archive if file.extension in ARCHIVE_EXTENSIONS else read_image
         yield from map(Unsplit, read(file, complain))
@@ -269,40 +306,85 @@ def _read_file(file: readers.File, config: SourceConfig, report: SourceReport) -
     is_heldout = file.extension == ".arrow" and PurePosixPath(file.path).parent.name in _HELDOUT_NAMES
     given: Split | None = "heldout" if is_heldout else None
     schema = RecordSchema.read(config.schema) if config.schema else None
-    for where, record in _records(file, config, report, complain, limit):
-        for name, own in config.fields.items():
-            if own in record:
-                record[name] = record[own]
-        if schema is not None and (problem := schema.problem(record)):
+    unread = list[str]()
+    use = use_of(report.field_use, file.name)
+    for where, record in _records(file, config, report, complain, limit, unread):
+        try:
+            fields = _fields(record, config, file)
+        except ValueError as error:
+            complain("bad conversation", where, str(error), "correct the record or the registry")
+            continue
+        if schema is not None and (problem := schema.problem(fields.plain)):
             complain("violates the schema", where, problem, f"correct it or change {config.schema}")
             continue
-        if is_image_record(record):
-            pairs = read_image_record(where, record, file, complain)
-            yield from (replace(one, split=given) if given else Unsplit(one) for one in pairs)
+        if is_image_record(fields.plain):
+            found = list(read_image_record(where, fields, file, complain))
+            if found and found[0].has_turns and (refused := fields.refusal()):
+                complain(refused[0], where, *refused[1:])
+                continue
+            use.add(fields, unread, is_conversation=any(one.has_turns for one in found))
+            yield from (replace(one, split=given) if given else Unsplit(one) for one in found)
             continue
-        result = _document(where, record, file.name, config, report, complain)
+        result = _document(where, fields, file.name, config, report, complain)
         if result is None:
             continue
         document = result.document if isinstance(result, Unsplit) else result
+        if document.kind == "qa" and (refused := fields.refusal()):
+            complain(refused[0], where, *refused[1:])
+            continue
+        use.add(fields, unread, is_conversation=document.kind == "qa")
         if len(document.text) > config.max_record_bytes:  # a cell of a table, or a page of a web archive
             complain("record too long", where, *limit.record_problem())
             continue
         yield replace(document, split=given) if given and isinstance(result, Unsplit) else result
+    if name := use.binary(config.ignore):
+        name = printable(name.removeprefix(TURN))
+        text = f"{file.name}: the field {name!r} is 0 or 1 in every record and may say what should be learned"
+        mapped = f"pass --data.fields '{{label: {name}}}' if 1 is a good answer"
+        raise DataError(f"{text}; {mapped}, or --data.ignore {name} to learn without it")
+
+
+def _fields(record: Mapping[str, Any], config: SourceConfig, file: readers.File) -> Fields:
+    """Returns a record with its fields under the expected names. Raises `ValueError` for one unlike its registry says.
+
+    All values are taken before any is set, so that two fields may swap their names. What stood under a name that
+    another field takes is left over.
+    """
+    if file.entry is not None:
+        return file.entry.fields(record, ignored=config.ignore)
+    mapping = {name: own for name, own in config.fields.items() if own in record and own not in config.ignore}
+    if not mapping:
+        return Fields(with_meta(record), ignored=config.ignore)
+    moved = set(mapping.values())
+    rest = {name: record[name] for name in mapping if name in record and name not in moved}
+    kept = {name: value for name, value in record.items() if name not in moved}
+    return Fields(
+        {**kept, **{name: record[own] for name, own in mapping.items()}},
+        names=mapping, rest=rest, ignored=config.ignore, original=record,
+    )  # fmt: skip
 
 
 def _records(
-    file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint, limit: readers.Limit
-) -> Iterator[tuple[str, readers.Record]]:
-    def choose(names: Sequence[str]) -> list[str]:
-        if config.schema:  # it may be about any field
+    file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint, limit: readers.Limit,
+    unread: list[str],
+) -> Iterator[tuple[str, readers.Record]]:  # fmt: skip
+    """Yields the records of a file. unread: receives the columns of a table that are left out."""
+
+    def choose(schema: pa.Schema) -> list[str]:
+        names = schema.names
+        if config.schema or file.entry is not None:  # either may be about any field
             return list(names)
         known = {
             config.text_field, *CARRIED_FIELDS, AUTHOR_FIELD, *config.keep_fields, *FIELDS, *IMAGE_FIELDS,
-            *CAPTION_FIELDS, LABEL_FIELD, *_DOCUMENT_FIELDS, *config.fields.values(),
+            *CAPTION_FIELDS, LABEL_FIELD, *_DOCUMENT_FIELDS, *config.fields.values(), *SIGNIFICANT, *config.ignore,
+            # Booleans, and integers that may be all 0 or 1, may say what should be learned.
+            *(one.name for one in schema if pa.types.is_boolean(one.type) or pa.types.is_integer(one.type)),
         }  # fmt: skip
         mapped = {*names, *(name for name, own in config.fields.items() if own in names)}
         is_known = config.text_field in mapped or record_type(mapped)
-        return [name for name in names if name in known] if is_known else list(names)
+        chosen = [name for name in names if name in known] if is_known else list(names)
+        unread[:] = [name for name in names if name not in chosen]
+        return chosen
 
     match file.extension:
         case ".jsonl":
@@ -327,7 +409,7 @@ def _loose_records(
     """Yields records of a format that is also used for settings and figures: unless the user named the file, it is
     skipped if its first record has neither text nor fields like those of a question.
     """
-    is_text = file.is_named
+    is_text = file.is_named or file.entry is not None
 
     def complain_of_text(reason: str, where: str, problem: str, way_out: str) -> None:
         if not is_text:
@@ -338,7 +420,7 @@ def _loose_records(
     try:
         for where, record in read(file, complain_of_text, limit):
             is_text = is_text or config.text_field in record or is_image_record(record)
-            is_text = is_text or num_hints(record) >= ENOUGH_HINTS
+            is_text = is_text or num_hints(record) >= ENOUGH_HINTS or is_conversation(record)
             if not is_text:
                 raise _NoRecords
             yield where, record
@@ -347,17 +429,17 @@ def _loose_records(
 
 
 def _document(
-    where: str, record: Mapping[str, Any], source: str, config: SourceConfig, report: SourceReport,
-    complain: readers.Complaint,
-) -> Document | Unsplit | None:  # fmt: skip
+    where: str, fields: Fields, source: str, config: SourceConfig, report: SourceReport, complain: readers.Complaint
+) -> Document | Unsplit | None:
     """Returns the document in a record; None if it was reported or is empty."""
-    record = with_meta(record)
+    record = fields.plain
     if config.own_answers == "refuse" and is_document(record) and is_own(record.get("meta") or {}):
         complain(
             "own text", where, f"{AUTHOR_FIELD} is {OWN_AUTHOR}, so Modelwright itself wrote the text", REMEDY_TEXT
         )
         return None
     if is_document(record):
+        fields.take_all()
         document = Document.from_plain({name: record[name] for name in _DOCUMENT_FIELDS if name in record})
         document = document.map_text(encodable)
         return document if document.split != "open" else Unsplit(document)
@@ -366,12 +448,11 @@ def _document(
         field_name = config.fields.get(config.text_field, config.text_field)
         is_text = config.record_type == "text" or config.text_field != DEFAULT_TEXT_FIELD or not is_conversation(record)
         keeps_answer = field_name == ANSWER_FIELD or ANSWER_FIELD in config.keep_fields
-        if not is_text or field_name not in record or keeps_answer:
+        if not is_text or config.text_field not in record or keeps_answer:
             problem = f"{AUTHOR_FIELD} is {OWN_AUTHOR}, so the answer is Modelwright's own and no text to learn from"
             complain("own answer", where, problem, REMEDY)
             return None
-    kind: Kind = "prose"
-    meta: dict[str, Any] = {}
+    fields.get(AUTHOR_FIELD)
     wants_text = config.text_field != DEFAULT_TEXT_FIELD and config.text_field in record
     wanted = "" if config.record_type in ("auto", "text") else config.record_type
     # Half of a preference pair is read as a pair, so that the complaint is about the other half and not about a text.
@@ -380,21 +461,15 @@ def _document(
     if config.record_type != "text" and not wants_text and (wanted or is_conversation(record)):
         name = wanted or type_of_record(record)
         try:
-            turns = read_conversation(record, name)
-            text, meta = conversation_meta(turns)
-            meta |= preference_meta(record, name, turns)
-            choices, right = read_choices(record) if name == "multiple_choice" else ([], 0)
-            if choices:
-                meta |= {"choices": choices, "right": right}
-            if tools := read_tools(record):
-                meta["tools"] = tools
+            reading = read_record(fields, name)
         except ValueError as error:
             reason = error.reason if isinstance(error, PairError) else "bad conversation"
             complain(reason, where, str(error), f"accepted are {FORMS}")
             return None
+        text, meta = conversation_meta(reading.turns)
         report.record_types[name] = report.record_types.get(name, 0) + 1
-        kind = "qa"
-    elif config.text_field not in record:
+        return _finished(where, text, "qa", meta | reading.meta, fields, source, config)
+    if config.text_field not in record:
         names = ", ".join(map(str, record)) or "none"
         problem = f"has no field {config.text_field!r} (its fields: {names})"
         remedy = f"name the right one with --data.text_field; pairs are accepted as {FORMS}"
@@ -402,9 +477,10 @@ def _document(
             remedy = f"rename them to one of the accepted forms of questions and answers: {FORMS}"
         complain("no text field", where, problem, remedy)
         return None
-    else:
-        text = record[config.text_field]
-        kind = record["kind"] if record.get("kind") in ("prose", "code") else "prose"
+    text, kind = record[config.text_field], "prose"
+    fields.used.add(config.fields.get(config.text_field, config.text_field))
+    if record.get("kind") in ("prose", "code"):
+        kind = fields["kind"]
     if not isinstance(text, str) and text is not None:
         problem = f"the field {config.text_field!r} holds a {type(text).__name__} where text is expected"
         complain("text is not a string", where, problem, "name another one with --data.text_field")
@@ -412,9 +488,17 @@ def _document(
     if not text or not text.strip():
         report.skip("empty text", where)
         return None
+    return _finished(where, text, kind, {}, fields, source, config)
+
+
+def _finished(
+    where: str, text: str, kind: Kind, meta: dict[str, Any], fields: Fields, source: str, config: SourceConfig
+) -> Unsplit:
+    """Returns the document of a text, with the fields of its record that go with it."""
     # A field with a name that `Document` reads must have its type.
-    kept = {name: record[name] for name in config.keep_fields if name in record and name not in meta}
-    meta |= {name: value for name, value in kept.items() if has_types_of_document({name: value})}
-    meta |= {name: value for name in CARRIED_FIELDS if isinstance(value := record.get(name), (str, int, float))}
-    document = Document(id=where, text=text, kind=kind, split="open", source=source, meta=meta)
+    kept = {name: fields.original[name] for name in config.keep_fields if name in fields.original and name not in meta}
+    kept = {name: value for name, value in kept.items() if has_types_of_document({name: value})}
+    fields.used.update(kept)
+    carried = {name: fields[name] for name in CARRIED_FIELDS if isinstance(fields.plain.get(name), (str, int, float))}
+    document = Document(id=where, text=text, kind=kind, split="open", source=source, meta={**meta, **kept, **carried})
     return Unsplit(document.map_text(encodable))

@@ -12,6 +12,7 @@ from modelwright.data.clean.steps.decontamination import DECONTAMINATION, PASSAG
 from modelwright.data.clean.steps.duplicates import DUPLICATES
 from modelwright.data.clean.steps.noise import low_recall, refusal
 from modelwright.data.sources.corpora import CORPORA
+from modelwright.data.sources.fields import printable
 from modelwright.pipeline.report.blocks import (
     Block,
     Chart,
@@ -33,6 +34,9 @@ _EXCERPT_CHARS = 600
 _EXAMPLES_AT_MOST = 40
 NUM_DROPPED_EXAMPLES = 3
 """Number of examples of dropped text for each reason."""
+
+_MOST_FIELDS = 50
+_MOST_SHOWN = 12
 
 
 def corpus_section(data: RunData, stage: StageData) -> Section:
@@ -57,6 +61,14 @@ def corpus_section(data: RunData, stage: StageData) -> Section:
             for reason, times in reasons.items()
         ]
         blocks.append(Table(["reason", "records or files", "examples"], rows, "Not read", numeric=(1,)))
+    left = [
+        [redact_text(file), redact_text(name), f"{count(entry['records'] - entry['used'])} of {count(use['records'])}"]
+        for file, use in sources.get("field_use", {}).items()
+        for name, entry in use["fields"].items()
+        if entry["used"] < entry["records"]
+    ]
+    if left:
+        blocks.append(Table(["file", "field", "records"], left[:_MOST_FIELDS], "Fields of records that were not used"))
     places = ", ".join((CORPORA[s].title if s in CORPORA else "") or redact_text(s) for s in data.config.text_sources)
     kept = sum(entry["documents"] for splits in clean["kept"].values() for entry in splits.values())
     lead = (
@@ -67,7 +79,7 @@ def corpus_section(data: RunData, stage: StageData) -> Section:
 
 
 def corpus_lines(data: RunData, stage: StageData) -> Sequence[str]:
-    """Returns the line about the text that the terminal shows at the end of the run."""
+    """Returns the lines about the text, and about fields that were not used, for the terminal at the end of the run."""
     kept: Mapping[str, Any] = stage.facts["clean"]["kept"]
     parts = [
         f"{size(sum(entry['bytes'] for entry in splits.values()))} of {kind_title(kind)}"
@@ -75,7 +87,13 @@ def corpus_lines(data: RunData, stage: StageData) -> Sequence[str]:
         if splits
     ]
     documents = sum(entry["documents"] for splits in kept.values() for entry in splits.values())
-    return (f"read     {count(documents)} documents: {', '.join(parts)}",)
+    lines = [f"read     {count(documents)} documents: {', '.join(parts)}"]
+    uses = stage.facts["sources"].get("field_use", {}).values()
+    unused = {name: "" for use in uses for name, one in use["fields"].items() if one["used"] < one["records"]}
+    if unused:
+        shown = ", ".join(map(printable, [*unused][:_MOST_SHOWN])) + ", ..." * (len(unused) > _MOST_SHOWN)
+        lines.append(redact_text(f"         fields of records that were not used: {shown}"))
+    return lines
 
 
 def tokens_section(packed: StageData, tokenizer: StageData | None, titles: Mapping[str, str], row_len: int) -> Section:

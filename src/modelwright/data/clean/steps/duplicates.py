@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modelwright.core.artifacts import fsync_folder
-from modelwright.core.errors import ArtifactError, writing
+from modelwright.core.errors import ArtifactError, DataError, writing
 from modelwright.data.clean.deduplicate import find_duplicates
 from modelwright.data.clean.features import FEATURES
 from modelwright.data.clean.fingerprints import (
@@ -39,9 +39,12 @@ from modelwright.data.clean.fingerprints import (
     fingerprints,
 )
 from modelwright.data.clean.steps.step import Columns, Decisions, DiskFile, Drop, Drops, MeasuredCorpus, StepSpec
-from modelwright.data.document import Document
+from modelwright.data.document import KINDS, Document
 
 _BAD = ("duplicate_line_fraction", "data_fraction", "digit_fraction", "symbol_fraction", "top_ngram_fraction")
+_EQUAL = ("duplicate", "near-duplicate")
+# Fewer pairs are no sign of a mistake.
+_FEWEST_LOST = 10
 _EARLIER = "a document of an earlier run"
 _FORMAT = {"format": "modelwright duplicate index", "version": "1"}
 _BLOCK = 512
@@ -65,7 +68,8 @@ class Duplicates:
         prints = fingerprints(documents, whole_pairs=self.config.pairs_by == "conversation")
         no_features = np.zeros((len(documents), len(FEATURES)), np.float32)
         return {
-            "own": prints.own, "keys": prints.keys, "bands": prints.bands, "shingles": prints.shingles,
+            "own": prints.own, "whole": prints.whole, "keys": prints.keys, "bands": prints.bands,
+            "shingles": prints.shingles,
             "num_shingles": np.diff(prints.offsets), "quality": quality_score(columns.get("features", no_features)),
         }  # fmt: skip
 
@@ -89,6 +93,8 @@ class Duplicates:
         instead = np.concatenate([np.empty(0, np.int64), *(one.instead for one in found)])[order]
         similarity = np.concatenate([np.empty(0, np.float32), *(one.similarity for one in found)])[order]
         names = [one.reason for one in found]
+        equal = np.isin(reasons, [names.index(name) for name in names if name in _EQUAL])
+        num_lost = self._check_pairs(corpus, numbers[order], instead, equal)
 
         def drop(place: int) -> Drop:
             reason, other = names[reasons[place]], int(instead[place])
@@ -101,7 +107,32 @@ class Duplicates:
             if duplicate.reason == "near-duplicate":
                 sizes.update((np.unique(duplicate.instead, return_counts=True)[1] + 1).tolist())
         figures = {"cluster_sizes": {str(size): sizes[size] for size in sorted(sizes)}}
-        return Decisions(drops=Drops(numbers[order], drop), report={"figures": figures} if sizes else {})
+        report: dict[str, Any] = {"figures": figures} if sizes else {}
+        if num_lost == int(equal.sum()) > 0 and self.config.pairs_by == "answer":
+            report["remedies"] = {"duplicate": "--clean.duplicates.pairs_by conversation"}
+        return Decisions(drops=Drops(numbers[order], drop), report=report)
+
+    def _check_pairs(
+        self, corpus: MeasuredCorpus, numbers: NDArray[np.int64], instead: NDArray[np.int64], equal: NDArray[np.bool_]
+    ) -> int:
+        """Returns the number of pairs that are dropped for the answer of another question. Raises `DataError` if these
+        are too many. numbers: of the dropped
+        documents; instead: those kept instead of them; equal: true for duplicates of one another."""
+        is_pair, whole = corpus.column("kind") == KINDS.index("qa"), corpus.column("whole")
+        is_own = equal & (instead != NOTHING) & (instead < len(corpus)) & is_pair[numbers]
+        numbers, instead = numbers[is_own], instead[is_own]
+        num_lost = int((whole[numbers] != whole[instead]).sum())
+        num_pairs = int((corpus.alive & is_pair).sum())
+        if num_lost < _FEWEST_LOST or num_lost <= self.config.max_pair_fraction * num_pairs:
+            return num_lost
+        text = (
+            f"{num_lost / num_pairs:.0%} of the question/answer pairs ({num_lost:,} of {num_pairs:,}) would be dropped"
+        )
+        raise DataError(
+            f"{text}, because other questions have the same answers or nearly the same; to keep them pass "
+            "--clean.duplicates.pairs_by conversation --clean.duplicates.near false, or to learn each answer once "
+            "--clean.duplicates.max_pair_fraction 1"
+        )
 
 
 DUPLICATES = StepSpec(

@@ -2,7 +2,8 @@
 
 In this order: markup to text, broken encodings, line ends as LF, no byte order marks or control characters, Unicode
 NFC, no trailing spaces, at most two blank lines in a row, and URLs as configured. Documents that were binary data are
-dropped. Source code keeps its markup, its URLs and its spelling of characters.
+dropped. Source code keeps its markup, its URLs and its spelling of characters. Examples for fine-tuning (questions,
+answers, conversations) stay as they are, unless `clean.format.examples` is "repair".
 
 ftfy repairs UTF-8 that was read in an encoding of the West. Before it, `repair` finds, line by line, other pairs of
 encodings that lead back to text (`РџСЂРёРІРµС‚` and `оПХБЕР` to `Привет`): the line is encoded as it was read and
@@ -15,7 +16,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -52,6 +53,9 @@ class FormatConfig:
     """A text with a larger fraction of control and replacement characters is dropped as binary data."""
     repair_encoding: bool = constant(True)
     """Repair text that was decoded with the wrong encoding (`cafÃ©` to `café`), except in code."""
+    examples: Literal["keep", "repair"] = "keep"
+    """Contents of questions, answers and conversations: `keep` leaves them as their file has them, `repair` treats them
+    like documents and counts those that it changes."""
     html: Literal["to_text", "keep"] = "to_text"
     """Extract the text of prose that is marked up in HTML; web pages (`.html`) are always read as text."""
     urls: Literal["keep", "mark", "remove"] = "keep"
@@ -70,8 +74,27 @@ class FormatConfig:
 class Format:
     config: FormatConfig
     name: str = "format"
+    _changed: Counter[str] = field(default_factory=Counter[str], repr=False, compare=False)
+
+    def take_counts(self) -> Mapping[str, Mapping[str, int]]:
+        counts = {"changed_examples": dict(self._changed)} if self._changed else {}
+        self._changed.clear()
+        return counts
 
     def __call__(self, document: Document) -> Document | Drop:
+        if not document.has_turns:
+            return self._cleaned(document)
+        if self.config.examples == "repair":
+            result = self._cleaned(document)
+            if isinstance(result, Document) and result.learned != document.learned:
+                self._changed[self.name] += 1
+            return result
+        share = control_share(document.text)
+        if share > self.config.max_control_fraction:
+            return Drop("binary data", f"{share:.1%} control characters, limit {self.config.max_control_fraction:.1%}")
+        return document
+
+    def _cleaned(self, document: Document) -> Document | Drop:
         share = control_share(document.text)
         if share > self.config.max_control_fraction and document.kind != "code":
             # UTF-8 that was read as Latin-1 is full of control characters.

@@ -1,0 +1,235 @@
+"""Which fields of a record a reader used, and which it did not.
+
+A reader gets its record as `Fields`, which remember each field that was taken, in turns of a conversation, too. So a
+field that no reader knows is found without a list that someone has to keep: what is left over is reported for each
+file, and a field that would change what is learned is refused, unless `data.ignore` names it.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SIGNIFICANT: Mapping[str, str] = {
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking", "chain_of_thought", "rationale"), "a thought"),
+    **dict.fromkeys(("context", "contexts", "passage", "passages", "article", "background", "evidence"), "a passage"),
+    **dict.fromkeys(("label", "kto_tag", "desirable"), "a judgement"),
+    **dict.fromkeys(("weight", "train", "training", "mask", "loss", "loss_mask", "train_detail"), "what is learned"),
+    **dict.fromkeys(("tools", "functions", "tool_calls", "function_call"), "functions or calls"),
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "an image, a video or a sound"),
+    "history": "earlier turns", "system": "a system turn", "choices": "the choices of a question",
+}  # fmt: skip
+"""Fields that change what should be learned, and what each holds."""
+_MEANT = {"a thought": "reasoning_content", "a passage": "context", "a judgement": "label"}
+"""Field to which one is mapped that holds this."""
+HARMLESS = frozenset(("parallel_tool_calls", "strict", "stream"))
+"""Booleans that say how a server should answer and not what is learned."""
+TURN = "messages[]."
+"""Prefix of the name of a turn's field."""
+_OF_EVERY_TURN = tuple(TURN + name for name in ("role", "content", "from", "value"))
+_MOST_NAMES = 500
+_MOST_FILES = 200
+_MOST_SHOWN = 12
+_MANY = "(further fields)"
+_FLAGS = {"true": True, "false": False, "1": True, "0": False}
+
+
+class Fields(Mapping[str, Any]):
+    """A record, or a turn, that remembers which of its fields were taken.
+
+    used: names of the taken fields, as the file spells them; prefix: of these names; names: the file's own name of a
+    field by the expected one; rest: fields that are not part of the record but stand in the file; ignored: names that
+    are meant to be left over; original: the record as the file has it. Fields that are None do not exist.
+    """
+
+    def __init__(
+        self,
+        record: Mapping[str, Any],
+        *,
+        names: Mapping[str, str] | None = None,
+        rest: Mapping[str, Any] | None = None,
+        ignored: Sequence[str] = (),
+        prefix: str = "",
+        shared: "Fields | None" = None,
+        original: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.original = record if original is None else original
+        self.ignored = shared.ignored if shared else frozenset(ignored)
+        self._names, self._prefix = names or {}, prefix
+        self._rest = {**(rest or {}), **{name: record[name] for name in self.ignored.intersection(record)}}
+        self.plain = {name: value for name, value in record.items() if name not in self.ignored}
+        self.used: set[str] = shared.used if shared else set()
+        self.turns: list[Fields] = shared.turns if shared else []
+        if shared:
+            self.turns.append(self)
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.plain[name]
+        self.used.add(self._prefix + self._names.get(name, name))
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.plain)
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.plain
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if self.plain.get(name) is not None else default
+
+    def first(self, *names: str) -> Any:
+        """Takes the first of these fields that exists; None without any. Others of them stay unused."""
+        return next((self[name] for name in names if self.plain.get(name) is not None), None)
+
+    def turn(self, turn: Mapping[str, Any]) -> "Fields":
+        """Returns the fields of a turn, which are counted with those of the record."""
+        return Fields(turn, prefix=TURN, shared=self)
+
+    def take_all(self) -> None:
+        """Marks every field as used."""
+        self.used.update(name for name, _ in self.present())
+
+    def present(self) -> Iterator[tuple[str, Any]]:
+        """Yields names and values of all fields that are not empty, those of turns included."""
+        for part in dict.fromkeys([self, *self.turns]):
+            entries = [(part._names.get(name, name), value) for name, value in part.plain.items()]
+            for name, value in [*entries, *part._rest.items()]:
+                if not _is_empty(value):
+                    yield part._prefix + name, value
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def refusal(self) -> tuple[str, str, str] | None:
+        """Returns reason, problem and remedy if a field is left over that changes what should be learned."""
+        for name, value in self.present():
+            own = name.removeprefix(TURN)
+            if name in self.used or own in self.ignored or own in HARMLESS:
+                continue
+            flag = value if isinstance(value, bool) else None
+            if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+                flag = _FLAGS[value.strip().lower()]
+            shown, what = printable(own), SIGNIFICANT.get(own, "")
+            if name == own and ((own == "weight" and value in (1, "1")) or own == "loss"):
+                continue  # a weight of 1 is what an example has without one; a record's loss is a measurement
+            if what and not (own == "label" and isinstance(value, str) and flag is None):
+                problem = f"the field {printable(name)!r} ({what}) is not understood in this form"
+            elif flag is not None:
+                problem = f"the field {printable(name)!r} is {str(flag).lower()} and may say what should be learned"
+                what = "a judgement"
+            else:
+                continue
+            meant = _MEANT.get(what, "") if name == own else ""
+            mapped = f"pass --data.fields '{{{meant}: {shown}}}' if it is {what}, or " if meant not in ("", own) else ""
+            return "field not understood", problem, f"{mapped}pass --data.ignore {shown} to learn without it"
+        return None
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, (str, list, dict, tuple)) and not value)
+
+
+def printable(name: str) -> str:
+    """The name of a field for messages: one line of at most 60 characters."""
+    return "".join(c if c.isprintable() else "?" for c in name[:60])
+
+
+@dataclass
+class FieldUse:
+    """In how many records of a file each field occurred, and in how many it was used."""
+
+    num_records: int = 0
+    present: Counter[str] = field(default_factory=Counter[str])
+    used: Counter[str] = field(default_factory=Counter[str])
+    _binary: dict[str, set[bool] | None] = field(default_factory=dict[str, "set[bool] | None"], repr=False)
+    """Values of fields beside conversations that were 0 or 1 in every record; None for those that had another one."""
+
+    def add(self, fields: Fields, unread: Sequence[str] = (), *, is_conversation: bool = False) -> None:
+        """Adds a record. unread: columns of its table that were not read."""
+        self.num_records += 1
+        seen = dict.fromkeys(unread)
+        for name, value in fields.present():
+            name = name if name in self.present or len(self.present) < _MOST_NAMES else _MANY
+            if is_conversation and name not in fields.used:
+                self._compare(name, value)
+            seen[name] = None
+        self.present.update(seen.keys())
+        self.used.update(fields.used & seen.keys())
+
+    def _compare(self, name: str, value: Any) -> None:
+        values = self._binary.setdefault(name, set())
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value in (0, 1)
+        is_text = isinstance(value, str) and value.strip() in ("0", "1")
+        if values is None or not (is_number or is_text):
+            self._binary[name] = None
+        else:
+            values.add(bool(int(value)))
+
+    def merge(self, other: "FieldUse") -> None:
+        self.num_records += other.num_records
+        self.present.update(other.present)
+        self.used.update(other.used)
+
+    def binary(self, ignored: Sequence[str]) -> str:
+        """A field beside conversations that was not used and held both 0 and 1 and nothing else; "" without one."""
+        found = (name for name, values in self._binary.items() if values == {True, False})
+        return next((name for name in found if name.removeprefix(TURN) not in ignored), "")
+
+    def facts(self) -> dict[str, Any]:
+        fields = {n: {"records": self.present[n], "used": self.used[n]} for n in sorted(self.present)}
+        return {"records": self.num_records, "fields": fields}
+
+    def line(self) -> str:
+        """`fields used: messages; not used in 10 of 10 records: weight, context`; "" without records."""
+        if not self.num_records:
+            return ""
+        used = [name for name in self.present if self.used[name] and name not in _OF_EVERY_TURN]
+        text = f"fields used: {_listed(used) or 'none'}"
+        left: dict[int, list[str]] = {}
+        for name, count in self.present.items():
+            if count > self.used[name]:
+                left.setdefault(count - self.used[name], []).append(name)
+        for count, names in sorted(left.items(), reverse=True):
+            text += f"; not used in {count:,} of {self.num_records:,} records: {_listed(names)}"
+        return text
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(printable, names[:_MOST_SHOWN]))
+    return shown + (f" and {len(names) - _MOST_SHOWN} others" if len(names) > _MOST_SHOWN else "")
+
+
+def use_of(tallies: dict[str, FieldUse], name: str) -> FieldUse:
+    """Returns the tally of a file; files beyond the first 200 share one."""
+    return tallies.setdefault(name if name in tallies or len(tallies) < _MOST_FILES else "other files", FieldUse())
+
+
+def as_flag(value: Any) -> bool | None:
+    """Reads a Boolean that data sets write as true, 1, "true" or "chosen"; None for any other value."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float):
+        return bool(value) if value in (0, 1) else None
+    if isinstance(value, str):
+        return {**_FLAGS, "chosen": True, "rejected": False}.get(value.strip().lower())
+    return None
+
+
+def as_text(name: str, value: Any) -> str:
+    """Reads a text. A number or a Boolean becomes its JSON. Raises `ValueError` for anything else, and empty texts."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        if not math.isfinite(value):
+            raise ValueError(f"the field {name!r} holds {value}, which is no number of JSON")
+        return getattr(value, "spelling", str(value))
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"the field {name!r} is empty or not a text")
+    return value
