@@ -312,7 +312,7 @@ def _open(
         head, embedding = (stored.read(f"{_TOP_NAMES[name]}.weight") for name in ("head", "embedding"))
         if not torch.equal(head, embedding):
             raise ModelError(
-                f"{folder}: tie_word_embeddings: is true in config.json, but lm_head.weight differs from the embedding; "
+                f"{folder}: tie_word_embeddings: is true in config.json, but lm_head.weight is not the embedding; "
                 "set it to false to keep the head, or delete lm_head.weight"
             )
     wanted = dict(further)

@@ -28,6 +28,7 @@ from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.examples import ConversationFit
 from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.pack import INDEX
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.chat import ChatLoss
 from modelwright.data.tokenizer.tokenizer import Tokenizer
@@ -72,9 +73,7 @@ class ShownText:
     def figures(self) -> list[str]:
         """Returns lines about tokens, weights and truncation, then the notes."""
         weights = f"weight 1 for {self.num_learned:,} (learned), 0 for {self.num_tokens - self.num_learned:,}"
-        cut = (
-            f"truncated: {self.num_cut:,} tokens at the end do not fit into a row" if self.num_cut else "not truncated"
-        )
+        cut = f"truncated: {self.num_cut:,} tokens at the end are cut" if self.num_cut else "not truncated"
         return [f"tokens: {self.num_tokens:,}; {weights}", cut, *self.notes]
 
 
@@ -255,7 +254,7 @@ def shown_text(
     tokenizer: Tokenizer, title: str, ids: np.ndarray, mask: np.ndarray, *, num_cut: int = 0, notes: Sequence[str] = ()
 ) -> ShownText:
     """Returns tokens [T] with their loss mask [T] in spans. Runs are decoded whole: a character may have several."""
-    special = tokenizer.special_ids
+    special = tokenizer.added_ids
     keyed = [(bool(m), int(i) in special, int(i)) for i, m in zip(ids, mask, strict=True)]
     spans = list[Span]()
     for (is_learned, is_special), run in groupby(keyed, lambda key: key[:2]):
@@ -268,8 +267,8 @@ def shown_text(
 
 
 def source_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Returns lines about sources from the facts of a `SourceReport`: the forms of the records, the fields, and what was
-    not read. The only place that says how fields were used.
+    """Returns lines about sources from the facts of a `SourceReport`: the forms of the records, the fields, and what
+    was not read. The only place that says how fields were used.
     """
     forms = ", ".join(f"{name} ({times:,})" for name, times in facts.get("record_types", {}).items())
     kinds = ", ".join(f"{times:,} {name}" for name, times in facts.get("documents", {}).items())
@@ -278,8 +277,8 @@ def source_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def show_run(run: RunDir, *, rows: int) -> Shown:
-    """Show the first packed rows of the last training of a run that has any: the very tokens that it learns from. Raises
-    `ConfigError` if the run has not packed rows yet.
+    """Show the first packed rows of the last training of a run that has any: the very tokens that it learns from.
+    Raises `ConfigError` if the run has not packed rows yet.
     """
     config = read_run_config(run.config)
     packed = run.stage(PACK.name).artifact
@@ -288,9 +287,7 @@ def show_run(run: RunDir, *, rows: int) -> Shown:
     tokenizer = Tokenizer.load(run.stage(tokenizer_stage(config)).artifact)
     facts = read_manifest(packed, kind=PACK.name).facts
     names = [stage.rows.name for stage in config.trainings if stage.rows and f"{stage.rows.name}/train" in facts]
-    folders = [
-        packed / name / "train" for name in reversed(names) if (packed / name / "train" / "index.json").is_file()
-    ]
+    folders = [packed / name / "train" for name in reversed(names) if (packed / name / "train" / INDEX).is_file()]
     if not folders:
         raise ConfigError(f"show: no training of {run.path} learns from packed rows; name data after it")
     reader = PackedRows(folders[0])

@@ -244,7 +244,7 @@ class Tokenizer:
         return tuple(dict.fromkeys((self.end_id, self.eos_id)))
 
     @cached_property
-    def special_ids(self) -> frozenset[int]:
+    def added_ids(self) -> frozenset[int]:
         """Ids of the added tokens, such as `<|im_end|>`, and of those that are not special, such as `<think>`."""
         return frozenset(self._added.values())
 
