@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from modelwright.cli.main import COMMANDS, DISTRIBUTIONS
+from modelwright.recipes.load import recipe
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -73,7 +74,7 @@ def test_each_command_works_or_names_its_extra(tmp_path: Path) -> None:
     (tmp_path / "task.yaml").write_text(json.dumps(TASK))
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    width = int(SMALL[SMALL.index("--model.model_dim") + 1])
+    width = recipe("tiny").model.model_dim
     save_file(
         {"base_model.model.model.norm.weight": np.ones(width, np.float32)},
         tmp_path / "adapter" / "adapter_model.safetensors",
