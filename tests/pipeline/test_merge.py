@@ -20,8 +20,8 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*tie_word_embeddings"),
-    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+    pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|ensure_weight_tying|tied):UserWarning"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
 ]
 
 TOKENS = torch.randint(1000, (2, 17), generator=torch.Generator().manual_seed(2))
