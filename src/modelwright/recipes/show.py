@@ -23,6 +23,7 @@ from modelwright.core.texts import redact_text
 from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.data.clean.folder import REPORT
 from modelwright.data.clean.report import CleanReport, describe_drops
+from modelwright.data.clean.steps.privacy import PRIVACY
 from modelwright.data.clean.steps.step import CorpusStep, Drop
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED
@@ -88,7 +89,7 @@ class Shown:
         return self.rich(color=False).plain
 
     def rich(self, *, color: bool = True) -> Text:
-        """Returns the examples for a terminal. Special tokens are framed by `[ ]` in reverse, learned tokens are green;
+        """Returns the examples for a terminal. Special tokens are framed and in reverse, learned tokens are green;
         without color, `>>` and `<<` enclose what is learned.
         """
         result = Text()
@@ -183,7 +184,8 @@ def show_examples(
             if isinstance(result, Drop):
                 notes.append(f"cleaning drops it: {step.name}: {result.reason} {result.detail}".rstrip())
                 break
-            if changes := changed(kept, result):
+            # What the step privacy replaces may be a secret, and this output may end in a log.
+            if changes := changed(kept, result, hides=step.name == PRIVACY.name):
                 notes.append(f"cleaning changes it: {step.name}: {changes}")
             kept = result
         texts += _encoded(tokenizer, kept, seq_len, loss, notes or ["cleaning changes nothing"])
@@ -197,8 +199,10 @@ def show_examples(
     return Shown(texts, lines)
 
 
-def changed(before: Document, after: Document) -> str:
-    """Describes the first difference between two versions of a document; "" if there is none."""
+def changed(before: Document, after: Document, *, hides: bool) -> str:
+    """Describes the first difference between two versions of a document; "" if there is none. hides: leave out the
+    text before the change.
+    """
     old, new = (
         json.dumps([one.text, *one.messages, *one.rejected], ensure_ascii=False) if one.has_turns else one.text
         for one in (before, after)
@@ -206,7 +210,8 @@ def changed(before: Document, after: Document) -> str:
     if old == new:
         return ""
     at = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-    return f"{old[max(0, at - 10) : at + 20]!r} became {new[max(0, at - 10) : at + 20]!r}"
+    part = slice(max(0, at - 10), at + 20)
+    return f"{new[part]!r}" if hides else f"{old[part]!r} became {new[part]!r}"
 
 
 def _encoded(
