@@ -178,7 +178,7 @@ def show_examples(
         if num_shown == rows or document.kind == "image":
             continue
         num_shown += 1
-        kept, notes = document, list[str]()
+        kept, notes = document, ["held out: not learned"] if document.split == "heldout" else list[str]()
         for step in (one for one in steps if not isinstance(one, CorpusStep)):
             result = step(kept)
             if isinstance(result, Drop):
@@ -188,7 +188,13 @@ def show_examples(
             if changes := changed(kept, result, hides=step.name == PRIVACY.name):
                 notes.append(f"cleaning changes it: {step.name}: {changes}")
             kept = result
-        texts += _encoded(tokenizer, kept, seq_len, loss, notes or ["cleaning changes nothing"])
+        texts += _encoded(
+            tokenizer,
+            kept,
+            seq_len,
+            loss,
+            notes if any("cleaning" in one for one in notes) else [*notes, "cleaning changes nothing"],
+        )
     if not texts:
         raise DataError(f"{', '.join(data.sources)}: has no example or text to show")
     lines = source_lines({**report.facts(), "summary": report.summary()})
