@@ -53,13 +53,18 @@ from typing import TYPE_CHECKING, Any
 from modelwright.core.library_environment import prepare
 
 if TYPE_CHECKING:
+    from modelwright.recipes.show import show
     from modelwright.train.build import train as train_model
     from modelwright.train.job import TrainJob
 
 __version__ = "0.2.0"
-__all__ = ["TrainJob", "__version__", "train_model"]
+__all__ = ["TrainJob", "__version__", "show", "train_model"]
 
-_EXPORTS = {"TrainJob": ("modelwright.train.job", "TrainJob"), "train_model": ("modelwright.train.build", "train")}
+_EXPORTS = {
+    "TrainJob": ("modelwright.train.job", "TrainJob"),
+    "train_model": ("modelwright.train.build", "train"),
+    "show": ("modelwright.recipes.show", "show"),
+}
 """Imported when they are asked for, because they import PyTorch. `modelwright.train` is the package of that name."""
 
 prepare(os.environ, is_too_late="torch" in sys.modules)

@@ -7,9 +7,12 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from modelwright.cli.main import COMMANDS, DISTRIBUTIONS
+from modelwright.recipes.load import recipe
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -50,6 +53,8 @@ def command_lines(folder: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "chat": (["chat", run], ""),
         **export,
+        "show": (["show", run, examples, "--rows", "1"], ""),
+        "merge": (["merge", str(folder / "model.hf"), str(folder / "adapter"), str(folder / "merged")], ""),
         "report": (["report", run], ""),
         "completion": (["completion", "bash"], ""),
         **{name: ([name], extra) for name, (_, extra) in DISTRIBUTIONS.items()},
@@ -67,6 +72,13 @@ def test_each_command_works_or_names_its_extra(tmp_path: Path) -> None:
         "".join(json.dumps({"prompt": f"{n} and {n}?", "completion": f"{2 * n}."}) + "\n" for n in range(40))
     )
     (tmp_path / "task.yaml").write_text(json.dumps(TASK))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    width = recipe("tiny").model.model_dim
+    save_file(
+        {"base_model.model.model.norm.weight": np.ones(width, np.float32)},
+        tmp_path / "adapter" / "adapter_model.safetensors",
+    )
     (tmp_path / "words.json").write_text(json.dumps([words for words, _ in tried.values()]))
     command = [sys.executable, str(ROOT / "tests/without_extras.py"), str(tmp_path / "words.json")]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

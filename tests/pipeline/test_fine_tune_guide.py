@@ -62,9 +62,9 @@ def test_every_command_does_what_the_page_says(
             assert done.returncode == 0, f"{line}\n{done.stderr}"
             shown[line] = done.stdout
     assert {shlex.split(line)[1] for line in shown if line.startswith("modelwright")} == {
-        "finetune", "compare", "evaluate", "chat", "export"
+        "finetune", "show", "compare", "evaluate", "chat", "export"
     }  # fmt: skip
-    assert "Perplexity of answers" in shown[commands()[1]]
+    assert "Perplexity of answers" in shown[commands()[2]]
     folder = tmp_path / "runs" / "my-model-examples" / "sft" / "artifact"
     assert (folder / "model.safetensors").is_file()
     check_card(tmp_path / "exported" / "README.md")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from modelwright.cli.config import setting_names
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.run import add_run_options, carry_out
+from modelwright.cli.show import print_shown
 from modelwright.core.errors import ConfigError
 from modelwright.core.overrides import named_stages, read_overrides, split_settings
 
@@ -55,7 +56,21 @@ def finetune(words: Sequence[str]) -> int:
         only=only,
         num_processes=options.nproc,
     )
-    return carry_out(request, options, line=["finetune", *words], only=only)
+    exit_code = carry_out(request, options, line=["finetune", *words], only=only)
+    if options.dry_run:
+        from pathlib import Path
+
+        from modelwright.pipeline.stages.clean import CLEAN
+        from modelwright.pipeline.stages.pack import PACK
+        from modelwright.recipes.show import show_examples
+
+        # The settings of the run decide what is read, cleaned, truncated and learned.
+        config = request.config
+        packing = config.section(PACK)
+        folder, data, clean = Path(config.init_from), config.data, config.section(CLEAN)
+        print()
+        print_shown(show_examples(folder, data, clean, rows=1, seq_len=packing.seq_len, loss=packing.chat_loss))
+    return exit_code
 
 
 COMMAND = Command(

@@ -27,11 +27,13 @@ from modelwright.cli import (
     finetune,
     launch,
     lr_find,
+    merge,
     recipes,
     report,
     requests,
     run,
     serve,
+    show,
 )
 from modelwright.cli.completion import completion
 from modelwright.cli.parsers import Command
@@ -49,7 +51,8 @@ COMMANDS: Mapping[str, Command] = {
     for command in (
         run.COMMAND, finetune.COMMAND, compare.COMMAND, launch.COMMAND, evaluate.COMMAND, clean.COMMAND,
         augment.COMMAND, recipes.COMMAND, config.COMMAND, explain.COMMAND, doctor.COMMAND, lr_find.COMMAND,
-        serve.COMMAND, requests.COMMAND, chat.COMMAND, export.COMMAND, report.COMMAND,
+        serve.COMMAND, requests.COMMAND, chat.COMMAND, export.COMMAND, merge.COMMAND,
+        show.COMMAND, report.COMMAND,
         completion(lambda: usable_commands()),
     )
 }  # fmt: skip

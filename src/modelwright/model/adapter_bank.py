@@ -182,6 +182,7 @@ def prepare_adapter(model: Decoder, folder: Path) -> PreparedAdapter:
             "before it was quantized, and merge its adapters"
         )
     read = read_adapter(model, folder)
+    read.require_low_rank(folder)
     like, parts, digest = model.norm.weight, dict[str, AdapterPart](), hashlib.sha256()
     for name, projection in model.projections().items():
         values = {own: read.values.get(f"{name}{ADAPTER}{own}") for own in (A, B, MAGNITUDE)}

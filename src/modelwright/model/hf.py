@@ -307,8 +307,14 @@ def _open(
     stored = StoredWeights(folder)
     # Old folders of transformers store rotary frequencies, and some tied ones a copy of the embedding as lm_head
     shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    if config.tie_embeddings:
-        shapes.pop("lm_head.weight", None)
+    if config.tie_embeddings and shapes.pop("lm_head.weight", None):
+        # A head of its own would be dropped without a word
+        head, embedding = (stored.read(f"{_TOP_NAMES[name]}.weight") for name in ("head", "embedding"))
+        if not torch.equal(head, embedding):
+            raise ModelError(
+                f"{folder}: tie_word_embeddings: is true in config.json, but lm_head.weight is not the embedding; "
+                "set it to false to keep the head, or delete lm_head.weight"
+            )
     wanted = dict(further)
     sources: dict[str, ParameterSource] = {}
     for tensor, names in hf_tensors(model, type_of(config, types)).items():

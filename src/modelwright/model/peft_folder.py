@@ -24,7 +24,7 @@ from modelwright.core.artifacts import make_folder, write_atomic
 from modelwright.core.errors import ConfigError, ModelError, writing
 from modelwright.model.adapters import ADAPTER, adapters_of, attach_adapters, base_fingerprint, own_projections
 from modelwright.model.decoder import Decoder
-from modelwright.model.hf import hf_name, read_json, read_tensors, type_of
+from modelwright.model.hf import hf_name, hf_tensors, read_json, read_tensors, type_of
 from modelwright.model.low_rank import MAGNITUDE, A, AdapterConfig, B, row_norms
 
 Value = TypeVar("Value", int, float)
@@ -32,17 +32,24 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 PEFT_NAMES = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 """PEFT's names of an adapter's tensors, by this project's names."""
+EMBEDDING, HEAD = "embedding.weight", "head.weight"
+END_MODULES = {"model.embed_tokens": EMBEDDING, "lm_head": HEAD}
+"""Parameters at the ends of a model by their modules, whose adapters are read as whole weights."""
+END_NAMES = ("lora_embedding_A", "lora_embedding_B", "lora_A.weight", "lora_B.weight")
 FINGERPRINT = "base_fingerprint"
 READ = ("r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
 """Settings that decide the outputs; `target_modules` and its like only select tensors."""
 WITHOUT_EFFECT = (
     "auto_mapping",
     "base_model_name_or_path",
+    "bias",
+    "ensure_weight_tying",
     "exclude_modules",
     "inference_mode",
     "layers_pattern",
     "layers_to_transform",
     "megatron_core",
+    "modules_to_save",
     "monteclora_config",
     "peft_type",
     "peft_version",
@@ -52,7 +59,7 @@ WITHOUT_EFFECT = (
     "target_modules",
     "task_type",
 )
-"""Settings that change no output of an adapter that has been trained."""
+"""Settings that change no output of an adapter that has been trained, or that only say which tensors it has."""
 DEFAULTS: Mapping[str, Any] = {
     "r": 8,
     "lora_alpha": 8.0,
@@ -135,6 +142,7 @@ def load_adapter(model: Decoder, folder: Path) -> None:
     tensors, or belongs to another model.
     """
     read = read_adapter(model, folder)
+    read.require_low_rank(folder)
     attach_adapters(model, read.config, seed=0)
     with torch.no_grad():
         for name, value in read.values.items():
@@ -143,10 +151,23 @@ def load_adapter(model: Decoder, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class ReadAdapter:
-    """Adapter folder for one model: settings, and the values of the adapters' parameters by name."""
+    """Adapter folder for one model: settings, and the values of the adapters' parameters by name. weights: values that
+    replace weights of the model by their names (`modules_to_save`, biases, adapted embeddings), which may have more or
+    fewer rows than the model's vocabulary; ties_ends: `ensure_weight_tying`, embedding and head get the same one.
+    """
 
     config: AdapterConfig
     values: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+    ties_ends: bool
+
+    def require_low_rank(self, folder: Path) -> None:
+        """Raise `ModelError` for an adapter that replaces weights, which only a merge can."""
+        if self.weights or not self.config.r:
+            raise ModelError(
+                f"{folder}: modules_to_save, bias: the adapter has its own {', '.join(list(self.weights)[:3])}, which "
+                f"cannot be next to the model's; merge it first: modelwright merge MODEL {folder} DEST"
+            )
 
 
 def read_adapter(model: Decoder, folder: Path) -> ReadAdapter:
@@ -160,15 +181,12 @@ def read_adapter(model: Decoder, folder: Path) -> ReadAdapter:
             f"{folder}: the adapter belongs to other weights than this model's; load the model that it names"
         )
     modules = {module.name: module for module in modules_of(model)}
+    own_weights, stored = _own_weights(model, folder, settings, stored)
     by_module = _by_module(folder, stored, modules)
     _check_targets(path, settings, list(modules), found=set(by_module))
     ranks, alphas, values = dict[str, int](), dict[str, float](), dict[str, Tensor]()
     for name, tensors in by_module.items():
-        # As in PEFT, the first pattern counts that matches the end of the module's name
-        matched = [
-            next((one for key, one in settings[patterns].items() if re.match(rf"(.*\.)?({key})$", name)), default)
-            for patterns, default in (("rank_pattern", settings["r"]), ("alpha_pattern", settings["lora_alpha"]))
-        ]
+        matched = _rank_and_alpha(settings, name)
         rank, rows_of = int(matched[0]), _rows_of(model, modules[name].projections)
         first, num_outputs = next(iter(rows_of)), max(rows.stop for rows in rows_of.values())
         shapes = {A: (rank, model.projections()[first].in_features), B: (num_outputs, rank), MAGNITUDE: (num_outputs,)}
@@ -189,6 +207,9 @@ def read_adapter(model: Decoder, folder: Path) -> ReadAdapter:
             ranks[projection], alphas[projection] = rank, float(matched[1])
             parts = {A: tensors[A], **{key: tensors[key][rows] for key in tensors if key != A}}
             values |= {f"{projection}{ADAPTER}{key}": value for key, value in parts.items()}
+    ties_ends = bool(settings.get("ensure_weight_tying"))
+    if not ranks:
+        return ReadAdapter(AdapterConfig(), {}, own_weights, ties_ends)
     names = list(model.projections())
     rank, rank_pattern = compressed(ranks, names)
     alpha, alpha_pattern = compressed(alphas, names)
@@ -202,7 +223,73 @@ def read_adapter(model: Decoder, folder: Path) -> ReadAdapter:
         rank_pattern={re.escape(name): one for name, one in rank_pattern.items()},
         alpha_pattern={re.escape(name): one for name, one in alpha_pattern.items()},
     )
-    return ReadAdapter(config, values)
+    return ReadAdapter(config, values, own_weights, ties_ends)
+
+
+def _rank_and_alpha(settings: Mapping[str, Any], name: str) -> tuple[int, float]:
+    # As in PEFT, the first pattern counts that matches the end of the module's name
+    rank, alpha = (
+        next((one for key, one in settings[patterns].items() if re.match(rf"(.*\.)?({key})$", name)), settings[default])
+        for patterns, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+    )
+    return int(rank), float(alpha)
+
+
+def _own_weights(
+    model: Decoder, folder: Path, settings: Mapping[str, Any], stored: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the weights that replace those of the model, by this project's names, and the tensors that are left.
+
+    PEFT writes `modules_to_save` and biases under the names of the modules, with `base_layer` where a module also
+    has an adapter. An adapter of the embedding or the output head becomes a whole weight: W + s B A.
+    """
+    weights, rest = dict[str, Tensor](), dict[str, Tensor]()
+    adapted = dict[str, dict[str, Tensor]]()
+    tensors = {**hf_tensors(model, type_of(model.config)), "lm_head.weight": [HEAD]}
+    parameters = dict(model.named_parameters())
+    parameters.setdefault(HEAD, parameters[EMBEDDING])
+    for name, tensor in stored.items():
+        plain = name.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+        module, own = next(
+            ((plain.removesuffix(f".{end}"), end) for end in END_NAMES if plain.endswith(f".{end}")), ("", "")
+        )
+        if name.startswith(PREFIX) and plain in tensors:
+            parts = [parameters[one].shape for one in tensors[plain]]
+            wanted = [sum(shape[0] for shape in parts), *parts[0][1:]]
+            is_end = tensors[plain][0] in (EMBEDDING, HEAD)  # their rows may have changed with the vocabulary
+            if list(tensor.shape[is_end:]) != wanted[is_end:] or tensor.dim() != len(wanted):
+                raise ModelError(
+                    f"{folder / TENSORS}: {name}: has shape {list(tensor.shape)} instead of {wanted}; load the model "
+                    "that the adapter belongs to"
+                )
+            lengths = [len(tensor)] if is_end else [shape[0] for shape in parts]
+            weights |= dict(zip(tensors[plain], tensor.split(lengths), strict=True))
+        elif name.startswith(PREFIX) and module in END_MODULES:
+            adapted.setdefault(module, {})[own] = tensor
+        else:
+            rest[name] = tensor
+    for module, factors in adapted.items():
+        if settings["use_dora"]:
+            raise ModelError(f"{folder / CONFIG}: use_dora: adapters of {module} cannot be loaded; LoRA's can")
+        parameter, (rank, alpha) = END_MODULES[module], _rank_and_alpha(settings, module)
+        names = END_NAMES[:2] if parameter == EMBEDDING else END_NAMES[2:]
+        base = weights.get(parameter, parameters[parameter].detach())
+        shapes = [(rank, base.shape[n]) for n in ((0, 1) if parameter == EMBEDDING else (1, 0))]
+        found = [tuple(factors[one].shape) if one in factors else () for one in names]
+        if found != [shapes[0], shapes[1][::-1]]:
+            raise ModelError(
+                f"{folder / TENSORS}: {PREFIX}{module}: its factors {', '.join(names)} are missing or of another shape "
+                "than the model's; load the model that the adapter belongs to"
+            )
+        scale = alpha / (math.sqrt(rank) if settings["use_rslora"] else rank)
+        product = scale * (factors[names[1]].to(base.dtype) @ factors[names[0]].to(base.dtype))
+        weights[parameter] = base + (product.T if parameter == EMBEDDING else product)
+    if len({weights[one].shape[0] for one in (EMBEDDING, HEAD) if one in weights} | {model.config.vocab_size}) > 1:
+        is_whole = model.config.tie_embeddings or {EMBEDDING, HEAD} <= weights.keys()
+        rows = {weights[one].shape[0] for one in (EMBEDDING, HEAD) if one in weights}
+        if not is_whole or len(rows) > 1:
+            raise ModelError(f"{folder / TENSORS}: embedding and output head have rows for different vocabularies")
+    return weights, rest
 
 
 def _fused(model: Decoder, module: AdaptedModule) -> tuple[int, float, dict[str, Tensor]]:

@@ -281,6 +281,11 @@ class Tokenizer:
         return any_of(token for token, number in self._added.items() if number in self.stop_ids)
 
     @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of the added tokens, such as `<|im_end|>`, and of those that are not special, such as `<think>`."""
+        return frozenset(self._added.values())
+
+    @cached_property
     def begin_ids(self) -> list[int]:
         """Ids that `transformers` puts before a text: the begin token, or nothing."""
         marked, plain = (self._library.encode("x", add_special_tokens=adds).ids for adds in (True, False))
