@@ -7,7 +7,7 @@ import pytest
 
 from chat_templates import CALL, HERMES, MARKED, TOOL_CHAT, WEATHER, chatml_tokenizer
 from modelwright.core.errors import DataError
-from modelwright.data.tokenizer.chat import ChatTemplate
+from modelwright.data.tokenizer.chat import ChatTemplate, any_of
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 
 ANSWERS = [
@@ -86,7 +86,7 @@ def test_renderings_are_those_of_transformers(marked_folder: Path, tools: list, 
     transformers = pytest.importorskip("transformers")
     tokenizer, theirs = Tokenizer.load(marked_folder), transformers.AutoTokenizer.from_pretrained(marked_folder)
     shown = theirs.apply_chat_template(TOOL_CHAT, tools=tools or None, tokenize=False, add_generation_prompt=prompt)
-    assert shown == tokenizer.render_chat(TOOL_CHAT, tools=tools, add_generation_prompt=prompt)
+    assert shown == tokenizer.render(TOOL_CHAT, tools=tools, add_generation_prompt=prompt)
 
 
 def test_marks_of_a_macro_are_found(tmp_path: Path) -> None:
@@ -152,16 +152,17 @@ GREETING = [
 @pytest.mark.parametrize("source", [LLAMA3, LLAMA31], ids=["3", "3.1"])
 def test_a_conversation_may_begin_with_the_assistant(source: str) -> None:
     template = ChatTemplate(source, {"bos_token": "<s>"}, ["<s>", "<|eot_id|>"])
-    (spans,) = template.training_spans(GREETING)
-    assert "".join(span.text for span in spans) == template.render(GREETING, add_generation_prompt=False)
-    assert [span.text for span in spans if span.spoken] == ["How can I help?<|eot_id|>", "Yes.<|eot_id|>"]
-    assert spans[0].text == "<s><|start_header_id|>assistant<|end_header_id|>\n\n"
+    (one,) = template.renderings(GREETING, [0, 2], any_of(["<|eot_id|>"]))
+    assert one.text == template.render(GREETING, add_generation_prompt=False)
+    answers = [one.text[start:end] for start, end in one.learned]
+    assert answers == ["How can I help?<|eot_id|>", "Yes.<|eot_id|>"]
+    assert one.text[: one.learned[0][0]] == "<s><|start_header_id|>assistant<|end_header_id|>\n\n"
 
 
 def test_a_template_that_does_not_show_where_the_first_answer_begins_says_so() -> None:
     source = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
     with pytest.raises(DataError, match=r"begins with the assistant.*put a turn of the user before it"):
-        ChatTemplate(source, {}, ["</s>"]).training_spans(GREETING)
+        ChatTemplate(source, {}, ["</s>"]).renderings(GREETING, [0, 2], any_of(["</s>"]))
 
 
 @pytest.mark.parametrize("template", [HERMES, MARKED], ids=["unmarked", "marked"])
@@ -170,6 +171,6 @@ def test_an_empty_turn_of_the_assistant_is_context_and_not_learned(tmp_path: Pat
     tokenizer = chatml_tokenizer(tmp_path, template)
     chat = [TOOL_CHAT[1], {"role": "assistant", "content": nothing}, TOOL_CHAT[5], TOOL_CHAT[6]]
     ((ids, mask),) = tokenizer.encode_training_chats(chat)
-    rendered = tokenizer.render_chat(chat, add_generation_prompt=False)
+    rendered = tokenizer.render(chat, add_generation_prompt=False)
     assert rendered.startswith(tokenizer.decode(ids, skip_special=False))
     assert learned(tokenizer, ids, mask) == ANSWERS[2:]

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
-from modelwright.data.tokenizer.chat import DEFAULT_TEMPLATE
+from modelwright.data.tokenizer.chat import DEFAULT_TEMPLATE, unshield
 from modelwright.data.tokenizer.tokenizer import EOS, SPECIAL_TOKENS, Tokenizer, TokenizerConfig, train_tokenizer
 
 CHAT = [
@@ -125,7 +125,7 @@ def test_transformers_gives_the_same_ids_and_chats(tokenizer: Tokenizer, folder:
     for last in (2, 4):
         for prompt in (False, True):
             shown = theirs.apply_chat_template(CHAT[:last], tokenize=False, add_generation_prompt=prompt)
-            assert shown == tokenizer.render_chat(CHAT[:last], add_generation_prompt=prompt)
+            assert shown == tokenizer.render(CHAT[:last], add_generation_prompt=prompt)
         ids = theirs.apply_chat_template(CHAT[:last], add_generation_prompt=True)["input_ids"]
         assert ids == tokenizer.encode_prompt(CHAT[:last])
     assert theirs.apply_chat_template(CHAT)["input_ids"] == tokenizer.encode_chat(CHAT)[0].tolist()
@@ -148,7 +148,7 @@ def test_a_message_cannot_speak_for_the_assistant(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_prompt([{"role": "user", "content": evil}])
     assert ids.count(tokenizer.end_id) == 1
     assert tokenizer.decode(ids) == evil
-    assert evil in tokenizer.render_chat([{"role": "user", "content": evil}], add_generation_prompt=False)
+    assert evil in unshield(tokenizer.render([{"role": "user", "content": evil}], add_generation_prompt=False))
 
 
 def test_template_refuses_unknown_roles(tokenizer: Tokenizer) -> None:
@@ -227,7 +227,7 @@ def test_foreign_tokenizers_of_other_kinds(tmp_path: Path) -> None:
     assert foreign.end_id == foreign.eos_id == 0
     assert foreign.encode_document("a b a").tolist() == [*foreign.encode("a b a"), 0]
     assert foreign.decode(foreign.encode("ab ab")) == "ab ab"
-    assert foreign.render_chat([{"role": "user", "content": "a"}], add_generation_prompt=True) == "a</s>"
+    assert foreign.render([{"role": "user", "content": "a"}], add_generation_prompt=True) == "a</s>"
 
 
 def test_files_of_a_loaded_tokenizer_stay_as_they_are(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_foreign_chatml(tmp_path: Path) -> None:
     foreign = Tokenizer.load(save_foreign(tmp_path, library, chat_template=template))
     assert foreign.is_fast
     ids, mask = foreign.encode_chat(CHAT)
-    assert foreign.decode(ids, skip_special=False) == foreign.render_chat(CHAT, add_generation_prompt=False)
+    assert foreign.decode(ids, skip_special=False) == foreign.render(CHAT, add_generation_prompt=False)
     parts = np.split(ids, np.flatnonzero(np.diff(mask)) + 1)
     learned = [foreign.decode(part, skip_special=False) for part in parts]
     assert learned[1::2] == ["It counts.<|im_end|>", "It adds.<|im_end|>"], "every answer with its end token, no more"
@@ -284,8 +284,8 @@ def test_foreign_chatml(tmp_path: Path) -> None:
                                 "if loop.last and m.role == 'assistant' else '') + m")  # fmt: skip
     assert thinking != template
     foreign = Tokenizer.load(save_foreign(tmp_path, library, chat_template=thinking))
-    with pytest.raises(DataError, match="renders earlier turns differently"):
-        foreign.encode_chat(CHAT)
+    ids, mask = foreign.encode_chat(CHAT)
+    assert foreign.decode(ids[mask == 1], skip_special=False) == "hm, It adds.<|im_end|>", "the last answer alone"
     first, second = foreign.encode_training_chats(CHAT)
     for (ids, mask), num_turns, answer in ((first, 2, "hm, It counts."), (second, 4, "hm, It adds.")):
         num_learned = int(mask.sum())

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from modelwright.data.tokenizer.tokenizer import ByteStream
+from modelwright.data.tokenizer.decode import ByteStream
 from modelwright.serve.load import IncrementalDetokenizer
 
 
 def of_bytes() -> ByteStream:
-    return ByteStream({byte: bytes([byte]) for byte in range(256)}, {})
+    return ByteStream({byte: bytes([byte]) for byte in range(256)})
 
 
 def feed(text: str, stops: tuple[str, ...] = ()) -> tuple[str, str, list[str]]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.errors import ModelError
-from modelwright.data.tokenizer.tokenizer import PATTERN, Tokenizer, is_byte_level
+from modelwright.data.tokenizer.decode import is_byte_level
+from modelwright.data.tokenizer.tokenizer import PATTERN, Tokenizer
 
 _QWEN2_PATTERN = PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 WORD = "\u2581"

@@ -17,7 +17,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.seeds import derive_seed
-from modelwright.data.tokenizer.tokenizer import TextStream, Tokenizer
+from modelwright.data.tokenizer.decode import TextStream
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.engine import Engine
 from modelwright.infer.sequence import SamplingParams
 
@@ -83,7 +84,7 @@ class EngineLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Renders a chat so that the text of a message cannot become a control token."""
-        return self._tokenizer.chat_template.render(chat_history, add_generation_prompt=add_generation_prompt)
+        return self._tokenizer.render(chat_history, add_generation_prompt=add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Encodes a text, with the begin token where the tokenizer puts one, unless the text has it already."""

@@ -11,6 +11,7 @@ import numpy as np
 from modelwright.core.errors import DataError
 from modelwright.core.progress import Progress
 from modelwright.data.document import Document
+from modelwright.data.rows.examples import template_variables
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.scoring import Scored, answer_text, score_answers, score_documents, sequence_nats
@@ -115,7 +116,9 @@ def _prompt(tokenizer: Tokenizer, document: Document) -> list[int]:
     """Encodes the conversation before the last answer. Raises `DataError` with the record's id."""
     last = max(place for place, turn in enumerate(document.messages) if turn["role"] == "assistant")
     try:
-        return tokenizer.encode_prompt(document.messages[:last], tools=document.tools)
+        return tokenizer.encode_prompt(
+            document.messages[:last], tools=document.tools, variables=template_variables(document)
+        )
     except DataError as error:
         raise DataError(f"{document.id}: {error}") from None
 

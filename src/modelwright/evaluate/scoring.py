@@ -23,6 +23,7 @@ from modelwright.core.errors import DataError
 from modelwright.core.progress import Progress
 from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document, join_turns
+from modelwright.data.rows.examples import template_variables
 from modelwright.data.rows.pack import best_fit
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
@@ -285,7 +286,9 @@ def score_answers(
     texts: list[list[Scored]] = []
     for document in documents:
         try:
-            chats = tokenizer.encode_training_chats(document.messages, tools=document.tools)
+            chats = tokenizer.encode_training_chats(
+                document.messages, tools=document.tools, variables=template_variables(document)
+            )
         except DataError as error:
             raise DataError(f"{document.id}: {error}") from None
         # A chat ends with its last learned token: what follows would only cost time.

@@ -24,7 +24,7 @@ from modelwright.core.config import load_yaml, merge
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.rundir import RunDir
 from modelwright.core.texts import hub_hint, nearest
-from modelwright.data.rows.examples import ConversationFit
+from modelwright.data.rows.examples import ConversationFit, template_variables
 from modelwright.data.sources.records import FORMS
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.tokenizer import Tokenizer
@@ -281,7 +281,9 @@ def measure_records(sources: SourceConfig, tokenizer: Tokenizer, *, max_seq_len:
         if document.kind != "qa" or document.is_undesirable:
             continue
         try:
-            chats = tokenizer.encode_training_chats(document.messages, tools=document.tools)
+            chats = tokenizer.encode_training_chats(
+                document.messages, tools=document.tools, variables=template_variables(document)
+            )
         except DataError as error:
             raise DataError(f"{document.id}: {error}") from None
         for ids, mask in chats:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
 from modelwright.core.errors import DataError, ModelError
-from modelwright.data.tokenizer.tokenizer import SPECIAL_TOKENS, TextStream, Tokenizer, is_byte_level, token_bytes
+from modelwright.data.tokenizer.decode import TextStream, is_byte_level, token_bytes
+from modelwright.data.tokenizer.tokenizer import SPECIAL_TOKENS, Tokenizer
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import SCORE, is_sequence_classifier, load_model, load_sequence_classifier
 from modelwright.model.vision.llava import is_llava_folder, load_llava
@@ -52,13 +53,15 @@ class ServedTokenizer:
         text = (folder / "tokenizer.json").read_text(encoding="utf-8")
         definition = json.loads(text)
         bytes_of = token_bytes(definition) if is_byte_level(definition) else {}
+        for entry in definition["added_tokens"]:
+            if entry["special"]:  # never the token of a text, and shown by name
+                bytes_of.pop(entry["id"], None)
         return cls(tokenizer, bytes_of, text, normalizes=bool(definition.get("normalizer")))
 
     def encode(self, text: str, *, with_begin: bool = True) -> list[int]:
         """Encodes a prompt for plain completion."""
-        # with the begin token, if there is one, because documents begin with it in training
-        begin = [self._tokenizer.bos_id] if with_begin and self._tokenizer.bos_id is not None else []
-        return begin + self._tokenizer.encode(text)
+        # with the begin token, if the tokenizer adds one, because documents begin with it in training
+        return [*(self._tokenizer.begin_ids if with_begin else ()), *self._tokenizer.encode(text)]
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], *, image_text: str = "") -> list[int]:
         """Encodes a conversation up to the start of the assistant's turn. image_text: text that represents an image.

@@ -28,6 +28,11 @@ PROMPT_TOO_LONG, TOO_LONG = "prompt longer than a row", "longer than a row"
 EMPTY, SAME = "empty answer", "chosen and rejected are the same"
 
 
+def template_variables(document: Document) -> Mapping[str, Any]:
+    """Returns the variables of the chat template that a record sets for itself, such as `enable_thinking`."""
+    return document.meta.get("chat_template_kwargs", {})
+
+
 @dataclass(kw_only=True)
 class ConversationFit:
     """Truncates conversations to `seq_len` tokens.
@@ -50,13 +55,15 @@ class ConversationFit:
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """Returns the token ids [T] and the loss mask [T] to pack, or None if the conversation is dropped.
 
-        Tokens after the last answer are removed. An answer without an end token gets `stop_ids[0]`.
+        Tokens after the last answer are removed. An answer without an end token gets `stop_ids[0]`. An end token
+        need not be the last one: templates may mark the line end after it as well.
         """
         self.num_conversations += 1
         answered = np.flatnonzero(mask)
         end = int(answered[-1]) + 1 if len(answered) else 0
         ids, mask = ids[:end], mask[:end]
-        if end and int(ids[-1]) not in stop_ids:
+        before = np.flatnonzero(mask == 0)
+        if end and not np.isin(ids[int(before[-1]) + 1 if len(before) else 0 :], stop_ids).any():
             ids, mask = np.append(ids, stop_ids[0]), np.append(mask, np.uint8(1))
         self.lengths[len(ids)] += 1
         if end and len(ids) <= self.seq_len:
@@ -166,7 +173,9 @@ class PreferenceFit:
         if not says_something(answer[-1]):
             return EMPTY
         prompt = document.messages[: document.prompt_turns]
-        ids, mask = self.tokenizer.encode_completion([*prompt, *answer], len(prompt), tools=document.tools)
+        ids, mask = self.tokenizer.encode_completion(
+            [*prompt, *answer], len(prompt), tools=document.tools, variables=template_variables(document)
+        )
         fitted = self.answers.fit(ids, mask, stop_ids=self.tokenizer.stop_ids)
         if fitted is not None:
             return PromptedAnswer(*fitted)
@@ -222,7 +231,8 @@ class PromptRecord:
         if messages[-1]["role"] == "assistant":
             fields[REFERENCE] = messages[-1]["content"]
             messages = messages[:-1]
-        return cls(ids=tokenizer.encode_prompt(messages), messages=messages, fields=fields)
+        ids = tokenizer.encode_prompt(messages, tools=document.tools, variables=template_variables(document))
+        return cls(ids=ids, messages=messages, fields=fields)
 
 
 def write_prompts(folder: Path, prompts: Iterable[PromptRecord]) -> None:

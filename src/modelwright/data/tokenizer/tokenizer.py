@@ -2,20 +2,19 @@
 
 A tokenizer folder has `tokenizer.json`, `tokenizer_config.json` (special tokens, chat template) and
 `special_tokens_map.json`; `transformers.AutoTokenizer` loads it and gives the same ids. A Hugging Face tokenizer of any
-kind can be loaded in its place. Ids are decoded one at a time, so that a client never receives half a character.
+kind can be loaded in its place.
 
 Encoding is several times faster with `tiktoken`, for tokenizers that mean the same in both libraries: BPE without
 dropout or byte fallback, byte-level alphabet, one splitting pattern, no normalizer, ids of merged tokens in the order
 of the merges.
 """
 
-import codecs
 import heapq
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
@@ -26,15 +25,24 @@ import numpy as np
 import tiktoken
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
-from tokenizers.decoders import DecodeStream
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import word_for_none
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.resources import num_usable_cores
 from modelwright.core.seeds import derive_seed
-from modelwright.data.document import Message
-from modelwright.data.tokenizer.chat import DEFAULT_TEMPLATE, IMAGE_MARK, ChatLoss, ChatTemplate, TextSpan, unshield
+from modelwright.data.document import Message, says_something
+from modelwright.data.tokenizer.chat import (
+    DEFAULT_TEMPLATE,
+    IMAGE_MARK,
+    SHIELD,
+    ChatLoss,
+    ChatTemplate,
+    Rendering,
+    answers_to_learn,
+    any_of,
+)
+from modelwright.data.tokenizer.decode import ByteStream, LibraryStream, TextStream, is_byte_level, token_bytes
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Built-in pattern of `tokenizers`' `ByteLevel` pre-tokenizer."""
@@ -52,10 +60,11 @@ LONG_SPACE = 5_000
 _PROBE = "probe"
 """Content of a turn that is rendered to find the text of the chat template around it."""
 _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{LONG_SPACE}}}")
+_TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 _FURTHER_FILES = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt",
-    "tokenizer.model",
+    "tokenizer.model", _TOOL_TEMPLATE,
 )  # fmt: skip
 """Other files of a tokenizer of Hugging Face, which are only copied, except for the chat template."""
 
@@ -132,7 +141,9 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> "Tokenizer
 
 
 class Tokenizer:
-    """Encodes and decodes. Special tokens in a text stay plain text unless the chat template inserted them."""
+    """Encodes and decodes. Special tokens in a text stay plain text unless the chat template inserted them. Added
+    tokens that are not special are words of the vocabulary: wherever their text occurs, they are one id.
+    """
 
     def __init__(
         self,
@@ -140,24 +151,31 @@ class Tokenizer:
         *,
         special_tokens: dict[str, str],
         template: str = DEFAULT_TEMPLATE,
+        tool_template: str = "",
+        generation_stops: Sequence[int] = (),
         files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """files: contents of a loaded tokenizer's files, which `save` writes again unchanged."""
+        """tool_template: template for conversations with tools, where it is another one. generation_stops: the
+        `eos_token_id` of the `generation_config.json`. files: contents of a loaded tokenizer's files, which `save`
+        writes again unchanged.
+        """
         self._library = library
         self._definition = json.loads(library.to_str())
         self._fast = fast_encoding(library.to_str())
-        # Without added tokens, so that special tokens in a text are plain text.
-        plain = {**self._definition, "added_tokens": [], "post_processor": None}
-        self._plain = tokenizers.Tokenizer.from_str(json.dumps(plain))
         self._added = {entry["content"]: entry["id"] for entry in self._definition["added_tokens"]}
-        added = library.get_added_tokens_decoder()
-        self._special = {token for token, number in self._added.items() if added[number].special}
-        # Longest first, because a token may begin with another; without any, the pattern matches nothing.
-        self._cut = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) or r"(?!)")
+        self._special = {entry["content"] for entry in self._definition["added_tokens"] if entry["special"]}
+        # The fast encoding knows no added tokens. None without any: a search for nothing takes time, too.
+        words = self._added.keys() - self._special
+        self._words = any_of(words) if words else None
+        # White space that is an added token (Gemma's line breaks) marks no place in a template.
+        self._cut = any_of(token for token in self._added if token.strip())
+        self._plain = _without_special(self._definition, self._special)
         self._bytes = token_bytes(self._definition) if is_byte_level(self._definition) else None
         self.special_tokens = special_tokens
+        self._generation_stops = tuple(generation_stops)
         self._files = files
-        self.chat_template = ChatTemplate(template, special_tokens, sorted(self._added, key=len, reverse=True))
+        self.chat_template = ChatTemplate(template, special_tokens, sorted(self._special))
+        self._tool_template = ChatTemplate(tool_template or template, special_tokens, sorted(self._special))
         # Ids may have gaps.
         self.vocab_size: int = max(library.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_id: Any
@@ -176,31 +194,41 @@ class Tokenizer:
         for path in paths:
             if not path.is_file():
                 raise ArtifactError(f"{path}: is missing; give a folder with {' and '.join(_FILES)} (a fast tokenizer)")
+        generation = folder / "generation_config.json"
         try:
             library = tokenizers.Tokenizer.from_file(str(paths[0]))
             settings = json.loads(paths[1].read_text(encoding="utf-8"))
+            generated = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
         except Exception as error:  # the library raises bare Exception
             raise ArtifactError(f"{folder}: its tokenizer cannot be read ({error})") from None
-        special_tokens: dict[str, str] = {}
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-            token = settings.get(name)
-            if content := token["content"] if isinstance(token, dict) else token:  # a string, or an object
-                special_tokens[name] = content
+        stops = generated.get("eos_token_id") if isinstance(generated, dict) else None
+        stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
+        if not all(type(stop) is int and stop >= 0 for stop in stops):
+            raise ArtifactError(f"{generation}: eos_token_id must be a token id or a list of them")
+        # `bos_token`, `eos_token` and any other one that a template may name: a string, or an object.
+        named = ((name, token) for name, token in settings.items() if name.endswith("_token") and token)
+        contents = ((name, token.get("content") if isinstance(token, dict) else token) for name, token in named)
+        special_tokens = {name: content for name, content in contents if isinstance(content, str)}
         library.no_padding()
         library.no_truncation()
         files = {name: (folder / name).read_bytes() for name in (*_FILES, *_FURTHER_FILES) if (folder / name).is_file()}
+        template, tool_template = settings.get("chat_template") or DEFAULT_TEMPLATE, ""
+        if isinstance(template, list):  # several templates with names
+            templates = {entry["name"]: entry["template"] for entry in template}
+            template = templates.get("default", next(iter(templates.values())))
+            tool_template = templates.get("tool_use", "")
         if "chat_template.jinja" in files:
-            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        else:
-            template = settings.get("chat_template") or DEFAULT_TEMPLATE
-            if isinstance(template, list):  # several templates with names
-                templates = {entry["name"]: entry["template"] for entry in template}
-                template = templates.get("default", next(iter(templates.values())))
+            template = files["chat_template.jinja"].decode("utf-8")
+        if _TOOL_TEMPLATE in files:
+            tool_template = files[_TOOL_TEMPLATE].decode("utf-8")
         # A saved copy must have the template that this tokenizer uses.
         if not (settings.get("chat_template") or "chat_template.jinja" in files):
             settings["chat_template"] = template
             files["tokenizer_config.json"] = json.dumps(settings, indent=1, ensure_ascii=False).encode("utf-8")
-        return cls(library, special_tokens=special_tokens, template=template, files=files)
+        return cls(
+            library, special_tokens=special_tokens, template=template, tool_template=tool_template,
+            generation_stops=stops, files=files,
+        )  # fmt: skip
 
     def save(self, folder: Path, *, max_length: int | None = None) -> None:
         """Writes a folder for `load` and `transformers.AutoTokenizer`. max_length: the model's, in tokens. The files of
@@ -209,6 +237,7 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         if self._files:
             for name, content in self._files.items():
+                (folder / name).parent.mkdir(exist_ok=True)
                 write_atomic(folder / name, content)
             return
         settings: dict[str, Any] = {
@@ -229,19 +258,27 @@ class Tokenizer:
 
     @cached_property
     def end_id(self) -> int:
-        """First special token after an answer in the chat template (ChatML: `<|im_end|>`), or the end-of-text token."""
+        """First added token after an answer in the chat template (ChatML: `<|im_end|>`), or the end-of-text token."""
         turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
         try:
-            spoken = "".join(span.text for span in self.chat_template.spans(turns) if span.spoken)
+            rendered = self.chat_template.render(turns, add_generation_prompt=False)
         except DataError:  # a template for other conversations than this one
             return self.eos_id
-        match = self._cut.search(spoken, spoken.find(_PROBE) + len(_PROBE))
+        match = self._cut.search(rendered, rendered.find(_PROBE) + len(_PROBE))
         return self._added[match.group()] if match else self.eos_id
 
-    @property
+    @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens at which generation stops."""
-        return tuple(dict.fromkeys((self.end_id, self.eos_id)))
+        """Tokens at which generation stops: the chat template's end of a turn, first, then the tokenizer's end of text
+        and those of `generation_config.json`. Each is a token of the vocabulary.
+        """
+        stops = (self.end_id, self.eos_id, *self._generation_stops)
+        return tuple(dict.fromkeys(stop for stop in stops if self._library.id_to_token(stop) is not None))
+
+    @cached_property
+    def _ends(self) -> re.Pattern[str]:
+        """Finds an end token in a rendered text. A stop that is an ordinary token (a line break) ends no turn there."""
+        return any_of(token for token, number in self._added.items() if number in self.stop_ids)
 
     @cached_property
     def begin_ids(self) -> list[int]:
@@ -261,15 +298,15 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encodes a plain text: no special token is added, and none is recognized in the text."""
-        if self._fast is not None and not (len(text) > LONG_SPACE and _LONG_SPACE.search(text)):
+        is_odd = len(text) > LONG_SPACE and _LONG_SPACE.search(text)
+        if self._fast is not None and not is_odd and not (self._words and self._words.search(text)):
             return self._fast.encode_ordinary(text)
         # a batch of one: unlike `encode`, it lets other threads work meanwhile
         return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_document(self, text: str) -> np.ndarray:
-        """Encodes a whole document as [T] int64: begin token (if the tokenizer has one), text, end token."""
-        begin = [] if self.bos_id is None else [self.bos_id]
-        return np.array([*begin, *self.encode(text), self.eos_id], dtype=np.int64)
+        """Encodes a whole document as [T] int64: begin token (if the tokenizer adds one), text, end token."""
+        return np.array([*self.begin_ids, *self.encode(text), self.eos_id], dtype=np.int64)
 
     def encode_documents(self, texts: Iterable[str], *, num_threads: int = 0) -> Iterator[np.ndarray]:
         """Yields `encode_document` of many texts, in order, with `num_threads` threads (0: one per usable core)."""
@@ -280,31 +317,75 @@ class Tokenizer:
                 yield from pool.map(self.encode_document, block, chunksize=32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
-        """Decodes ids, with replacement characters for invalid UTF-8. Raises `ValueError` for an unknown id."""
+        """Decodes ids as `tokenizers` does, with replacement characters for invalid UTF-8. Raises `ValueError` for an
+        unknown id.
+        """
         stream = self.stream(skip_special=skip_special)
         return "".join([*(stream.step(int(i)) for i in ids), stream.finish()])
 
-    def stream(self, *, skip_special: bool = True) -> "TextStream":
+    def stream(self, *, skip_special: bool = True) -> TextStream:
         """Returns a decoder that takes one id at a time and returns whole characters only."""
-        added = {i: "" if skip_special and token in self._special else token for token, i in self._added.items()}
         if self._bytes is not None:
-            return ByteStream(self._bytes, added)
-        return LibraryStream(self._library, skip_special)
+            skipped = {self._added[token] for token in self._special} if skip_special else set[int]()
+            return ByteStream(self._bytes, skipped)
+        return LibraryStream(self._library, self._definition, self._special if skip_special else ())
 
-    def render_chat(
-        self, messages: Sequence[Message], *, tools: Sequence[Any] = (), add_generation_prompt: bool
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] = (), add_generation_prompt: bool, **variables: Any
     ) -> str:
-        """Renders a conversation as the text that the model sees. Raises `DataError` if the template rejects it."""
-        template = self.chat_template
-        return unshield(template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt))
+        """Renders a conversation as the text that `encode_rendered` takes, for training and serving alike. variables:
+        further variables of the template, such as `enable_thinking`. Raises `DataError` if the template rejects it.
+        """
+        template = self._tool_template if tools else self.chat_template
+        return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables)
+
+    def encode_rendered(self, text: str, image_text: str = "") -> list[int]:
+        """Encodes a rendered conversation as `transformers` does: special tokens are recognized, with the white space
+        that they take, and shielded ones are plain text. image_text: text of an image, its special token once for each
+        patch.
+        """
+        return self._encoded(text.replace(IMAGE_MARK, image_text))[0]
+
+    def _encoded(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the ids of a rendered text, and the characters `[start, end)` of each."""
+        library, ids_of = (self._library, {}) if SHIELD not in text else self._unshielding
+        # A batch of one lets other threads work meanwhile.
+        encoding = library.encode_batch([text], add_special_tokens=False)[0]
+        return [ids_of.get(token, token) for token in encoding.ids] if ids_of else encoding.ids, encoding.offsets
+
+    @cached_property
+    def _unshielding(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """The library without the shields: they are removed once special tokens are recognized. Also the ids of added
+        tokens by the ids that they have in this copy of the library.
+        """
+        removes = {"type": "Replace", "pattern": {"String": SHIELD}, "content": ""}
+        steps = [removes, *([self._definition["normalizer"]] if self._definition["normalizer"] else [])]
+        added = [
+            # Before the text is normalized, because the shields are then gone.
+            {**entry, "normalized": entry["normalized"] and not entry["special"]}
+            for entry in self._definition["added_tokens"]
+        ]
+        model = _without_pieces(self._definition["model"], self._special)
+        definition = {
+            **self._definition, "model": model, "added_tokens": added,
+            "normalizer": {"type": "Sequence", "normalizers": steps},
+        }  # fmt: skip
+        library = tokenizers.Tokenizer.from_str(json.dumps(definition))
+        numbers = {library.token_to_id(token): number for token, number in self._added.items()}
+        return library, {} if all(one == other for one, other in numbers.items()) else numbers
 
     def encode_prompt(
-        self, messages: Sequence[Message], *, tools: Sequence[Any] = (), image_text: str = ""
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] = (),
+        image_text: str = "",
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
-        """Encodes a conversation up to the beginning of the assistant's turn. image_text: text of an image, its special
-        token once for each patch. Raises `DataError` if the template rejects the conversation, or omits an image.
+        """Encodes a conversation up to the beginning of the assistant's turn. image_text: as in `encode_rendered`;
+        variables: as in `render`. Raises `DataError` if the template rejects the conversation, or omits an image.
         """
-        rendered = self.chat_template.render(messages, tools=tools, add_generation_prompt=True)
+        rendered = self.render(messages, tools=tools, add_generation_prompt=True, **variables)
         _require_images(messages, rendered)
         return self.encode_rendered(rendered, image_text)
 
@@ -312,7 +393,7 @@ class Tokenizer:
         """Returns the inputs for writing a question with a model: the ids of a conversation up to the first words of
         its user, and the special token after them in the chat template, or the end-of-text token without one.
         """
-        rendered = self.chat_template.render([{"role": "user", "content": _PROBE}], add_generation_prompt=False)
+        rendered = self.render([{"role": "user", "content": _PROBE}], add_generation_prompt=False)
         before, _, after = rendered.partition(_PROBE)
         match = self._cut.search(after)
         return self.encode_rendered(before), self._added[match.group()] if match else self.eos_id
@@ -320,9 +401,16 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         """Encodes a conversation as ids [T] int64 and a loss mask [T] uint8: 1 for every answer of the assistant up to
         the token at which generation stops. The rest of the rendered turn (the line end of ChatML) is never generated,
-        so it is not learned. The ids up to an answer are those of `encode_prompt` for the turns before it.
+        so it is not learned. If the template renders earlier turns differently once later ones follow, the mask has
+        only the last answers, whose prompt is that of `encode_prompt` for the turns before them.
         """
-        return _encode_spans(self, self.chat_template.spans(messages), ends_at_stop=True)
+        answers = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
+        rendering = self.chat_template.renderings(messages, answers, self._ends)[-1]
+        whole = self.render(messages, add_generation_prompt=False)
+        end = rendering.learned[-1][1] if rendering.learned else 0
+        if whole.startswith(rendering.text[:end]):  # with the turns after the last answer
+            rendering = replace(rendering, text=whole)
+        return self._encode_rendering(rendering)
 
     def encode_training_chats(
         self,
@@ -331,52 +419,118 @@ class Tokenizer:
         tools: Sequence[Any] = (),
         loss: ChatLoss = "assistant",
         image_text: str = "",
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Encodes the texts to learn a conversation from as ids and loss masks, like `encode_chat`: one text, or one
-        for each answer, whichever the chat template allows (`ChatTemplate.training_spans`). If the template marks
-        answers, the marks alone decide; with `loss` `all` a text is learned up to its last answer. image_text: as in
-        `encode_prompt`, whose errors it raises.
+        """Encodes the texts to learn a conversation from as ids [T] int64 and loss masks [T] uint8: one text, or
+        several, whichever the chat template allows (`ChatTemplate.renderings`). The ids are those of `transformers` for
+        the conversation up to the last learned answer. If the template marks answers, the marks decide, as in
+        `transformers`; otherwise an answer is learned up to its end token. An answer without an end token gets one.
+
+        loss: `last_answer` and `all` learn from the last text alone, `all` up to its last answer. image_text,
+        variables: as in `encode_prompt`, whose errors it raises.
         """
-        template = self.chat_template
-        texts = template.training_spans(messages, tools=tools, loss=loss)
-        for spans in texts:
-            _require_images(messages, "".join(span.text for span in spans))
-        chats = [
-            _encode_spans(self, spans, ends_at_stop=not template.marks_answers, image_text=image_text)
-            for spans in texts
-        ]
+        template = self._tool_template if tools else self.chat_template
+        has_thoughts = any((turn.get("reasoning_content") or "").strip() for turn in messages)
+        if has_thoughts and not template.takes_reasoning:
+            raise DataError(
+                "the chat template has no place for reasoning_content, which this conversation has; use a template "
+                "that has one, or leave the field out (--data.ignore reasoning_content)"
+            )
+        renderings = template.renderings(
+            messages, answers_to_learn(messages), self._ends, tools=tools, variables=variables, use_marks=True
+        )
+        if loss != "assistant":
+            renderings = renderings[-1:]
+        if loss == "last_answer":
+            renderings = [replace(one, learned=one.learned[-1:]) for one in renderings]
+        chats = [self._encode_rendering(one, image_text, messages) for one in renderings]
         if loss == "all":
             for _, mask in chats:
                 mask[: mask.nonzero()[0].max(initial=-1) + 1] = 1
         return chats
 
     def encode_completion(
-        self, messages: Sequence[Message], first: int, *, tools: Sequence[Any] = ()
+        self,
+        messages: Sequence[Message],
+        first: int,
+        *,
+        tools: Sequence[Any] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[np.ndarray, np.ndarray]:
         """Encodes a conversation as ids and loss mask, like `encode_chat`, of which only the answers from turn number
-        `first` on are learned; the turns before it are the prompt.
+        `first` on are learned; the turns before it are the prompt. Of several answers only the last ones are learned if
+        the template renders earlier turns differently once later ones follow.
         """
-        spans = self.chat_template.completion_spans(messages, first, tools=tools)
-        return _encode_spans(self, spans, ends_at_stop=True)
+        template = self._tool_template if tools else self.chat_template
+        # `train: False` is about imitation; a preference compares answers.
+        turns = [
+            number
+            for number in range(first, len(messages))
+            if messages[number]["role"] == "assistant" and says_something(messages[number])
+        ]
+        renderings = template.renderings(messages, turns, self._ends, tools=tools, variables=variables)
+        return self._encode_rendering(renderings[-1])
+
+    def _encode_rendering(
+        self, rendering: Rendering, image_text: str = "", messages: Sequence[Message] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids and the loss mask of a rendering; messages: those whose images it must have."""
+        _require_images(messages, rendering.text)
+        growth, bounds = len(image_text) - 1, [place for one in rendering.learned for place in one]
+        places = [place + growth * rendering.text[:place].count(IMAGE_MARK) for place in bounds]
+        text = rendering.text.replace(IMAGE_MARK, image_text)
+        encoded, offsets = self._encoded(text)
+        ids, (starts, ends) = np.array(encoded, dtype=np.int64), np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+        mask = np.zeros(len(ids), dtype=np.uint8)
+        for start, end in zip(places[::2], places[1::2], strict=True):
+            # As in `transformers`, a token is learned if a part of it is.
+            is_learned = (starts < end) & (ends > start)
+            if not rendering.is_marked:
+                # But no token of the prompt that takes the white space after it, such as Phi-3's `<|assistant|>`.
+                is_learned &= (starts >= start) | ~np.isin(ids, [*self._added.values()])
+            mask[is_learned] = 1
+        if mask.any() and not self._ends.search(text, places[-2], places[-1]):
+            last = int(mask.nonzero()[0][-1]) + 1
+            ids, mask = np.append(ids[:last], self.end_id), np.append(mask[:last], np.uint8(1))
+        return ids, mask
 
     def token_text(self, token_id: int) -> str:
         """Returns a token as text for display; incomplete characters become replacement characters."""
         return self.decode([token_id], skip_special=False)
 
     def id_of(self, token: str) -> int | None:
-        """Returns the id of a special token, or None."""
+        """Returns the id of an added token, or None."""
         return self._added.get(token)
 
-    def encode_rendered(self, text: str, image_text: str = "") -> list[int]:
-        """Encodes a rendered template: special tokens are recognized, shielded ones are plain text."""
-        text = text.replace(IMAGE_MARK, image_text)
-        ids: list[int] = []
-        at = 0
-        for match in self._cut.finditer(text):
-            ids += self.encode(unshield(text[at : match.start()]))
-            ids.append(self._added[match.group()])
-            at = match.end()
-        return ids + self.encode(unshield(text[at:]))
+
+def _without_special(definition: Mapping[str, Any], special: Collection[str]) -> tokenizers.Tokenizer:
+    """Returns the tokenizer for plain text, in which special tokens are text like any other."""
+    in_model = {token for token, _ in _pieces(definition["model"])} & special
+    model = _without_pieces(definition["model"], special)
+    # A special token without its piece would take an id of its own and move those of the tokens after it.
+    moved = in_model - {token for token, _ in _pieces(model)}
+    added = [entry for entry in definition["added_tokens"] if entry["content"] not in moved]
+    plain = {**definition, "model": model, "added_tokens": added, "post_processor": None}
+    library = tokenizers.Tokenizer.from_str(json.dumps(plain))
+    library.encode_special_tokens = True
+    return library
+
+
+def _pieces(model: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    vocab = model["vocab"]
+    return [*vocab.items()] if isinstance(vocab, dict) else [tuple(one) for one in vocab]
+
+
+def _without_pieces(model: Mapping[str, Any], special: Collection[str]) -> Mapping[str, Any]:
+    """Returns the model of a `tokenizer.json` without special tokens among its words, where it could make one from
+    plain text: Unigram finds them like any piece, and models of words look a whole word up. BPE makes merges only.
+    """
+    if model["type"] == "BPE":
+        return model
+    hidden = special - {model.get("unk_token")}
+    named = enumerate(_pieces(model))
+    pieces = [(f"{SHIELD}{number}" if token in hidden else token, one) for number, (token, one) in named]
+    return {**model, "vocab": dict(pieces) if isinstance(model["vocab"], dict) else pieces}
 
 
 def tokenizer_difference(tokenizer: Tokenizer, other: Tokenizer) -> str:
@@ -400,40 +554,6 @@ def _require_images(messages: Sequence[Message], rendered: str) -> None:
         raise DataError("the chat template leaves out an image of this conversation; use one that keeps user turns")
 
 
-def _encode_spans(
-    tokenizer: Tokenizer, spans: Sequence[TextSpan], *, ends_at_stop: bool, image_text: str = ""
-) -> tuple[np.ndarray, np.ndarray]:
-    """ends_at_stop: an answer ends with the first token that stops generation, that token included."""
-    ids: list[int] = []
-    mask: list[int] = []
-    for span in spans:
-        part = tokenizer.encode_rendered(span.text, image_text)
-        ends = (place + 1 for place, token in enumerate(part) if ends_at_stop and token in tokenizer.stop_ids)
-        num_spoken = next(ends, len(part))
-        num_learned = num_spoken if span.spoken else 0
-        ids += part
-        mask += [1] * num_learned + [0] * (len(part) - num_learned)
-    return np.array(ids, dtype=np.int64), np.array(mask, dtype=np.uint8)
-
-
-def is_byte_level(definition: Mapping[str, Any]) -> bool:
-    """Returns True if tokens are spelled in the byte-level alphabet, so that each has fixed bytes."""
-    decoder = definition.get("decoder") or {}
-    steps = decoder.get("decoders", [decoder])
-    return any(step.get("type") == "ByteLevel" for step in steps)
-
-
-def token_bytes(definition: Mapping[str, Any]) -> dict[int, bytes]:
-    """Returns the bytes of each token of a byte-level vocabulary, except added tokens."""
-    # GPT-2's alphabet (Radford et al. 2019, `encoder.py`): printable characters are themselves, others follow at 256.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    added = {entry["content"] for entry in definition.get("added_tokens", ())}
-    vocab = definition["model"]["vocab"]
-    return {i: bytes(byte_of[c] for c in token) for token, i in vocab.items() if token not in added}
-
-
 def fast_encoding(definition_json: str) -> tiktoken.Encoding | None:
     """Returns the encoding of the text of a `tokenizer.json`, without special tokens; None if equality is uncertain."""
     definition = json.loads(definition_json)
@@ -453,7 +573,8 @@ def fast_encoding(definition_json: str) -> tiktoken.Encoding | None:
     odd = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "fuse_unk")
     if model.get("type") != "BPE" or any(model.get(name) for name in odd):
         return None
-    ranks = {spelled: i for i, spelled in token_bytes(definition).items()}
+    added = {entry["id"] for entry in definition["added_tokens"]}
+    ranks = {spelled: i for i, spelled in token_bytes(definition).items() if i not in added}
     if not all(bytes([byte]) in ranks for byte in range(256)):
         return None
     # tiktoken merges by id, `tokenizers` by rank: the merges must create each token once, in the order of ids.
@@ -462,56 +583,3 @@ def fast_encoding(definition_json: str) -> tiktoken.Encoding | None:
     if not all(a < b for a, b in pairwise(made)):
         return None
     return tiktoken.Encoding(name="modelwright", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-
-
-class ByteStream:
-    """Decoder of byte-level vocabularies, one id at a time: the joined texts of all steps and of `finish` are the text
-    of all ids. token_bytes: by id; added: texts of added tokens, which are plain text.
-    """
-
-    def __init__(self, token_bytes: Mapping[int, bytes], added: Mapping[int, str]) -> None:
-        self._bytes = token_bytes
-        self._added = added
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def step(self, token_id: int) -> str:
-        """Returns the text that this id completes; may be empty. Raises `ValueError` for an unknown id."""
-        if token_id in self._added:
-            text = self._added[token_id]
-            return self.finish() + text if text else ""
-        if token_id not in self._bytes:
-            raise ValueError(f"token id {token_id} is not in the vocabulary")
-        return self._decoder.decode(self._bytes[token_id])
-
-    def finish(self) -> str:
-        """Returns the rest: a replacement character if the ids end within a character."""
-        text = self._decoder.decode(b"", final=True)
-        self._decoder.reset()  # an added token in the midst of a stream calls this, too
-        return text
-
-
-class LibraryStream:
-    """Does `ByteStream` for any other vocabulary, by `tokenizers`' own stream decoder."""
-
-    def __init__(self, library: tokenizers.Tokenizer, skip_special: bool) -> None:
-        self._library = library
-        self._skip_special = skip_special
-        self._stream = DecodeStream(skip_special_tokens=skip_special)
-        self._ids: list[int] = []
-        self._text = ""
-
-    def step(self, token_id: int) -> str:
-        if self._library.id_to_token(token_id) is None:
-            raise ValueError(f"token id {token_id} is not in the vocabulary")
-        self._ids.append(token_id)
-        text = self._stream.step(self._library, token_id) or ""
-        self._text += text
-        return text
-
-    def finish(self) -> str:
-        # The library's stream holds back an incomplete character; a decoder that rewrites earlier text has no rest.
-        whole = self._library.decode(self._ids, skip_special_tokens=self._skip_special)
-        return whole[len(self._text) :] if whole.startswith(self._text) else ""
-
-
-TextStream = ByteStream | LibraryStream

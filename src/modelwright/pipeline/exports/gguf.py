@@ -59,7 +59,7 @@ def _parts(tokenizer: Tokenizer) -> tuple[str, str, str, str, str, str, str]:
     """Returns the text that opens a chat without a system turn, and those before and after the content of a system
     turn, a user's and an answer. Raises `ValueError` if they depend on more than the role of a turn.
     """
-    rendered = partial(tokenizer.render_chat, add_generation_prompt=False)
+    rendered = partial(tokenizer.render, add_generation_prompt=False)
     user, other = {"role": "user", "content": _USER}, {"role": "user", "content": _USER2}
     turns = [user, {"role": "assistant", "content": _ANSWER}, other, {"role": "assistant", "content": _ANSWER2}]
     before, rest = rendered(turns).split(_USER)

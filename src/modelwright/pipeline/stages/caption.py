@@ -24,7 +24,7 @@ from modelwright.data.images import store as stores
 from modelwright.data.images.decode import KEY, StoredImage
 from modelwright.data.images.read import LABEL_FIELD
 from modelwright.data.rows.batch import IGNORED
-from modelwright.data.rows.examples import ConversationFit
+from modelwright.data.rows.examples import ConversationFit, template_variables
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.data.tokenizer.chat import IMAGE_MARK
@@ -145,7 +145,11 @@ def _sequences(
         fit.num_empty_answers += row_sets.num_empty_answers(turns)
         try:
             chats = job.tokenizer.encode_training_chats(
-                turns, tools=document.tools, loss=job.settings.chat_loss, image_text=image_text
+                turns,
+                tools=document.tools,
+                loss=job.settings.chat_loss,
+                image_text=image_text,
+                variables=template_variables(document),
             )
         except DataError as error:
             raise DataError(f"{document.id}: {error}") from None

@@ -27,7 +27,7 @@ from modelwright.data.rows.ahead import LookaheadLoader, PlannedRows
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.cache.reader import DISK, MEMORY, SOURCE, BlockReader
 from modelwright.data.rows.cache.row_cache import RowCacheConfig, open_cache, remove_leftovers
-from modelwright.data.rows.examples import ConversationFit
+from modelwright.data.rows.examples import ConversationFit, template_variables
 from modelwright.data.rows.loader import PackedLoader, PackedRows, row_layout
 from modelwright.data.rows.origins import Origin, row_score, row_source
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
@@ -200,7 +200,9 @@ def _chats(
 ) -> Iterator[tuple[np.ndarray, np.ndarray] | None]:
     """Encodes a conversation as sequences, each with ids and a loss mask; None for one that is dropped."""
     try:
-        sequences = tokenizer.encode_training_chats(document.messages, tools=document.tools, loss=loss)
+        sequences = tokenizer.encode_training_chats(
+            document.messages, tools=document.tools, loss=loss, variables=template_variables(document)
+        )
     except DataError as error:
         raise DataError(f"{document.id}: {error}") from None
     fit.num_empty_answers += num_empty_answers(document.messages)
