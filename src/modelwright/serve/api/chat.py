@@ -147,12 +147,14 @@ def render_prompt(
     message, calls as JSON and results in turns of the user. Raises `ApiError` 400 if the template rejects it.
     """
     tokenizer = model.tokenizer
-    described = [tool.model_dump(include={"type", "function"}, exclude_none=True) for tool in tools]
-    for tool in described:
-        tool["function"].pop("cache_control", None)
+    names = ("name", "description", "parameters", "strict")
+    described = [
+        {"type": "function", "function": {n: value for n in names if (value := getattr(tool.function, n)) is not None}}
+        for tool in tools
+    ]
     if tokenizer.takes_tools and model.form is not OWN_FORM:
-        names = {call.id: call.function.name for message in messages for call in message.tool_calls or []}
-        turns: list[Any] = [message.templated(names) for message in messages]
+        called = {call.id: call.function.name for message in messages for call in message.tool_calls or []}
+        turns: list[Any] = [message.templated(called) for message in messages]
         return tokenizer.encode_chat(turns, tools=described, variables=variables, image_text=model.image_text)
     turns = [message.plain() for message in messages]
     if tokenizer.takes_reasoning:
