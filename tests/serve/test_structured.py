@@ -148,15 +148,8 @@ def tree(depth: int) -> Any:
 
 
 DEEP_TOOL = {"type": "function", "function": {"name": "f", "parameters": tree(400)}}
-TREE = {"type": "object", "properties": {"left": {"$ref": "#/$defs/tree"}}}
 BAD = [
-    ({"response_format": json_format({"$ref": "#"})}, "recursive"),
-    ({"response_format": json_format({"$ref": "#/$defs/tree", "$defs": {"tree": TREE}})}, "recursive"),
-    (
-        {"response_format": json_format({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"items": {"$ref": "#/$defs/a"}}},
-                                         "$ref": "#/$defs/a"})},
-        "recursive",
-    ),
+    ({"response_format": json_format({"$ref": "#"})}, "refers to itself"),
     ({"response_format": json_format(tree(40))}, "nested deeper than 64"),
     ({"tools": [DEEP_TOOL], "tool_choice": "required"}, "nested deeper than 64"),
     ({"response_format": json_format({"enum": [1] * 1000, "anyOf": [{"enum": [1] * 1000}] * 5})}, "more than 5000"),
@@ -301,8 +294,7 @@ def test_calls_and_results_are_part_of_a_conversation(tool_client):
     answer = tool_client(tool_choice="required").choices[0].message
     turns = [*QUESTION, answer.model_dump(), {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "12"}]
     assert tool_client(messages=turns, tool_choice="none").choices[0].message.tool_calls is None
-    for wrong, words in (("auto", "not supported"), ({"type": "function", "function": {"name": "x"}}, "not among")):
-        with pytest.raises(openai.BadRequestError, match=words):
-            tool_client(tool_choice=wrong)
+    with pytest.raises(openai.BadRequestError, match="not among"):
+        tool_client(tool_choice={"type": "function", "function": {"name": "x"}})
     with pytest.raises(openai.BadRequestError, match="there are no tools"):
         tool_client(tools=[], tool_choice="required")

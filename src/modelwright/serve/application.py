@@ -32,12 +32,12 @@ from modelwright.serve.keys import key_ring
 from modelwright.serve.load import ModelSource, ServedTokenizer
 from modelwright.serve.reload import Locate, Reloader, same_place
 from modelwright.serve.served_model import ServedModel, serve_model
-from modelwright.serve.service import CLIENT_LEFT, VERSION_HEADER, Service
+from modelwright.serve.service import CLIENT_LEFT, IGNORED_HEADER, VERSION_HEADER, Service
 
 NOTHING_KEPT = RequestsConfig()
 CUT_OFF_TIMEOUT_S = 2
 """Time for answers that were cut off to send the error to their clients."""
-EXPOSED_HEADERS = (ID_HEADER, VERSION_HEADER, "Retry-After", "WWW-Authenticate")
+EXPOSED_HEADERS = (ID_HEADER, VERSION_HEADER, IGNORED_HEADER, "Retry-After", "WWW-Authenticate")
 """Response headers that scripts of other origins may read; browsers hide all others."""
 
 

@@ -9,6 +9,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import EngineConfig
 
 OWN_BACKEND = "modelwright"
+ToolParser = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "json", "own"]
 LogFormat = Literal["text", "json"]
 
 
@@ -80,6 +81,14 @@ class ServeConfig:
     """Back-end that computes the answers: see `BACKENDS` in `engines/backends.py`. Not a setting, because each can
     serve a run's model."""
     engine: EngineConfig = field(default_factory=EngineConfig)
+    tool_parser: ToolParser = "auto"
+    """Form in which the model writes calls of functions; `auto` chooses by the chat template, and a template without a
+    place for tools always gets `own`."""
+    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    """`think` returns the text between `<think>` and `</think>` as `reasoning_content`; `auto` does so if the chat
+    template or the vocabulary has these marks."""
+    clamp_max_tokens: bool = True
+    """Lower `max_tokens` of chat requests to the room in the context instead of refusing the request."""
     images: PromptImagesConfig = field(default_factory=PromptImagesConfig, metadata={"constant": True})
     """Limits on images in chat requests."""
     body_timeout_s: float = constant(30.0)

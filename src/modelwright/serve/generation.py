@@ -7,7 +7,7 @@ vLLM.
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +15,10 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.infer.engine import StepOutput
 from modelwright.infer.sequence import Pixels, SamplingParams, ScoredToken
-from modelwright.serve.api.fields import CallText, ForcedCall, GenerationRequest
+from modelwright.serve.agents.reasoning import AnswerReader
+from modelwright.serve.api.fields import GenerationRequest
 from modelwright.serve.engines.client import GenerationJob
-from modelwright.serve.engines.grammars import CompiledGrammar
+from modelwright.serve.engines.grammars import CompiledGrammar, GrammarSource
 from modelwright.serve.errors import ApiError
 from modelwright.serve.keys import Caller
 from modelwright.serve.limits import too_many_answers
@@ -32,6 +33,17 @@ class Prompt:
     ids: Sequence[int]
     text: str
     images: Sequence[Pixels] = ()
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """How the text of an answer is made and read. source: its grammar, None for any text; reader: makes the reader of
+    each answer; shows_special: special tokens are part of the text, because a mark that the reader needs is one.
+    """
+
+    source: GrammarSource | None = None
+    reader: Callable[[], AnswerReader] | None = None
+    shows_special: bool = False
 
 
 @dataclass
@@ -52,8 +64,8 @@ class Answer:
     prompt_scores: tuple[ScoredToken, ...] = ()
     num_cached_tokens: int = 0
     finish_reason: str = ""
-    call: CallText | None = None
-    """Parser of a function call; None for an answer that is text."""
+    reader: AnswerReader | None = None
+    """Splits the text into thought, answer and calls; None for an answer that is text alone."""
 
     @property
     def new_text(self) -> str:
@@ -77,7 +89,6 @@ class Generation:
     num_prompt_tokens: int
     answers: list[Answer]
     stream: Stream
-    call: ForcedCall | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     first_token: float = 0.0
     """Time of the first token, by `time.perf_counter`; 0 before it arrives."""
@@ -182,15 +193,16 @@ def start(
     kind: str,
     max_choices: int,
     grammar: CompiledGrammar | None = None,
+    plan: "AnswerPlan | None" = None,
 ) -> Generation:
     """Checks the lengths and submits the engine's jobs. kind: prefix of the answer's id; grammar: None allows any text.
-    Raises `ApiError` if the request cannot be computed.
+    plan: how texts become answers. Raises `ApiError` if the request cannot be computed.
     """
     num_choices = request.n or 1
     if num_choices * len(prompts) > max_choices:
         raise too_many_answers(max_choices)
     seed = secrets.randbits(62) if request.seed is None else request.seed
-    jobs, answers, call = [], [], request.forced_call()
+    jobs, answers, plan = [], [], plan or AnswerPlan()
     weights = model.weights_of(request.model)
     # the key is part of the salt, so that no client can find out by timing which prompts others have cached
     salt = f"{caller.salt} {request.cache_salt}" if request.cache_salt else caller.salt
@@ -214,10 +226,15 @@ def start(
         answers += [
             Answer(
                 prompt,
-                IncrementalDetokenizer(model.tokenizer.stream(), request.stop, num_echoed, request.min_tokens or 0),
+                IncrementalDetokenizer(
+                    model.tokenizer.stream(skip_special=not plan.shows_special),
+                    request.stop,
+                    num_echoed,
+                    request.min_tokens or 0,
+                ),
                 num_echoed=num_echoed,
                 keeps_tokens=request.num_logprobs is not None and not request.stream,
-                call=CallText(call) if call else None,
+                reader=plan.reader() if plan.reader else None,
             )
             for _ in seeds
         ]
@@ -225,7 +242,7 @@ def start(
     num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
     model.worker.metrics.answers.prompt_tokens.inc(num_prompt_tokens)
     answer_id = f"{kind}-{secrets.token_hex(12)}"
-    return Generation(request, model, weights.version, answer_id, num_prompt_tokens, answers, stream, call)
+    return Generation(request, model, weights.version, answer_id, num_prompt_tokens, answers, stream)
 
 
 def _sampling(request: GenerationRequest, model: ServedModel, num_prompt: int) -> SamplingParams:
@@ -237,6 +254,8 @@ def _sampling(request: GenerationRequest, model: ServedModel, num_prompt: int) -
     end_ids = () if request.ignore_eos else model.tokenizer.stop_ids
     context, asked = model.limits.context, request.asked_tokens
     room = context - num_prompt
+    if asked and request.CLAMPS_TOKENS and model.clamps and room >= 1:
+        asked = min(asked, room)
     if room < 1 or (asked or 0) > room:
         and_answer = f" and {asked} for the answer" if asked else ""
         raise ApiError(

@@ -11,13 +11,17 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
 from modelwright.core.errors import DataError, ModelError
+from modelwright.data.document import Message
 from modelwright.data.tokenizer.decode import TextStream, is_byte_level, token_bytes
 from modelwright.data.tokenizer.tokenizer import SPECIAL_TOKENS, Tokenizer
 from modelwright.model.decoder import Decoder
@@ -58,19 +62,68 @@ class ServedTokenizer:
                 bytes_of.pop(entry["id"], None)
         return cls(tokenizer, bytes_of, text, normalizes=bool(definition.get("normalizer")))
 
-    def encode(self, text: str, *, with_begin: bool = True) -> list[int]:
-        """Encodes a prompt for plain completion."""
+    def encode(self, text: str, *, with_begin: bool = True, parse_special: bool = False) -> list[int]:
+        """Encodes a prompt for plain completion, in which special tokens are recognized only with `parse_special`."""
         # with the begin token, if the tokenizer adds one, because documents begin with it in training
-        return [*(self._tokenizer.begin_ids if with_begin else ()), *self._tokenizer.encode(text)]
+        begin = self._tokenizer.begin_ids if with_begin else []
+        ids = self._tokenizer.encode_rendered(text) if parse_special else self._tokenizer.encode(text)
+        # a prompt that writes its begin token itself gets no second one
+        return ids if parse_special and begin and ids[: len(begin)] == begin else [*begin, *ids]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, image_text: str = "") -> list[int]:
-        """Encodes a conversation up to the start of the assistant's turn. image_text: text that represents an image.
-        Raises `ApiError` 400 if the template rejects it.
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        image_text: str = "",
+    ) -> list[int]:
+        """Encodes a conversation up to the start of the assistant's turn, as training renders it. tools: schemas of
+        functions; variables: further variables of the template; image_text: text that represents an image. Raises
+        `ApiError` 400 if the template rejects it.
         """
         try:
-            return self._tokenizer.encode_prompt(messages, image_text=image_text)
+            return self._tokenizer.encode_prompt(messages, tools=tools, variables=variables, image_text=image_text)
         except DataError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """True if the template shows tools, calls and results."""
+        function = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": _PROBE, "arguments": {"x": 1}}}
+        turns: list[Message] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": f"{_PROBE}2", "tool_call_id": "abcdefghi", "name": _PROBE},
+        ]
+        tools = [{"type": "function", "function": function}]
+        try:
+            shown = self._tokenizer.render(turns, tools=tools, add_generation_prompt=True)
+        except DataError:
+            return False
+        # a template may list the tools and hide the calls, or the reverse
+        return shown.count(_PROBE) >= 3 and f"{_PROBE}2" in shown
+
+    @property
+    def takes_reasoning(self) -> bool:
+        """True if the template has a place for the thoughts of earlier answers."""
+        return self._tokenizer.chat_template.takes_reasoning
+
+    @property
+    def template(self) -> str:
+        """The source of the chat template."""
+        return self._tokenizer.chat_template.source
+
+    @cached_property
+    def special(self) -> Mapping[str, int]:
+        """Ids of the special tokens, which texts of answers omit."""
+        added = json.loads(self.definition)["added_tokens"]
+        return {entry["content"]: entry["id"] for entry in added if entry["special"]}
+
+    def mark_ids(self, mark: str) -> tuple[int, ...]:
+        """Returns the tokens of a mark that templates write, such as `<think>`."""
+        return tuple(self._tokenizer.encode_rendered(mark))
 
     def encode_answer(self, question: str, answer: str) -> list[int]:
         """Encodes a question and its answer, up to the last token of the answer. Raises like `encode_chat`."""
@@ -168,6 +221,7 @@ class IncrementalDetokenizer:
 
 
 SHORT_DIGEST = 12
+_PROBE = "probed_function"
 
 
 @dataclass(frozen=True, kw_only=True)

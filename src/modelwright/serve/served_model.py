@@ -12,10 +12,13 @@ from pathlib import Path
 
 from modelwright.infer.engine import EngineStats, StepOutput
 from modelwright.serve.account.monitoring import Metrics, RequestTimer
+from modelwright.serve.agents.calls import CallForm
+from modelwright.serve.agents.forms import OWN_FORM, choose_form
+from modelwright.serve.agents.reasoning import END_THINK
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.client import EngineClient, EngineEnd, EngineInfo, Job, MoveOutcome
 from modelwright.serve.engines.grammars import GrammarCompiler
-from modelwright.serve.errors import ApiError, limit_reached, shutting_down
+from modelwright.serve.errors import ApiError, limit_reached, log, shutting_down
 from modelwright.serve.keys import Caller, Reservation
 from modelwright.serve.limits import Limits
 from modelwright.serve.load import ModelSource, ServedTokenizer, adapted_fingerprint
@@ -220,6 +223,12 @@ class ServedModel:
     unloaded: set[str] = field(default_factory=set)
     """Names of unloaded adapters. A request that was read before must get an error instead of the model itself."""
     created: int = field(default_factory=lambda: int(time.time()))
+    form: CallForm = OWN_FORM
+    """Form of the calls of functions."""
+    thinks: bool = False
+    """Answers may begin with a thought."""
+    clamps: bool = True
+    """`max_tokens` of chat requests is lowered to the room in the context."""
 
     @property
     def info(self) -> EngineInfo:
@@ -268,4 +277,12 @@ def serve_model(
         name: ServedAdapter(Path(config.adapters[name]), name, adapted_fingerprint(info.fingerprint, digest))
         for name, digest in info.adapters.items()
     }
-    return ServedModel(worker, tokenizer, limits, grammars, source, adapters, config.aliases)
+    form = choose_form(config.tool_parser, tokenizer.template, takes_tools=tokenizer.takes_tools)
+    if form is OWN_FORM and not tokenizer.takes_tools:
+        log.info("the chat template has no place for tools; requests with tools use the form `own` (docs/serving.md)")
+    marks = END_THINK in tokenizer.template or len(tokenizer.mark_ids(END_THINK)) == 1
+    return ServedModel(
+        worker, tokenizer, limits, grammars, source, adapters, config.aliases, form=form,
+        thinks=config.reasoning_parser == "think" or (config.reasoning_parser == "auto" and marks),
+        clamps=config.clamp_max_tokens,
+    )  # fmt: skip

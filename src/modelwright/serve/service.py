@@ -306,6 +306,8 @@ class Lease:
             raise ApiError(404, text, param="model", code="model_not_found")
 
 
+IGNORED_HEADER = "X-Ignored-Fields"
+"""Response header with the fields of a request that were accepted and changed nothing."""
 VERSION_HEADER = "X-Model-Version"
 """Response header that identifies the weights."""
 

@@ -4,7 +4,7 @@ its client disconnects. Also log-probabilities in the form of JSON.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -14,11 +14,20 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from modelwright.serve.api.fields import GenerationRequest
 from modelwright.serve.api.parsing import admit, parse_request, parsed
 from modelwright.serve.errors import ApiError
-from modelwright.serve.generation import Answer, Generation, Prompt, start
+from modelwright.serve.generation import Answer, AnswerPlan, Generation, Prompt, start
 from modelwright.serve.keys import Caller
 from modelwright.serve.load import Delta
 from modelwright.serve.served_model import ServedModel, Stream
-from modelwright.serve.service import SESSION_ENTRY, VERSION_HEADER, Exchange, Lease, RouteName, Subject, service_of
+from modelwright.serve.service import (
+    IGNORED_HEADER,
+    SESSION_ENTRY,
+    VERSION_HEADER,
+    Exchange,
+    Lease,
+    RouteName,
+    Subject,
+    service_of,
+)
 
 G = TypeVar("G", bound=GenerationRequest)
 
@@ -46,6 +55,8 @@ class AnswerKind(Generic[G]):
     opening: Callable[[Generation], list[dict[str, Any]]]
     chunk: Callable[[Generation, int, Delta], dict[str, Any]]
     event_object: str
+    plan: Callable[[G, ServedModel, Sequence[Prompt]], AnswerPlan] | None = None
+    """How answers are made and read; None for plain texts."""
 
 
 def read_generation(kind: type[G], body: bytes, lease: Lease) -> G:
@@ -78,13 +89,16 @@ async def respond(request: Request, kind: AnswerKind[G]) -> Response:
             async def open_on(model: ServedModel, caller: Caller) -> Generation:
                 chosen = Lease(service, model)
                 prompts = await parsed(lambda: kind.prompts(asked, chosen), len(body), chosen, is_slow=asked.has_images)
-                source, grammar = asked.grammar(), None
+                plan = kind.plan(asked, model, prompts) if kind.plan else AnswerPlan(asked.grammar())
+                source, grammar = plan.source, None
                 if source is not None:
-                    if asked.ignore_eos or asked.min_tokens:
+                    if source.kind != "any" and (asked.ignore_eos or asked.min_tokens):
                         text = f"{source.param} says where the answer ends, so it cannot be combined with ignore_eos or"
                         raise ApiError(400, f"{text} min_tokens.", param=source.param, code="invalid_value")
                     grammar = await model.grammars.compile(source)
-                return start(asked, prompts, model, caller, kind=kind.id_prefix, max_choices=most, grammar=grammar)
+                return start(
+                    asked, prompts, model, caller, kind=kind.id_prefix, max_choices=most, grammar=grammar, plan=plan
+                )
 
             exchange = Exchange(
                 asked=asked,
@@ -99,6 +113,7 @@ async def respond(request: Request, kind: AnswerKind[G]) -> Response:
                 exchange.generation = generation = await open_on(lease.model, caller)
     # outside the leases: open answers keep their version in service by themselves
     version = {VERSION_HEADER: generation.version}
+    version |= {IGNORED_HEADER: ", ".join(asked.ignored)} if asked.ignored else {}
     if generation.request.stream:
         events = _events(generation, kind, exchange)
         # X-Accel-Buffering keeps nginx from holding events back until its buffer is full

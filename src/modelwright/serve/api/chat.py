@@ -4,7 +4,8 @@ does not have are named as in vLLM.
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -13,29 +14,37 @@ from starlette.responses import Response
 
 from modelwright.data.images.decode import STORED_SIDE, ImageFault, decode, squared
 from modelwright.infer.sequence import Pixels
+from modelwright.serve.agents.calls import TEXT_SHOWN, Function, Part, TextPart
+from modelwright.serve.agents.forms import OWN_FORM
+from modelwright.serve.agents.reasoning import END_THINK, THINK, THOUGHT_SHOWN, AnswerReader
 from modelwright.serve.api.answers import AnswerKind, finite, prompt_logprobs, read_generation, respond, token_name
 from modelwright.serve.api.fields import (
     Content,
-    ForcedCall,
     FunctionDefinition,
     FunctionName,
     GenerationRequest,
+    Ignored,
     NumLogprobs,
     Strict,
     Unsupported,
 )
+from modelwright.serve.engines.grammars import GrammarSource, Thought, check_references
 from modelwright.serve.errors import ApiError
-from modelwright.serve.generation import Generation, Prompt
+from modelwright.serve.generation import Answer, AnswerPlan, Generation, Prompt
 from modelwright.serve.limits import Limits
 from modelwright.serve.load import Delta, TokenInfo
+from modelwright.serve.served_model import ServedModel
 from modelwright.serve.service import Lease
 
 CHUNK = "chat.completion.chunk"
+MAX_CALLS = 8
+"""Most calls of one answer."""
 
 
 class Tool(Strict):
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: Ignored = None
 
 
 class FunctionReference(Strict):
@@ -55,8 +64,9 @@ class FunctionCall(Strict):
 
 
 class ToolCall(Strict):
-    """A call in an earlier turn of the assistant."""
+    """A call in an earlier turn of the assistant. `index`: a client that joins a stream may leave it in."""
 
+    index: int | None = None
     id: str
     type: Literal["function"]
     function: FunctionCall
@@ -68,9 +78,14 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
     name: str | None = None
-    refusal: Unsupported = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: Ignored = None
+    cache_control: Ignored = None
+    reasoning_details: Ignored = None
+    id: Ignored = None
     audio: Unsupported = None
-    annotations: list[Any] | None = None
+    annotations: Ignored = None
     function_call: Unsupported = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=64)] | None = None
     tool_call_id: str | None = None
@@ -95,9 +110,72 @@ class Message(Strict):
         is_result = self.role == "tool"
         return {"role": role, "content": f"<tool_response>\n{content}\n</tool_response>" if is_result else content}
 
+    def templated(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Returns the turn in the form of templates that know calls, which is that of training. names: names of the
+        functions of earlier calls by their ids."""
+        role = "system" if self.role == "developer" else self.role
+        turn: dict[str, Any] = {"role": role, "content": self.content.marked if self.content else ""}
+        thought = self.reasoning_content if self.reasoning_content is not None else self.reasoning
+        if role == "assistant" and thought is not None:
+            turn["reasoning_content"] = thought
+        if self.tool_calls:
+            calls = [(call.id, call.function.name, _arguments(call.function.arguments)) for call in self.tool_calls]
+            turn["tool_calls"] = [
+                {"id": one, "type": "function", "function": {"name": name, "arguments": arguments}}
+                for one, name, arguments in calls
+            ]
+        if role == "tool":
+            name = self.name or names.get(self.tool_call_id or "")
+            turn |= {"name": name} if name else {}
+            turn |= {"tool_call_id": self.tool_call_id} if self.tool_call_id else {}
+        return turn
+
+
+def _arguments(text: str) -> Any:
+    """Returns the arguments of a call as templates want them: an object, or the text itself if it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def render_prompt(
+    messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any], model: ServedModel
+) -> list[int]:
+    """Returns the ids of a conversation up to the answer. A template without a place for tools gets them in the system
+    message, calls as JSON and results in turns of the user. Raises `ApiError` 400 if the template rejects it.
+    """
+    tokenizer = model.tokenizer
+    names = ("name", "description", "parameters", "strict")
+    described = [
+        {"type": "function", "function": {n: value for n in names if (value := getattr(tool.function, n)) is not None}}
+        for tool in tools
+    ]
+    if tokenizer.takes_tools and model.form is not OWN_FORM:
+        called = {call.id: call.function.name for message in messages for call in message.tool_calls or []}
+        turns: list[Any] = [message.templated(called) for message in messages]
+        return tokenizer.encode_chat(turns, tools=described, variables=variables, image_text=model.image_text)
+    turns = [message.plain() for message in messages]
+    if tokenizer.takes_reasoning:
+        for turn, message in zip(turns, messages, strict=True):
+            thought = message.reasoning_content or message.reasoning
+            turn |= {"reasoning_content": thought} if thought and message.role == "assistant" else {}
+    if described:
+        lines = ["To call one of these functions, answer with its name and arguments alone, as a JSON object:"]
+        lines += [json.dumps(tool["function"], ensure_ascii=False) for tool in described]
+        text = "\n".join(lines)
+        # many templates allow only one system message, and only at the start
+        first = turns[0]["role"] == "system"
+        head = f"{turns[0]['content']}\n\n{text}" if first else text
+        turns = [{"role": "system", "content": head}, *(turns[1:] if first else turns)]
+    return tokenizer.encode_chat(turns, variables=variables, image_text=model.image_text)
+
 
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
+
+    CLAMPS_TOKENS = True
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -108,48 +186,61 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
+    """Tokens after which a thought is closed, as vLLM names it."""
 
     @classmethod
     def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
         limits.check_chat(data)
 
     def plain_messages(self) -> list[dict[str, str]]:
-        """Returns the conversation for the chat template, with the tools in a system message if one must be called."""
-        messages = [message.plain() for message in self.messages]
-        call = self.forced_call()
-        if call is None:
-            return messages
-        lines = ["Answer with a call of one of these functions, as JSON:"]
-        for one in call.functions:
-            tool = {"name": one.name, "description": one.description or "", "parameters": one.schema_of_arguments}
-            lines.append(json.dumps(tool, ensure_ascii=False))
-        tools = "\n".join(lines)
-        # many templates allow only one system message, and only at the start
-        if messages[0]["role"] == "system":
-            return [{"role": "system", "content": f"{messages[0]['content']}\n\n{tools}"}, *messages[1:]]
-        return [{"role": "system", "content": tools}, *messages]
+        """Returns the conversation as texts."""
+        return [message.plain() for message in self.messages]
 
     @property
     def has_images(self) -> bool:
         return any(message.content is not None and message.content.images for message in self.messages)
 
-    def forced_call(self) -> ForcedCall | None:
-        """Returns the call that `tool_choice` forces, or None for plain text. Raises `ApiError` 400 for "auto" and for
-        a function that is not among the tools.
+    def callable_functions(self) -> list[Function]:
+        """Returns the functions that the answer may call, none for `tool_choice` "none". Raises `ApiError` 400 for a
+        choice that the tools do not allow, and for schemas that cannot be used.
         """
-        functions, choice = tuple(tool.function for tool in self.tools or []), self.tool_choice
-        if isinstance(choice, NamedTool):
-            named = tuple(function for function in functions if function.name == choice.function.name)
-            if not named:
-                text = f"tool_choice names the function {choice.function.name!r}, which is not among the tools."
-                raise ApiError(400, text, param="tool_choice", code="invalid_value")
-            return ForcedCall(named[:1], is_named=True)
-        if choice == "required" and not functions:
+        choice, tools = self.tool_choice, [tool.function for tool in self.tools or []]
+        if choice == "required" and not tools:
             raise ApiError(400, "tool_choice is required, but there are no tools.", param="tool_choice")
-        if functions and choice in (None, "auto"):  # OpenAI's default is "auto" if there are tools
-            text = 'tool_choice "auto" is not supported by this server; take "required", "none", or name a function.'
-            raise ApiError(400, text, param="tool_choice", code="invalid_value")
-        return ForcedCall(functions, is_named=False) if choice == "required" else None
+        if isinstance(choice, NamedTool):
+            named = choice.function.name
+            tools = [function for function in tools if function.name == named]
+            if not tools:
+                text = f"tool_choice names the function {named!r}, which is not among the tools."
+                raise ApiError(400, text, param="tool_choice", code="invalid_value")
+        if len({tool.name for tool in tools}) < len(tools):
+            raise ApiError(400, "Two tools have the same name.", param="tools", code="invalid_value")
+        if choice == "none":
+            return []
+        if self.must_call or any(tool.strict for tool in tools):
+            for tool in tools:
+                check_references(tool.schema_of_arguments, "tools")
+        return [Function(tool.name, tool.schema_of_arguments, bool(tool.strict)) for tool in tools]
+
+    @property
+    def must_call(self) -> bool:
+        """True if the answer has to be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    def variables(self, template: str) -> dict[str, Any]:
+        """Returns the variables of the template, with `reasoning_effort` in the form that the template knows."""
+        given, effort = dict(self.chat_template_kwargs or {}), self.reasoning_effort
+        if effort is None:
+            return given
+        if "reasoning_effort" in template:
+            return {"reasoning_effort": effort} | given
+        if "enable_thinking" in template:
+            return {"enable_thinking": effort not in ("none", "minimal")} | given
+        self.ignore("reasoning_effort")
+        return given
 
     @property
     def asked_tokens(self) -> int | None:
@@ -179,7 +270,7 @@ async def create_chat_completion(request: Request) -> Response:
 def _read_chat(body: bytes, lease: Lease) -> ChatRequest:
     asked = read_generation(ChatRequest, body, lease)
     # not a validator of the model, because the error has to name the field
-    if asked.top_logprobs and not asked.logprobs:
+    if asked.top_logprobs is not None and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
     return asked
 
@@ -210,7 +301,46 @@ def _chat_prompts(asked: ChatRequest, lease: Lease) -> list[Prompt]:
             except ImageFault as fault:
                 raise _bad_image(where, f"the image {fault}") from None
             pixels.append(squared(image, size=info.image_size, fit="crop" if info.crops_images else "stretch"))
-    return [Prompt(model.tokenizer.encode_chat(asked.plain_messages(), image_text=model.image_text), "", pixels)]
+    functions = {function.name for function in asked.callable_functions()}
+    tools = [tool for tool in asked.tools or [] if tool.function.name in functions]
+    ids = render_prompt(asked.messages, tools, asked.variables(model.tokenizer.template), model)
+    return [Prompt(ids, "", pixels)]
+
+
+def _chat_plan(asked: ChatRequest, model: ServedModel, prompts: Sequence[Prompt]) -> AnswerPlan:
+    """Returns how answers are constrained and read. Raises `ApiError` 400 for grammars that exclude each other."""
+    functions, form, tokenizer = asked.callable_functions(), model.form, model.tokenizer
+    source = asked.grammar()
+    if functions and (asked.must_call or any(one.is_strict for one in functions)):
+        if source is not None:
+            text = f"{source.param} and tools cannot be combined; give one of them."
+            raise ApiError(400, text, param="tools", code="invalid_value")
+        most = MAX_CALLS if asked.parallel_tool_calls else 1
+        text = form.grammar(functions, tokenizer.special, most=most, is_forced=asked.must_call)
+        source = GrammarSource("lark", text, "tools")
+    state: Literal["before", "thought", "text"] = "text"
+    if model.thinks:
+        # a template may open the thought, or close an empty one
+        tail = tokenizer.decode(prompts[0].ids[-16:], skip_special=False).rstrip()
+        state = "thought" if tail.endswith(THINK) else "text" if tail.endswith(END_THINK) else "before"
+    budget = asked.thinking_token_budget
+    if state != "text" and (source is not None or budget is not None):
+        marks = tokenizer.mark_ids(THINK), tokenizer.mark_ids(END_THINK)
+        thought = Thought(*marks, state == "thought", -1 if budget is None else budget)
+        source = replace(source or GrammarSource("any", "", "thinking_token_budget"), thought=thought)
+    elif budget is not None:
+        asked.ignore("thinking_token_budget")
+    if not functions and state == "text":
+        return AnswerPlan(source)
+    names = [one.name for one in functions]
+
+    def reader() -> AnswerReader:
+        most = 1 if asked.parallel_tool_calls is False else MAX_CALLS
+        return AnswerReader(state, form.parser(names, most=most) if names else None)
+
+    marks = {form.opening} if names else set[str]()
+    marks |= {THINK, END_THINK} if state != "text" else set()
+    return AnswerPlan(source, reader, shows_special=bool(marks & tokenizer.special.keys()))
 
 
 def _bad_image(where: str, reason: str, *, code: str = "invalid_image") -> ApiError:
@@ -221,18 +351,14 @@ def _full(generation: Generation) -> dict[str, Any]:
     choices: list[dict[str, Any]] = []
     for index, answer in enumerate(generation.answers):
         message: dict[str, Any] = {"role": "assistant", "content": answer.shown, "refusal": None}
-        if answer.call is not None:
-            part = answer.call.push(answer.shown)
-            function = {"name": part.name, "arguments": part.arguments}
-            # an answer that was cut off may end before the name of the function
-            calls = [{"id": answer.call.call_id, "type": "function", "function": function}] if part.name else []
-            message |= {"content": None, "tool_calls": calls}
+        if answer.reader is not None:
+            message = _message(answer.reader.push(answer.shown, is_last=True))
         choices.append(
             {
                 "index": index,
                 "message": message,
                 "logprobs": _logprobs(generation, answer.tokens),
-                "finish_reason": _reason(generation, answer.finish_reason),
+                "finish_reason": _reason(answer),
                 **_token_ids(generation, index),
             }
         )
@@ -243,7 +369,7 @@ def _full(generation: Generation) -> dict[str, Any]:
 
 
 def _opening(generation: Generation) -> list[dict[str, Any]]:
-    delta = {"role": "assistant", "content": "" if generation.call is None else None}
+    delta = {"role": "assistant", "content": "" if generation.answers[0].reader is None else None}
     choices = [
         {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         for index in range(len(generation.answers))
@@ -252,26 +378,50 @@ def _opening(generation: Generation) -> list[dict[str, Any]]:
 
 
 def _chunk(generation: Generation, index: int, piece: Delta) -> dict[str, Any]:
-    call = generation.answers[index].call
+    answer = generation.answers[index]
     delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
-    if call is not None:
-        part = call.push(piece.text)
-        # as OpenAI streams calls: id and name come once, with the first event of the call
-        function = {"name": part.name, "arguments": part.arguments} if part.name else {"arguments": part.arguments}
-        head = {"id": call.call_id, "type": "function"} if part.name else {}
-        delta = {"tool_calls": [{"index": 0, **head, "function": function}]} if part.name or part.arguments else {}
+    if answer.reader is not None:
+        delta = _delta(answer.reader.push(piece.text, is_last=bool(piece.finish_reason)))
     choice = {
         "index": index,
         "delta": delta,
         "logprobs": _logprobs(generation, piece.tokens),
-        "finish_reason": _reason(generation, piece.finish_reason) or None,
+        "finish_reason": _reason(answer) or None,
     }
     return generation.envelope(CHUNK, [choice | _token_ids(generation, index)])
 
 
-def _reason(generation: Generation, reason: str) -> str:
-    """Returns the finish reason, which is "tool_calls" for a complete call."""
-    return "tool_calls" if generation.call is not None and reason == "stop" else reason
+def _message(parts: Sequence[Part]) -> dict[str, Any]:
+    """Returns the message of a complete answer."""
+    delta = _delta(parts)
+    calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", [])]
+    content = delta.get(TEXT_SHOWN)
+    # a client may leave out what stands before a call; an answer without a call has a text
+    content = content if (content and content.strip()) or not calls else None
+    message = {"role": "assistant", "content": content if calls else content or "", "refusal": None}
+    message |= {THOUGHT_SHOWN: delta[THOUGHT_SHOWN]} if THOUGHT_SHOWN in delta else {}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _delta(parts: Sequence[Part]) -> dict[str, Any]:
+    """Returns parts as a message's fields, as OpenAI streams them: id and name come with the first part of a call."""
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if isinstance(part, TextPart):
+            delta[part.field] = delta.get(part.field, "") + part.text
+            continue
+        call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+        if part.name:
+            call |= {"id": part.call_id, "type": "function", "function": {"name": part.name, "arguments": ""}}
+        call["function"]["arguments"] += part.arguments
+    return delta | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def _reason(answer: Answer) -> str:
+    """Returns the finish reason, which is "tool_calls" for an answer with complete calls."""
+    has_calls = answer.reader is not None and answer.reader.num_calls > 0
+    return "tool_calls" if has_calls and answer.finish_reason == "stop" else answer.finish_reason
 
 
 def _prompt_ids(generation: Generation) -> dict[str, Any]:
@@ -310,4 +460,5 @@ CHAT = AnswerKind(
     opening=_opening,
     chunk=_chunk,
     event_object=CHUNK,
+    plan=_chat_plan,
 )

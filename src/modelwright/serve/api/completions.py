@@ -39,6 +39,9 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     best_of: Annotated[Any, unsupported(1)] = None
     suffix: Unsupported = None
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = None
+    """Recognize special tokens in texts, as llama.cpp names it; by default they are plain characters."""
 
     @model_validator(mode="after")
     def _zero_tokens(self) -> "CompletionRequest":
@@ -79,7 +82,8 @@ async def create_completion(request: Request) -> Response:
 
 def _completion_prompts(asked: CompletionRequest, lease: Lease) -> list[Prompt]:
     prompts: list[Prompt] = []
-    for prompt, ids in zip(asked.prompts, token_ids(asked.prompts, "prompt", lease), strict=True):
+    flags = {"with_begin": asked.add_special_tokens is not False, "parse_special": bool(asked.parse_special)}
+    for prompt, ids in zip(asked.prompts, token_ids(asked.prompts, "prompt", lease, **flags), strict=True):
         text = prompt if isinstance(prompt, str) else lease.model.tokenizer.decode(ids) if asked.echo else ""
         prompts.append(Prompt(ids, text))
     return prompts

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from modelwright.serve.api.answers import unless_disconnected
-from modelwright.serve.api.chat import Message
+from modelwright.serve.api.chat import Message, Tool, render_prompt
 from modelwright.serve.api.fields import PromptEntries, RequestModel, Texts, as_list
 from modelwright.serve.api.parsing import admit, known_ids, parse_request, parsed, read_body, require_fitting, token_ids
 from modelwright.serve.engines.client import EmbeddingJob
@@ -255,7 +255,10 @@ class TokenizeRequest(RequestModel):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool = True
+    parse_special: bool = False
     add_generation_prompt: Literal[True] = True
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -302,10 +305,11 @@ async def tokenize(request: Request) -> Response:
         lease.require_model(asked.model)
         tokenizer = lease.model.tokenizer
         if asked.messages is not None:
-            plain = [message.plain() for message in asked.messages]
-            ids = tokenizer.encode_chat(plain, image_text=lease.model.image_text)
+            ids = render_prompt(asked.messages, asked.tools or [], asked.chat_template_kwargs or {}, lease.model)
         else:
-            ids = tokenizer.encode(asked.prompt or "", with_begin=asked.add_special_tokens)
+            ids = tokenizer.encode(
+                asked.prompt or "", with_begin=asked.add_special_tokens, parse_special=asked.parse_special
+            )
         texts = {"token_strs": [tokenizer.token_text(token) for token in ids]} if asked.return_token_strs else {}
         return {"count": len(ids), "max_model_len": lease.model.limits.context, "tokens": ids, **texts}
 

@@ -2,24 +2,30 @@
 The texts of errors are for people (see `parsing`).
 
 Images come in the request itself, as `data:` URLs; an address is never fetched. They are decoded once the model that
-answers is known. Of function calls only forced ones are supported (`tool_choice` "required" or a function), because the
-grammar determines their form for any model. A model that decides whether to call would have to be trained with one
-particular notation.
+answers is known.
 """
 
 import json
-import secrets
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    WithJsonSchema,
+    model_validator,
+)
 
 from modelwright.data.tokenizer.chat import IMAGE_MARK
 from modelwright.infer.sequence import MAX_TEMPERATURE
-from modelwright.serve.engines.grammars import MAX_GRAMMAR_CHARACTERS, GrammarSource, check_schema, json_source
+from modelwright.serve.engines.grammars import MAX_GRAMMAR_CHARACTERS, GrammarSource, json_source
 from modelwright.serve.errors import ApiError
 from modelwright.serve.limits import Limits
 
@@ -81,6 +87,10 @@ Unsupported = Annotated[Any, unsupported(), WithJsonSchema({"type": "null"})]
 """A field of the API for a feature that this server does not support."""
 
 
+Ignored = Annotated[Any, WithJsonSchema({})]
+"""A field that is accepted and changes nothing."""
+
+
 class Strict(BaseModel):
     """A model that rejects unknown fields. A null field is treated as absent."""
 
@@ -95,8 +105,22 @@ class Strict(BaseModel):
 class RequestModel(Strict):
     """The body of a request."""
 
+    HARMLESS_FIELDS: ClassVar[frozenset[str]] = frozenset()
+    """Fields of other servers that change no answer here: they are accepted, and a header of the reply names them."""
+
     PROMPT_FIELDS: ClassVar[tuple[str, ...]] = ()
     """Fields that may be as long as the context. All others need limits of their own, in their types."""
+
+    _ignored: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Fields of the body that were accepted and ignored."""
+        return self._ignored
+
+    def ignore(self, *names: str) -> None:
+        """Adds fields that change nothing for this model."""
+        self._ignored = (*self._ignored, *names)
 
     @classmethod
     def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
@@ -140,6 +164,10 @@ class Said:
         return self.marked.replace(IMAGE_MARK, "").strip("\n") if self.images else self.marked
 
 
+_HINTS = {"cache_control"}
+"""Fields of a part that are accepted and change nothing."""
+
+
 def read_content(content: Any) -> Said | None:
     """Validates the content of a message. Parts are joined by line breaks."""
     if content is None:
@@ -157,7 +185,11 @@ def read_content(content: Any) -> Said | None:
             image = part.get("image_url")
             url = cast(Mapping[str, Any], image).get("url") if isinstance(image, dict) else None
             fields = set(cast(Any, image)) if isinstance(image, dict) else set[str]()
-            if set(part) != {"type", "image_url"} or not isinstance(url, str) or not fields <= {"url", "detail"}:
+            if (
+                set(part) - _HINTS != {"type", "image_url"}
+                or not isinstance(url, str)
+                or not fields <= {"url", "detail"}
+            ):
                 form = '{"type": "image_url", "image_url": {"url": "data:image/..."}}'
                 raise ValueError(f"part {number}: an image must be {form}")
             head, comma, data = url.partition(",")
@@ -174,7 +206,7 @@ def read_content(content: Any) -> Said | None:
         elif isinstance(kind, str) and kind != "text":
             text = f"parts of type {short(kind)!r} are not supported by this server"
             raise ValueError(f"{text}, which reads text and images")
-        elif kind != "text" or set(part) != {"type", "text"} or not isinstance(part["text"], str):
+        elif kind != "text" or set(part) - _HINTS != {"type", "text"} or not isinstance(part["text"], str):
             raise ValueError('each part must be {"type": "text", "text": "..."}')
         else:
             texts.append(part["text"].replace(IMAGE_MARK, ""))
@@ -209,7 +241,7 @@ _IMAGE_SCHEMA = {
 _PART_SCHEMAS = [
     {
         "type": "object",
-        "properties": {"type": {"const": name}, name: schema},
+        "properties": {"type": {"const": name}, name: schema, "cache_control": {}},
         "required": ["type", name],
         "additionalProperties": False,
     }
@@ -237,92 +269,11 @@ class FunctionDefinition(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: Ignored = None
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": False} if self.parameters is None else self.parameters
-
-
-@dataclass(frozen=True)
-class ForcedCall:
-    """The functions of which an answer has to call one. With a single named one the answer is its arguments alone."""
-
-    functions: tuple[FunctionDefinition, ...]
-    is_named: bool
-
-    def source(self) -> GrammarSource:
-        """Returns the grammar of the answer. Raises `ApiError`."""
-        if self.is_named:
-            return json_source(self.functions[0].schema_of_arguments, "tools")
-        definitions: dict[str, Any] = {}
-        calls = []
-        for number, function in enumerate(self.functions):
-            check_schema(function.schema_of_arguments, "tools")
-            # each schema refers to itself by "#", which is the combined schema now
-            root = f"#/$defs/{number}"
-            definitions[str(number)] = _moved(function.schema_of_arguments, root)
-            properties = {"name": {"const": function.name}, "arguments": {"$ref": root}}
-            calls.append(
-                {
-                    "type": "object",
-                    "properties": properties,
-                    "required": list(properties),
-                    "additionalProperties": False,
-                }
-            )
-        return json_source({"anyOf": calls, "$defs": definitions}, "tools")
-
-
-@dataclass(frozen=True)
-class CallDelta:
-    """A part of a call: the name, once, and a piece of the arguments. Both may be empty."""
-
-    name: str = ""
-    arguments: str = ""
-
-
-@dataclass
-class CallText:
-    """Parses the text of a forced call piece by piece. call_id: id by which the client refers to the call."""
-
-    call: ForcedCall
-    call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
-    name: str = ""
-    _held: str = ""
-
-    def push(self, text: str) -> CallDelta:
-        """Returns the part of the call that `text` adds."""
-        self._held += text
-        name = ""
-        if not self.name and self.call.is_named:
-            name = self.call.functions[0].name
-        elif not self.name:
-            for function in self.call.functions:
-                head = f'{{"name": {json.dumps(function.name)}, "arguments": '
-                if self._held.startswith(head):
-                    name, self._held = function.name, self._held.removeprefix(head)
-                    break
-        self.name = self.name or name
-        if not self.name:
-            return CallDelta()
-        # the last character is held back, because it may be the brace that closes the call and not the arguments
-        keep = 0 if self.call.is_named else 1
-        end = max(0, len(self._held) - keep)
-        arguments, self._held = self._held[:end], self._held[end:]
-        return CallDelta(name, arguments)
-
-
-def _moved(node: Any, root: str) -> Any:
-    """Returns a copy of a schema with its local references moved below `root`."""
-    if isinstance(node, list):
-        return [_moved(entry, root) for entry in node]
-    if not isinstance(node, dict):
-        return node
-    moved = {key: _moved(value, root) for key, value in node.items()}
-    reference = node.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = root + reference.removeprefix("#")
-    return moved
 
 
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
@@ -390,9 +341,23 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
+HARMLESS_FIELDS = frozenset(
+    (
+        *("prediction", "prompt_cache_retention", "verbosity", "moderation"),  # OpenAI: speed, price, style
+        *("cache_control", "provider", "transforms", "route", "session_id", "usage"),  # Anthropic, OpenRouter
+        *("keep_alive", "num_ctx", "priority", "request_id", "use_beam_search", "length_penalty"),  # Ollama, vLLM
+        *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
+    )
+)
+"""Fields of other servers that are accepted and change nothing; docs/serving.md lists them."""
+
+
 class GenerationRequest(RequestModel):
     """Fields that completions and chat share. The last group is accepted and ignored."""
 
+    HARMLESS_FIELDS = HARMLESS_FIELDS
+    CLAMPS_TOKENS: ClassVar[bool] = False
+    """Whether `max_tokens` above the room is lowered to it, where the server's settings allow."""
     MOST_DEFAULT_TOKENS: ClassVar[int] = sys.maxsize
     """Most new tokens of an answer if the client sets no limit; the room in the context limits it further."""
 
@@ -447,17 +412,12 @@ class GenerationRequest(RequestModel):
 
     def grammar(self) -> GrammarSource | None:
         """Returns the grammar of the answers, None for any text. Raises `ApiError` 400 for a bad one or several."""
-        call = self.forced_call()  # errors of `tool_choice` come before those of grammars
-        forms = (self.response_format, self.structured_outputs, call)
+        forms = (self.response_format, self.structured_outputs)
         sources = [source for form in forms if form is not None and (source := form.source())]
         if len(sources) > 1:
             text = f"{sources[0].param} and {sources[1].param} cannot be combined; give one of them."
             raise ApiError(400, text, param=sources[1].param, code="invalid_value")
         return sources[0] if sources else None
-
-    def forced_call(self) -> ForcedCall | None:
-        """Returns the functions of which the answer must call one, or None for text."""
-        return None
 
     @property
     def has_images(self) -> bool:

@@ -42,15 +42,19 @@ def parse_request(kind: type[R], body: bytes, limits: Limits) -> R:
     if not isinstance(data, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
     # before pydantic, which would report wrong values of known fields first
-    unknown = next((name for name, value in data.items() if name not in kind.model_fields and value is not None), None)
+    extra = [name for name, value in data.items() if name not in kind.model_fields and value is not None]
+    unknown = next((name for name in extra if name not in kind.HARMLESS_FIELDS), None)
     if unknown is not None:
         known, shown = ", ".join(sorted(kind.model_fields)), short(unknown)
         text = f"Unknown field {shown!r}. Known fields: {known}."
         raise ApiError(400, text, param=shown, code="unknown_parameter")
     # before the validation, which holds the interpreter's lock and builds an object per item
     kind.check_size(data, limits)
+    data = {name: value for name, value in data.items() if name not in extra}
     try:
-        return kind.model_validate(data)
+        asked = kind.model_validate(data)
+        asked.ignore(*extra)
+        return asked
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False, include_context=False)[0]) from None
 
@@ -178,12 +182,22 @@ async def admit(request: Request, lease: Lease, *, num_prompts: int) -> bytes:
     return await read_body(request, lease, num_prompts=num_prompts)
 
 
-def token_ids(prompts: list[str] | list[list[int]], param: str, lease: Lease) -> list[list[int]]:
-    """Returns the ids of prompts. Raises `ApiError` 400 without prompts, for an empty one and for unknown ids."""
+def token_ids(
+    prompts: list[str] | list[list[int]],
+    param: str,
+    lease: Lease,
+    *,
+    with_begin: bool = True,
+    parse_special: bool = False,
+) -> list[list[int]]:
+    """Returns the ids of prompts; the flags are those of `ServedTokenizer.encode`. Raises `ApiError` 400 without
+    prompts, for an empty one and for unknown ids.
+    """
     inputs: list[list[int]] = []
     for prompt in prompts:
         is_text = isinstance(prompt, str)
-        inputs.append(lease.model.tokenizer.encode(prompt) if is_text else known_ids(prompt, param, lease))
+        flags = {"with_begin": with_begin, "parse_special": parse_special}
+        inputs.append(lease.model.tokenizer.encode(prompt, **flags) if is_text else known_ids(prompt, param, lease))
         if not inputs[-1]:
             break
     if not inputs or not inputs[-1]:

@@ -15,7 +15,7 @@ from modelwright.core.records import EventKind
 from modelwright.infer.engine import Engine, EngineStats, StepOutput
 from modelwright.infer.sequence import Pixels, Pooling, SamplingParams, ScoredToken, TokenConstraint
 from modelwright.model.vision.llava import image_prefix
-from modelwright.serve.engines.grammars import CompiledGrammar, GrammarSource
+from modelwright.serve.engines.grammars import CompiledGrammar, GrammarSource, source_of
 from modelwright.serve.errors import ApiError
 
 ABILITIES = {
@@ -171,7 +171,7 @@ def job_of(message: Mapping[str, Any], compile_grammar: Callable[[GrammarSource]
     stop_ids, bias = tuple(fields["stop_ids"]), tuple((token, value) for token, value in fields["logit_bias"])
     params = SamplingParams(**{**fields, "stop_ids": stop_ids, "logit_bias": bias})
     source = message["grammar"]
-    grammar = compile_grammar(GrammarSource(**source)) if source else None
+    grammar = compile_grammar(source_of(source)) if source else None
     images: list[Pixels] = []
     for text in message["images"]:
         # [3, S, S]; a `bytearray`, because torch warns about arrays that are not writable

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
+from modelwright.infer.sequence import TokenConstraint
+from modelwright.serve.agents.calls import JSON_FORM
 from modelwright.serve.errors import ApiError
 
 if TYPE_CHECKING:
@@ -25,22 +27,46 @@ MAX_NODES = 5_000
 """Most objects, lists and values of a JSON schema."""
 MAX_GRAMMAR_CHARACTERS = 65_536
 
+_INSIDE = ("properties", "patternProperties", "additionalProperties", "items", "prefixItems", "additionalItems")
+"""Keywords of a schema whose schemas describe a value inside the value."""
+
 MAX_COMPILATIONS = 2
 """Most grammars that are compiled at once. Each occupies a thread until it is compiled or out of fuel."""
 COMPILE_TIMEOUT_S = 5.0
 """Limit on waiting and compiling. Compiling alone takes a fraction of it, because llguidance limits its work ("fuel").
 """
-JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""The form of `json.dumps`. With free white space a small model may write blanks up to its limit."""
+
+
+@dataclass(frozen=True)
+class Thought:
+    """A thought before the answer. begin, end: tokens of its marks; is_open: the prompt has opened it; budget: tokens
+    after which it is closed, -1 without a limit.
+    """
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    is_open: bool
+    budget: int = -1
 
 
 @dataclass(frozen=True)
 class GrammarSource:
-    """The form of an answer: a JSON schema, a regular expression or a Lark grammar. param: field of the request."""
+    """The form of an answer: a JSON schema, a regular expression, a Lark grammar, or "any" after a thought.
+    param: field of the request.
+    """
 
-    kind: Literal["json", "regex", "lark"]
+    kind: Literal["json", "regex", "lark", "any"]
     text: str
     param: str
+    thought: "Thought | None" = None
+    """The grammar begins after the thought."""
+
+
+def source_of(data: Mapping[str, Any]) -> GrammarSource:
+    """Restores a source from `asdict`, also after JSON has made lists of tuples."""
+    one = data["thought"]
+    thought = {**one, "begin": tuple(one["begin"]), "end": tuple(one["end"])} if one else None
+    return GrammarSource(**{**data, "thought": Thought(**thought) if thought else None})
 
 
 def check_schema(schema: Any, param: str) -> None:
@@ -59,9 +85,16 @@ def check_schema(schema: Any, param: str) -> None:
 
 
 def json_source(schema: Any, param: str) -> GrammarSource:
-    """Returns the grammar of a schema. Raises `ApiError` 400 for a schema that is too large, too deep or recursive."""
+    """Returns the grammar of a schema. Raises `ApiError` 400 for a schema that is too large, too deep or endless."""
+    check_references(schema, param)
+    return GrammarSource("json", json.dumps(schema), param)
+
+
+def check_references(schema: Any, param: str) -> None:
+    """Raises like `check_schema`, and for references that lead nowhere, or back to themselves without a value between.
+    Through a property or an item a schema may contain itself: the limit on tokens bounds the depth of the answer.
+    """
     check_schema(schema, param)
-    # a reference that leads back to itself would leave the depth of the answer unbounded
     graph: dict[str, set[str]] = {}
     waiting = {"#"}
     while waiting:
@@ -78,23 +111,27 @@ def json_source(schema: Any, param: str) -> GrammarSource:
                 node = node[name]
             else:
                 raise _bad(param, f"the reference {pointer[:80]!r} leads nowhere")
-        # all local references below it
-        graph[pointer], parts = set(), [node]
+        # all local references below it; in the graph only those at the same place of the answer
+        graph[pointer], parts = set(), [(node, True)]
         while parts:
-            part = parts.pop()
+            part, is_here = parts.pop()
             reference = part.get("$ref") if isinstance(part, dict) else None
             if isinstance(reference, str):
-                graph[pointer].add(reference)
+                (graph[pointer] if is_here else waiting).add(reference)
             # definitions count at the references to them, not at their own place
             definitions = [part.get(name) for name in ("$defs", "definitions")] if isinstance(part, dict) else []
-            parts += [child for child in _children(part) if not any(child is one for one in definitions)]
-        waiting |= graph[pointer] - graph.keys()
+            inside = [part.get(name) for name in _INSIDE] if isinstance(part, dict) else []
+            parts += [
+                (child, is_here and not any(child is one for one in inside))
+                for child in _children(part)
+                if not any(child is one for one in definitions)
+            ]
+        waiting = (waiting | graph[pointer]) - graph.keys()
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pointer = error.args[1][0]
-        raise _bad(param, f"the schema is recursive through {pointer[:80]!r}; write it out to a fixed depth") from None
-    return GrammarSource("json", json.dumps(schema), param)
+        raise _bad(param, f"the schema refers to itself through {pointer[:80]!r} without a value between") from None
 
 
 @dataclass(eq=False)
@@ -115,16 +152,76 @@ class GrammarConstraint:
         self._matcher.consume_token(token_id)  # the next call of `allowed` shows if it was rejected
 
 
+@dataclass(eq=False)
+class ThoughtConstraint:
+    """Lets a sequence think freely, closes the thought at its budget, and then follows the grammar, if there is one."""
+
+    _thought: Thought
+    _answer: GrammarConstraint | None
+    _vocab_size: int
+    _state: Literal["before", "inside", "after"] = "before"
+    _recent: list[int] = field(default_factory=list)
+    _num_tokens: int = 0
+    _num_closed: int = 0
+
+    def __post_init__(self) -> None:
+        self._state = "inside" if self._thought.is_open else "before"
+
+    def allowed(self) -> Tensor:
+        if self._state == "inside":
+            if 0 <= self._thought.budget <= self._num_tokens:
+                forced = torch.zeros(self._vocab_size, dtype=torch.bool)
+                forced[self._thought.end[self._num_closed]] = True
+                return forced
+            return torch.ones(self._vocab_size, dtype=torch.bool)
+        if self._state == "before" and self._recent:
+            # a mark of several tokens has begun, and goes on
+            forced = torch.zeros(self._vocab_size, dtype=torch.bool)
+            forced[self._thought.begin[len(self._recent)]] = True
+            return forced
+        if self._answer is None:
+            return torch.ones(self._vocab_size, dtype=torch.bool)
+        allowed = self._answer.allowed()
+        if self._state == "before":
+            allowed[self._thought.begin[0]] = True
+        return allowed
+
+    def advance(self, token_id: int) -> None:
+        thought = self._thought
+        if self._state == "before":
+            if token_id == thought.begin[len(self._recent)]:
+                self._recent.append(token_id)
+                if len(self._recent) == len(thought.begin):
+                    self._state, self._recent = "inside", []
+                return
+            self._state = "after"
+        if self._state == "after":
+            if self._answer is not None:
+                self._answer.advance(token_id)
+            return
+        if 0 <= thought.budget <= self._num_tokens:
+            self._num_closed += 1
+        else:
+            self._num_tokens += 1
+        self._recent = [*self._recent, token_id][-len(thought.end) :]
+        if tuple(self._recent) == thought.end:
+            self._state = "after"
+
+
 @dataclass(frozen=True)
 class CompiledGrammar:
     """A compiled grammar, which creates a separate state for each sequence."""
 
     source: GrammarSource
-    matcher: "LLMatcher"
+    matcher: "LLMatcher | None"
     vocab_size: int
 
-    def constraint(self) -> GrammarConstraint:
-        return GrammarConstraint(self.matcher.deep_copy(), self.vocab_size)
+    def constraint(self) -> TokenConstraint:
+        answer = GrammarConstraint(self.matcher.deep_copy(), self.vocab_size) if self.matcher else None
+        if self.source.thought is not None:
+            return ThoughtConstraint(self.source.thought, answer, self.vocab_size)
+        assert answer is not None, "free text has no grammar"
+        return answer
 
 
 class GrammarCompiler:
@@ -140,6 +237,8 @@ class GrammarCompiler:
 
     async def compile(self, source: GrammarSource) -> CompiledGrammar:
         """Compiles in another thread. Raises `ApiError` 400 for a malformed or slow grammar, and without llguidance."""
+        if source.kind == "any":
+            return CompiledGrammar(source, None, self._vocab_size)
         if importlib.util.find_spec("llguidance") is None:
             text = "constrained output needs llguidance, which the server lacks; its operator can install"
             raise _bad(source.param, f"{text} modelwright[structured]")
@@ -151,6 +250,8 @@ class GrammarCompiler:
 
     def compile_now(self, source: GrammarSource) -> CompiledGrammar:
         """Compiles in this thread, without a time limit. Raises like `compile`."""
+        if source.kind == "any":
+            return CompiledGrammar(source, None, self._vocab_size)
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
         try:
