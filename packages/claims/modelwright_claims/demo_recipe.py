@@ -37,7 +37,7 @@ from modelwright_claims.experiment import MAX_EXTENSIONS, best_value, beyond
 from modelwright_claims.judging import Judgment
 from modelwright_claims.nano_gpt import NanoJob
 from modelwright_claims.product_runs import facts_of
-from modelwright_claims.statistics import differences, estimate, exact
+from modelwright_claims.statistics import differences, estimate
 from modelwright_claims.training_run import HELDOUT_ROWS, loss_on
 
 STAGE = "pretrain"
@@ -285,7 +285,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
             judgment.figures[f"{kind}, below the recipe before at equal tokens"] = gain.figure("bits per byte")
             judgment.above(f"{kind}, below the recipe before at equal tokens", gain, 0.0, " bits per byte")
         with judgment.part():
-            reached = exact(samples[f"{kind}, {WHOLE}"][0])
+            reached = estimate(samples[f"{kind}, {WHOLE}"])
             judgment.figures[f"{kind}, {WHOLE}"] = reached.figure("bits per byte")
             if conditions["BF16 instructions"]:
                 judgment.at_most(f"{kind}", reached, MOST_BITS[kind], " bits per byte")

@@ -91,9 +91,12 @@ def answers_present_claim(claim: Claim, record: Mapping[str, Any]) -> bool:
 
 
 def shown_kind(claim: Claim, record: Mapping[str, Any]) -> str:
-    """Return the verdict in words: "met then" or "short then" when the claim has changed since."""
+    """Return the verdict of a judged record in words: "met then" or "short then" when the claim has changed since.
+
+    A record that decides nothing needs no such word.
+    """
     kind = record["kind"]
-    return kind if answers_present_claim(claim, record) else f"{kind} then"
+    return kind if kind not in ("met", "short") or answers_present_claim(claim, record) else f"{kind} then"
 
 
 def all_figures(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,21 +119,22 @@ def measured(
         **around,
     }
     record = json.loads(json.dumps(record, default=float))  # what is judged is what is stored
-    return judged(claim, record, date=around["date"], commit=around["commit"])
+    return judged(claim, record)
 
 
-def judged(claim: Claim, record: Mapping[str, Any], *, date: str, commit: str) -> dict[str, Any]:
-    """Return the record with the verdict of the present rule on its samples.
+def judged(claim: Claim, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record with the verdict of the present rule on its samples. Its file is never written again.
 
-    date, commit: of the judging. A record of another statement or comparison is returned as it is: its samples answer
-    another question. When the target alone has changed since the measurement, samples that miss the present one make
-    the record short; samples that reach it prove nothing, as the target was not fixed before, and the verdict on the
-    earlier target stays.
+    When the target has changed since the measurement, samples that miss the present one make the record short;
+    samples that reach it prove nothing, as the target was not fixed before, and the verdict on the earlier target
+    stays. A record of another statement or comparison keeps its verdict as well. Neither stays *met*, however, unless
+    the present rule holds on the old samples.
     """
-    if not _same_comparison(claim, record):
-        return dict(record)
-    verdict = verdict_on(claim, record)
-    if record["target"] != claim.target and verdict.kind != "short":
+    verdict, is_same = verdict_on(claim, record), _same_comparison(claim, record)
+    if record["kind"] == "met" != verdict.kind and not (is_same and record["target"] == claim.target):
+        reason = f"{verdict.reason} (by the rule of its time it was met: {record['reason']})"
+        return {**record, "kind": verdict.kind, "reason": reason, "judged": {"target": claim.target}}
+    if not is_same or (record["target"] != claim.target and verdict.kind != "short"):
         return dict(record)
     figures = {name: _as_json(figure) for name, figure in verdict.figures.items()}
     earlier = record.get(MEASURED_FIGURES, {}) if "judged" in record else record[FIGURES]
@@ -138,9 +142,7 @@ def judged(claim: Claim, record: Mapping[str, Any], *, date: str, commit: str) -
     after = {**record, "kind": verdict.kind, "reason": verdict.reason, FIGURES: figures, MEASURED_FIGURES: lost}
     if not lost:
         del after[MEASURED_FIGURES]
-    if "judged" in record and {**after, "judged": record["judged"]} == record:
-        return dict(record)
-    return {**after, "judged": {"date": date, "commit": commit, "target": claim.target}}
+    return {**after, "judged": {"target": claim.target}}
 
 
 def verdict_on(claim: Claim, record: Mapping[str, Any]) -> Verdict:

@@ -12,9 +12,9 @@ from typing import Any
 
 from modelwright.core.progress import SilentProgress
 from modelwright.recipes.load import load
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import Estimate, exact
+from modelwright_claims.statistics import Estimate, estimate
 from modelwright_continual.benchmark import Task
 from modelwright_continual.demo.run import REPLAY, Demo, DemoResult, run_demo
 from modelwright_continual.demo.size import DemoSize
@@ -92,13 +92,13 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     judgment.require(bool(samples[ENDED][0]), f"the loop ended with {conditions['ended']}, so no new model is served")
     judgment.require(not samples[FAILED][0], f"{samples[FAILED][0]:.0f} requests failed")
     with judgment.part():
-        hours = exact(samples[HANDSOFF][0] / 3600)  # one run: the margin is many times what runs differ by
+        hours = estimate([seconds / 3600 for seconds in samples[HANDSOFF]])
         judgment.figures["hands-off time"] = hours.figure("h")
-        judgment.figures["shorter than a week"] = exact(BEFORE_HOURS / hours.mean).figure("x")
+        judgment.figures["shorter than a week"] = Figure(value=BEFORE_HOURS / hours.mean, unit="x")
         judgment.at_most("hands-off time", hours, MOST_HOURS, " h")
         judgment.said.append(f"{60 * hours.mean:.1f} minutes from the changed traffic to the new model in service")
     with judgment.beside():
-        judgment.figures["whole demonstration"] = exact(samples[WHOLE][0] / 60).figure("min")
+        judgment.figures["whole demonstration"] = Figure(value=samples[WHOLE][0] / 60, unit="min")
     for name in CHANGES:
         with judgment.part():
             change, lower, upper = samples[f"change of {name}"]
@@ -111,7 +111,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
                 judgment.below(f"change of {name}", found, 0.0, "%")
         with judgment.beside():
             for which, bits in zip(MODELS, samples[f"bits per byte, {name}"], strict=True):
-                judgment.figures[f"{name}, {which}"] = exact(bits).figure("bits per byte")
+                judgment.figures[f"{name}, {which}"] = Figure(value=bits, unit="bits per byte")
     return judgment.verdict()
 
 
