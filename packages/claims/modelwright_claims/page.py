@@ -12,11 +12,11 @@ from modelwright_claims.claim import Claim
 from modelwright_claims.promises import CAUSES, NO_CLAIM_CAUSES, Answer, Promise, answer, claims_named
 from modelwright_claims.results import (
     FIGURES,
+    FILE,
     answers_present_claim,
     is_dirty,
     is_loaded,
     newest,
-    record_name,
     shown_kind,
 )
 
@@ -222,7 +222,7 @@ def _measurement(claim: Claim, record: Mapping[str, Any], age: Age | None, sampl
         "| --- | --- |",
         *[f"| {key} | {show(figure)} |" for key, figure in record[FIGURES].items()],
         "",
-        f"[Samples]({samples}/{quote(record_name(record))}). {_circumstances(record, age)} {conditions}",
+        f"[Samples]({samples}/{quote(record[FILE])}). {_circumstances(record, age)} {conditions}",
     ]
 
 

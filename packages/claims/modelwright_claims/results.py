@@ -190,16 +190,11 @@ def record_path(record: Mapping[str, Any], folder: Path) -> Path:
 
     No measurement replaces that of another commit, and two machines with the same slug do not share a file.
     """
-    path = folder / record_name(record)
+    quick = "-quick" if record["quick"] else ""
+    path = folder / f"{record['name']}-{machine_slug(record['machine'])}{quick}.json"
     if path.exists() and _origin(json.loads(path.read_text(encoding="utf-8"))) != _origin(record):
         return path.with_stem(f"{path.stem}-{record['commit'] or record['date']}")
     return path
-
-
-def record_name(record: Mapping[str, Any]) -> str:
-    """Return the usual name of the file of a record: its claim and machine."""
-    quick = "-quick" if record["quick"] else ""
-    return f"{record['name']}-{machine_slug(record['machine'])}{quick}.json"
 
 
 def write_record(record: Mapping[str, Any], folder: Path) -> Path:
