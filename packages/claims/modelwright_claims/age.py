@@ -57,16 +57,17 @@ def age_of(claim: Claim, commit: str) -> Age | None:
     if not count:
         return None
     root = Path(_git(files[0].parent, "rev-parse", "--show-toplevel"))
+    head = _git(root, "rev-parse", "HEAD")
     measured = {file.relative_to(root).as_posix() for file in files if file.is_relative_to(root)}
-    changed = [name for name in _changes(root, commit) if name in measured]
+    changed = [name for name in _changes(root, commit, head) if name in measured]
     return Age(num_commits=int(count), num_files=len(files), changed=changed)
 
 
 @cache
-def _changes(root: Path, commit: str) -> Sequence[str]:
+def _changes(root: Path, commit: str, head: str) -> Sequence[str]:
     """The Python files that differ since `commit`, by their present names. Those that only moved are left out."""
     options = ("--name-status", "--find-renames=100%", "-l0", "--diff-filter=AMR", "-z")
-    words = iter(_git(root, "diff", *options, commit, "HEAD", "--", "*.py").split("\0"))
+    words = iter(_git(root, "diff", *options, commit, head, "--", "*.py").split("\0"))
     names = list[str]()
     for status in words:
         if status.startswith("R"):
