@@ -70,10 +70,13 @@ def _changes(root: Path, commit: str, head: str) -> Sequence[str]:
     words = iter(_git(root, "diff", *options, commit, head, "--", "*.py").split("\0"))
     names = list[str]()
     for status in words:
+        if not status:
+            continue
+        name = next(words)
         if status.startswith("R"):
-            next(words), next(words)
-        elif status:
-            names.append(next(words))
+            next(words)  # its name now
+        else:
+            names.append(name)
     return names
 
 

@@ -136,7 +136,7 @@ def rejudge(
     Returns each claim with its record as stored and as judged now. No record is written.
     """
     records = read_records(results)
-    outcomes = [
+    outcomes: list[tuple[Claim, Mapping[str, Any], Mapping[str, Any]]] = [
         (claim, record, judged(claim, record))
         for claim in select(names)
         for record in records

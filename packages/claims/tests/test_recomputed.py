@@ -33,9 +33,9 @@ def clopper_pearson(hits: int, count: int) -> tuple[float, float]:
     """One-sided exact 95% bounds of a share in percent: where the tail of the binomial is 5%."""
     low = high = 0.0
     if hits:
-        low = optimize.brentq(lambda share: stats.binom.sf(hits - 1, count, share) - 0.05, 0, 1, xtol=1e-14)
+        low = float(optimize.brentq(lambda share: stats.binom.sf(hits - 1, count, share) - 0.05, 0, 1, xtol=1e-14))  # type: ignore[arg-type]
     if hits < count:
-        high = optimize.brentq(lambda share: stats.binom.cdf(hits, count, share) - 0.05, 0, 1, xtol=1e-14)
+        high = float(optimize.brentq(lambda share: stats.binom.cdf(hits, count, share) - 0.05, 0, 1, xtol=1e-14))  # type: ignore[arg-type]
     return 100 * low, 100 * high if hits < count else 100.0
 
 
