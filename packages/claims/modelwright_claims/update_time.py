@@ -76,7 +76,7 @@ def _run(setting: Setting, folder: Path) -> tuple[RunConfig, DemoSize, DemoResul
 
 
 def samples_of(results: Sequence[DemoResult], verdict: GateVerdict) -> dict[str, list[float]]:
-    """Times of all runs; of the first, changes of bits per byte in percent with the gate's bounds: change, lower, upper."""
+    """Times of all runs, and changes of bits per byte in percent in the first: change, lower and upper bound."""
     first, handsoff = results[0], [result.handsoff_s for result in results if result.handsoff_s is not None]
     samples = {
         FAILED: [float(len(result.failures)) for result in results],
