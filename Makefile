@@ -12,8 +12,8 @@
 #             environments of their own; make bench ISA=avx2 times a newer processor as one with AVX2 alone (or ISA=x86-64);
 #             ARGS and TUNING_ARGS are the options of the two benchmarks
 # make parity every parallel layout against one process
-# make prove  measure every claim; make prove QUICK=1 for the short form; make loading-peers before it gives litData and
-#             mosaicml-streaming an environment of their own, and the claim loading_latency then has them beside ours
+# make prove  measure every claim (about 15 hours; it resumes) into claims-here; make prove QUICK=1 for the short
+#             form; make loading-peers before it gives litData and mosaicml-streaming an environment of their own, and the claim loading_latency then has them beside ours
 # make gpu-check  on a CUDA machine with torch installed: parity tests and speed figures, nothing is downloaded
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \

@@ -94,7 +94,7 @@ def test_while_a_run_is_read(tmp_path: Path, number: signal.Signals, words: Sequ
 @pytest.mark.parametrize(
     "words",
     [
-        ("prove", "gradient_accumulation", "--quick", "--results", "r", "--page", "p.md"),
+        ("prove", "gradient_accumulation", "--quick", "--results", "r"),
         ("doctor", "quickstart"),
     ],
 )

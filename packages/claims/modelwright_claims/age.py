@@ -11,6 +11,7 @@ import inspect
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ Ages = Mapping[tuple[str, str], "Age"]
 
 @dataclass(frozen=True, kw_only=True)
 class Age:
-    """num_commits: commits since the measurement; num_files: measured files; changed: those of them that differ."""
+    """num_commits: commits since the measurement; num_files: measured files; changed: those of them that differ.
+
+    A file that was only moved does not differ.
+    """
 
     num_commits: int
     num_files: int
@@ -52,8 +56,28 @@ def age_of(claim: Claim, commit: str) -> Age | None:
     count = _git(files[0].parent, "rev-list", "--count", f"{commit}..HEAD") if commit else ""
     if not count:
         return None
-    changed = _git(files[0].parent, "diff", "--name-only", commit, "HEAD", "--", *map(str, files))
-    return Age(num_commits=int(count), num_files=len(files), changed=changed.splitlines())
+    root = Path(_git(files[0].parent, "rev-parse", "--show-toplevel"))
+    head = _git(root, "rev-parse", "HEAD")
+    measured = {file.relative_to(root).as_posix() for file in files if file.is_relative_to(root)}
+    changed = [name for name in _changes(root, commit, head) if name in measured]
+    return Age(num_commits=int(count), num_files=len(files), changed=changed)
+
+
+@cache
+def _changes(root: Path, commit: str, head: str) -> Sequence[str]:
+    """The Python files that differ since `commit`, by their present names. Those that only moved are left out."""
+    options = ("--name-status", "--find-renames=100%", "-l0", "--diff-filter=AMR", "-z")
+    words = iter(_git(root, "diff", *options, commit, head, "--", "*.py").split("\0"))
+    names = list[str]()
+    for status in words:
+        if not status:
+            continue
+        name = next(words)
+        if status.startswith("R"):
+            next(words)  # its name now
+        else:
+            names.append(name)
+    return names
 
 
 def measured_files(claim: Claim) -> Iterator[Path]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from modelwright.core.progress import SilentProgress
 from modelwright.recipes.load import load
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import estimate, exact, percent_above
 from modelwright_search.config import SearchConfig
@@ -116,13 +116,13 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
             judgment.said.append(f"not at an equal budget: {text}, for it had no further shape")
     with judgment.part():
         (promised,), (measured,) = samples[PROMISED], samples[MEASURED]
-        gap = exact(100 * (measured / promised - 1))
-        judgment.figures["latency beside the promise"] = gap.figure("%")
+        gap = 100 * (measured / promised - 1)
+        judgment.figures["latency beside the promise"] = Figure(value=gap, unit="%")
         judgment.require(
-            abs(gap.mean) <= 100 * PROMISE_MARGIN,
-            f"the winner decodes in {measured:.3f} ms a token, promised {promised:.3f} ({gap.mean:+.1f}%)",
+            abs(gap) <= 100 * PROMISE_MARGIN,
+            f"the winner decodes in {measured:.3f} ms a token, promised {promised:.3f} ({gap:+.1f}%)",
         )
-        judgment.said.append(f"searched by {SEARCHING}; latency {gap.mean:+.1f}% beside the promise")
+        judgment.said.append(f"searched by {SEARCHING}; latency {gap:+.1f}% beside the promise")
     _costs(judgment, samples)
     return judgment.verdict()
 

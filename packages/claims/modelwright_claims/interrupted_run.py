@@ -27,10 +27,10 @@ from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.pipeline.run import execute
 from modelwright.recipes.load import load
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.judging import Judgment
 from modelwright_claims.spot_simulation import Presence, simulate
-from modelwright_claims.statistics import estimate, exact
+from modelwright_claims.statistics import estimate
 from modelwright_plan.intervals import CheckpointCosts
 from modelwright_plan.run_cost import measured_recovery_s, measured_stall_s
 
@@ -203,16 +203,16 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     judgment = Judgment()
     with judgment.part():
         errors = list(_errors(samples))
-        worst = exact(max(map(abs, errors)))
-        judgment.figures["largest error of the predicted wall time"] = worst.figure("%")
+        worst = max(map(abs, errors))
+        judgment.figures["largest error of the predicted wall time"] = Figure(value=worst, unit="%")
         judgment.figures["predicted above measured"] = estimate(errors).figure("%")
-        judgment.at_most("error of the predicted wall time", worst, MOST_OFF, "%")
+        judgment.require(worst <= MOST_OFF, f"a predicted wall time is {worst:.1f}% off, not at most {MOST_OFF:g}%")
         judgment.said.append(
             ", ".join(f"{error:+.1f}%" for error in errors) + " beside the measured wall time of interrupted runs"
         )
     with judgment.beside():
         own = list(_errors(samples, without=samples[FIXED]))
-        judgment.figures["largest error without notices and absences"] = exact(max(map(abs, own))).figure("%")
+        judgment.figures["largest error without notices and absences"] = Figure(value=max(map(abs, own)), unit="%")
         judgment.said.append(
             ", ".join(f"{error:+.1f}%" for error in own) + " without the notices and absences that both times contain"
         )

@@ -1,9 +1,11 @@
 """The ledger: which claims there are, and measuring them by name.
 
-`prove` measures and judges, `rejudge` judges what is stored; both write the result files and the page. Each technique
-is in its claim's module.
+`prove` measures and judges, `rejudge` judges what is stored. A measurement is written once; verdicts follow from it by
+the present rules whenever the pages are written. Each technique is in its claim's module.
 """
 
+import importlib
+import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -13,108 +15,68 @@ from typing import Any
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
-from modelwright_claims import (
-    ab_false_alarms,
-    activation_checkpointing,
-    adaptive_augmentation,
-    adaptive_clipping,
-    adaptive_precision,
-    alignment_retrieval,
-    architecture_search,
-    bf16_mixed,
-    compressed_links,
-    data_utilization,
-    demo_recipe,
-    distillation,
-    dynamic_batching,
-    dynamic_decay,
-    efficiency_20x,
-    federated,
-    forgetting,
-    gated_attention,
-    gradient_accumulation,
-    gradient_compression,
-    grpo_arithmetic,
-    hogwild,
-    int8,
-    interrupted_run,
-    loading_latency,
-    lora_dpo,
-    loss_scaling,
-    mixup_cutmix,
-    packing,
-    pipeline_utilisation,
-    planned_cost,
-    planned_memory,
-    ppo_true_reward,
-    precision_policies,
-    resnet_precision,
-    serving_qps,
-    sparse_updates,
-    three_dimensional_parallelism,
-    topology,
-    update_time,
-    warmup_cosine,
-    zero_memory,
-)
+from modelwright_claims import published
 from modelwright_claims.age import ages
 from modelwright_claims.claim import Claim, Setting
-from modelwright_claims.page import render
+from modelwright_claims.page import render, render_claim
+from modelwright_claims.promises import read_promises
 from modelwright_claims.results import (
     circumstances,
+    is_of_now,
     judged,
+    judged_for_page,
     measured,
     read_records,
     read_results,
-    source_commit,
-    today,
     write_record,
 )
 
-CLAIMS: tuple[Claim, ...] = (
-    gradient_accumulation.CLAIM,
-    warmup_cosine.CLAIM,
-    bf16_mixed.CLAIM,
-    precision_policies.CLAIM,
-    adaptive_precision.CLAIM,
-    packing.CLAIM,
-    int8.CLAIM,
-    activation_checkpointing.CLAIM,
-    zero_memory.CLAIM,
-    planned_memory.CLAIM,
-    pipeline_utilisation.CLAIM,
-    three_dimensional_parallelism.CLAIM,
-    gradient_compression.CLAIM,
-    compressed_links.CLAIM,
-    topology.CLAIM,
-    hogwild.CLAIM,
-    efficiency_20x.CLAIM,
-    loss_scaling.CLAIM,
-    adaptive_clipping.CLAIM,
-    dynamic_decay.CLAIM,
-    sparse_updates.CLAIM,
-    gated_attention.CLAIM,
-    distillation.CLAIM,
-    serving_qps.CLAIM,
-    demo_recipe.CLAIM,
-    data_utilization.CLAIM,
-    loading_latency.CLAIM,
-    dynamic_batching.CLAIM,
-    adaptive_augmentation.CLAIM,
-    planned_cost.CLAIM,
-    interrupted_run.CLAIM,
-    architecture_search.CLAIM,
-    federated.CLAIM,
-    forgetting.CLAIM,
-    update_time.CLAIM,
-    ab_false_alarms.CLAIM,
-    alignment_retrieval.CLAIM,
-    ppo_true_reward.CLAIM,
-    grpo_arithmetic.CLAIM,
-    lora_dpo.CLAIM,
-    mixup_cutmix.CLAIM,
-    resnet_precision.CLAIM,
+NAMES = (
+    "gradient_accumulation",
+    "warmup_cosine",
+    "bf16_mixed",
+    "precision_policies",
+    "adaptive_precision",
+    "packing",
+    "int8",
+    "activation_checkpointing",
+    "zero_memory",
+    "planned_memory",
+    "pipeline_utilisation",
+    "three_dimensional_parallelism",
+    "gradient_compression",
+    "compressed_links",
+    "topology",
+    "hogwild",
+    "efficiency_20x",
+    "loss_scaling",
+    "adaptive_clipping",
+    "dynamic_decay",
+    "sparse_updates",
+    "gated_attention",
+    "distillation",
+    "serving_qps",
+    "demo_recipe",
+    "data_utilization",
+    "loading_latency",
+    "dynamic_batching",
+    "adaptive_augmentation",
+    "planned_cost",
+    "interrupted_run",
+    "architecture_search",
+    "federated",
+    "forgetting",
+    "update_time",
+    "ab_false_alarms",
+    "alignment_retrieval",
+    "ppo_true_reward",
+    "grpo_arithmetic",
+    "lora_dpo",
+    "mixup_cutmix",
+    "resnet_precision",
 )
+"""Modules of the claims."""
+CLAIMS: tuple[Claim, ...] = tuple(importlib.import_module(f"{__package__}.{name}").CLAIM for name in NAMES)
 
 
 def select(names: Sequence[str]) -> list[Claim]:
@@ -136,29 +98,32 @@ def listing() -> list[tuple[str, str]]:
 
 
 def prove(
-    names: Sequence[str], *, quick: bool, results: Path, page: Path, progress: Progress
+    names: Sequence[str], *, quick: bool, results: Path, progress: Progress
 ) -> list[tuple[Claim, Mapping[str, Any]]]:
     """Measure the claims called `names` (all for none), one after the other; return them with their records.
 
-    Writes one JSON file per claim into `results` and renews `page` (Markdown) from everything in that folder. What a
-    claim has tuned is kept in `results`/tuning: a call that was interrupted goes on from there.
+    Writes one JSON file per claim into `results`, and the pages of that folder. A claim that the folder has of these
+    sources is not measured again, so that an interrupted call goes on; what a claim has tuned is kept in
+    `results`/tuning.
     """
     outcomes = []
-    for folder in (results, page.parent):
-        try:  # before hours of measuring
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{folder}: cannot be made ({error.strerror}); name another folder") from None
+    try:  # before hours of measuring
+        results.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{results}: cannot be made ({error.strerror}); name another folder") from None
+    stored = read_records(results)
+    done = {record["name"]: record for record in stored if record["quick"] == quick and is_of_now(record)}
     with tempfile.TemporaryDirectory(prefix="modelwright-claims-") as scratch:
         setting = Setting(quick=quick, folder=Path(scratch), progress=progress, kept=results / "tuning")
         for claim in select(names):
-            around = circumstances()
-            start = time.perf_counter()
-            measurement = claim.measure(setting)
-            record = measured(claim, measurement, quick=quick, wall_s=time.perf_counter() - start, around=around)
-            write_record(record, results)
+            record = done.get(claim.name)
+            if record is None:
+                around, start = circumstances(), time.perf_counter()
+                measurement = claim.measure(setting)
+                record = measured(claim, measurement, quick=quick, wall_s=time.perf_counter() - start, around=around)
+                write_record(record, results)
+                write_pages(results, results / "claims.md")
             progress.note(f"{claim.name}: {record['kind']}: {record['reason']}")
-            write_page(results, page)
             outcomes.append((claim, record))
     return outcomes
 
@@ -166,27 +131,44 @@ def prove(
 def rejudge(
     names: Sequence[str], *, results: Path, page: Path
 ) -> list[tuple[Claim, Mapping[str, Any], Mapping[str, Any]]]:
-    """Judge the stored samples of the claims called `names` (all for none) by the present rules, and renew the page.
+    """Judge the stored samples of the claims called `names` (all for none) by the present rules, and renew the pages.
 
-    Returns each claim with its record before and after. A file is written only where its record changes, so that a
-    second call changes nothing.
+    Returns each claim with its record as stored and as judged now. No record is written.
     """
-    outcomes = []
-    date, commit = today(), source_commit()
     records = read_records(results)
-    for claim in select(names):
-        for before in records:
-            if before["name"] == claim.name:
-                after = judged(claim, before, date=date, commit=commit)
-                if after != before:
-                    write_record(after, results)
-                outcomes.append((claim, before, after))
-    write_page(results, page)
+    outcomes: list[tuple[Claim, Mapping[str, Any], Mapping[str, Any]]] = [
+        (claim, record, judged(claim, record))
+        for claim in select(names)
+        for record in records
+        if record["name"] == claim.name
+    ]
+    write_pages(results, page)
     return outcomes
 
 
-def write_page(results: Path, page: Path) -> None:
-    """Renew the claims page from the result files."""
-    page.parent.mkdir(parents=True, exist_ok=True)
-    records = read_results(results)
-    write_atomic(page, render(CLAIMS, records, ages(CLAIMS, records)))
+def write_pages(results: Path, page: Path) -> None:
+    """Renew the claims page from the result files, and a page for each claim in the folder of its name beside it."""
+    for path, text in pages(results, page).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text)
+
+
+def pages(results: Path, page: Path, *, aged: bool = True) -> dict[Path, str]:
+    """Return the texts of all pages by file. aged: with the age of each record, which every commit changes."""
+    claims = {claim.name: claim for claim in CLAIMS}
+    records = [judged_for_page(claims[one["name"]], one) for one in read_results(results) if one["name"] in claims]
+    samples = Path(os.path.relpath(results, page.with_suffix(""))).as_posix()
+    found = ages(CLAIMS, records) if aged else {}
+    folder = page.with_suffix("")
+    texts = {page: render(CLAIMS, records, read_promises(), found, folder=folder.name)}
+    for claim in CLAIMS:
+        of_claim = [record for record in records if record["name"] == claim.name]
+        texts[folder / f"{claim.name}.md"] = render_claim(claim, of_claim, found, page=page.name, samples=samples)
+    return texts
+
+
+def publish(results: Path) -> None:
+    """Renew what the package ships of the records: `published.FILE`, for listings and comparisons without them."""
+    claims = {claim.name: claim for claim in CLAIMS}
+    records = [judged_for_page(claims[record["name"]], record) for record in read_results(results)]
+    write_atomic(published.PATH, published.as_json(CLAIMS, records, read_promises()))

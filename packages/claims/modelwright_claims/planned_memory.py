@@ -299,7 +299,8 @@ def _add_times(judgment: Judgment, samples: Samples) -> None:
 
 def _add_heaps(judgment: Judgment, samples: Samples) -> None:
     """How much more than a heap without gaps training's heap takes at its peaks."""
-    peaks = {name: statistics.median(samples[PEAK + name]) for name in names_between(samples, PEAK)}
+    sides = (CONFIGURED, PLANNED)
+    peaks = {name: statistics.median(samples[PEAK + name]) for side in sides for name in (side, f"{side}, {GAPLESS}")}
     gapless, planned = peaks[f"{CONFIGURED}, {GAPLESS}"], peaks[f"{PLANNED}, {GAPLESS}"]
     gaps = {
         HEAP_GAPS: 100 * (peaks[CONFIGURED] / gapless - 1),

@@ -143,7 +143,8 @@ def measurement(seeds: Sequence[int], num_updates: int, runs: Sequence[Mapping[s
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the held-out true reward after PPO is above that of the model that it began with."""
+    """Met when the held-out true reward after PPO is above that of the model that it began with, and no lower than that
+    of the best of several answers by the same reward model."""
     judgment, title = Judgment(), REWARDS[TRUE]
     gain = differences(samples[title + PPO], samples[title + SFT])
     judgment.figures[GAIN] = gain.figure("points")
@@ -151,8 +152,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     before, after = (estimate(samples[title + model]).mean for model in (SFT, PPO))
     judgment.said.append(f"held-out true reward {before:.3f} after fine-tuning, {after:.3f} after PPO")
     for number in BEST_OF:
-        with judgment.beside():
-            _beside_best_of(judgment, samples, number)
+        with judgment.part():
+            _against_best_of(judgment, samples, number)
     with judgment.beside():
         learned = differences(samples[REWARDS[LEARNED] + PPO], samples[REWARDS[LEARNED] + SFT])
         wins, kl, accuracy = (estimate(samples[name]) for name in (WINS, KL, ACCURACY))
@@ -172,10 +173,11 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-def _beside_best_of(judgment: Judgment, samples: Samples, number: int) -> None:
+def _against_best_of(judgment: Judgment, samples: Samples, number: int) -> None:
     rival, title, kl = best_of(number), REWARDS[TRUE], best_of_kl(number)
     over = differences(samples[title + PPO], samples[title + rival])
     judgment.figures[f"true reward of PPO over {rival}"] = over.figure("points")
+    judgment.at_least(f"true reward of PPO over {rival}", over, 0.0, " points")
     judgment.figures[f"KL of {rival}, at most"] = exact(kl).figure("nats")
     judgment.said.append(
         f"{rival} by the same reward model {estimate(samples[title + rival]).mean:.3f} at {kl:.1f} nats "
@@ -194,7 +196,8 @@ CLAIM = Claim(
     compared="the recipe preference with five seeds: answers to held-out prompts before PPO, that is after fine-tuning "
     "on preferred answers, and after it, judged by the program that orders the pairs and that PPO never sees; beside "
     "them the best of 4 and of 8 answers before PPO by the same reward model",
-    target="a higher held-out true reward after PPO (lower bound of the difference above 0)",
+    target="a higher held-out true reward after PPO (lower bound of the difference above 0), and no lower one than "
+    "that of the best of 4 and of 8 answers (lower bound of the difference at least 0)",
     headline=(GAIN, *(f"true reward of PPO over {best_of(number)}" for number in BEST_OF), KL, ACCURACY),
     measure=measure,
     judge=judge,

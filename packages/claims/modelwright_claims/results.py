@@ -11,7 +11,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,11 @@ PACKAGES = ("modelwright", "torch", "numpy", "transformers", "lightning", "token
 TEXTS = ("name", "statement", "source", "published", "compared", "target", "headline")
 """The texts of a claim that its record repeats."""
 DIRTY = "-dirty"
-MADE_BY_PROVE = (":(top,exclude)benchmarks/results", ":(top,exclude)docs/claims.md")
+MADE_BY_PROVE = (":(top,exclude)benchmarks/results", ":(top,exclude)docs/claims.md", ":(top,exclude)docs/claims")
 """Files that measuring changes itself."""
+FILE = "file"
+"""The name of the file that a record was read from."""
+ANSWERS_TODAY = "answers the present claim"
 FIGURES, MEASURED_FIGURES = "figures", "figures_of_the_measurement"
 """Figures that the rule computes from the samples; and those of a record from before samples and rule were apart that
 the rule does not compute: their samples were not kept, or another figure has taken their place."""
@@ -80,6 +83,14 @@ def is_dirty(record: Mapping[str, Any]) -> bool:
     return record["commit"].endswith(DIRTY)
 
 
+def is_of_now(record: Mapping[str, Any]) -> bool:
+    """Whether a record is of the present sources: of the same clean commit, or without git of the same version."""
+    commit = source_commit()
+    if commit or record["commit"]:
+        return record["commit"] == commit and not is_dirty(record)
+    return record["versions"].get("modelwright") == versions("modelwright").get("modelwright")
+
+
 def is_loaded(record: Mapping[str, Any]) -> bool:
     """Whether more processes than there are cores wanted to compute in the minute before this was measured."""
     return bool(record.get("load_at_start")) and record["load_at_start"][0] > record["machine"]["cores"]
@@ -91,9 +102,32 @@ def answers_present_claim(claim: Claim, record: Mapping[str, Any]) -> bool:
 
 
 def shown_kind(claim: Claim, record: Mapping[str, Any]) -> str:
-    """Return the verdict in words: "met then" or "short then" when the claim has changed since."""
+    """Return the verdict of a judged record in words: "met then" or "short then" when the claim has changed since.
+
+    A record that decides nothing needs no such word.
+    """
     kind = record["kind"]
-    return kind if answers_present_claim(claim, record) else f"{kind} then"
+    return kind if kind not in ("met", "short") or answers_present_claim(claim, record) else f"{kind} then"
+
+
+def judged_for_page(claim: Claim, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record judged by the present rule, with every figure that the rule computes from its samples.
+
+    The figures of a record whose verdict stays as it was then gain their bounds in this way.
+    """
+    after = judged(claim, record)
+    today = {name: _as_json(figure) for name, figure in verdict_on(claim, record).figures.items()}
+    return {**after, FIGURES: {**all_figures(after), **today}, ANSWERS_TODAY: answers_present_claim(claim, after)}
+
+
+def answered_today(record: Mapping[str, Any]) -> bool:
+    """Whether a record from `judged_for_page` answers the claim as it is now."""
+    return record[ANSWERS_TODAY]
+
+
+def newest(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the newest record, a full measurement before a quick one; None without any. Of one day the last counts."""
+    return max(enumerate(records), key=lambda one: (not one[1]["quick"], one[1]["date"], one[0]), default=(0, None))[1]
 
 
 def all_figures(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,21 +150,22 @@ def measured(
         **around,
     }
     record = json.loads(json.dumps(record, default=float))  # what is judged is what is stored
-    return judged(claim, record, date=around["date"], commit=around["commit"])
+    return judged(claim, record)
 
 
-def judged(claim: Claim, record: Mapping[str, Any], *, date: str, commit: str) -> dict[str, Any]:
-    """Return the record with the verdict of the present rule on its samples.
+def judged(claim: Claim, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record with the verdict of the present rule on its samples. Its file is never written again.
 
-    date, commit: of the judging. A record of another statement or comparison is returned as it is: its samples answer
-    another question. When the target alone has changed since the measurement, samples that miss the present one make
-    the record short; samples that reach it prove nothing, as the target was not fixed before, and the verdict on the
-    earlier target stays.
+    When the target has changed since the measurement, samples that miss the present one make the record short;
+    samples that reach it prove nothing, as the target was not fixed before, and the verdict on the earlier target
+    stays. A record of another statement or comparison keeps its verdict as well. Neither stays *met*, however, unless
+    the present rule holds on the old samples.
     """
-    if not _same_comparison(claim, record):
-        return dict(record)
-    verdict = verdict_on(claim, record)
-    if record["target"] != claim.target and verdict.kind != "short":
+    verdict, is_same = verdict_on(claim, record), _same_comparison(claim, record)
+    if record["kind"] == "met" != verdict.kind and not (is_same and record["target"] == claim.target):
+        reason = f"{verdict.reason} (by the rule of its time it was met: {record['reason']})"
+        return {**record, "kind": verdict.kind, "reason": reason, "judged": {"target": claim.target}}
+    if not is_same or (record["target"] != claim.target and verdict.kind != "short"):
         return dict(record)
     figures = {name: _as_json(figure) for name, figure in verdict.figures.items()}
     earlier = record.get(MEASURED_FIGURES, {}) if "judged" in record else record[FIGURES]
@@ -138,9 +173,7 @@ def judged(claim: Claim, record: Mapping[str, Any], *, date: str, commit: str) -
     after = {**record, "kind": verdict.kind, "reason": verdict.reason, FIGURES: figures, MEASURED_FIGURES: lost}
     if not lost:
         del after[MEASURED_FIGURES]
-    if "judged" in record and {**after, "judged": record["judged"]} == record:
-        return dict(record)
-    return {**after, "judged": {"date": date, "commit": commit, "target": claim.target}}
+    return {**after, "judged": {"target": claim.target}}
 
 
 def verdict_on(claim: Claim, record: Mapping[str, Any]) -> Verdict:
@@ -153,7 +186,15 @@ def verdict_on(claim: Claim, record: Mapping[str, Any]) -> Verdict:
 
 
 def record_path(record: Mapping[str, Any], folder: Path) -> Path:
-    return folder / f"{record['name']}-{machine_slug(record['machine'])}{'-quick' if record['quick'] else ''}.json"
+    """Return the file of a record: that of its claim and machine, or one with its commit where another record has that.
+
+    No measurement replaces that of another commit, and two machines with the same slug do not share a file.
+    """
+    quick = "-quick" if record["quick"] else ""
+    path = folder / f"{record['name']}-{machine_slug(record['machine'])}{quick}.json"
+    if path.exists() and _origin(json.loads(path.read_text(encoding="utf-8"))) != _origin(record):
+        return path.with_stem(f"{path.stem}-{record['commit'] or record['date']}")
+    return path
 
 
 def write_record(record: Mapping[str, Any], folder: Path) -> Path:
@@ -166,20 +207,24 @@ def write_record(record: Mapping[str, Any], folder: Path) -> Path:
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """All records of claims in `folder`; files of other benchmarks are left out."""
-    records = []
+    return [record for _, record in _read(folder)]
+
+
+def _read(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     for path in sorted(folder.glob("*.json")):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ArtifactError(f"{path}: is not valid JSON ({error}); measure that claim again") from None
         if isinstance(record, dict) and "statement" in record:
-            records.append(record)
-    return records
+            yield path, record
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """The records of `folder`; where a machine has a full measurement of a claim, its quick one is left out."""
-    records = read_records(folder)
+    """The records of `folder`, each with its file's name as `FILE`; where a machine has a full measurement of a claim,
+    its quick one is left out.
+    """
+    records = [{**record, FILE: path.name} for path, record in _read(folder)]
     full = {_key(record) for record in records if not record["quick"]}
     return [record for record in records if not record["quick"] or _key(record) not in full]
 
@@ -191,6 +236,10 @@ def _same_comparison(claim: Claim, record: Mapping[str, Any]) -> bool:
 def _as_json(figure: Figure) -> dict[str, Any]:
     fields = {name: value for name, value in dataclasses.asdict(figure).items() if value is not None}
     return json.loads(json.dumps(fields, default=float))
+
+
+def _origin(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    return record["machine"], record["commit"]
 
 
 def _key(record: Mapping[str, Any]) -> tuple[str, str]:

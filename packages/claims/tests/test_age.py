@@ -10,7 +10,7 @@ import pytest
 
 from modelwright_claims.age import Age, age_of, measured_files
 from modelwright_claims.ledger import CLAIMS
-from modelwright_claims.page import render
+from modelwright_claims.page import render, render_claim
 
 MODULE = """
 from modelwright.core import records
@@ -80,12 +80,22 @@ def test_the_page_shows_age_and_change():
         "name": claim.name, "statement": claim.statement, "compared": claim.compared, "target": claim.target,
         "kind": "met", "reason": "r", "figures": {}, "conditions": {}, "samples": {}, "quick": False, "wall_s": 1.0,
         "machine": {"processor": "p", "cores": 2, "instruction_set": "i"}, "threads": 2, "load_at_start": [0.1],
-        "versions": {}, "commit": "0123456789ab", "date": "2026-01-01",
+        "versions": {}, "commit": "0123456789ab", "date": "2026-01-01", "file": "r.json",
     }  # fmt: skip
-    age = Age(num_commits=188, num_files=9, changed=[f"src/{letter}.py" for letter in "abcdef"])
-    page = render([claim], [record], {(claim.name, "0123456789ab"): age})
-    assert "| **met**; 188 commits old; code changed since (6 of 9 files) |" in page
-    assert "188 commits old (**code changed since**: src/a.py, src/b.py, src/c.py, src/d.py and 2 more)" in page
-    fresh = render([claim], [record], {(claim.name, "0123456789ab"): Age(num_commits=3, num_files=9, changed=[])})
-    assert "| **met**; 3 commits old |" in fresh
-    assert "| **met** |" in render([claim], [record])
+    ages = {(claim.name, "0123456789ab"): Age(num_commits=188, num_files=9, changed=[f"{x}.py" for x in "abcdef"])}
+    assert "| met | 2026-01-01, 188 commits, code |" in render([claim], [record], [], ages)
+    page = render_claim(claim, [record], ages)
+    assert "188 commits old (**code changed since**: a.py, b.py, c.py, d.py and 2 more)" in page
+    fresh = {(claim.name, "0123456789ab"): Age(num_commits=3, num_files=9, changed=[])}
+    assert "| met | 2026-01-01, 3 commits |" in render([claim], [record], [], fresh)
+    assert "| met | 2026-01-01 |" in render([claim], [record], [])
+
+
+def test_a_file_that_only_moved_has_not_changed(commit, tmp_path: Path, monkeypatch):
+    first = commit("old_name.py", MODULE)
+    (tmp_path / "old_name.py").rename(tmp_path / "new_name.py")
+    commit("README.md", "moved")
+    monkeypatch.setattr("modelwright_claims.age.measured_files", lambda claim: iter([tmp_path / "new_name.py"]))
+    assert age_of(CLAIMS[0], first) == Age(num_commits=1, num_files=1, changed=[])
+    commit("new_name.py", MODULE + "# edited\n")
+    assert age_of(CLAIMS[0], first) == Age(num_commits=2, num_files=1, changed=["new_name.py"])

@@ -42,22 +42,25 @@ def around(value: float, step: float = 0.01) -> list[float]:
 
 PPO_SAMPLES = {
     **{f"{TRUE}{model}": around(value) for model, value in (("fine-tuning", 0.6), ("PPO", 0.8))},
-    **{f"{TRUE}best of {number}": around(0.9) for number in (4, 8)},
+    **{f"{TRUE}best of {number}": around(0.75) for number in (4, 8)},
     **{f"{LEARNED}{model}": around(value) for model, value in (("fine-tuning", 2.6), ("PPO", 5.2))},
     ppo_true_reward.WINS: around(0.7), ppo_true_reward.KL: around(4.0), ppo_true_reward.ACCURACY: around(0.9),
 }  # fmt: skip
 
 
-def test_ppo_is_judged_by_the_true_reward_and_shown_beside_best_of_n() -> None:
+def test_ppo_is_judged_by_the_true_reward_and_against_best_of_n() -> None:
     met = verdict(ppo_true_reward.CLAIM, PPO_SAMPLES)
     assert met.kind == "met", met.reason
     assert met.figures[ppo_true_reward.GAIN].value == pytest.approx(0.2)
-    assert met.figures["true reward of PPO over best of 8"].value == pytest.approx(-0.1)
-    assert "best of 8 by the same reward model 0.900 at 1.2 nats (PPO -0.100)" in met.reason
+    assert met.figures["true reward of PPO over best of 8"].value == pytest.approx(0.05)
+    assert "best of 8 by the same reward model 0.750 at 1.2 nats (PPO +0.050)" in met.reason
     assert met.figures[ppo_true_reward.ACCURACY].value == pytest.approx(90.0)
     pleasing = verdict(ppo_true_reward.CLAIM, {**PPO_SAMPLES, f"{TRUE}PPO": around(0.61, step=0.02)})
     assert pleasing.kind == "short"
     assert pleasing.reason.startswith("gain in true reward 0.01 (lower bound")
+    beaten = verdict(ppo_true_reward.CLAIM, {**PPO_SAMPLES, f"{TRUE}best of 4": around(0.81)})
+    assert beaten.kind == "short"
+    assert "true reward of PPO over best of 4 -0.01" in beaten.reason
     lacking = {name: values for name, values in PPO_SAMPLES.items() if name != f"{TRUE}PPO"}
     assert verdict(ppo_true_reward.CLAIM, lacking).kind == "not judged"
 

@@ -7,19 +7,20 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.errors import ArtifactError, ConfigError
-from modelwright_claims import ledger, results
+from modelwright_claims import ledger, published, results
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
 from modelwright_claims.claim import Claim, Measurement, Samples, Verdict
 from modelwright_claims.command import prove
 from modelwright_claims.judging import Judgment
-from modelwright_claims.ledger import CLAIMS, listing, rejudge, select
-from modelwright_claims.page import number, render, show
+from modelwright_claims.ledger import CLAIMS, pages, rejudge, select
+from modelwright_claims.page import number, render, render_claim, show
 from modelwright_claims.planned_memory import PLANNED_HEAP_GAPS
 from modelwright_claims.planner_errors import planner_errors
 from modelwright_claims.results import (
     all_figures,
     circumstances,
     judged,
+    judged_for_page,
     machine_slug,
     measured,
     read_records,
@@ -75,12 +76,20 @@ def written(tmp_path):
     return write
 
 
-def again(claim: Claim, record, date: str = "2030-01-01"):
-    return judged(claim, record, date=date, commit="abc")
+def again(claim: Claim, record):
+    return judged(claim, record)
+
+
+def page_of(claim: Claim, *records) -> str:
+    return render_claim(claim, [judged_for_page(claim, {results.FILE: "r.json", **record}) for record in records])
+
+
+def overview(claim: Claim, *records) -> str:
+    return render([claim], [judged_for_page(claim, record) for record in records], [])
 
 
 def test_every_claim_says_what_it_says():
-    assert len({claim.name for claim in CLAIMS}) == len(CLAIMS) == len(listing())
+    assert len({claim.name for claim in CLAIMS}) == len(CLAIMS)
     for claim in CLAIMS:
         assert claim.statement.endswith(".")
         assert all((claim.source, claim.published, claim.compared, claim.target))
@@ -103,7 +112,7 @@ def test_a_record_says_where_when_and_how(written):
     assert record["samples"] == {"speed": [1.46, 1.54], "bytes": [3.0]}
     assert record["published"] == "2x"
     assert record["kind"] == "short"
-    assert record["judged"] == {"date": record["date"], "commit": QUIET["commit"], "target": "2x"}
+    assert record["judged"] == {"target": "2x"}
     speed, memory = record["figures"]["speed-up"], record["figures"]["memory"]
     assert (speed["value"], speed["unit"]) == (1.5, "x")
     assert speed["lower"] < 1.46 < 1.54 < speed["upper"]
@@ -136,57 +145,55 @@ def test_damaged_results_are_named(tmp_path):
 
 
 def row_of(page: str) -> str:
-    [row] = [line for line in page.splitlines() if line.startswith("| [doubling]")]
+    [row] = [line for line in page.splitlines() if "[doubling](" in line]
     return row
 
 
-def test_the_page_puts_the_published_figure_beside_ours(written, tmp_path):
-    written()
-    page = render([CLAIM], read_results(tmp_path))
-    assert row_of(page).startswith("| [doubling](#doubling) | 2x | speed-up 1.5 ± 0.05657 x; memory 3 MiB | ")
-    assert row_of(page).endswith(" | **short** |")
+def test_the_pages_put_the_published_figure_beside_ours():
+    record = record_of()
+    row = row_of(overview(CLAIM, record))
+    assert row.startswith('| <a id="doubling"></a>[doubling](claims/doubling.md) | 2x | speed-up 1.5 ')
+    assert f"| short | {record['date']} |" in row
+    page = page_of(CLAIM, record)
     assert "A. Author 2020" in page
     assert "**Short**: speed 1.5x (lower bound" in page
     assert "| speed-up | 1.5 ± 0.05657 [1.247, 1.753] x |" in page
     assert "load 0.1 at the start on" in page
-    assert "not measured yet" in render([CLAIM], [])
+    assert "r.json" in page
+    assert "Not measured yet" in page_of(CLAIM)
+    assert "not measured yet" in overview(CLAIM)
 
 
-def test_the_overview_shows_what_the_target_speaks_of(written, tmp_path):
-    written()
+def test_the_overview_shows_what_the_target_speaks_of():
     other = replace(CLAIM, headline=("gone since", "memory"))
-    assert "| 2x | speed-up 1.5 ± 0.05657 x; memory 3 MiB |" in render([CLAIM], read_results(tmp_path))
-    assert "| 2x | memory 3 MiB |" in render([other], read_results(tmp_path))
+    assert "| 2x | memory 3 MiB |" in overview(other, record_of(other))
 
 
 @pytest.mark.parametrize("text", ["statement", "compared", "target"])
-def test_a_verdict_on_another_claim_is_met_then_or_short_then_and_never_bold(written, tmp_path, text):
+def test_a_verdict_on_another_claim_is_met_then_or_short_then_and_never_bold(text):
     for claim, kind in ((CLAIM, "short"), (EASY, "met")):
-        written(claim=claim)
-        records = read_results(tmp_path)
-        assert f"| **{kind}** |" in row_of(render([claim], records))
+        record = record_of(claim)
+        assert f"**{kind.capitalize()}**" in page_of(claim, record)
         later = replace(claim, **{text: "something else"})
-        page = render([later], records)
-        assert f"| *{kind} then* |" in row_of(page)
+        page = page_of(later, record)
+        if (text, kind) == ("target", "short"):
+            assert "**Short**: " in page, "samples that miss the present target"
+            continue
         assert f"\n*{kind.capitalize()} then*: " in page
         assert f"- {text.capitalize()}, when this was measured: {getattr(claim, text)}\n" in page
-        assert f"**{kind}" not in page.lower().split("\n## ")[1]
+        assert f"**{kind}" not in page.lower()
+        assert f"| {kind} then |" in row_of(overview(later, record))
 
 
-def test_a_measurement_at_high_load_or_with_uncommitted_changes_is_marked(written, tmp_path):
+def test_a_measurement_at_high_load_or_with_uncommitted_changes_is_marked():
     cores = circumstances()["machine"]["cores"]
-
-    def page(**around) -> str:
-        written(**around)
-        return render([CLAIM], read_results(tmp_path))
-
-    assert row_of(page(load_at_start=[cores, 9.0, 9.0])).endswith("| **short** |")
-    loaded = page(load_at_start=[cores + 0.5, 0.0, 0.0])
-    assert row_of(loaded).endswith("| **short**; high load |")
-    assert f"load {cores + 0.5} at the start on {cores} cores (**high**)" in loaded
-    dirty = page(commit="0123456789ab-dirty")
-    assert row_of(dirty).endswith("| **short**; uncommitted changes |")
-    assert "commit 0123456789ab-dirty (**uncommitted changes**)" in dirty
+    assert "load" not in row_of(overview(CLAIM, record_of(load_at_start=[cores, 9.0, 9.0])))
+    loaded = record_of(load_at_start=[cores + 0.5, 0.0, 0.0])
+    assert row_of(overview(CLAIM, loaded)).endswith(f"{loaded['date']}, load |")
+    assert f"load {cores + 0.5} at the start on {cores} cores (**high**)" in page_of(CLAIM, loaded)
+    dirty = record_of(commit="0123456789ab-dirty")
+    assert row_of(overview(CLAIM, dirty)).endswith(", edits |")
+    assert "commit 0123456789ab-dirty (**uncommitted changes**)" in page_of(CLAIM, dirty)
 
 
 def test_changes_of_the_sources_are_seen_and_what_prove_writes_is_not(tmp_path):
@@ -215,20 +222,26 @@ def test_judging_again_by_a_changed_rule_of_the_same_target_changes_the_verdict(
     before = record_of()
     after = again(replace(CLAIM, judge=rule(1.2)), before)
     assert (before["kind"], after["kind"]) == ("short", "met")
-    assert after["judged"] == {"date": "2030-01-01", "commit": "abc", "target": "2x"}
+    assert after["judged"] == {"target": "2x"}
     assert {name: after[name] for name in ("samples", "conditions", "date", "commit", "target")} == {
         name: before[name] for name in ("samples", "conditions", "date", "commit", "target")
     }
 
 
-def test_judging_again_without_a_change_leaves_the_date():
+def test_judging_again_changes_nothing():
     assert again(CLAIM, record_of()) == record_of()
 
 
-def test_a_record_of_another_comparison_is_not_judged_by_the_present_rule():
-    before = record_of(EASY)
+def test_a_record_of_another_comparison_stays_met_only_while_its_samples_meet_the_present_rule():
+    met, short = record_of(EASY), record_of(CLAIM)
     for text in ("statement", "compared"):
-        assert again(replace(CLAIM, **{text: "another"}), before) == before
+        assert again(replace(EASY, **{text: "another"}), met) == met
+        assert again(replace(EASY, **{text: "another"}), short) == short, "nothing is won afterwards"
+        missed = again(replace(CLAIM, **{text: "another"}), met)
+        assert (missed["kind"], shown_kind(replace(CLAIM, **{text: "another"}), missed)) == ("short", "short then")
+        assert missed["reason"].endswith(f"(by the rule of its time it was met: {met['reason']})")
+    lacking = {**met, "samples": {"speed": met["samples"]["speed"]}}
+    assert again(replace(EASY, compared="another"), lacking)["kind"] == "not judged"
 
 
 def test_a_changed_target_can_only_take_a_verdict_away():
@@ -238,7 +251,7 @@ def test_a_changed_target_can_only_take_a_verdict_away():
     after = again(CLAIM, met)
     assert (after["kind"], shown_kind(CLAIM, after)) == ("short", "short")
     assert (after["target"], after["judged"]["target"]) == ("1x", "2x")
-    assert again(CLAIM, after, date="2031-01-01") == after
+    assert again(CLAIM, after)["kind"] == "short"
     assert shown_kind(replace(CLAIM, target="3x"), after) == "short then"
 
 
@@ -251,9 +264,8 @@ def test_a_record_that_lacks_samples_is_not_judged_and_keeps_its_figures():
     assert after[results.MEASURED_FIGURES] == before["figures"]
     assert all_figures(after) == before["figures"]
     assert again(EASY, after) == after
-    page = render([EASY], [after])
-    assert "| memory (as computed when measured) | 3 MiB |" in page
-    assert row_of(page).endswith("| **not judged** |")
+    assert "| memory | 3 MiB |" in page_of(EASY, after)
+    assert "| not judged |" in row_of(overview(EASY, after))
 
 
 def test_figures_that_a_later_rule_no_longer_computes_are_dropped():
@@ -268,54 +280,87 @@ def small_ledger(monkeypatch):
     monkeypatch.setattr(ledger, "CLAIMS", (CLAIM,))
 
 
-def test_judging_the_folder_again_changes_nothing(written, tmp_path, small_ledger):
+def test_judging_writes_pages_and_no_record(tmp_path, small_ledger):
     old = record_of(EASY) | {"target": CLAIM.target}  # judged by an easier rule
     del old["judged"]
     path, page = write_record(old, tmp_path), tmp_path / "claims.md"
+    stored = path.read_bytes()
     ((_, before, after),) = rejudge([], results=tmp_path, page=page)
     assert (before["kind"], after["kind"]) == ("met", "short")
-    first, text = path.read_text(), page.read_text()
-    assert json.loads(first) == after
-    assert after["judged"]["commit"] == source_commit()
-    written_ns = path.stat().st_mtime_ns
-    rejudge([], results=tmp_path, page=page)
-    assert (path.read_text(), page.read_text()) == (first, text)
-    assert path.stat().st_mtime_ns == written_ns
+    assert path.read_bytes() == stored
+    assert "| short |" in row_of(page.read_text())
+    assert "[Samples](../doubling-" in (tmp_path / "claims/doubling.md").read_text()
 
 
 def test_the_command_judges_and_says_what_changed(tmp_path, small_ledger, capsys):
     write_record(record_of(EASY) | {"target": CLAIM.target, "judged": {"target": CLAIM.target}}, tmp_path)
-    folders = ["--results", str(tmp_path), "--page", str(tmp_path / "claims.md")]
-    assert prove(["--judge", *folders]) == 0
+    folder = ["--results", str(tmp_path)]
+    assert prove(["--judge", *folder]) == 0
     assert "met -> short: speed 1.5x" in capsys.readouterr().out
-    assert prove(["--judge", "doubling", *folders]) == 0
-    assert "->" not in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--judge measures nothing"):
-        prove(["--judge", "--quick", *folders])
+        prove(["--judge", "--quick", *folder])
     with pytest.raises(ConfigError, match="is no claim"):
-        prove(["--judge", "nonsense", *folders])
+        prove(["--judge", "nonsense", *folder])
+    with pytest.raises(ConfigError, match="is no folder of results"):
+        prove(["--judge", "--results", str(tmp_path / "none")])
 
 
-def test_results_elsewhere_leave_the_project_s_page_alone(tmp_path, small_ledger, monkeypatch):
+def test_the_command_measures_into_a_folder_of_the_user_and_shows_what_was_published(
+    tmp_path, small_ledger, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
-    assert prove(["doubling", "--results", "other"]) == 0
-    assert "doubling" in (tmp_path / "other" / "claims.md").read_text()
-    assert not (tmp_path / "docs").exists()
-
-
-def test_the_command_measures_and_judges(tmp_path, small_ledger, capsys):
-    assert prove(["doubling", "--results", str(tmp_path), "--page", str(tmp_path / "claims.md")]) == 0
-    assert "short: speed 1.5x" in capsys.readouterr().out
-    (record,) = read_records(tmp_path)
+    row = published.Published(
+        name="doubling", statement="s", num_promises=1, minutes=90.0, verdict="met", machine="another", date="d",
+        figures={"speed-up": "2.1 x"},
+    )  # fmt: skip
+    monkeypatch.setattr(published, "read", lambda: [row])
+    assert prove(["doubling"]) == 0
+    shown = capsys.readouterr().out
+    assert "short: speed 1.5x" in shown
+    assert re.search(r"speed-up +2\.1 x +1\.5 ± 0\.05657 \[1\.247, 1\.753\] x", shown)
+    (record,) = read_records(tmp_path / "claims-here")
     assert (record["kind"], record["samples"]) == ("short", dict(MEASUREMENT.samples))
-    assert "doubling" in (tmp_path / "claims.md").read_text()
+    assert "doubling" in (tmp_path / "claims-here/claims.md").read_text()
+    assert not (tmp_path / "docs").exists()
+    assert prove(["--list"]) == 0
+    assert re.search(r"doubling +90 min +met +s\nall together 1\.5 hours", capsys.readouterr().out)
+    assert prove(["--all"]) == 0
+    assert "1 claims, about 1.5 hours as published" in capsys.readouterr().out
 
 
-def test_the_records_in_the_tree_are_judged_by_the_present_rules():
+def test_a_call_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
+    runs = list[str]()
+
+    def claim(name: str) -> Claim:
+        return replace(CLAIM, name=name, measure=lambda setting: runs.append(name) or MEASUREMENT)
+
+    monkeypatch.setattr(results, "source_commit", lambda: QUIET["commit"])
+    monkeypatch.setattr(ledger, "CLAIMS", (claim("first"),))
+    assert prove(["first", "--results", str(tmp_path)]) == 0
+    monkeypatch.setattr(ledger, "CLAIMS", (claim("first"), claim("second")))
+    assert prove(["first", "second", "--results", str(tmp_path)]) == 0
+    assert runs == ["first", "second"]
+    monkeypatch.setattr(results, "source_commit", lambda: "another")
+    assert prove(["first", "--results", str(tmp_path)]) == 0
+    assert runs == ["first", "second", "first"], "other sources are measured again"
+    assert len([record for record in read_records(tmp_path) if record["name"] == "first"]) == 2
+
+
+def test_no_record_of_another_commit_or_machine_is_replaced(tmp_path):
+    first = write_record(record_of(commit="a" * 12), tmp_path)
+    assert write_record(record_of(commit="a" * 12), tmp_path) == first
+    assert write_record(record_of(commit="b" * 12), tmp_path) != first
+    other = record_of(commit="a" * 12)
+    other["machine"]["memory_bytes"] = 1
+    assert write_record(other, tmp_path) != first
+
+
+def test_what_the_package_ships_follows_from_the_records_in_the_tree(monkeypatch, tmp_path):
     """Run `modelwright prove --judge` when this fails."""
-    known = {claim.name: claim for claim in CLAIMS}
-    for record in read_records(ROOT / "benchmarks/results"):
-        assert again(known[record["name"]], record) == record, record["name"]
+    shipped = published.PATH.read_text(encoding="utf-8")
+    monkeypatch.setattr(published, "PATH", tmp_path / "published.json")
+    ledger.publish(ROOT / "benchmarks/results")
+    assert (tmp_path / "published.json").read_text(encoding="utf-8") == shipped
 
 
 MEASURED = {record["name"] for record in read_results(ROOT / "benchmarks/results")}
@@ -328,14 +373,16 @@ def test_headlines_are_figures_that_were_measured(claim):
     assert set(claim.headline) <= {name for record in records for name in all_figures(record)}
 
 
-AGE = re.compile(r"[;,] \d+ commits old(?:; code changed since \([^)]*\)| \(\*\*code changed since\*\*: [^)]*\))?")
+AGE = re.compile(r", \d+ commits(?: old)?(?:, code| \(\*\*code changed since\*\*: [^)]*\))?")
 
 
-def test_the_page_in_the_tree_is_the_generated_one():
+def test_the_pages_in_the_tree_are_the_generated_ones():
     """But for the ages, which every commit changes."""
-    page, records = (ROOT / "docs/claims.md").read_text(), read_results(ROOT / "benchmarks/results")
-    assert AGE.sub("", page) == render(CLAIMS, records)
-    assert len(AGE.findall(page)) == 2 * len(records)
+    page = ROOT / "docs/claims.md"
+    expected = pages(ROOT / "benchmarks/results", page, aged=False)
+    for path, text in expected.items():
+        assert AGE.sub("", path.read_text(encoding="utf-8")) == text, path.name
+    assert set((ROOT / "docs/claims").iterdir()) == set(expected) - {page}
 
 
 @pytest.mark.parametrize(

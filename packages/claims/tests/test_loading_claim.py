@@ -23,7 +23,7 @@ from modelwright_claims import loading_latency, loading_worker
 from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.judging import judge
 from modelwright_claims.loading_latency import FIRST, P50, P99, SECOND, SHARE, START, STEP, add_samples, arm_names
-from modelwright_claims.loading_worker import CACHE, DIRECT, LITDATA, PEERS, STREAMING, TIERS, Task
+from modelwright_claims.loading_worker import AHEAD, CACHE, DIRECT, LITDATA, PEERS, STREAMING, TIERS, Task
 from modelwright_claims.slow_store import serving
 
 LATENCY_S, BYTES_PER_S = 0.05, 1e6
@@ -99,14 +99,17 @@ def test_peers_make_the_batches_that_the_product_makes(tmp_path: Path) -> None:
             assert torch.equal(tensor, expected), name
 
 
-def judged(first: float = 18.0, second: float = 5.0, peers: Mapping[str, Sequence[float]] | None = None) -> Verdict:
+def judged(
+    first: float = 18.0, second: float = 5.0, peers: Mapping[str, Sequence[float]] | None = None, step_ms: float = 210.0
+) -> Verdict:
     """Waits of our two epochs, and of peers, in ms; 120 ms without the cache."""
-    means = {DIRECT: (120.0,), CACHE: (first, second), **(peers or {})}
-    samples = dict[str, list[float]]()
+    means = {DIRECT: (120.0,), AHEAD: (2 * first,), CACHE: (first, second), **(peers or {})}
+    samples: dict[str, list[float]] = {loading_latency.ALONE: [207.0]}
     for side, waits in means.items():
         for arm, wait in zip(arm_names(side), waits, strict=True):
             for name in (P50, P99, SHARE, STEP, START):
                 samples[name + arm] = [wait, 1.01 * wait, 0.99 * wait]
+            samples[STEP + arm] = [step_ms if side == CACHE else 210.0] * 3
     return judge(loading_latency.CLAIM, Measurement(samples=samples))
 
 
@@ -118,14 +121,17 @@ def test_the_verdict_asks_for_both_epochs_and_for_no_peer_that_waits_less() -> N
     for verdict, epoch in ((judged(first=21.0), FIRST), (judged(second=21.0), SECOND)):
         assert verdict.kind == "short"
         assert f"{epoch}: p99 of the wait is lower by 5.71x" in verdict.reason
-    assert judged(peers={LITDATA: (30.0, 6.0), STREAMING: (18.0, 5.0)}).kind == "met"
+    assert judged(peers={LITDATA: (30.0, 6.0), STREAMING: (18.5, 5.2)}).kind == "met"
     for peers, peer, epoch in (
         ({LITDATA: (17.0, 6.0)}, LITDATA, FIRST),
         ({LITDATA: (30.0, 6.0), STREAMING: (30.0, 4.9)}, STREAMING, SECOND),
     ):
         verdict = judged(peers=peers)
         assert verdict.kind == "short"
-        assert f"{peer} waits less in the {epoch}" in verdict.reason
+        assert f"{epoch}: p99 of the wait above that of {peer}" in verdict.reason
+    assert "computing alone takes" in judged(step_ms=229.0).reason
+    slower = judged(peers={LITDATA: (30.0, 6.0)}, step_ms=214.0)
+    assert f"{FIRST}: time of a step to that of {LITDATA}" in slower.reason
 
 
 def test_a_record_without_the_cache_is_not_judged() -> None:
@@ -156,7 +162,9 @@ def test_a_short_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     measurement = loading_latency.measure(Setting(quick=True, folder=tmp_path, progress=SilentProgress()))
     arms = [*arm_names(DIRECT), *arm_names(CACHE)]
-    assert set(measurement.samples) == {name + arm for name in (P50, P99, SHARE, STEP, START) for arm in arms}
+    assert set(measurement.samples) == {loading_latency.ALONE} | {
+        name + arm for name in (P50, P99, SHARE, STEP, START) for arm in arms
+    }
     direct, _, warm = (measurement.samples[P50 + arm][0] for arm in arms)
     assert direct >= 1000 * loading_latency.LATENCY_S, "nothing is kept, so each batch waits for a request"
     assert warm < direct

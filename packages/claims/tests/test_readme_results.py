@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from modelwright_claims import ledger
-from modelwright_claims.results import all_figures, shown_kind
+from modelwright_claims.results import all_figures, judged, shown_kind
 
 ROOT = Path(__file__).parents[3]
 CLAIMS = {claim.name: claim for claim in ledger.CLAIMS}
@@ -97,7 +97,7 @@ QUOTED = {
 def test_the_table_quotes_the_figures_of_the_record(claim: str) -> None:
     """It quotes each of them, rounded as here, and no other figure; the verdict is the record's."""
     measured, verdict, conditions = technique_rows()[claim]
-    assert verdict == shown_kind(CLAIMS[claim], record(f"{claim}-{MACHINE}"))
+    assert verdict == shown_kind(CLAIMS[claim], judged(CLAIMS[claim], record(f"{claim}-{MACHINE}")))
     quoted, expected = f"{measured} {conditions}", QUOTED[claim]()
     assert [figure for figure in expected if figure not in quoted] == []
     numbers = set(re.findall(r"[-+]?\d[\d.]*(?:%| times| of the)", quoted)) - CONDITIONS_WITH_UNITS

@@ -204,7 +204,8 @@ def test_a_rival_that_bears_more_makes_it_short() -> None:
     assert judged(rival=70.0).kind == "met"
     beaten = judged(rival=100.0)
     assert beaten.kind == "short"
-    assert f"{OPENVINO} bears more: INT8 0.80x its rate" in beaten.reason
+    assert f"INT8 over the rate of {OPENVINO} 0.8x (lower bound" in beaten.reason
+    assert judged(rival=79.8).kind == "short", "level by the mean alone"
     assert beaten.figures[f"times the rate of {OPENVINO}, INT8"].value == pytest.approx(0.8, rel=0.01)
 
 

@@ -1,0 +1,99 @@
+"""The promises of the guides: which claim tests each of them, and what its figures must show.
+
+`promises.toml` lists them in the order of the guides. Where a promise stands follows from a judged record alone.
+"""
+
+import importlib.resources
+import math
+import operator
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from modelwright_claims.claim import UNTESTABLE
+from modelwright_claims.results import FIGURES, answered_today, newest
+
+Standing = Literal["holds", "holds in part", "does not hold here", "cannot be tested here"]
+RELATIONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+CAUSES = ("technique", "experiment", "size")
+"""Why a promise does not hold here."""
+NO_CLAIM_CAUSES = ("machine", "unmeasured")
+"""Why no claim tests a promise: no machine of ours could, or it has not been measured yet."""
+RATIO = " // "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """One promised figure or direction."""
+
+    guide: str
+    text: str
+    why: str
+    """What decides where it stands, or limits it, in twenty words at most."""
+    cause: str = ""
+    claim: str = ""
+    asks: Sequence[tuple[str, str, float]] = ()
+    """Figure, relation and limit; "a // b" is the ratio of two figures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Where a promise stands by a record."""
+
+    standing: Standing
+    shown: Mapping[str, Mapping[str, Any]]
+    """The figures that it asks for, as far as the record has them."""
+    record: Mapping[str, Any] | None
+
+
+def read_promises() -> list[Promise]:
+    """Return the promises in the order of the guides."""
+    text = importlib.resources.files("modelwright_claims").joinpath("promises.toml").read_text(encoding="utf-8")
+    return [Promise(**promise) for promise in tomllib.loads(text)["promises"]]
+
+
+def answer(promise: Promise, records: Sequence[Mapping[str, Any]]) -> Answer:
+    """Return where a promise stands by the newest of the judged records of its claim.
+
+    It holds where the claim is met as it is now and each figure that it asks for reaches its limit by its bound; in
+    part where the figures do and the claim's row has a reservation.
+    """
+    record = newest([record for record in records if record["name"] == promise.claim])
+    if record is None or record["kind"] == UNTESTABLE:
+        return Answer(standing="cannot be tested here", shown={}, record=record)
+    figures = record[FIGURES]
+    shown = {name: figure for name, _, _ in promise.asks if (figure := _figure(figures, name))}
+    reached = bool(promise.asks) and all(
+        name in shown and reaches(shown[name], relation, limit) for name, relation, limit in promise.asks
+    )
+    is_met = record["kind"] == "met" and answered_today(record)
+    standing: Standing = "does not hold here"
+    if reached:
+        standing = "holds" if is_met else "holds in part"
+    return Answer(standing=standing, shown=shown, record=record)
+
+
+def reaches(figure: Mapping[str, Any], relation: str, limit: float) -> bool:
+    """Whether the bound of a figure that bears on the limit stands in the relation to it.
+
+    A figure that scatters and has no bounds reaches nothing.
+    """
+    if not figure["spread"] and "lower" not in figure:
+        return RELATIONS[relation](figure["value"], limit)
+    bound = figure.get("lower", -math.inf) if relation.startswith(">") else figure.get("upper", math.inf)
+    return RELATIONS[relation](bound, limit)
+
+
+def claims_named(promises: Sequence[Promise]) -> Iterator[str]:
+    """The claims that promises name, each once, in their order."""
+    yield from dict.fromkeys(promise.claim for promise in promises if promise.claim)
+
+
+def _figure(figures: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    if RATIO not in name:
+        return figures.get(name)
+    above, below = (figures.get(part) for part in name.split(RATIO))
+    if not above or not below:
+        return None
+    return {"value": above["value"] / below["value"], "unit": "x", "spread": max(above["spread"], below["spread"])}

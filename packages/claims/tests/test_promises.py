@@ -1,0 +1,108 @@
+"""Each promise of the guides stands where its claim's samples put it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelwright_claims.ledger import CLAIMS
+from modelwright_claims.page import render
+from modelwright_claims.promises import (
+    CAUSES,
+    NO_CLAIM_CAUSES,
+    RELATIONS,
+    Promise,
+    answer,
+    reaches,
+    read_promises,
+)
+from modelwright_claims.results import judged_for_page, read_results
+
+ROOT = Path(__file__).parents[3]
+PROMISES = read_promises()
+
+
+def record(kind: str = "met", *, present: bool = True, **figure: float) -> dict[str, Any]:
+    speed = {"value": 2.0, "unit": "x", "spread": 0.1, "lower": 1.9, "upper": 2.1, **figure}
+    return {
+        "name": "doubling", "kind": kind,
+        "figures": {"speed": speed, "exact": {"value": 4.0, "unit": "", "spread": 0.0}},
+        "quick": False, "date": "2026-01-01", "answers the present claim": present,
+    }  # fmt: skip
+
+
+def promise(figure: str, relation: str, limit: float) -> Promise:
+    return Promise(guide="000", text="t", why="w", cause="size", claim="doubling", asks=[(figure, relation, limit)])
+
+
+def test_all_promises_of_the_guides_are_listed_in_their_order() -> None:
+    assert [one.guide for one in PROMISES] == sorted(one.guide for one in PROMISES)
+    assert len(PROMISES) == 73
+    names = {claim.name for claim in CLAIMS}
+    for one in PROMISES:
+        assert one.text
+        assert 0 < len(one.why.split()) <= 20, one.text
+        assert one.claim in names or (not one.claim and not one.asks and one.cause in NO_CLAIM_CAUSES), one.text
+        assert all(relation in RELATIONS for _, relation, _ in one.asks)
+        assert not one.asks or one.cause in CAUSES, one.text
+
+
+def test_the_figures_that_are_asked_for_are_computed_or_known_to_be_missing() -> None:
+    """A misspelled figure would never hold."""
+    by_name = {claim.name: claim for claim in CLAIMS}
+    records = [judged_for_page(by_name[one["name"]], one) for one in read_results(ROOT / "benchmarks/results")]
+    missing = {
+        name
+        for one in PROMISES
+        if one.claim and one.claim != "three_dimensional_parallelism"
+        for name, _, _ in one.asks
+        if name not in answer(one, records).shown
+    }
+    assert missing == {
+        "attention FLOPs with projections, dynamic to all heads",
+        "share of a step that computing alone takes, first epoch",
+    }
+
+
+@pytest.mark.parametrize(
+    ("relation", "limit", "holds"),
+    [
+        (">=", 1.9, True),
+        (">=", 1.95, False),
+        ("<=", 2.1, True),
+        ("<=", 2.05, False),
+        (">", 1.9, False),
+        ("<", 2.1, False),
+    ],
+)
+def test_the_bound_is_asked_and_not_the_mean(relation: str, limit: float, holds: bool) -> None:
+    assert (answer(promise("speed", relation, limit), [record()]).standing == "holds") == holds
+
+
+def test_a_figure_that_scatters_without_bounds_reaches_nothing() -> None:
+    figure = {"value": 2.0, "unit": "x", "spread": 0.1}
+    assert not reaches(figure, ">=", 1.0)
+    assert not reaches(figure, "<=", 3.0)
+    assert reaches(figure | {"spread": 0.0}, ">=", 2.0)
+
+
+def test_where_a_promise_stands() -> None:
+    reached, missed = promise("speed", ">=", 1.9), promise("speed", ">=", 3.0)
+    assert answer(reached, [record("short")]).standing == "holds in part"
+    assert answer(reached, [record(present=False)]).standing == "holds in part"
+    assert answer(missed, [record()]).standing == "does not hold here"
+    assert answer(promise("exact // exact", "<=", 1.0), [record()]).standing == "holds"
+    assert answer(promise("gone", ">=", 0.0), [record()]).standing == "does not hold here"
+    assert answer(reached, []).standing == "cannot be tested here"
+    newer = record("short", lower=0.1) | {"date": "2026-02-01"}
+    assert answer(reached, [newer, record()]).standing == "does not hold here"
+    assert answer(missed, [record("cannot be tested here")]).standing == "cannot be tested here"
+
+
+def test_the_page_lists_every_promise_once() -> None:
+    page = render([], [], [one for one in PROMISES if not one.claim])
+    assert page.count("\n| ") >= sum(not one.claim for one in PROMISES)
+    whole = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
+    assert all(whole.count(f"\n| {number} | ") == 1 for number in range(1, 74))
+    for path in {line.split("](")[1].split(")")[0] for line in whole.splitlines() if "](claims/" in line}:
+        assert (ROOT / "docs" / path).is_file()
