@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelwright.cli.display import choose_display
+from modelwright.api.display import choose_display
 from modelwright.cli.parsers import Command
 from modelwright.core.errors import ConfigError
 

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.serve import STAGE_HELP, show_remark
@@ -37,29 +36,22 @@ def parser() -> argparse.ArgumentParser:
 def export(words: Sequence[str]) -> int:
     options = parser().parse_args(words)
     name, *rest = options.to
-    from modelwright.pipeline.exports import EXPORTS, added_exports
-    from modelwright.pipeline.exports.export import ExportOptions
-    from modelwright.pipeline.models import find_model
-    from modelwright.recipes.load import find_run, find_target
+    from modelwright.api.models import export as export_model
 
-    added = added_exports()
-    if (name not in EXPORTS and name not in added) or len(rest) > 1:
-        written, formats = " ".join(options.to), ", ".join([*EXPORTS, *added])
-        raise ConfigError(f"--to: {written!r} is not understood; write one of {formats}, with or without DEST")
-    chosen = EXPORTS[name] if name in EXPORTS else added[name]()
-    if options.int8 and not chosen.takes_integers:
-        able = ", ".join(one.name for one in EXPORTS.values() if one.takes_integers)
-        raise ConfigError(f"--int8: {name} cannot hold these weights; export to one of {able}")
-    if options.dtype and options.dtype not in chosen.dtypes:
-        remedy = f"choose from {', '.join(chosen.dtypes)}" if chosen.dtypes else "leave it out"
-        raise ConfigError(f"--dtype: {name} does not know the number format {options.dtype!r}; {remedy}")
-    path = find_run(options.target).path if chosen.needs_run else find_target(options.target)
-    result = find_model(path, stage=options.stage, int8=options.int8)
-    show_remark(result.remark)
-    settings = ExportOptions(dtype=options.dtype or "".join(chosen.dtypes[:1]), overwrite=options.overwrite)
-    written = chosen.write(result, Path(*rest) if rest else chosen.target(result, settings), settings)
-    print(f"Model: {result.source.describe()}", file=sys.stderr)
-    print(written)
+    if len(rest) > 1:
+        raise ConfigError(f"--to: {' '.join(options.to)!r} is not understood; write a format, with or without DEST")
+    done = export_model(
+        options.target,
+        name,
+        *rest,
+        dtype=options.dtype,
+        stage=options.stage,
+        int8=options.int8,
+        overwrite=options.overwrite,
+    )
+    show_remark(done.found.remark)
+    print(f"Model: {done.found.source.describe()}", file=sys.stderr)
+    print(done.path)
     return 0
 
 
