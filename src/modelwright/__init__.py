@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
-    "Comparison", "ConfigError", "Model", "ModelwrightError", "Run", "Step", "TrainJob", "__version__", "align", "clean",
-    "compare", "evaluate", "export", "finetune", "load", "run", "serve", "train_model",
+    "Comparison", "ConfigError", "Model", "ModelwrightError", "Run", "Step", "TrainJob", "__version__", "align",
+    "clean", "compare", "evaluate", "export", "finetune", "load", "run", "serve", "train_model",
 ]  # fmt: skip
 
 _EXPORTS = {
