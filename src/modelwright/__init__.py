@@ -48,24 +48,40 @@ Started by `torchrun`, the same job is trained over all processes: `with join_wo
 import os
 import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from modelwright.core import VERSION
 from modelwright.core.library_environment import prepare
 
 if TYPE_CHECKING:
+    from modelwright.api.models import Comparison, Model, clean, compare, evaluate, export, load, serve
+    from modelwright.api.runs import Run, align, finetune, run
+    from modelwright.api.watch import Step
+    from modelwright.core.errors import ConfigError, ModelwrightError
     from modelwright.recipes.show import show
     from modelwright.train.build import train as train_model
     from modelwright.train.job import TrainJob
 
-__version__ = "0.2.0"
-__all__ = ["TrainJob", "__version__", "show", "train_model"]
+__version__ = VERSION
+__all__ = [
+    "Comparison", "ConfigError", "Model", "ModelwrightError", "Run", "Step", "TrainJob", "__version__", "align",
+    "clean", "compare", "evaluate", "export", "finetune", "load", "run", "serve", "show", "train_model",
+]  # fmt: skip
 
 _EXPORTS = {
     "TrainJob": ("modelwright.train.job", "TrainJob"),
     "train_model": ("modelwright.train.build", "train"),
+    "Step": ("modelwright.api.watch", "Step"),
     "show": ("modelwright.recipes.show", "show"),
+    **{name: ("modelwright.core.errors", name) for name in ("ConfigError", "ModelwrightError")},
+    **{name: ("modelwright.api.runs", name) for name in ("Run", "align", "finetune", "run")},
+    **{
+        name: ("modelwright.api.models", name)
+        for name in ("Comparison", "Model", "clean", "compare", "evaluate", "export", "load", "serve")
+    },
 }
-"""Imported when they are asked for, because they import PyTorch. `modelwright.train` is the package of that name."""
+"""Imported when they are asked for: they import PyTorch. `modelwright.train` is the package of that name."""
 
 prepare(os.environ, is_too_late="torch" in sys.modules)
 
@@ -75,3 +91,20 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'modelwright' has no attribute {name!r}")
     module, attribute = _EXPORTS[name]
     return getattr(import_module(module), attribute)
+
+
+class _Callable(ModuleType):
+    """`modelwright.evaluate` and `modelwright.serve`: packages that are called as the functions of the same name."""
+
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        return __getattr__(self.__name__.rpartition(".")[2])(*args, **settings)
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _EXPORTS and isinstance(value, ModuleType):  # set by the import of the package
+            value.__class__ = _Callable
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from modelwright.cli.display import choose_display
+from modelwright.api.display import choose_display
 from modelwright.cli.parsers import Command
 from modelwright.core.errors import ConfigError
 from modelwright_claims import published

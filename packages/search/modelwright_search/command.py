@@ -5,8 +5,8 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
+from modelwright.api.display import choose_display
 from modelwright.cli.config import setting_names
-from modelwright.cli.display import choose_display
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.recipes import recipe_names
 from modelwright.core.config_docs import field_docs

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from modelwright.cli.display import shown_progress
+from modelwright.api.display import shown_progress
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError

@@ -25,13 +25,12 @@ def parser() -> argparse.ArgumentParser:
 
 def chat(words: Sequence[str]) -> int:
     options = parser().parse_args(words)
+    from modelwright.api.models import find
     from modelwright.infer.sequence import SamplingParams
-    from modelwright.pipeline.models import find_model
-    from modelwright.recipes.load import find_target
     from modelwright.serve.terminal import chat as talk
 
     params = SamplingParams(temperature=options.temperature, top_p=options.top_p)
-    result = find_model(find_target(options.target), stage=options.stage, int8=options.int8)
+    result = find(options.target, stage=options.stage, int8=options.int8)
     show_remark(result.remark)
     print(f"Model: {result.source.describe()}", flush=True)
     talk(result.source.folder, params)

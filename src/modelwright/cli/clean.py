@@ -2,25 +2,14 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from modelwright.cli.display import shown_progress
+from modelwright.api.sources import CleanCommandConfig
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.core.config import merge, parse
+from modelwright.core.config import merge
 from modelwright.core.errors import ConfigError
 from modelwright.core.overrides import read_overrides, split_settings
-from modelwright.data.clean.config import CleanConfig
-from modelwright.data.sources.sources import SourceConfig
 
 _FLAGS = ("out", "engine", "parquet", "explain", "dry-run", "help")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CleanCommandConfig:
-    """The sections of a run that cleaning reads."""
-
-    data: SourceConfig = field(default_factory=SourceConfig)
-    clean: CleanConfig = field(default_factory=CleanConfig)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,16 +60,12 @@ def clean(words: Sequence[str]) -> int:
         return 0
     if not options.sources:
         raise ConfigError("clean: name at least one source: modelwright clean SOURCE ... --out DIR")
-    # Without a run nothing is trained, so nothing is held out unless the user asks for it.
-    base = {"data": {"sources": options.sources, "validation_fraction": 0.0}, "clean": {"engine": options.engine}}
-    config = parse(CleanCommandConfig, merge(base, read_overrides(CleanCommandConfig, settings, _FLAGS)))
-    from modelwright.pipeline.cleaning import clean_sources, try_cleaning
+    given = merge({"clean": {"engine": options.engine}}, read_overrides(CleanCommandConfig, settings, _FLAGS))
+    from modelwright.api.models import clean as clean_sources
 
-    with shown_progress() as display:
-        if options.dry_run:
-            lines = try_cleaning(config.data, config.clean, display)
-        else:
-            lines = clean_sources(config.data, config.clean, options.out, display, parquet=options.parquet)
+    lines = clean_sources(
+        options.sources, options.out, parquet=options.parquet, dry_run=options.dry_run, progress=True, **given
+    )
     print("\n".join(lines))
     return 0
 

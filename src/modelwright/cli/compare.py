@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Sequence
 
-from modelwright.cli.display import shown_progress
 from modelwright.cli.parsers import Command, new_parser
 
 
@@ -31,17 +30,18 @@ def parser() -> argparse.ArgumentParser:
 
 def compare(words: Sequence[str]) -> int:
     options = parser().parse_args(words)
-    from modelwright.pipeline.compare import CompareConfig, compare_models
-    from modelwright.pipeline.models import find_model
-    from modelwright.recipes.load import find_target
+    from modelwright.api.models import compare as compare_models
 
-    config = CompareConfig(
-        resamples=options.resamples, max_new_tokens=options.max_new_tokens, num_records=options.num_records
+    result = compare_models(
+        options.first,
+        options.second,
+        options.sources,
+        resamples=options.resamples,
+        max_new_tokens=options.max_new_tokens,
+        num_records=options.num_records,
+        progress=True,
     )
-    first, second = (find_model(find_target(word)) for word in (options.first, options.second))
-    with shown_progress() as display:
-        result = compare_models(first, second, options.sources, config, display)
-    print(result.as_json() if options.json else result.table())
+    print(result.as_json() if options.json else result)
     return 0
 
 

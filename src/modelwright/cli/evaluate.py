@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelwright.cli.display import shown_progress
 from modelwright.cli.parsers import Command, new_parser
 
 
@@ -33,20 +32,22 @@ def parser() -> argparse.ArgumentParser:
 
 def evaluate(words: Sequence[str]) -> int:
     options = parser().parse_args(words)
-    from modelwright.pipeline.harness import HarnessConfig, as_json, evaluate_tasks, find_tasks, table, write_results
-    from modelwright.pipeline.models import find_model
-    from modelwright.recipes.load import find_target
+    from modelwright.api.models import evaluate as evaluate_model
+    from modelwright.pipeline.harness import as_json, table
 
-    config = HarnessConfig(limit=options.limit, num_fewshot=options.num_fewshot, uses_chat=options.chat)
-    tasks = find_tasks(options.tasks)
-    found = find_model(find_target(options.target), stage=options.stage, int8=options.int8)
-    name = f"lm-eval-{options.tasks.resolve().stem}.json"
-    target = found.run.path / name if found.run is not None else Path(f"{found.source.name}-{name}")
-    with shown_progress() as display:
-        results = evaluate_tasks(found, tasks, config, display)
-    written = write_results(results, options.out or target)
-    print(as_json(results) if options.json else table(results))
-    print(f"Model: {found.source.describe()}\nResults: {written}", file=sys.stderr)
+    done = evaluate_model(
+        options.target,
+        options.tasks,
+        limit=options.limit,
+        num_fewshot=options.num_fewshot,
+        chat=options.chat,
+        stage=options.stage,
+        int8=options.int8,
+        out=options.out or "",
+        progress=True,
+    )
+    print(as_json(done.results) if options.json else table(done.results))
+    print(f"Model: {done.found.source.describe()}\nResults: {done.path}", file=sys.stderr)
     return 0
 
 

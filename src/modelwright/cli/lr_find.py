@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from modelwright.api.display import shown_progress
 from modelwright.cli.config import setting_names
-from modelwright.cli.display import shown_progress
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.recipes import recipe_names
 from modelwright.core.errors import ConfigError

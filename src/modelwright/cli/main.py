@@ -13,7 +13,6 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from modelwright import __version__
 from modelwright.cli import (
     augment,
     chat,
@@ -38,6 +37,7 @@ from modelwright.cli import (
 from modelwright.cli.completion import completion
 from modelwright.cli.parsers import Command
 from modelwright.cli.processes import EXIT_REPORT_DIR, GOES_ON, StopSignals, leave_with_parent, write_exit_report
+from modelwright.core import VERSION
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.core.extensions import offered
 from modelwright.core.texts import did_you_mean
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     is_last = argv is None
     if words[:1] == ["--version"]:
-        print(f"modelwright {__version__}")
+        print(f"modelwright {VERSION}")
         return 0
     if not words or words[0] in ("-h", "--help", "help"):
         help_ = Command(name="help", summary="", parser=ArgumentParser, run=lambda _: _help(0 if words else 2))

@@ -8,7 +8,7 @@ from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
-from modelwright.cli.display import shown_progress
+from modelwright.api.display import shown_progress
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.errors import ConfigError
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from modelwright.api.display import duration, shown_progress
 from modelwright.cli.config import setting_names
-from modelwright.cli.display import duration, shown_progress
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.processes import Say, is_first, is_started, print_ending, supervise
 from modelwright.cli.recipes import recipe_names
@@ -101,8 +101,9 @@ def carry_out(
     `add_run_options`; line: the whole command line, for the processes that are started; only: stages to run, all if
     empty; hosts: the `LaunchConfig`, None for processes on this machine only.
     """
+    from modelwright.api import runs
     from modelwright.pipeline.estimate.time_budget import describe_plan
-    from modelwright.pipeline.run import check_request, execute
+    from modelwright.pipeline.run import check_request
 
     if options.dry_run or not is_started():
         if not hosts and options.nproc < 1:
@@ -134,12 +135,10 @@ def carry_out(
         # One process speaks for all: they have the same request.
         for note in request.notes if is_first() else ():
             display.note(note)
-        done = execute(
-            request.config,
-            request.run,
-            only=only,
-            origin=request.origin,
+        done = runs.carry_out(
+            request,
             words=line,
+            only=only,
             progress=display,
             elastic=hosts is not None,
             restart=options.restart,

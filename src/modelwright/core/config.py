@@ -139,7 +139,7 @@ def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -
     nearest known one), missing key, wrong type, or any error of the dataclass's own `__post_init__`.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{path or cls.__name__}: expected a mapping, got {data!r}")
+        raise ConfigError(f"{path or cls.__name__}: expected a mapping, got {data!r}", code="type")
     hints = typing.get_type_hints(cls)
     settings = cast(Mapping[Any, Any], data)
     known = dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -149,7 +149,9 @@ def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -
     for key in settings:
         if key not in fields:
             guess = did_you_mean(str(key), list(fields))
-            raise ConfigError(f"{_join(path, str(key))}: unknown setting{guess} (known here: {', '.join(fields)})")
+            raise ConfigError(
+                f"{_join(path, str(key))}: unknown setting{guess} (known here: {', '.join(fields)})", code="unknown"
+            )
     values: dict[str, Any] = {}
     for name in [name for name in fields if name in settings]:
         value: Any = settings[name]
@@ -165,11 +167,13 @@ def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in values and not has_default:
             remedy = field.metadata.get("if_missing", "")
-            raise ConfigError(f"{_join(path, name)}: is required and lacks a default{remedy and '; '}{remedy}")
+            raise ConfigError(
+                f"{_join(path, name)}: is required and lacks a default{remedy and '; '}{remedy}", code="missing"
+            )
     try:
         return cls(**values)
     except ConfigError as error:
-        raise ConfigError(f"{path}.{error}" if path else str(error)) from None
+        raise ConfigError(f"{path}.{error}" if path else str(error), code=error.code) from None
 
 
 def dump(config: Any, *, constants: bool = False) -> Any:
@@ -301,18 +305,18 @@ def _convert(hint: Any, value: Any, path: str, constants: bool) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        errors: list[str] = []
+        errors: list[ConfigError] = []
         for arg in args:
             if arg is not type(None):
                 try:
                     return _convert(arg, value, path, constants)
                 except ConfigError as error:
-                    errors.append(str(error))
-        raise ConfigError(errors[-1])
+                    errors.append(error)
+        raise errors[-1]
     if origin is typing.Literal:
         if not any(value == one and type(value) is type(one) for one in args):  # in Python 1 == True
             known = ", ".join(str(one) if one != "" else "'' (nothing)" for one in args)
-            raise ConfigError(f"{path}: {value!r} is not one of {known}")
+            raise ConfigError(f"{path}: {value!r} is not one of {known}", code="choice")
         return value
     if origin is tuple:
         items = cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else [value]
@@ -324,7 +328,7 @@ def _convert(hint: Any, value: Any, path: str, constants: bool) -> Any:
         return tuple(_convert(arg, item, f"{path}[{i}]", constants) for i, (arg, item) in pairs)
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{path}: expected a mapping, got {value!r}")
+            raise ConfigError(f"{path}: expected a mapping, got {value!r}", code="type")
         entries = cast(Mapping[Any, Any], value).items()
         return {str(key): _convert(args[1], item, f"{path}.{key}", constants) for key, item in entries}
     if dataclasses.is_dataclass(hint):
@@ -358,7 +362,7 @@ def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
     if hint is Path and isinstance(value, str):
         return Path(value)
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
-        raise ConfigError(f"{path}: expected {hint.__name__}, got {value!r}")
+        raise ConfigError(f"{path}: expected {hint.__name__}, got {value!r}", code="type")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{path}: must be a finite number, got {value}")
     return value

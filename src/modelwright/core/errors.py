@@ -18,7 +18,20 @@ class ModelwrightError(Exception):
 
 
 class ConfigError(ModelwrightError, ValueError):
-    """A configuration value is unknown, of the wrong type or out of range; the text starts with its path."""
+    """A configuration value is unknown, of the wrong type or out of range; the text starts with its path.
+
+    code: a stable word for programs: `unknown` (no such setting), `missing`, `type`, `choice`, else `invalid`.
+    """
+
+    def __init__(self, text: str, *, code: str = "invalid") -> None:
+        super().__init__(text)
+        self.code = code
+
+    @property
+    def key(self) -> str:
+        """Setting, option or file that the text is about; "" if it names none."""
+        name, colon, _ = str(self).partition(": ")
+        return name.removeprefix("--") if colon and " " not in name else ""
 
 
 class DataError(ModelwrightError, ValueError):
@@ -57,7 +70,7 @@ def prefix_errors(section: str) -> Generator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{section}.{error}") from None
+        raise ConfigError(f"{section}.{error}", code=error.code) from None
 
 
 @contextmanager

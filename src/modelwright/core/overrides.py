@@ -7,10 +7,10 @@ parsed as YAML.
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from modelwright.core.config import is_constant, parse_scalar, set_dotted
+from modelwright.core.config import is_constant, merge, parse_scalar, set_dotted
 from modelwright.core.errors import ConfigError
 from modelwright.core.texts import nearest
 
@@ -77,8 +77,18 @@ def read_overrides(config: type, options: Sequence[tuple[str, list[str]]], own: 
                 text = f"; did you mean --{near}?" if near else ""
                 if dataclasses.is_dataclass(hint):
                     text += f" (known there: {', '.join(typing.get_type_hints(hint))})"
-                raise ConfigError(f"--{dotted}: unknown setting{text}")
+                raise ConfigError(f"--{dotted}: unknown setting{text}", code="unknown")
         set_dotted(data, dotted, _value(hint, words, dotted), maxsplit=num_groups)
+    return data
+
+
+def nested_settings(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings of the dataclass `config` as nested mappings. given: by dotted name, or as nested mappings."""
+    data: dict[str, Any] = {}
+    for dotted, value in given.items():
+        one: dict[str, Any] = {}
+        set_dotted(one, dotted, value, maxsplit=_num_groups(config, dotted))
+        data = merge(data, one)
     return data
 
 

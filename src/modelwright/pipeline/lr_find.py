@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from modelwright import __version__
+from modelwright.core import VERSION
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
 from modelwright.core.progress import Progress
@@ -229,6 +229,6 @@ def write_sweep(found: Sweep, config: RunConfig, test: RangeConfig, folder: Path
             Fact("Proposed peak rate", number(found.proposal, 3), f"configured {config.first_training.learning_rate:g}")
         ],
         sections=[Section("lr-find", "Range test", blocks)],
-        footer=f"Written by Modelwright {__version__}. This file needs no network.",
+        footer=f"Written by Modelwright {VERSION}. This file needs no network.",
     )
     write_atomic(folder / "lr-find.html", render(page))

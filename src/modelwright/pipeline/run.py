@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelwright import __version__
+from modelwright.core import VERSION
 from modelwright.core.artifacts import Manifest
 from modelwright.core.compatibility import Feature
 from modelwright.core.config import save_yaml
@@ -321,7 +321,7 @@ def _journal(
             "origin": origin,
             # The commit of this package's own checkout; "" if it is installed from a wheel.
             "commit": "" if "site-packages" in folder.parts else git_commit(folder),
-            "versions": {"modelwright": __version__, **versions(*PACKAGES)},
+            "versions": {"modelwright": VERSION, **versions(*PACKAGES)},
             "hardware": hardware() | {"device": str(ranks.world.device), "num_threads": config.hardware.num_threads},
             "kernels": dict(kernels),
             "world_size": ranks.size,

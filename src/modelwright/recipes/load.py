@@ -185,6 +185,11 @@ def find_target(word: str) -> Path:
     return Path(word) if (Path(word) / "config.json").is_file() else find_run(word).path
 
 
+def settings_of_target(target: str) -> dict[str, Any]:
+    """Returns the settings of a recipe, a YAML file or a run directory. Raises `ConfigError` if it does not exist."""
+    return _base(target)[0]
+
+
 def _base(target: str) -> tuple[dict[str, Any], Mapping[str, Any], Path | None, str]:
     """Returns a target's settings, those of them that the user wrote, its run folder and its description."""
     path = Path(target)

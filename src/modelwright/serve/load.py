@@ -43,6 +43,7 @@ class ServedTokenizer:
         self.definition = definition
         self._tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
+        self.start_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         self.decode, self.stream = tokenizer.decode, tokenizer.stream
         self._bytes_of = bytes_of
         # a normalizer may remove any amount of text, such as repeated spaces

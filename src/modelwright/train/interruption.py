@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -30,14 +30,25 @@ class StopRequest:
     """
 
     requested: int = 0
+    active: ClassVar["StopRequest | None"] = None
+    """The innermost block that is open in this process."""
     _before: dict[int, Any] = field(default_factory=dict[int, Any])
+    _outer: "StopRequest | None" = None
+
+    @classmethod
+    def ask(cls) -> None:
+        """Stop the training of this process after the present step, as a signal would; from any thread."""
+        if cls.active is not None:
+            cls.active.requested = cls.active.requested or STOP_SIGNALS[0]
 
     def __enter__(self) -> "StopRequest":
+        self._outer, StopRequest.active = StopRequest.active, self
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        StopRequest.active = self._outer
         self._restore()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

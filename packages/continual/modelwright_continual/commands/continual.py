@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from modelwright.api.display import choose_display
 from modelwright.cli.config import setting_names
-from modelwright.cli.display import choose_display
 from modelwright.cli.launch import LAUNCH_FLAGS, add_launch_options, launch_config
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.processes import is_started

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from modelwright.cli.display import choose_display
+from modelwright.api.display import choose_display
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.errors import ConfigError
 

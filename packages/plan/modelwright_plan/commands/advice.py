@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelwright.cli.display import choose_display
+from modelwright.api.display import choose_display
 from modelwright.cli.doctor import add_measuring_options, check_seconds
 from modelwright.core.errors import ConfigError
 from modelwright.core.overrides import read_overrides

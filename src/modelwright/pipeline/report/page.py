@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from modelwright import __version__
+from modelwright.core import VERSION
 from modelwright.core.config import dump
 from modelwright.core.rundir import RunDir
 from modelwright.core.texts import redact_plain
@@ -242,7 +242,7 @@ def build_page(config: RunConfig, run: RunDir, *, without: StageSpec) -> Page:
             *filter(None, [overview, *sections, cost_section(timed), energy_section(timed)]),
             settings_section(data),
         ],
-        footer=f"Written by Modelwright {__version__}"
+        footer=f"Written by Modelwright {VERSION}"
         + (f", commit {last['commit']}" if last.get("commit") else "")
         + ". This file needs no network.",
         warnings=warnings,

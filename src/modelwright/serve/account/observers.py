@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from modelwright import __version__
+from modelwright.core import VERSION
 from modelwright.core.errors import ConfigError, StorageError
 from modelwright.data.clean.steps.privacy import Privacy, PrivacyConfig
 from modelwright.data.document import Document
@@ -197,7 +197,7 @@ class Tracing:
         named = Resource({SERVICE_NAME: PROVIDER}).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=Resource.create().merge(named), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("modelwright.serve", __version__)
+        self._tracer = self._provider.get_tracer("modelwright.serve", VERSION)
         self._log_prompts = log_prompts
         self._context, self._trace = context, trace
         self._propagator = TraceContextTextMapPropagator()
