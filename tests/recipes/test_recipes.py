@@ -77,7 +77,6 @@ def test_whole_yaml_file(tmp_path: Path) -> None:
         ("tiny", {"stages": ["clean", "wash"]}, "'wash' is not one of"),
         ("tiny", {"name": "a/b"}, "name: 'a/b'"),
         ("tiny", {"hardware": {"num_threads": -1}}, r"hardware\.num_threads"),
-        ("tiny", {"serve_check": {"questions": [], "num_validation_questions": 0}}, r"serve_check\.questions"),
     ],
 )
 def test_mistakes_name_the_field_and_the_way_out(target: str, overrides: dict[str, object], message: str) -> None:
