@@ -36,6 +36,7 @@ WITHIN_A_SWITCH = {
     "precision.fp8": "figures of FP8",
     "precision.loss_scale": "figures of the loss scale, which FP16 switches on",
     "activation_checkpointing.flops_per_byte": "a figure of the machine",
+    "gradient_sync.topk_quantized": "figures of three-level compression",
     "gradient_sync.topology": "figures of planned collectives",
     "checkpoint_every_minutes": "another unit for the checkpoints",
     "lora.use_rslora": "a factor of the adapters",
