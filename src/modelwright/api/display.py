@@ -6,15 +6,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
-
-from rich.console import Console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, TextIO
 
 from modelwright.core.progress import Progress
+
+if TYPE_CHECKING:  # only a terminal needs it, and every command imports this module
+    from rich.console import Console
+    from rich.live import Live
+    from rich.table import Table
 
 LINE_EVERY_S = 10.0
 RATE_WINDOW_S = 20.0
@@ -24,6 +23,8 @@ _FIRST = ("loss", "bits_per_byte", "mfu")
 
 def choose_display(stream: TextIO) -> Progress:
     """Returns a live line if `stream` is a terminal that can redraw, plain lines otherwise."""
+    from rich.console import Console
+
     console = Console(file=stream, highlight=False)
     return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(stream)
 
@@ -117,12 +118,14 @@ class PlainDisplay:
 class LiveDisplay:
     """Redraws one line; notes scroll past above it."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: "Console") -> None:
         self._console = console
         self._live: Live | None = None
         self._work = TaskProgress()
 
     def begin(self, name: str, total: float, unit: str) -> None:
+        from rich.live import Live
+
         self.end()
         self._work = TaskProgress(name, total, unit)
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4, transient=True)
@@ -132,14 +135,18 @@ class LiveDisplay:
         self._work.update(done, fields)
 
     def note(self, text: str) -> None:
-        self._console.print(Text(text))
+        self._console.print(text, markup=False, highlight=False, emoji=False)
 
     def end(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def _render(self) -> Table:
+    def _render(self) -> "Table":
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table.grid(padding=(0, 1), expand=False)
         bar = ProgressBar(total=self._work.total or None, completed=self._work.done, width=14)
         words = Text(str(self._work), overflow="ellipsis", no_wrap=True)

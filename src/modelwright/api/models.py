@@ -5,18 +5,20 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, overload
 
-from modelwright.api.sources import CleanCommandConfig, read_sources
+from modelwright.api.sources import read_sources
 from modelwright.api.watch import shown
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.overrides import nested_settings
 from modelwright.core.progress import Progress, SilentProgress
+from modelwright.data.clean.config import CleanConfig
+from modelwright.data.sources.sources import SourceConfig
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.scoring import Scored, sequence_nats
 from modelwright.infer.engine import Engine, EngineConfig
@@ -35,6 +37,14 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleanCommandConfig:
+    """The sections of a run that cleaning reads."""
+
+    data: SourceConfig = field(default_factory=SourceConfig)
+    clean: CleanConfig = field(default_factory=CleanConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,24 +6,14 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from modelwright.core.artifacts import make_folder
 from modelwright.core.errors import DataError, writing
-from modelwright.data.clean.config import CleanConfig
-from modelwright.data.sources.sources import SourceConfig
 
 FOLDER = "sources"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CleanCommandConfig:
-    """The sections of a run that cleaning reads."""
-
-    data: SourceConfig = field(default_factory=SourceConfig)
-    clean: CleanConfig = field(default_factory=CleanConfig)
 
 
 @dataclass

@@ -8,18 +8,11 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from modelwright.api.display import shown_progress
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.overrides import all_paths, read_overrides, split_settings
-from modelwright.data.augment.augmenter import AugmentConfig
-from modelwright.data.augment.methods import known_methods
-from modelwright.data.sources.sources import SourceConfig
 
 _FLAGS = ("preview", "help")
 _PIECES = re.compile(r"\s+|\w+|[^\w\s]")
@@ -27,6 +20,10 @@ _PIECES = re.compile(r"\s+|\w+|[^\w\s]")
 
 def config_class() -> type:
     """Builds the settings of the command: sources, the copies to make, and a section for each method."""
+    from modelwright.data.augment.augmenter import AugmentConfig
+    from modelwright.data.augment.methods import known_methods
+    from modelwright.data.sources.sources import SourceConfig
+
     methods = [(method.name, method.config) for method in known_methods()]
     sections = [("data", SourceConfig), ("augment", AugmentConfig), *methods]
     fields = [(name, section, field(default_factory=section)) for name, section in sections]
@@ -34,6 +31,8 @@ def config_class() -> type:
 
 
 def parser() -> argparse.ArgumentParser:
+    from modelwright.data.augment.methods import known_methods
+
     parser = new_parser(
         "augment",
         "Make changed copies of training documents and write them as JSON lines, with the id of the original and the "
@@ -60,10 +59,16 @@ def augment(words: Sequence[str]) -> int:
     commands = config_class()
     base = {"data": {"sources": options.sources, "on_bad_record": "skip"}}
     config: Any = parse(commands, merge(base, read_overrides(commands, settings, _FLAGS)))
-    methods = {method.name: dump(getattr(config, method.name)) for method in known_methods()}
+    from modelwright.data.augment.methods import known_methods
     from modelwright.pipeline.augmenting import augment_sources, preview
 
+    methods = {method.name: dump(getattr(config, method.name)) for method in known_methods()}
+
     if options.preview:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
         # Originals and copies side by side, with the differences marked by color and by brackets.
         console = Console(highlight=False)
         pairs = preview(config.data, config.augment, methods, options.preview)

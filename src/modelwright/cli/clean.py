@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Sequence
 
-from modelwright.api.sources import CleanCommandConfig
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.config import merge
 from modelwright.core.errors import ConfigError
@@ -43,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
 def setting_names() -> list[str]:
     """Settings that `modelwright clean` takes as options."""
+    from modelwright.api.models import CleanCommandConfig
     from modelwright.core.config_docs import settings_of
 
     return [setting.key for setting in settings_of(CleanCommandConfig)]
@@ -60,10 +60,10 @@ def clean(words: Sequence[str]) -> int:
         return 0
     if not options.sources:
         raise ConfigError("clean: name at least one source: modelwright clean SOURCE ... --out DIR")
-    given = merge({"clean": {"engine": options.engine}}, read_overrides(CleanCommandConfig, settings, _FLAGS))
-    from modelwright.api.models import clean as clean_sources
+    from modelwright.api import models
 
-    lines = clean_sources(
+    given = merge({"clean": {"engine": options.engine}}, read_overrides(models.CleanCommandConfig, settings, _FLAGS))
+    lines = models.clean(
         options.sources, options.out, parquet=options.parquet, dry_run=options.dry_run, progress=True, **given
     )
     print("\n".join(lines))

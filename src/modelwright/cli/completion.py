@@ -4,8 +4,6 @@ import argparse
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 
-import shtab
-
 from modelwright.cli.parsers import Command, new_parser
 
 SHELLS = ("bash", "zsh", "fish")
@@ -15,6 +13,8 @@ def completion(commands: Callable[[], Mapping[str, Command]]) -> Command:
     """Builds the command. commands: returns all commands by name, this one included."""
 
     def run(words: Sequence[str]) -> int:
+        import shtab
+
         shell = parser().parse_args(words).shell
         program = argparse.ArgumentParser(prog="modelwright")
         subparsers = program.add_subparsers()
