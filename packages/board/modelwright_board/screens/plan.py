@@ -1,0 +1,109 @@
+"""Plan: a recipe or a fine-tuning, its estimates before it starts, and the command."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.errors import ConfigError
+from modelwright_board.project import recipe_names
+from modelwright_board.runs import Run, shown_path
+from modelwright_board.screen import SETTINGS, Action, Board, Field, Query, Screen, Values, data_choices, model_choices, option, required, run_choices, split_words
+
+
+def folder(board: Board, values: Values, default: str) -> str:
+    """Returns the run's folder, always one in the board's own so that the run appears on it. Raises `ConfigError`."""
+    name = values.get("name", "").strip() or default
+    if not name or name.startswith(".") or "/" in name or "\\" in name:
+        raise ConfigError("Name of the run: must be a plain name")
+    return shown_path(board.root / name)
+
+
+def common(values: Values) -> list[str]:
+    words = [*option(values, "minutes", "--minutes"), *option(values, "nproc", "--nproc")]
+    return [*words, *split_words(values.get("settings", "")), *(["--dry-run"] if values.get("dry") else [])]
+
+
+def recipe(board: Board, values: Values) -> Sequence[str]:
+    target = required(values, "recipe", "Recipe")
+    sources = split_words(values.get("sources", ""))
+    words = ["run", target, "--run-dir", folder(board, values, Path(target).stem)]
+    return [*words, *(["--data.sources", *sources] if sources else []), *option(values, "stages", "--stages"), *common(values)]
+
+
+def finetune(board: Board, values: Values) -> Sequence[str]:
+    model = required(values, "model", "Model")
+    sources = split_words(required(values, "sources", "Data"))
+    name = folder(board, values, f"{Path(model).name}-{Path(sources[0]).stem if sources else 'data'}")
+    lora = ["--lora"] if values.get("method") == "lora" else []
+    epochs = option(values, "epochs", "--sft.num_epochs")
+    return ["finetune", model, *sources, "--run-dir", name, *lora, *epochs, *common(values)]
+
+
+def resume(board: Board, values: Values) -> Sequence[str]:
+    return ["run", required(values, "run_dir", "Run"), *split_words(values.get("settings", ""))]
+
+
+def cost(board: Board, values: Values) -> Sequence[str]:
+    return ["plan", "cost", required(values, "target", "Run or recipe"), *split_words(values.get("settings", ""))]
+
+
+def run_of(board: Board, values: Values) -> str:
+    """Returns the name of the run that a command works on, "" for a dry run."""
+    if values.get("dry"):
+        return ""
+    if "run_dir" in values:
+        return Path(values["run_dir"]).name
+    words = list((finetune if "model" in values else recipe)(board, values))
+    return Path(words[words.index("--run-dir") + 1]).name
+
+
+def show(board: Board, query: Query) -> Mapping[str, Any]:
+    return {"active": [run for run in board.runs.all() if run.state == "running"]}
+
+
+def state(board: Board, run: Run | None) -> str:
+    number = sum(job.is_alive for job in board.jobs.of("plan"))
+    return f"{number} started" if number else ""
+
+
+_NAME = Field("name", "Name of the run", hint="empty: made of the recipe or model")
+_MINUTES = Field("minutes", "Minutes", "number", hint="empty: as long as configured")
+_NPROC = Field("nproc", "Processes", "number")
+_DRY = Field("dry", "Only plan: memory, time and steps; trains nothing", "check")
+_DATA = Field("sources", "Data", choices=data_choices, hint="files, folders or globs; a recipe has its own")
+SCREEN = Screen(
+    name="plan",
+    title="Plan",
+    question="What will it take, and what is started?",
+    show=show,
+    state=state,
+    blocks=("active", "jobs"),
+    actions=(
+        Action(
+            "recipe", "Run a recipe", recipe,
+            (
+                Field("recipe", "Recipe", "select", "tiny", choices=lambda board: [(name, name) for name in recipe_names()]),
+                _NAME, _DATA, Field("stages", "Stages", hint="such as clean,pack,pretrain; empty: all"), _MINUTES, _NPROC, SETTINGS, _DRY,
+            ),
+            run=run_of,
+        ),
+        Action(
+            "finetune", "Fine-tune a model", finetune,
+            (
+                Field("model", "Model", choices=model_choices, hint="a run or a model folder"),
+                _DATA, _NAME,
+                Field("method", "Method", "select", "full", choices=lambda board: (("full", "all weights"), ("lora", "LoRA"))),
+                Field("epochs", "Epochs", "number"), _MINUTES, _NPROC, SETTINGS, _DRY,
+            ),
+            run=run_of,
+        ),
+        Action(
+            "resume", "Resume a run", resume, (Field("run_dir", "Run", "select", choices=run_choices), SETTINGS),
+            text="Finished stages are skipped; a stage that was cut off goes on from its last checkpoint.", button="Resume", run=run_of,
+        ),
+        Action(
+            "cost", "What would it cost elsewhere?", cost, (Field("target", "Run or recipe", choices=run_choices), SETTINGS),
+            button="Price it", needs="plan",
+        ),
+    ),
+)  # fmt: skip
