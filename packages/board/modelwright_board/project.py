@@ -10,6 +10,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+from modelwright import __version__
 from modelwright.cli.main import usable_commands
 from modelwright.core.errors import ConfigError
 
@@ -65,3 +66,27 @@ def admin_keys(path: str) -> Sequence[str]:
             "--scopes admin"
         )
     return keys
+
+
+_asked: dict[str, "subprocess.Popen[bytes]"] = {}
+
+
+def recipe_settings(name: str, folder: Path) -> str:
+    """Returns all settings of a recipe as YAML, "" until they are known: they are asked of a process, once for each
+    version of the package, and kept in `folder`.
+    """
+    if name not in recipe_names():
+        return ""
+    path = folder / f"recipe-{name}-{__version__}.yaml"
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        pass
+    child = _asked.get(name)
+    if child is None:
+        with open(f"{path}.draft", "wb") as file:
+            command = [sys.executable, "-m", "modelwright.cli.entry", "config", name, "--plain"]
+            _asked[name] = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+    elif child.poll() == 0 and Path(f"{path}.draft").exists():
+        Path(f"{path}.draft").replace(path)
+    return ""

@@ -12,6 +12,7 @@ from modelwright.core.errors import ConfigError
 from modelwright_board.jobs import Jobs
 from modelwright_board.runs import Run, Runs
 from modelwright_board.series import SeriesCache
+from modelwright_board.servers import Watch
 
 HIDDEN_FOLDER = ".board"
 """Folder below the runs for what the board keeps: jobs, dropped files, votes, its token. Never served as it is."""
@@ -29,6 +30,7 @@ class Board:
         self.runs = Runs(self.root)
         self.jobs = Jobs(self.own / "jobs")
         self.series = SeriesCache()
+        self.watch = Watch(self.jobs)
 
     def uploads(self) -> list[Path]:
         """Files that were dropped, the newest first."""
@@ -122,7 +124,11 @@ def run_choices(board: Board) -> list[tuple[str, str]]:
 
 def model_choices(board: Board) -> list[tuple[str, str]]:
     """Returns the runs that have a model."""
-    return [(run.where, run.name) for run in board.runs.all() if any(s.has_metrics and s.state == "done" for s in run.stages)]
+    return [
+        (run.where, run.name)
+        for run in board.runs.all()
+        if any(s.has_metrics and s.state == "done" for s in run.stages)
+    ]
 
 
 def data_choices(board: Board) -> list[tuple[str, str]]:

@@ -158,7 +158,9 @@ class Pages:
             undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         )  # fmt: skip
         formats = (compact, count, number, percent, plural, seconds, size)
-        self.templates.filters |= {form.__name__: form for form in formats} | {"query": lambda pairs: urlencode(pairs, True)}
+        self.templates.filters |= {form.__name__: form for form in formats} | {
+            "query": lambda pairs: urlencode(pairs, True)
+        }
         # Blocks are drawn alone, too, and then know nothing that their template imports.
         self.templates.globals |= {"csrf": access.csrf, "has_command": has_command, "command_line": command_line}
         self.templates.globals["ui"] = self.templates.get_template("macros.jinja").module
@@ -362,7 +364,9 @@ class Pages:
     async def static(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name == "plotly.js":
-            return FileResponse(plotly_script(), media_type="text/javascript", headers={"Cache-Control": "max-age=3600"})
+            return FileResponse(
+                plotly_script(), media_type="text/javascript", headers={"Cache-Control": "max-age=3600"}
+            )
         if name == "pages.css":
             return Response(shared_style(), media_type="text/css")
         kinds = {"board.js": "text/javascript", "board.css": "text/css"}

@@ -12,7 +12,19 @@ from modelwright.data.clean.config import STEPS
 from modelwright_board.files import as_number, as_object, open_inside, parse_json
 from modelwright_board.masks import masked
 from modelwright_board.runs import Run
-from modelwright_board.screen import SETTINGS, Action, Board, Field, Query, Screen, Values, data_choices, required, run_choices, split_words
+from modelwright_board.screen import (
+    SETTINGS,
+    Action,
+    Board,
+    Field,
+    Query,
+    Screen,
+    Values,
+    data_choices,
+    required,
+    run_choices,
+    split_words,
+)
 
 MOST_SCANNED, MOST_SHOWN, MOST_LINE = 20_000, 20, 2_000_000
 ARTIFACT = ("clean", "artifact")
@@ -73,8 +85,17 @@ def examples(run: Run, query: Query) -> Mapping[str, Any]:
             if len(clusters[first]) < 8:
                 clusters[first].append(str(record.get("id", "")))
         text = str(record.get("text", ""))
-        if reason in ("", record.get("reason")) and word.lower() in (text + str(record.get("id"))).lower() and len(shown) < MOST_SHOWN:
-            shown.append({name: masked(record.get(name, ""), 600) for name in ("id", "step", "reason", "detail", "text", "source")})
+        if (
+            reason in ("", record.get("reason"))
+            and word.lower() in (text + str(record.get("id"))).lower()
+            and len(shown) < MOST_SHOWN
+        ):
+            shown.append(
+                {
+                    name: masked(record.get(name, ""), 600)
+                    for name in ("id", "step", "reason", "detail", "text", "source")
+                }
+            )
     largest = [(masked(first, 200), number + 1, clusters[first]) for first, number in sizes.most_common(10)]
     return {"examples": shown, "clusters": largest, "reason": reason, "word": word}
 

@@ -68,9 +68,16 @@ def read_by(run: Run | None) -> Mapping[str, Any]:
         return {"sources": {}, "lengths": [], "languages": [], "read": []}
     sources, report = run.json("clean", "artifact", "sources.json"), run.json("clean", "artifact", "report.json")
     sizes = as_object(sources.get("bytes"))
-    read = [[kind, as_number(number), as_number(sizes.get(kind))] for kind, number in as_object(sources.get("documents")).items()]
-    lengths = sorted((int(key), as_number(value)) for key, value in as_object(report.get("kept_lengths")).items() if key.isdigit())
-    languages = sorted(((as_number(value), key) for key, value in as_object(report.get("languages")).items()), reverse=True)
+    read = [
+        [kind, as_number(number), as_number(sizes.get(kind))]
+        for kind, number in as_object(sources.get("documents")).items()
+    ]
+    lengths = sorted(
+        (int(key), as_number(value)) for key, value in as_object(report.get("kept_lengths")).items() if key.isdigit()
+    )
+    languages = sorted(
+        ((as_number(value), key) for key, value in as_object(report.get("languages")).items()), reverse=True
+    )
     return {"sources": sources, "lengths": lengths, "languages": languages[:12], "read": read}
 
 

@@ -7,7 +7,21 @@ from typing import Any
 from modelwright.core.errors import ConfigError
 from modelwright_board.project import recipe_names
 from modelwright_board.runs import Run, shown_path
-from modelwright_board.screen import SETTINGS, Action, Board, Field, Query, Screen, Values, data_choices, model_choices, option, required, run_choices, split_words
+from modelwright_board.screen import (
+    SETTINGS,
+    Action,
+    Board,
+    Field,
+    Query,
+    Screen,
+    Values,
+    data_choices,
+    model_choices,
+    option,
+    required,
+    run_choices,
+    split_words,
+)
 
 
 def folder(board: Board, values: Values, default: str) -> str:
@@ -27,7 +41,12 @@ def recipe(board: Board, values: Values) -> Sequence[str]:
     target = required(values, "recipe", "Recipe")
     sources = split_words(values.get("sources", ""))
     words = ["run", target, "--run-dir", folder(board, values, Path(target).stem)]
-    return [*words, *(["--data.sources", *sources] if sources else []), *option(values, "stages", "--stages"), *common(values)]
+    return [
+        *words,
+        *(["--data.sources", *sources] if sources else []),
+        *option(values, "stages", "--stages"),
+        *common(values),
+    ]
 
 
 def finetune(board: Board, values: Values) -> Sequence[str]:

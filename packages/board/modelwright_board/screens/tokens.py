@@ -9,7 +9,18 @@ from starlette.routing import BaseRoute, Route
 
 from modelwright_board.files import as_number, as_object, read_text
 from modelwright_board.runs import Run, shown_path
-from modelwright_board.screen import Action, Board, Field, Query, Screen, Values, data_choices, required, run_choices, split_words
+from modelwright_board.screen import (
+    Action,
+    Board,
+    Field,
+    Query,
+    Screen,
+    Values,
+    data_choices,
+    required,
+    run_choices,
+    split_words,
+)
 
 SANDBOX = "sandbox; default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'self'"
 PAGE = "tokens.html"
@@ -18,7 +29,15 @@ PAGE = "tokens.html"
 def look(board: Board, values: Values) -> Sequence[str]:
     target = required(values, "model", "Run or model folder")
     page = board.own / PAGE
-    return ["show", target, *split_words(values.get("sources", "")), "--rows", values.get("rows") or "3", "--html", shown_path(page)]
+    return [
+        "show",
+        target,
+        *split_words(values.get("sources", "")),
+        "--rows",
+        values.get("rows") or "3",
+        "--html",
+        shown_path(page),
+    ]
 
 
 def routes(board: Board) -> Sequence[BaseRoute]:
@@ -38,7 +57,14 @@ def show(board: Board, query: Query) -> Mapping[str, Any]:
     for name, value in facts.items():
         entry = as_object(value)
         if entry:
-            rows.append([name, "; ".join(f"{key} {as_number(one):,.6g}" for key, one in entry.items() if as_number(one) == as_number(one))])
+            rows.append(
+                [
+                    name,
+                    "; ".join(
+                        f"{key} {as_number(one):,.6g}" for key, one in entry.items() if as_number(one) == as_number(one)
+                    ),
+                ]
+            )
         elif as_number(value) == as_number(value):
             rows.append([name, f"{as_number(value):,.6g}"])
     last = next(iter(board.jobs.of("tokens")), None)
