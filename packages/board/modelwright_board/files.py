@@ -121,5 +121,6 @@ def flat_settings(text: str, *, most: int = 4000) -> dict[str, str]:
         else:
             result[path] = str(value)[:500]
 
-    walk(plain, "", 0)
+    if isinstance(plain, Mapping):
+        walk(plain, "", 0)
     return result

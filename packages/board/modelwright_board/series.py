@@ -252,14 +252,15 @@ class ChartKind:
 
 
 CHARTS: Sequence[ChartKind] = (
-    ChartKind("Loss", ("loss",), "nats per token"),
-    ChartKind("Held-out loss", ("heldout_loss",), "nats per token"),
+    ChartKind("Loss", ("loss", "heldout_loss"), "nats per token"),
     ChartKind("Reward", ("reward", "reward_*", "heldout/reward*"), "reward"),
     ChartKind("KL divergence", ("kl", "kl_*", "*kl"), "nats"),
     ChartKind("Accuracy", ("accuracy", "*_accuracy", "heldout/accuracy"), "share"),
     ChartKind("Learning rate", ("learning_rate",), "rate"),
     ChartKind("Gradient norm", ("grad_norm",), "norm"),
     ChartKind("Tokens per second", ("tokens_per_s",), "tokens/s"),
+    ChartKind("Model FLOPs utilization", ("mfu",), "share of the peak"),
+    ChartKind("Time of a step", ("step_time_s", "data_wait_s", "comm_s"), "seconds"),
     ChartKind("Memory", ("peak_bytes", "memory_bytes", "resident_bytes"), "bytes"),
     ChartKind("Loss scale", ("loss_scale",), "scale", is_log=True),
 )
@@ -275,7 +276,9 @@ def charts_of(names: Sequence[str]) -> list[tuple[ChartKind, list[str]]]:
         if mine:
             result.append((kind, mine))
             rest = [name for name in rest if name not in mine]
-    return result + [(ChartKind(name.replace("_", " "), (name,), ""), [name]) for name in rest]
+    return result + [
+        (ChartKind(name.replace("_", " "), (name,), "seconds" if name.endswith("_s") else "value"), [name]) for name in rest
+    ]
 
 
 def curve_message(

@@ -70,7 +70,7 @@ class Access:
         word = word.strip()
         hashed = hashlib.sha256(word.encode("utf-8", "surrogateescape")).hexdigest()
         if self.keys:
-            return any([hmac.compare_digest(hashed, key) for key in self.keys])
+            return any(hmac.compare_digest(hashed, key) for key in self.keys)
         return hmac.compare_digest(word.encode("utf-8", "surrogateescape"), self.token.encode())
 
     def is_known(self, request: Request) -> bool:
@@ -198,12 +198,8 @@ class Pages:
             return "# a value has a line break", []
         return command_line(words), words
 
-    def html(self, screen: Screen, query: Query, block: str = "") -> str:
-        template = self.templates.get_template(f"{screen.name}.html.jinja")
-        context = self.context(screen, query)
-        if not block:
-            return template.render(context)
-        return "".join(template.blocks[block](template.new_context(context)))
+    def html(self, screen: Screen, query: Query) -> str:
+        return self.templates.get_template(f"{screen.name}.html.jinja").render(self.context(screen, query))
 
     async def show(self, request: Request) -> Response:
         screen = self.screens.get(request.path_params.get("screen", SCREENS[0].name))
@@ -226,9 +222,10 @@ class Pages:
             if screen.charts and (message := screen.charts(self.board, query, sent)):
                 events.append(f"event: curves\ndata: {json.dumps(message)}\n\n")
             template = self.templates.get_template(f"{screen.name}.html.jinja")
-            context = self.context(screen, query)
+            blocks = self.templates.get_template("base.html.jinja").blocks | template.blocks
+            context = template.new_context(self.context(screen, query))
             for name in ("rail", *screen.blocks):
-                text = "".join(template.blocks[name](template.new_context(context)))
+                text = "".join(blocks[name](context))
                 if name in shown and shown[name] != text:
                     events.append(f"event: block\ndata: {json.dumps({'id': f'live-{name}', 'html': text})}\n\n")
                 shown[name] = text

@@ -131,8 +131,7 @@ def test_a_link_out_of_the_folder_is_not_read(tmp_path: Path) -> None:
 def test_related_metrics_share_a_chart() -> None:
     charts = charts_of(["loss", "heldout_loss", "reward", "reward_std", "strange", "num_tokens"])
     assert [(kind.title, names) for kind, names in charts] == [
-        ("Loss", ["loss"]),
-        ("Held-out loss", ["heldout_loss"]),
+        ("Loss", ["loss", "heldout_loss"]),
         ("Reward", ["reward", "reward_std"]),
         ("strange", ["strange"]),
     ]

@@ -9,7 +9,7 @@ from modelwright.cli.run import add_run_options, carry_out
 from modelwright.core.errors import ConfigError
 from modelwright.core.overrides import named_stages, read_overrides, split_settings
 
-_FLAGS = ("lora", "stages", "run-dir", "dry-run", "restart", "nproc", "help")
+_FLAGS = ("lora", "stages", "run-dir", "dry-run", "restart", "nproc", "board", "help")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -9,35 +9,30 @@ from typing import Any
 import zstandard
 
 from modelwright.data.clean.config import STEPS
+from modelwright_board import screen
 from modelwright_board.files import as_number, as_object, open_inside, parse_json
 from modelwright_board.masks import masked
 from modelwright_board.runs import Run
-from modelwright_board.screen import (
-    SETTINGS,
-    Action,
-    Board,
-    Field,
-    Query,
-    Screen,
-    Values,
-    data_choices,
-    required,
-    run_choices,
-    split_words,
-)
+from modelwright_board.screen import Board, Query, Values
 
 MOST_SCANNED, MOST_SHOWN, MOST_LINE = 20_000, 20, 2_000_000
 ARTIFACT = ("clean", "artifact")
 
 
 def clean(board: Board, values: Values) -> Sequence[str]:
-    sources = split_words(required(values, "sources", "Data"))
-    return ["clean", *sources, "--out", required(values, "out", "Folder"), *split_words(values.get("settings", ""))]
+    sources = screen.split_words(screen.required(values, "sources", "Data"))
+    return [
+        "clean",
+        *sources,
+        "--out",
+        screen.required(values, "out", "Folder"),
+        *screen.split_words(values.get("settings", "")),
+    ]
 
 
 def explain(board: Board, values: Values) -> Sequence[str]:
-    place = required(values, "run_dir", "Run")
-    return ["clean", "--out", f"{place}/clean/artifact", "--explain", required(values, "document", "Document")]
+    place = screen.required(values, "run_dir", "Run")
+    return ["clean", "--out", f"{place}/clean/artifact", "--explain", screen.required(values, "document", "Document")]
 
 
 def dropped_records(run: Run) -> Iterator[Mapping[str, Any]]:
@@ -114,18 +109,18 @@ def state(board: Board, run: Run | None) -> str:
     return stage.state if stage else ""
 
 
-_RUN = Field("run_dir", "Run", "select", choices=run_choices)
-SCREEN = Screen(
+_RUN = screen.Field("run_dir", "Run", "select", choices=screen.run_choices)
+SCREEN = screen.Screen(
     name="cleaning",
     title="Cleaning",
     question="What did each step keep, drop and change, and why?",
     show=show,
     state=state,
     actions=(
-        Action("explain", "What happened to one document?", explain, (_RUN, Field("document", "Document", hint="its id, as in the examples")), button="Explain"),
-        Action(
+        screen.Action("explain", "What happened to one document?", explain, (_RUN, screen.Field("document", "Document", hint="its id, as in the examples")), button="Explain"),
+        screen.Action(
             "clean", "Clean into a folder", clean,
-            (Field("sources", "Files, folders, globs or URLs", choices=data_choices), Field("out", "Folder", default="cleaned"), SETTINGS),
+            (screen.Field("sources", "Files, folders, globs or URLs", choices=screen.data_choices), screen.Field("out", "Folder", default="cleaned"), screen.SETTINGS),
             text="Without a run. What was dropped, and why, is in the folder.", button="Clean",
         ),
     ),

@@ -4,21 +4,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from modelwright_board import screen
 from modelwright_board.files import as_number, as_object, open_inside
 from modelwright_board.masks import masked
 from modelwright_board.runs import Run, shown_path
-from modelwright_board.screen import (
-    SETTINGS,
-    Action,
-    Board,
-    Field,
-    Query,
-    Screen,
-    Values,
-    data_choices,
-    required,
-    split_words,
-)
+from modelwright_board.screen import Board, Query, Values
 
 NUM_RECORDS = 5
 _ROLES = ("text", "question", "answer", "instruction", "input", "output", "prompt", "completion", "messages", "chosen",
@@ -26,12 +16,12 @@ _ROLES = ("text", "question", "answer", "instruction", "input", "output", "promp
 
 
 def look(board: Board, values: Values) -> Sequence[str]:
-    words = ["clean", *split_words(required(values, "sources", "Data")), "--dry-run"]
-    # Every field that was chosen for a role; JSON is YAML, which the option reads.
+    words = ["clean", *screen.split_words(screen.required(values, "sources", "Data")), "--dry-run"]
+    # Every field that was chosen for a role; JSON is YAML, which the screen.option reads.
     chosen = {role: value for role in _ROLES if (value := values.get(f"map_{role}", "").strip())}
     if chosen:
         words += ["--data.fields", json.dumps(chosen)]
-    return [*words, *split_words(values.get("settings", ""))]
+    return [*words, *screen.split_words(values.get("settings", ""))]
 
 
 def first_records(board: Board, query: Query) -> Mapping[str, Any]:
@@ -94,20 +84,20 @@ def state(board: Board, run: Run | None) -> str:
     return f"{number} dropped" if number else "stdlib" if run else ""
 
 
-SCREEN = Screen(
+SCREEN = screen.Screen(
     name="data",
     title="Data",
     question="What is in my data, and which of its fields are used?",
     show=show,
     state=state,
     actions=(
-        Action(
+        screen.Action(
             "look", "Look at data", look,
             (
-                Field("sources", "Files, folders, globs or URLs", choices=data_choices, is_required=True,
+                screen.Field("sources", "Files, folders, globs or URLs", choices=screen.data_choices, is_required=True,
                       hint="several, as in a shell; a dropped file is offered here"),
-                *(Field(f"map_{role}", f"field that is the {role}") for role in _ROLES),
-                SETTINGS,
+                *(screen.Field(f"map_{role}", f"field that is the {role}") for role in _ROLES),
+                screen.SETTINGS,
             ),
             text="Reads the beginning of every file: form of the records, fields used and not used, what cleaning would "
             "drop. Fields that are not recognized can be named.",

@@ -3,34 +3,29 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from modelwright_board import screen
 from modelwright_board.files import as_list, as_number, as_object, parse_json, parse_lines, read_text
 from modelwright_board.runs import Run
-from modelwright_board.screen import (
-    Action,
-    Board,
-    Field,
-    Query,
-    Screen,
-    Values,
-    data_choices,
-    model_choices,
-    option,
-    required,
-    split_words,
-)
+from modelwright_board.screen import Board, Query, Values
 
 MOST_COMPARISONS, MOST_QUESTIONS = 6, 12
 
 
 def compare(board: Board, values: Values) -> Sequence[str]:
-    first, second = required(values, "first", "Before"), required(values, "second", "After")
-    data = split_words(required(values, "sources", "Data"))
-    return ["compare", first, second, *data, *option(values, "records", "--num-records"), "--json"]
+    first, second = screen.required(values, "first", "Before"), screen.required(values, "second", "After")
+    data = screen.split_words(screen.required(values, "sources", "Data"))
+    return ["compare", first, second, *data, *screen.option(values, "records", "--num-records"), "--json"]
 
 
 def tasks(board: Board, values: Values) -> Sequence[str]:
-    limit = option(values, "limit", "--limit")
-    return ["evaluate", required(values, "target", "Model"), "--tasks", required(values, "tasks", "Tasks"), *limit]
+    limit = screen.option(values, "limit", "--limit")
+    return [
+        "evaluate",
+        screen.required(values, "target", "Model"),
+        "--tasks",
+        screen.required(values, "tasks", "Tasks"),
+        *limit,
+    ]
 
 
 def comparisons(board: Board) -> list[dict[str, Any]]:
@@ -123,7 +118,7 @@ def state(board: Board, run: Run | None) -> str:
     return stage.state if stage else ""
 
 
-SCREEN = Screen(
+SCREEN = screen.Screen(
     name="judge",
     title="Judge",
     question="Is it better than before, and by how much?",
@@ -131,17 +126,17 @@ SCREEN = Screen(
     state=state,
     blocks=("comparisons", "jobs"),
     actions=(
-        Action(
+        screen.Action(
             "compare", "Compare two models on the same records", compare,
             (
-                Field("first", "Before", choices=model_choices, is_required=True), Field("second", "After", choices=model_choices, is_required=True),
-                Field("sources", "Data", choices=data_choices, is_required=True, hint="records that neither has learned"), Field("records", "Records", "number", hint="empty: all"),
+                screen.Field("first", "Before", choices=screen.model_choices, is_required=True), screen.Field("second", "After", choices=screen.model_choices, is_required=True),
+                screen.Field("sources", "Data", choices=screen.data_choices, is_required=True, hint="records that neither has learned"), screen.Field("records", "Records", "number", hint="empty: all"),
             ),
             button="Compare",
         ),
-        Action(
+        screen.Action(
             "tasks", "Tasks of lm-eval", tasks,
-            (Field("target", "Model", choices=model_choices), Field("tasks", "Folder or YAML file of tasks"), Field("limit", "Documents of each task", "number")),
+            (screen.Field("target", "Model", choices=screen.model_choices), screen.Field("tasks", "Folder or YAML file of tasks"), screen.Field("limit", "Documents of each task", "number")),
             button="Evaluate",
         ),
     ),

@@ -3,23 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from modelwright_board import screen
 from modelwright_board.files import as_list, as_number, as_object, parse_json, read_text
 from modelwright_board.masks import masked
 from modelwright_board.runs import Run
-from modelwright_board.screen import (
-    SETTINGS,
-    Action,
-    Board,
-    Field,
-    Query,
-    Screen,
-    Values,
-    data_choices,
-    model_choices,
-    required,
-    run_choices,
-    split_words,
-)
+from modelwright_board.screen import Board, Query, Values
 from modelwright_board.screens.plan import folder
 from modelwright_board.servers import get_json, server_jobs, server_url
 
@@ -30,10 +18,10 @@ def freeze(board: Board, values: Values) -> Sequence[str]:
     return [
         "drift",
         "freeze",
-        *split_words(required(values, "requests", "Requests")),
+        *screen.split_words(screen.required(values, "requests", "Requests")),
         "--reference",
-        required(values, "reference", "Reference"),
-        *split_words(values.get("settings", "")),
+        screen.required(values, "reference", "Reference"),
+        *screen.split_words(values.get("settings", "")),
     ]
 
 
@@ -41,21 +29,24 @@ def check(board: Board, values: Values) -> Sequence[str]:
     return [
         "drift",
         "check",
-        *split_words(required(values, "requests", "Requests")),
+        *screen.split_words(screen.required(values, "requests", "Requests")),
         "--reference",
-        required(values, "reference", "Reference"),
+        screen.required(values, "reference", "Reference"),
         "--json",
     ]
 
 
 def update(board: Board, values: Values) -> Sequence[str]:
-    model, sources = required(values, "model", "Model"), split_words(required(values, "sources", "New texts"))
-    words = ["continual", "run", model, *sources, "--benchmark", required(values, "benchmark", "Benchmark")]
-    return [*words, "--run-dir", folder(board, values, ""), *split_words(values.get("settings", ""))]
+    model, sources = (
+        screen.required(values, "model", "Model"),
+        screen.split_words(screen.required(values, "sources", "New texts")),
+    )
+    words = ["continual", "run", model, *sources, "--benchmark", screen.required(values, "benchmark", "Benchmark")]
+    return [*words, "--run-dir", folder(board, values, ""), *screen.split_words(values.get("settings", ""))]
 
 
 def lineage(board: Board, values: Values) -> Sequence[str]:
-    return ["lineage", required(values, "target", "Model"), "--json"]
+    return ["lineage", screen.required(values, "target", "Model"), "--json"]
 
 
 def drift_reports(board: Board, run: Run | None) -> list[dict[str, Any]]:
@@ -162,11 +153,11 @@ def state(board: Board, run: Run | None) -> str:
     return "" if last is None else "drift" if last.code == 4 else "no drift" if last.code == 0 else last.state
 
 
-_REQUESTS = Field(
-    "requests", "Requests", choices=data_choices, is_required=True, hint="exported: JSON Lines or Parquet"
+_REQUESTS = screen.Field(
+    "requests", "Requests", choices=screen.data_choices, is_required=True, hint="exported: JSON Lines or Parquet"
 )
-_REFERENCE = Field("reference", "Reference", default="drift/v1", hint="folder")
-SCREEN = Screen(
+_REFERENCE = screen.Field("reference", "Reference", default="drift/v1", hint="folder")
+SCREEN = screen.Screen(
     name="loop",
     title="Loop",
     question="Has the world changed, and did the update help?",
@@ -174,16 +165,16 @@ SCREEN = Screen(
     state=state,
     blocks=("found", "jobs"),
     actions=(
-        Action("check", "Check requests for drift", check, (_REQUESTS, _REFERENCE), button="Check", needs="drift"),
-        Action("freeze", "Freeze a reference", freeze, (_REQUESTS, _REFERENCE, SETTINGS), button="Freeze", needs="drift"),
-        Action(
+        screen.Action("check", "Check requests for drift", check, (_REQUESTS, _REFERENCE), button="Check", needs="drift"),
+        screen.Action("freeze", "Freeze a reference", freeze, (_REQUESTS, _REFERENCE, screen.SETTINGS), button="Freeze", needs="drift"),
+        screen.Action(
             "update", "Update a model", update,
             (
-                Field("model", "Model", choices=model_choices, is_required=True), Field("sources", "New texts", choices=data_choices, is_required=True),
-                Field("benchmark", "Benchmark", hint="folder that `continual freeze` has written"), Field("name", "Name of the run"), SETTINGS,
+                screen.Field("model", "Model", choices=screen.model_choices, is_required=True), screen.Field("sources", "New texts", choices=screen.data_choices, is_required=True),
+                screen.Field("benchmark", "Benchmark", hint="folder that `continual freeze` has written"), screen.Field("name", "Name of the run"), screen.SETTINGS,
             ),
             text="Trains on new texts with old ones, and lets the gate judge.", button="Update", needs="continual",
         ),
-        Action("lineage", "Where does a model come from?", lineage, (Field("target", "Model", choices=run_choices, is_required=True),), button="Trace", needs="lineage"),
+        screen.Action("lineage", "Where does a model come from?", lineage, (screen.Field("target", "Model", choices=screen.run_choices, is_required=True),), button="Trace", needs="lineage"),
     ),
 )  # fmt: skip

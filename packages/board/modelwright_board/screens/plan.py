@@ -5,23 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.errors import ConfigError
+from modelwright_board import screen
 from modelwright_board.project import recipe_names
 from modelwright_board.runs import Run, shown_path
-from modelwright_board.screen import (
-    SETTINGS,
-    Action,
-    Board,
-    Field,
-    Query,
-    Screen,
-    Values,
-    data_choices,
-    model_choices,
-    option,
-    required,
-    run_choices,
-    split_words,
-)
+from modelwright_board.screen import Board, Query, Values
 
 
 def folder(board: Board, values: Values, default: str) -> str:
@@ -33,37 +20,42 @@ def folder(board: Board, values: Values, default: str) -> str:
 
 
 def common(values: Values) -> list[str]:
-    words = [*option(values, "minutes", "--minutes"), *option(values, "nproc", "--nproc")]
-    return [*words, *split_words(values.get("settings", "")), *(["--dry-run"] if values.get("dry") else [])]
+    words = [*screen.option(values, "minutes", "--minutes"), *screen.option(values, "nproc", "--nproc")]
+    return [*words, *screen.split_words(values.get("settings", "")), *(["--dry-run"] if values.get("dry") else [])]
 
 
 def recipe(board: Board, values: Values) -> Sequence[str]:
-    target = required(values, "recipe", "Recipe")
-    sources = split_words(values.get("sources", ""))
+    target = screen.required(values, "recipe", "Recipe")
+    sources = screen.split_words(values.get("sources", ""))
     words = ["run", target, "--run-dir", folder(board, values, Path(target).stem)]
     return [
         *words,
         *(["--data.sources", *sources] if sources else []),
-        *option(values, "stages", "--stages"),
+        *screen.option(values, "stages", "--stages"),
         *common(values),
     ]
 
 
 def finetune(board: Board, values: Values) -> Sequence[str]:
-    model = required(values, "model", "Model")
-    sources = split_words(required(values, "sources", "Data"))
+    model = screen.required(values, "model", "Model")
+    sources = screen.split_words(screen.required(values, "sources", "Data"))
     name = folder(board, values, f"{Path(model).name}-{Path(sources[0]).stem if sources else 'data'}")
     lora = ["--lora"] if values.get("method") == "lora" else []
-    epochs = option(values, "epochs", "--sft.num_epochs")
+    epochs = screen.option(values, "epochs", "--sft.num_epochs")
     return ["finetune", model, *sources, "--run-dir", name, *lora, *epochs, *common(values)]
 
 
 def resume(board: Board, values: Values) -> Sequence[str]:
-    return ["run", required(values, "run_dir", "Run"), *split_words(values.get("settings", ""))]
+    return ["run", screen.required(values, "run_dir", "Run"), *screen.split_words(values.get("settings", ""))]
 
 
 def cost(board: Board, values: Values) -> Sequence[str]:
-    return ["plan", "cost", required(values, "target", "Run or recipe"), *split_words(values.get("settings", ""))]
+    return [
+        "plan",
+        "cost",
+        screen.required(values, "target", "Run or recipe"),
+        *screen.split_words(values.get("settings", "")),
+    ]
 
 
 def run_of(board: Board, values: Values) -> str:
@@ -85,12 +77,14 @@ def state(board: Board, run: Run | None) -> str:
     return f"{number} started" if number else ""
 
 
-_NAME = Field("name", "Name of the run", hint="empty: made of the recipe or model")
-_MINUTES = Field("minutes", "Minutes", "number", hint="empty: as long as configured")
-_NPROC = Field("nproc", "Processes", "number")
-_DRY = Field("dry", "Only plan: memory, time and steps; trains nothing", "check")
-_DATA = Field("sources", "Data", choices=data_choices, hint="files, folders or globs; a recipe has its own")
-SCREEN = Screen(
+_NAME = screen.Field("name", "Name of the run", hint="empty: made of the recipe or model")
+_MINUTES = screen.Field("minutes", "Minutes", "number", hint="empty: as long as configured")
+_NPROC = screen.Field("nproc", "Processes", "number")
+_DRY = screen.Field("dry", "Only plan: memory, time and steps; trains nothing", "check")
+_DATA = screen.Field(
+    "sources", "Data", choices=screen.data_choices, hint="files, folders or globs; a recipe has its own"
+)
+SCREEN = screen.Screen(
     name="plan",
     title="Plan",
     question="What will it take, and what is started?",
@@ -98,30 +92,30 @@ SCREEN = Screen(
     state=state,
     blocks=("active", "jobs"),
     actions=(
-        Action(
+        screen.Action(
             "recipe", "Run a recipe", recipe,
             (
-                Field("recipe", "Recipe", "select", "tiny", choices=lambda board: [(name, name) for name in recipe_names()]),
-                _NAME, _DATA, Field("stages", "Stages", hint="such as clean,pack,pretrain; empty: all"), _MINUTES, _NPROC, SETTINGS, _DRY,
+                screen.Field("recipe", "Recipe", "select", "tiny", choices=lambda board: [(name, name) for name in recipe_names()]),
+                _NAME, _DATA, screen.Field("stages", "Stages", hint="such as clean,pack,pretrain; empty: all"), _MINUTES, _NPROC, screen.SETTINGS, _DRY,
             ),
             run=run_of,
         ),
-        Action(
+        screen.Action(
             "finetune", "Fine-tune a model", finetune,
             (
-                Field("model", "Model", choices=model_choices, hint="a run or a model folder"),
+                screen.Field("model", "Model", choices=screen.model_choices, hint="a run or a model folder"),
                 _DATA, _NAME,
-                Field("method", "Method", "select", "full", choices=lambda board: (("full", "all weights"), ("lora", "LoRA"))),
-                Field("epochs", "Epochs", "number"), _MINUTES, _NPROC, SETTINGS, _DRY,
+                screen.Field("method", "Method", "select", "full", choices=lambda board: (("full", "all weights"), ("lora", "LoRA"))),
+                screen.Field("epochs", "Epochs", "number"), _MINUTES, _NPROC, screen.SETTINGS, _DRY,
             ),
             run=run_of,
         ),
-        Action(
-            "resume", "Resume a run", resume, (Field("run_dir", "Run", "select", choices=run_choices), SETTINGS),
+        screen.Action(
+            "resume", "Resume a run", resume, (screen.Field("run_dir", "Run", "select", choices=screen.run_choices), screen.SETTINGS),
             text="Finished stages are skipped; a stage that was cut off goes on from its last checkpoint.", button="Resume", run=run_of,
         ),
-        Action(
-            "cost", "What would it cost elsewhere?", cost, (Field("target", "Run or recipe", choices=run_choices), SETTINGS),
+        screen.Action(
+            "cost", "What would it cost elsewhere?", cost, (screen.Field("target", "Run or recipe", choices=screen.run_choices), screen.SETTINGS),
             button="Price it", needs="plan",
         ),
     ),

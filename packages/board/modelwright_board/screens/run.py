@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from modelwright_board import screen
 from modelwright_board.files import as_number, as_object, flat_settings, parse_lines, read_tail
 from modelwright_board.jobs import command_line
 from modelwright_board.project import recipe_settings
 from modelwright_board.runs import Run
-from modelwright_board.screen import Board, Query, Screen
+from modelwright_board.screen import Board, Query
 from modelwright_board.series import AXES, curve_message
 
 MOST_RUNS = 8
@@ -121,7 +122,7 @@ def state(board: Board, run: Run | None) -> str:
     return run.state if run else ""
 
 
-SCREEN = Screen(
+SCREEN = screen.Screen(
     name="run",
     title="Run",
     question="Is it learning, and what does it say?",

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from modelwright_board.screen import Board, Query, Screen
+from modelwright_board import screen
+from modelwright_board.screen import Board, Query
 
 PAGE = 50
 
@@ -18,7 +19,7 @@ def show(board: Board, query: Query) -> Mapping[str, Any]:
     return {"runs": shown, "num_runs": len(found), "running": running, "find": find, "page": page, "page_size": PAGE}
 
 
-SCREEN = Screen(
+SCREEN = screen.Screen(
     name="runs", title="Runs", question="Which runs are there, and how is each doing?", show=show, blocks=("list", "jobs"),
     is_step=False,
 )  # fmt: skip

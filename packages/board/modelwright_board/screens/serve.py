@@ -3,37 +3,32 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from modelwright_board import screen
 from modelwright_board.files import parse_lines, read_tail
 from modelwright_board.masks import masked
 from modelwright_board.runs import Run, shown_path
-from modelwright_board.screen import (
-    SETTINGS,
-    Action,
-    Board,
-    Field,
-    Query,
-    Screen,
-    Values,
-    model_choices,
-    required,
-    split_words,
-)
+from modelwright_board.screen import Board, Query, Values
 from modelwright_board.servers import server_jobs, server_url
 
 LOG = "requests.jsonl"
 
 
 def serve_words(board: Board, values: Values) -> Sequence[str]:
-    words = ["serve", required(values, "target", "Run or model folder"), "--port", required(values, "port", "Port")]
+    words = [
+        "serve",
+        screen.required(values, "target", "Run or model folder"),
+        "--port",
+        screen.required(values, "port", "Port"),
+    ]
     words += ["--int8"] if values.get("int8") else []
     log = values.get("log", "").strip()
     words += ["--requests.log", log] if log else []
     ab = values.get("ab_state", "").strip()
-    return [*words, *(["--requests.ab_state", ab] if ab else []), *split_words(values.get("settings", ""))]
+    return [*words, *(["--requests.ab_state", ab] if ab else []), *screen.split_words(values.get("settings", ""))]
 
 
 def export_log(board: Board, values: Values) -> Sequence[str]:
-    return ["requests", "export", required(values, "log", "Log"), shown_path(board.own / LOG)]
+    return ["requests", "export", screen.required(values, "log", "Log"), shown_path(board.own / LOG)]
 
 
 def chosen_server(board: Board, query: Query):
@@ -80,7 +75,7 @@ def state(board: Board, run: Run | None) -> str:
     return f"{number} running" if number else ""
 
 
-SCREEN = Screen(
+SCREEN = screen.Screen(
     name="serve",
     title="Serve and watch",
     question="Does it answer, how fast, and to whom?",
@@ -90,15 +85,15 @@ SCREEN = Screen(
     charts=charts,
     has_charts=True,
     actions=(
-        Action(
+        screen.Action(
             "serve", "Serve a model", serve_words,
             (
-                Field("target", "Run or model folder", choices=model_choices, is_required=True), Field("port", "Port", "number", "8000"),
-                Field("log", "Log of requests", hint="a file such as requests.sqlite; empty: none"),
-                Field("ab_state", "State of A/B tests", hint="a file; empty: no tests"), SETTINGS, Field("int8", "The run's INT8 model", "check"),
+                screen.Field("target", "Run or model folder", choices=screen.model_choices, is_required=True), screen.Field("port", "Port", "number", "8000"),
+                screen.Field("log", "Log of requests", hint="a file such as requests.sqlite; empty: none"),
+                screen.Field("ab_state", "State of A/B tests", hint="a file; empty: no tests"), screen.SETTINGS, screen.Field("int8", "The run's INT8 model", "check"),
             ),
             text="On this machine only, unless the settings say otherwise; --keys_file FILE asks for keys.", button="Serve",
         ),
-        Action("log", "Look at the log of requests", export_log, (Field("log", "Log", hint="a run, or the file of --requests.log"),), button="Export"),
+        screen.Action("log", "Look at the log of requests", export_log, (screen.Field("log", "Log", hint="a run, or the file of --requests.log"),), button="Export"),
     ),
 )  # fmt: skip

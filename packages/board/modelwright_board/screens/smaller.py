@@ -6,27 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.errors import ConfigError
+from modelwright_board import screen
 from modelwright_board.files import as_list, as_number, as_object
 from modelwright_board.project import EXPORT_DTYPES, recipe_names
 from modelwright_board.runs import Run
-from modelwright_board.screen import (
-    SETTINGS,
-    Action,
-    Board,
-    Field,
-    Query,
-    Screen,
-    Values,
-    model_choices,
-    option,
-    required,
-    split_words,
-)
+from modelwright_board.screen import Board, Query, Values
 from modelwright_board.screens.plan import folder
 
 
 def export(board: Board, values: Values) -> Sequence[str]:
-    target, form = required(values, "target", "Model"), values.get("form") or "hf"
+    target, form = screen.required(values, "target", "Model"), values.get("form") or "hf"
     dtype = values.get("dtype", "").strip()
     if dtype and dtype not in EXPORT_DTYPES.get(form, ()):
         known = ", ".join(EXPORT_DTYPES.get(form, ())) or "none"
@@ -37,12 +26,12 @@ def export(board: Board, values: Values) -> Sequence[str]:
 
 
 def quantize(board: Board, values: Values) -> Sequence[str]:
-    target = required(values, "target", "Run")
-    return ["run", target, "--stages", "quantize,report", *split_words(values.get("settings", ""))]
+    target = screen.required(values, "target", "Run")
+    return ["run", target, "--stages", "quantize,report", *screen.split_words(values.get("settings", ""))]
 
 
 def distill(board: Board, values: Values) -> Sequence[str]:
-    recipe = required(values, "recipe", "Recipe")
+    recipe = screen.required(values, "recipe", "Recipe")
     words = ["run", recipe, "--run-dir", folder(board, values, f"{recipe}-distilled")]
     words += [
         "--stages",
@@ -50,8 +39,11 @@ def distill(board: Board, values: Values) -> Sequence[str]:
         "--student.init",
         values.get("init") or "prune",
     ]
-    words += [*option(values, "layers", "--student.num_layers"), *option(values, "ffn", "--student.ffn_dim")]
-    return [*words, *split_words(values.get("settings", ""))]
+    words += [
+        *screen.option(values, "layers", "--student.num_layers"),
+        *screen.option(values, "ffn", "--student.ffn_dim"),
+    ]
+    return [*words, *screen.split_words(values.get("settings", ""))]
 
 
 def folder_bytes(path: Path) -> float:
@@ -110,8 +102,8 @@ def state(board: Board, run: Run | None) -> str:
     return f"INT8 {stage.state}" if stage else ""
 
 
-_TARGET = Field("target", "Run or model folder", choices=model_choices, is_required=True)
-SCREEN = Screen(
+_TARGET = screen.Field("target", "Run or model folder", choices=screen.model_choices, is_required=True)
+SCREEN = screen.Screen(
     name="smaller",
     title="Smaller and out",
     question="How small can it get, and which programs read it?",
@@ -119,23 +111,23 @@ SCREEN = Screen(
     state=state,
     blocks=("exports", "jobs"),
     actions=(
-        Action(
+        screen.Action(
             "export", "Export", export,
             (
-                _TARGET, Field("form", "For", "select", "hf", choices=lambda board: [(name, name) for name in EXPORT_DTYPES]),
-                Field("dtype", "Number format", hint="gguf: f16, q8_0, q4_0; empty: the format's own"), Field("place", "Where to", hint="empty: next to the model"),
-                Field("int8", "The run's INT8 model (onnx, openvino)", "check"), Field("overwrite", "Replace what exists", "check"),
+                _TARGET, screen.Field("form", "For", "select", "hf", choices=lambda board: [(name, name) for name in EXPORT_DTYPES]),
+                screen.Field("dtype", "Number format", hint="gguf: f16, q8_0, q4_0; empty: the format's own"), screen.Field("place", "Where to", hint="empty: next to the model"),
+                screen.Field("int8", "The run's INT8 model (onnx, openvino)", "check"), screen.Field("overwrite", "Replace what exists", "check"),
             ),
             button="Export",
         ),
-        Action("quantize", "Quantize to INT8", quantize, (_TARGET, SETTINGS), text="Without training; the report says what it costs.", button="Quantize",
+        screen.Action("quantize", "Quantize to INT8", quantize, (_TARGET, screen.SETTINGS), text="Without training; the report says what it costs.", button="Quantize",
                run=lambda board, values: Path(values.get("target", "")).name),
-        Action(
+        screen.Action(
             "distill", "Prune and distill into a smaller student", distill,
             (
-                Field("recipe", "Recipe", "select", "tiny", choices=lambda board: [(name, name) for name in recipe_names()]), Field("name", "Name of the run"),
-                Field("init", "Student", "select", "prune", choices=lambda board: (("prune", "pruned teacher"), ("scratch", "random weights"))),
-                Field("layers", "Layers", "number"), Field("ffn", "Width of the feed-forward layers", "number"), SETTINGS,
+                screen.Field("recipe", "Recipe", "select", "tiny", choices=lambda board: [(name, name) for name in recipe_names()]), screen.Field("name", "Name of the run"),
+                screen.Field("init", "Student", "select", "prune", choices=lambda board: (("prune", "pruned teacher"), ("scratch", "random weights"))),
+                screen.Field("layers", "Layers", "number"), screen.Field("ffn", "Width of the feed-forward layers", "number"), screen.SETTINGS,
             ),
             run=lambda board, values: values.get("name") or f"{values.get('recipe')}-distilled",
         ),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -11,20 +12,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
+from modelwright_board import screen
 from modelwright_board.files import read_tail
 from modelwright_board.runs import Run, shown_path
-from modelwright_board.screen import (
-    SETTINGS,
-    Action,
-    Board,
-    Field,
-    Query,
-    Screen,
-    Values,
-    model_choices,
-    required,
-    split_words,
-)
+from modelwright_board.screen import Board, Query, Values
 from modelwright_board.screens.serve import serve_words
 from modelwright_board.servers import server_jobs, server_url
 
@@ -33,16 +24,16 @@ MOST_TEXT = 100_000
 
 
 def align(board: Board, values: Values) -> Sequence[str]:
-    model = required(values, "model", "Model")
+    model = screen.required(values, "model", "Model")
     words = ["run", "preference", "--init-from", model, "--data.sources", shown_path(board.own / VOTES)]
-    name = required(values, "name", "Name of the run")
+    name = screen.required(values, "name", "Name of the run")
     return [
         *words,
         "--run-dir",
         shown_path(board.root / name),
         "--stages",
         "clean,pack,dpo,report",
-        *split_words(values.get("settings", "")),
+        *screen.split_words(values.get("settings", "")),
     ]
 
 
@@ -78,10 +69,8 @@ def routes(board: Board) -> Sequence[BaseRoute]:
         if reply.status_code != 200:
             text = (await reply.aread()).decode("utf-8", "replace")
             await client.aclose()
-            try:
+            with suppress(ValueError, LookupError, TypeError):
                 text = json.loads(text)["error"]["message"]
-            except (ValueError, LookupError, TypeError):
-                pass
             raise HTTPException(400, str(text)[:1000])
 
         async def pieces() -> AsyncIterator[bytes]:
@@ -127,7 +116,7 @@ def state(board: Board, run: Run | None) -> str:
     return f"{votes} votes" if votes else ""
 
 
-SCREEN = Screen(
+SCREEN = screen.Screen(
     name="talk",
     title="Talk",
     question="Which of two models answers better?",
@@ -136,14 +125,14 @@ SCREEN = Screen(
     routes=routes,
     blocks=("votes", "jobs"),
     actions=(
-        Action(
+        screen.Action(
             "serve", "Serve a model to talk to", serve_words,
-            (Field("target", "Run or model folder", choices=model_choices, is_required=True), Field("port", "Port", "number", "8001")),
+            (screen.Field("target", "Run or model folder", choices=screen.model_choices, is_required=True), screen.Field("port", "Port", "number", "8001")),
             text="Each model is a server of its own; two are compared.",
         ),
-        Action(
+        screen.Action(
             "align", "Train on the votes", align,
-            (Field("model", "Model", choices=model_choices, is_required=True), Field("name", "Name of the run", default="aligned"), SETTINGS),
+            (screen.Field("model", "Model", choices=screen.model_choices, is_required=True), screen.Field("name", "Name of the run", default="aligned"), screen.SETTINGS),
             run=lambda board, values: values.get("name", ""), text="DPO on the preference pairs that were voted for.",
         ),
     ),

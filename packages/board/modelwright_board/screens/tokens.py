@@ -7,32 +7,22 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from modelwright_board import screen
 from modelwright_board.files import as_number, as_object, read_text
 from modelwright_board.runs import Run, shown_path
-from modelwright_board.screen import (
-    Action,
-    Board,
-    Field,
-    Query,
-    Screen,
-    Values,
-    data_choices,
-    required,
-    run_choices,
-    split_words,
-)
+from modelwright_board.screen import Board, Query, Values
 
 SANDBOX = "sandbox; default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'self'"
 PAGE = "tokens.html"
 
 
 def look(board: Board, values: Values) -> Sequence[str]:
-    target = required(values, "model", "Run or model folder")
+    target = screen.required(values, "model", "Run or model folder")
     page = board.own / PAGE
     return [
         "show",
         target,
-        *split_words(values.get("sources", "")),
+        *screen.split_words(values.get("sources", "")),
         "--rows",
         values.get("rows") or "3",
         "--html",
@@ -77,7 +67,7 @@ def state(board: Board, run: Run | None) -> str:
     return stage.state if stage else ""
 
 
-SCREEN = Screen(
+SCREEN = screen.Screen(
     name="tokens",
     title="Tokens",
     question="What exactly does the model read, and which of it is learned?",
@@ -86,12 +76,12 @@ SCREEN = Screen(
     routes=routes,
     blocks=("page", "jobs"),
     actions=(
-        Action(
+        screen.Action(
             "look", "Show examples or rows", look,
             (
-                Field("model", "Run or model folder", choices=run_choices, is_required=True),
-                Field("sources", "Examples", choices=data_choices, hint="empty: the first packed rows of the run"),
-                Field("rows", "Number", "number", "3"),
+                screen.Field("model", "Run or model folder", choices=screen.run_choices, is_required=True),
+                screen.Field("sources", "Examples", choices=screen.data_choices, hint="empty: the first packed rows of the run"),
+                screen.Field("rows", "Number", "number", "3"),
             ),
             text="Learned tokens are marked, special tokens framed, and it says what is cut off.", button="Show", needs="show",
         ),

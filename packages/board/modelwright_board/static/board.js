@@ -84,7 +84,7 @@ function draw(chart) {
     const runIndex = runs.indexOf(trace.run), metrics = [...new Set([...chart.traces.values()].map(other => other.metric))];
     const several = new Set([...chart.traces.values()].map(other => other.run)).size > 1;
     const name = several ? (metrics.length > 1 ? `${trace.run}: ${trace.metric}` : trace.run) : trace.metric;
-    return {x: trace.x, y: trace.y, name, type: "scatter", mode: trace.x.length < 3 ? "markers" : "lines",
+    return {x: trace.x, y: trace.y, name, type: "scatter", mode: trace.x.length < 30 ? "lines+markers" : "lines", marker: {size: 5},
       line: {width: 1.8, color: palette[(several ? runIndex : metrics.indexOf(trace.metric)) % palette.length], dash: several && metrics.indexOf(trace.metric) % 2 ? "dash" : "solid"}};
   });
   const last = data.map(trace => `${trace.name} ${Number(trace.y[trace.y.length - 1]).toPrecision(4)}`).join(", ");
