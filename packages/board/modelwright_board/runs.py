@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ from modelwright_board.files import (
 
 RUN_INFO, STAGE_INFO, LOCK, METRICS = "run.json", "stage.json", ".lock", "metrics.jsonl"
 TAIL_BYTES = 8_000
-MOST_ENTRIES = 2_000
-"""Entries of a run's folder that are looked at: stages are few."""
+MOST_STAGES = 200
 
 
 @dataclass(frozen=True)
@@ -122,19 +122,16 @@ class Runs:
         folder = self.root / name
         pid = _holder(folder, held)
         seen: list[Any] = [pid, _changed(folder / RUN_INFO)]
-        stages: list[tuple[str, os.stat_result]] = []
         try:
-            for place, entry in enumerate(os.scandir(folder)):
-                if place < MOST_ENTRIES and entry.is_dir(follow_symlinks=False):
-                    for file in (STAGE_INFO, METRICS):
-                        seen.append((entry.name, _changed(Path(entry.path, file))))
-                    stages.append((entry.name, entry.stat(follow_symlinks=False)))
+            folders = (entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+            stages = list(islice(folders, MOST_STAGES))
         except OSError:
             return None
+        seen += [(stage, file, _changed(folder / stage / file)) for stage in stages for file in (STAGE_INFO, METRICS)]
         key = tuple(sorted(map(repr, seen)))
         if name in self._kept and self._kept[name][0] == key:
             return self._kept[name][1]
-        run = _read_run(folder, pid, [stage for stage, _ in stages])
+        run = _read_run(folder, pid, stages)
         self._kept[name] = (key, run)
         return run
 

@@ -2,9 +2,9 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import httpx
@@ -16,6 +16,29 @@ from modelwright_board.screens import SCREENS
 
 SCRIPT = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\">"
 PAGES = [screen.name for screen in SCREENS]
+
+
+class Markup(HTMLParser):
+    """Collects what a browser would run or load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problems: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = dict(attrs)
+        self.problems += [f"{tag} {name}" for name in names if name.startswith("on") or name == "style"]
+        if tag in ("img", "object", "embed", "style") or (
+            tag == "script" and not (names.get("src") or "").startswith("/static/")
+        ):
+            self.problems.append(tag)
+        self.problems += [f"{tag} {names['href']}" for _ in "x" if (names.get("href") or "").startswith("javascript:")]
+
+
+def check_markup(text: str) -> None:
+    markup = Markup()
+    markup.feed(text)
+    assert markup.problems == []
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +117,7 @@ def test_the_token_does_not_stay_in_the_address(board: BoardProcess) -> None:
         assert "script-src 'self';" in policy
         assert "unsafe" not in policy
         assert "unsafe-inline" in client.get("/run").headers["content-security-policy"].partition("style-src")[2]
-        assert not re.search(r"<script(?! src=)|\son\w+=|style=", reply.text)
+        check_markup(reply.text)
 
 
 @pytest.mark.parametrize("path", ["/start/plan/recipe", "/stop", "/talk/vote", "/talk/ask", "/command/plan/recipe"])
@@ -127,9 +150,7 @@ def test_no_page_fails_and_nothing_of_a_run_is_markup(board: BoardProcess) -> No
             for page in PAGES:
                 reply = client.get(f"/{page}", params={"run": run, "job": "x", "sources": "/etc/passwd", "word": "a"})
                 assert reply.status_code == 200, (run, page)
-                assert "<b onclick" not in reply.text
-                assert "<script>document" not in reply.text
-                assert "<img" not in reply.text
+                check_markup(reply.text)
                 assert "outside\n" not in reply.text
                 assert "root:" not in reply.text
 
@@ -261,4 +282,4 @@ def test_a_command_outlives_the_board(tmp_path: Path) -> None:
     with running_board(runs, cwd=tmp_path) as board, board.client() as client:
         page = wait_for(lambda: (text := client.get("/").text) and ">new</a>" in text and text)
         wait_for(lambda: client.get("/run?run=new").text.count('class="state done"') >= 2, 120)
-        assert 'class="state done"' in client.get("/plan").text
+        wait_for(lambda: 'class="state done"' in client.get("/plan").text)

@@ -101,7 +101,8 @@ def show(board: Board, query: Query) -> Mapping[str, Any]:
     empty = {"examples": [], "clusters": [], "reason": "", "word": ""}
     found = examples(run, query) if run and report else empty
     replaced = list(islice(as_object(report.get("replaced")).items(), 40))
-    return {"report": report, "funnel": funnel(report), "replaced": replaced, **found}
+    total = as_number(report.get("num_documents"))
+    return {"report": report, "total": total, "funnel": funnel(report), "replaced": replaced, **found}
 
 
 def state(board: Board, run: Run | None) -> str:
