@@ -226,7 +226,8 @@ class Pages:
             context = template.new_context(self.context(screen, query))
             for name in ("rail", *screen.blocks):
                 text = "".join(blocks[name](context))
-                if name in shown and shown[name] != text:
+                # The first time, too: since the page was drawn, something may have changed.
+                if shown.get(name) != text:
                     events.append(f"event: block\ndata: {json.dumps({'id': f'live-{name}', 'html': text})}\n\n")
                 shown[name] = text
             return events
