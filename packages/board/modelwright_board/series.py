@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from modelwright_board.files import as_number, open_inside, parse_lines
 
 MOST_BUCKETS = 512
-PIECE_BYTES = 4_000_000
+PIECE_BYTES = 4 << 20
 MOST_METRICS = 80
 """Metrics of a file that are kept; a hostile file could name millions."""
 MOST_STEP = 2**53
@@ -209,7 +209,7 @@ def _columns(piece: bytes) -> dict[str, Floats] | None:
     if piece.count(b"\n") < 50:  # the usual case while a run is watched
         return None
     try:
-        options = arrow_json.ReadOptions(block_size=max(len(piece), 1 << 16), use_threads=False)
+        options = arrow_json.ReadOptions(block_size=1 << 20)
         table: Any = arrow_json.read_json(io.BytesIO(piece), read_options=options)
     except (pyarrow.ArrowException, ValueError, KeyError):
         return None
@@ -277,7 +277,8 @@ def charts_of(names: Sequence[str]) -> list[tuple[ChartKind, list[str]]]:
             result.append((kind, mine))
             rest = [name for name in rest if name not in mine]
     return result + [
-        (ChartKind(name.replace("_", " "), (name,), "seconds" if name.endswith("_s") else "value"), [name]) for name in rest
+        (ChartKind(name.replace("_", " "), (name,), "seconds" if name.endswith("_s") else "value"), [name])
+        for name in rest
     ]
 
 

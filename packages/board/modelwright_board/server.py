@@ -6,8 +6,12 @@ import hmac
 import json
 import os
 import secrets
+import signal
 import socket
+import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Redire
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from modelwright.cli.processes import leave_with_parent
 from modelwright.core.errors import ConfigError
 from modelwright.pipeline.report.blocks import compact, count, number, percent, plural, seconds, size
 from modelwright_board.command import LOOPBACK
@@ -478,7 +483,26 @@ def run_board(root: Path, *, host: str, port: int, keys_file: str) -> int:
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, lifespan="off",
         server_header=False,
     )  # fmt: skip
+    # While the first page is drawn: it reads metrics, and takes a quarter of a second to import.
+    threading.Thread(target=import_module, args=("pyarrow.json",), daemon=True).start()
     server = uvicorn.Server(config)
     app.state.is_ending = lambda: server.should_exit  # streams would keep it waiting
     server.run(sockets=[listener])
     return 0
+
+
+def main(runs: str, host: str, port: str, keys_file: str, exit_with_parent: str) -> int:
+    """Runs the board in this process, with the options of `modelwright board` that have been checked."""
+    if exit_with_parent == "1":
+        leave_with_parent()
+    try:
+        return run_board(Path(runs), host=host, port=int(port), keys_file=keys_file)
+    except ConfigError as error:
+        print(f"modelwright: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -8,10 +8,10 @@ from typing import Any
 
 import zstandard
 
-from modelwright.data.clean.config import STEPS
 from modelwright_board import screen
 from modelwright_board.files import as_number, as_object, open_inside, parse_json
 from modelwright_board.masks import masked
+from modelwright_board.project import cleaning_remedies
 from modelwright_board.runs import Run
 from modelwright_board.screen import Board, Query, Values
 
@@ -49,10 +49,11 @@ def dropped_records(run: Run) -> Iterator[Mapping[str, Any]]:
         return
 
 
-def funnel(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the steps in their order, each with the documents that reach it and that it drops, by reason."""
-    remedies = {reason: text for spec in STEPS for reason, text in spec.remedies.items()}
-    remedies |= {str(key): str(value) for key, value in as_object(report.get("remedies")).items()}
+def funnel(report: Mapping[str, Any], remedies: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Returns the steps in their order, each with the documents that reach it and that it drops, by reason. remedies:
+    options that keep what is dropped for a reason, whatever the text.
+    """
+    remedies = {**remedies} | {str(key): str(value) for key, value in as_object(report.get("remedies")).items()}
     total = as_number(report.get("num_documents"))
     rows: list[dict[str, Any]] = []
     left = total
@@ -102,7 +103,13 @@ def show(board: Board, query: Query) -> Mapping[str, Any]:
     found = examples(run, query) if run and report else empty
     replaced = list(islice(as_object(report.get("replaced")).items(), 40))
     total = as_number(report.get("num_documents"))
-    return {"report": report, "total": total, "funnel": funnel(report), "replaced": replaced, **found}
+    return {
+        "report": report,
+        "total": total,
+        "funnel": funnel(report, cleaning_remedies(board.own)),
+        "replaced": replaced,
+        **found,
+    }
 
 
 def state(board: Board, run: Run | None) -> str:

@@ -12,7 +12,8 @@ from modelwright_board.screen import Board, Query
 from modelwright_board.series import AXES, curve_message
 
 MOST_RUNS = 8
-BUDGET_S = 0.25
+FIRST_S, NEXT_S = 0.1, 1.0
+"""Time to read metrics for the first points, which come soon, and for those after it, which are drawn anew."""
 _FACTS = ("heldout_loss", "best_loss", "num_steps", "num_tokens", "num_parameters", "train_time_s")
 
 
@@ -41,12 +42,13 @@ def charts(board: Board, query: Query, sent: dict[str, Any]) -> Mapping[str, Any
     # A training that has begun meanwhile has other curves.
     if sent.get("", (stage, 0))[0] != stage:
         sent.clear()
+    budget_s = NEXT_S if sent else FIRST_S
     sent[""] = (stage, 0)
     files = {run.name: board.series.get(run.path, stage) for run in runs if stage in run.trainings}
     for file in files.values():
         file.lock.acquire()
     try:
-        return curve_message(files, axis_of(query), sent, budget_s=BUDGET_S)
+        return curve_message(files, axis_of(query), sent, budget_s=budget_s)
     finally:
         for file in files.values():
             file.lock.release()

@@ -79,6 +79,7 @@ function layout(chart) {
 }
 function draw(chart) {
   chart.isDue = false;
+  if (!window.Plotly) return; // it is loaded after this script, while the points come
   const palette = isDark.matches ? DARK_SERIES : SERIES;
   const data = [...chart.traces.values()].map(trace => {
     const runIndex = runs.indexOf(trace.run), metrics = [...new Set([...chart.traces.values()].map(other => other.metric))];
@@ -92,14 +93,22 @@ function draw(chart) {
   const options = {displaylogo: false, responsive: true, displayModeBar: false};
   return Plotly.react(chart.plot, data, layout(chart), options);
 }
+const seen = new IntersectionObserver(entries => { // what is out of sight is drawn when it comes into view
+  for (const entry of entries) {
+    const chart = charts.get(entry.target.dataset.title);
+    chart.isSeen = entry.isIntersecting;
+    if (chart.isSeen && chart.isStale) drawSoon(chart);
+  }
+}, {rootMargin: "200px"});
 function drawSoon(chart) {
-  if (chart.isDue) return;
+  chart.isStale = !chart.isSeen;
+  if (chart.isDue || chart.isStale) return;
   chart.isDue = true;
   requestAnimationFrame(() => draw(chart));
 }
 function takeCurves(message) {
   const place = one("[data-charts]");
-  if (!place || !window.Plotly) return;
+  if (!place) return;
   for (const fresh of message.charts) {
     let chart = charts.get(fresh.title);
     if (!chart) {
@@ -111,7 +120,9 @@ function takeCurves(message) {
       plot.setAttribute("role", "img");
       card.append(head, plot);
       place.append(card);
-      charts.set(fresh.title, chart = {title: fresh.title, plot, traces: new Map()});
+      charts.set(fresh.title, chart = {title: fresh.title, plot, traces: new Map(), isSeen: place.childElementCount < 4});
+      card.dataset.title = fresh.title;
+      seen.observe(card);
     }
     Object.assign(chart, {unit: fresh.unit, log: fresh.log, zero: fresh.zero, axis: message.axis});
     for (const trace of fresh.traces) {
@@ -129,6 +140,7 @@ function takeCurves(message) {
   place.dataset.points = String([...charts.values()].reduce((sum, chart) => sum + [...chart.traces.values()].reduce((inner, trace) => inner + trace.x.length, 0), 0));
 }
 isDark.addEventListener("change", () => charts.forEach(drawSoon));
+addEventListener("DOMContentLoaded", () => charts.forEach(drawSoon)); // after all scripts
 
 // ---- events: one connection for each visible page, because browsers allow six
 let events = null;
