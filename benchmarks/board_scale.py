@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages" / "board
 
 import httpx
 
-from board_runs import BoardProcess, make_run, running_board
+from board_runs import BoardProcess, make_run, running_board  # pyright: ignore[reportMissingImports]
 
 NUM_WRITTEN = 8
 """Runs whose metrics are written; the others have the files of one of these."""

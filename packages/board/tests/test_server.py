@@ -245,6 +245,7 @@ def test_a_vote_is_a_preference_pair(board: BoardProcess, tmp_path: Path) -> Non
     votes.unlink()
 
 
+@pytest.mark.slow
 def test_a_board_for_others_needs_the_key_of_an_administrator(tmp_path: Path) -> None:
     import hashlib
 
@@ -269,6 +270,7 @@ def test_a_board_for_others_needs_the_key_of_an_administrator(tmp_path: Path) ->
             assert "plain" in client.get("/").text
 
 
+@pytest.mark.slow
 def test_a_command_outlives_the_board(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     make_run(runs, "plain")

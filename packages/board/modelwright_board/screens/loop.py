@@ -90,7 +90,7 @@ def updates(board: Board) -> list[list[str]]:
             rows.append(
                 [
                     run.name,
-                    {True: "passed", False: "refused"}.get(passed, "–"),
+                    "–" if passed is None else "passed" if passed else "refused",
                     str(promotion.get("state", promotion.get("status", "–"))),
                 ]
             )

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelwright_board import screen
+from modelwright_board.jobs import Job
 from modelwright_board.files import parse_lines, read_tail
 from modelwright_board.masks import masked
 from modelwright_board.runs import Run, shown_path
@@ -31,7 +32,7 @@ def export_log(board: Board, values: Values) -> Sequence[str]:
     return ["requests", "export", screen.required(values, "log", "Log"), shown_path(board.own / LOG)]
 
 
-def chosen_server(board: Board, query: Query):
+def chosen_server(board: Board, query: Query) -> Job | None:
     servers = server_jobs(board.jobs)
     wanted = query.get("server", [""])[-1]
     return next((job for job in servers if job.id == wanted), servers[0] if servers else None)
