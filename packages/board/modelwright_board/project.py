@@ -95,8 +95,8 @@ def cleaning_remedies(folder: Path) -> dict[str, str]:
 
 
 def _answer(command: Sequence[str], path: Path) -> str:
-    """Returns what a Python command prints, "" until it has ended: it is asked once, in a process of its own, because it
-    loads libraries that the board does without, and its answer is kept in the file.
+    """Returns what a Python command prints, "" until it has ended: it is asked once, in a process of its own, because
+    it loads libraries that the board does without, and its answer is kept in the file.
     """
     try:
         return path.read_text(encoding="utf-8")

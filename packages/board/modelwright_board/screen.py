@@ -4,13 +4,13 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from starlette.routing import BaseRoute
 
 from modelwright.core.errors import ConfigError
 from modelwright_board.jobs import Jobs
-from modelwright_board.runs import Run, Runs
+from modelwright_board.runs import Run, Runs, shown_path
 from modelwright_board.series import SeriesCache
 from modelwright_board.servers import Watch
 
@@ -45,33 +45,15 @@ class Board:
 
 
 @dataclass(frozen=True)
-class Field:
-    """A field of a form. choices: values with labels, of a select, or of the suggestions for a text."""
-
-    name: str
-    label: str
-    kind: Literal["text", "select", "number", "check"] = "text"
-    default: str = ""
-    choices: Callable[[Board], Sequence[tuple[str, str]]] | None = None
-    hint: str = ""
-    is_required: bool = False
-
-
-@dataclass(frozen=True)
 class Action:
-    """A button. words: makes the command line, without the program's name, from the fields' values; raises
-    `ConfigError` for values that make none. run: makes the name of the run that the command works on. needs: the
-    command that must be installed.
+    """A button, whose form is in the screen's template. words: makes the command line, without the program's name, from
+    the fields' values; raises `ConfigError` for values that make none. run: makes the name of the run that the command
+    works on.
     """
 
     name: str
-    title: str
     words: Callable[[Board, Values], Sequence[str]]
-    fields: Sequence[Field] = ()
-    text: str = ""
-    button: str = "Start"
     run: Callable[[Board, Values], str] | None = None
-    needs: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +61,7 @@ class Screen:
     """A page at /NAME, drawn from NAME.html.jinja with what `show` returns.
 
     state: a word or two for the rail. blocks: template blocks that are drawn again as they change. charts: returns the
-    message of curves for a page that has already got what `sent` says. first_values: values of fields, before defaults.
+    message of curves for a page that has already got what `sent` says.
     """
 
     name: str
@@ -117,25 +99,19 @@ def option(values: Values, name: str, flag: str) -> list[str]:
     return [flag, value] if value else []
 
 
-def run_choices(board: Board) -> list[tuple[str, str]]:
-    """Returns the runs as they are written on a command line."""
-    return [(run.where, f"{run.name} ({run.state})") for run in board.runs.all()]
+@dataclass(frozen=True)
+class Choices:
+    """What fields suggest: words of a command line, each with its title."""
 
+    board: Board
 
-def model_choices(board: Board) -> list[tuple[str, str]]:
-    """Returns the runs that have a model."""
-    return [
-        (run.where, run.name)
-        for run in board.runs.all()
-        if any(s.has_metrics and s.state == "done" for s in run.stages)
-    ]
+    def runs(self) -> list[tuple[str, str]]:
+        return [(run.where, f"{run.name} ({run.state})") for run in self.board.runs.all()]
 
+    def models(self) -> list[tuple[str, str]]:
+        """Returns the runs that have a model."""
+        return [(run.where, run.name) for run in self.board.runs.all() if run.has_done(*run.trainings)]
 
-def data_choices(board: Board) -> list[tuple[str, str]]:
-    """Returns dropped files."""
-    from modelwright_board.runs import shown_path
-
-    return [(shown_path(path), path.name) for path in board.uploads()]
-
-
-SETTINGS = Field("settings", "Further settings", hint="as on the command line: --sft.learning_rate 3e-4")
+    def data(self) -> list[tuple[str, str]]:
+        """Returns dropped files."""
+        return [(shown_path(path), path.name) for path in self.board.uploads()]

@@ -34,7 +34,7 @@ from modelwright_board.command import LOOPBACK
 from modelwright_board.files import OutsideError, open_inside
 from modelwright_board.jobs import Job, command_line, stop_process
 from modelwright_board.project import admin_keys, has_command, plotly_script, shared_style
-from modelwright_board.screen import Action, Board, Query, Screen
+from modelwright_board.screen import Action, Board, Choices, Query, Screen
 from modelwright_board.screens import SCREENS
 
 PERIOD_S = 1.0
@@ -163,9 +163,8 @@ class Pages:
             undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         )  # fmt: skip
         formats = (compact, count, number, percent, plural, seconds, size)
-        self.templates.filters |= {form.__name__: form for form in formats} | {
-            "query": lambda pairs: urlencode(pairs, True)
-        }
+        self.templates.filters |= {form.__name__: form for form in formats}
+        self.templates.filters |= {"query": lambda pairs: urlencode(pairs, True), "pair": lambda word: (word, word)}
         # Blocks are drawn alone, too, and then know nothing that their template imports.
         self.templates.globals |= {"csrf": access.csrf, "has_command": has_command, "command_line": command_line}
         self.templates.globals["ui"] = self.templates.get_template("macros.jinja").module
@@ -174,24 +173,14 @@ class Pages:
         run = self.board.chosen_run(query)
         rail = [(one, one.state(self.board, run)) for one in SCREENS if one.is_step]
         jobs = self.board.jobs.of(screen.name)[:8]
+        values = {key: entries[-1] for key, entries in query.items()}
+        first = {action.name: self.line(action, values)[0] for action in screen.actions}
         return {
             "screen": screen, "screens": SCREENS, "rail": rail, "chosen": run, "root": self.board.root,
             "query": query, "jobs": jobs, "board": self.board, "back": back_of(screen, query),
-            "values": {key: values[-1] for key, values in query.items()},
-            "first_words": self._first_words(screen, query), **screen.show(self.board, query),
+            "values": values,
+            "first_words": first, "choices": Choices(self.board), **screen.show(self.board, query),
         }  # fmt: skip
-
-    def _first_words(self, screen: Screen, query: Query) -> dict[str, str]:
-        """Returns the command line of each form as it is first shown."""
-        result: dict[str, str] = {}
-        for action in screen.actions:
-            values: dict[str, str] = {}
-            for one in action.fields:
-                choices = [value for value, _ in one.choices(self.board)] if one.choices else []
-                first = choices[0] if choices and one.kind == "select" else one.default
-                values[one.name] = query.get(one.name, [first])[-1]
-            result[action.name] = self.line(action, values)[0]
-        return result
 
     def line(self, action: Action, values: Mapping[str, str]) -> tuple[str, Sequence[str]]:
         """Returns the command line of a form with its words, or what is missing and no words."""

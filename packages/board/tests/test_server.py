@@ -237,7 +237,8 @@ def test_a_vote_is_a_preference_pair(board: BoardProcess, tmp_path: Path) -> Non
     votes = root / ".board" / "votes.jsonl"
     code = (
         "import sys; from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents\n"
-        "for one in read_documents(SourceConfig(sources=(sys.argv[1],), validation_fraction=0.0), report=SourceReport()):\n"
+        "config = SourceConfig(sources=(sys.argv[1],), validation_fraction=0.0)\n"
+        "for one in read_documents(config, report=SourceReport()):\n"
         "    print(one.kind, 'rejected' in one.meta)"
     )
     shown = subprocess.run([sys.executable, "-c", code, str(votes)], capture_output=True, text=True, check=True)

@@ -117,19 +117,11 @@ def state(board: Board, run: Run | None) -> str:
     return stage.state if stage else ""
 
 
-_RUN = screen.Field("run_dir", "Run", "select", choices=screen.run_choices)
 SCREEN = screen.Screen(
     name="cleaning",
     title="Cleaning",
     question="What did each step keep, drop and change, and why?",
     show=show,
     state=state,
-    actions=(
-        screen.Action("explain", "What happened to one document?", explain, (_RUN, screen.Field("document", "Document", hint="its id, as in the examples")), button="Explain"),
-        screen.Action(
-            "clean", "Clean into a folder", clean,
-            (screen.Field("sources", "Files, folders, globs or URLs", choices=screen.data_choices), screen.Field("out", "Folder", default="cleaned"), screen.SETTINGS),
-            text="Without a run. What was dropped, and why, is in the folder.", button="Clean",
-        ),
-    ),
-)  # fmt: skip
+    actions=(screen.Action("explain", explain), screen.Action("clean", clean)),
+)

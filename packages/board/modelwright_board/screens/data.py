@@ -73,6 +73,7 @@ def read_by(run: Run | None) -> Mapping[str, Any]:
 
 def show(board: Board, query: Query) -> Mapping[str, Any]:
     return {
+        "roles": _ROLES,
         **first_records(board, query), **read_by(board.chosen_run(query)), "uploads": [
             (shown_path(path), path.name, path.stat().st_size) for path in board.uploads()[:20]
         ],
@@ -90,18 +91,5 @@ SCREEN = screen.Screen(
     question="What is in my data, and which of its fields are used?",
     show=show,
     state=state,
-    actions=(
-        screen.Action(
-            "look", "Look at data", look,
-            (
-                screen.Field("sources", "Files, folders, globs or URLs", choices=screen.data_choices, is_required=True,
-                      hint="several, as in a shell; a dropped file is offered here"),
-                *(screen.Field(f"map_{role}", f"field that is the {role}") for role in _ROLES),
-                screen.SETTINGS,
-            ),
-            text="Reads the beginning of every file: form of the records, fields used and not used, what cleaning would "
-            "drop. Fields that are not recognized can be named.",
-            button="Look",
-        ),
-    ),
-)  # fmt: skip
+    actions=(screen.Action("look", look),),
+)

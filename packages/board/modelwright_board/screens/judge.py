@@ -48,10 +48,10 @@ def comparisons(board: Board) -> list[dict[str, Any]]:
             ]
             for one in measures
         ]
-        verdicts = [
-            f"{name}: {'no difference shown' if low <= 0 <= high else 'better' if (middle < 0) == bool(one.get('lower_is_better')) else 'worse'}"
-            for (name, low, middle, high), one in zip(numbers, measures, strict=True)
-        ]
+        verdicts: list[str] = []
+        for (name, low, middle, high), one in zip(numbers, measures, strict=True):
+            word = "better" if (middle < 0) == bool(one.get("lower_is_better")) else "worse"
+            verdicts.append(f"{name}: {'no difference shown' if low <= 0 <= high else word}")
         models = [str(one)[:300] for one in as_list(result.get("models"))][:2]
         found.append({"id": job.id, "models": models, "intervals": numbers, "rows": rows, "verdicts": verdicts})
     return found
@@ -125,19 +125,5 @@ SCREEN = screen.Screen(
     show=show,
     state=state,
     blocks=("comparisons", "jobs"),
-    actions=(
-        screen.Action(
-            "compare", "Compare two models on the same records", compare,
-            (
-                screen.Field("first", "Before", choices=screen.model_choices, is_required=True), screen.Field("second", "After", choices=screen.model_choices, is_required=True),
-                screen.Field("sources", "Data", choices=screen.data_choices, is_required=True, hint="records that neither has learned"), screen.Field("records", "Records", "number", hint="empty: all"),
-            ),
-            button="Compare",
-        ),
-        screen.Action(
-            "tasks", "Tasks of lm-eval", tasks,
-            (screen.Field("target", "Model", choices=screen.model_choices), screen.Field("tasks", "Folder or YAML file of tasks"), screen.Field("limit", "Documents of each task", "number")),
-            button="Evaluate",
-        ),
-    ),
-)  # fmt: skip
+    actions=(screen.Action("compare", compare), screen.Action("tasks", tasks)),
+)

@@ -63,19 +63,18 @@ def drift_reports(board: Board, run: Run | None) -> list[dict[str, Any]]:
         )
     reports: list[dict[str, Any]] = []
     for one in [one for one in found if one.get("features")][-6:]:
-        features = [as_object(feature) for feature in as_list(one.get("features"))]
-        reports.append({
-            "alarm": bool(one.get("alarm")), "requests": one.get("num_requests"), "notes": [str(note)[:500] for note in as_list(one.get("notes"))],
-            "features": [
-                {
-                    "name": str(feature.get("name")), "alarm": bool(feature.get("alarm")), "effect": as_number(feature.get("effect")),
-                    "p": as_number(feature.get("adjusted_p")), "cause": str(feature.get("cause", "")),
-                    "window": [masked(text, 200) for text in as_list(feature.get("window_examples"))][:3],
-                    "reference": [masked(text, 200) for text in as_list(feature.get("reference_examples"))][:3],
-                }
-                for feature in features
-            ],
-        })  # fmt: skip
+        features: list[dict[str, Any]] = []
+        for feature in map(as_object, as_list(one.get("features"))):
+            numbers = {"effect": as_number(feature.get("effect")), "p": as_number(feature.get("adjusted_p"))}
+            words = {name: str(feature.get(name, "")) for name in ("name", "cause")}
+            sides = {
+                side: [masked(text, 200) for text in as_list(feature.get(f"{side}_examples"))][:3]
+                for side in ("window", "reference")
+            }
+            features.append({**words, **numbers, **sides, "alarm": bool(feature.get("alarm"))})
+        notes = [str(note)[:500] for note in as_list(one.get("notes"))]
+        shown = {"alarm": bool(one.get("alarm")), "requests": one.get("num_requests"), "notes": notes}
+        reports.append({**shown, "features": features})
     return reports
 
 
@@ -129,10 +128,12 @@ def graph(board: Board) -> list[dict[str, str]]:
     while entry and len(nodes) < MOST_PARENTS:
         data = as_object(entry.get("data"))
         gate = as_object(entry.get("gate"))
+        facts = [f"{key} {value}" for key, value in data.items() if isinstance(value, (str, int, float))]
         nodes.append({
-            "title": f"{str(entry.get('folder', ''))[-44:]}", "content": str(entry.get("content", ""))[:12], "stage": str(entry.get("stage", ""))[:30],
-            "data": ", ".join(f"{key} {value}" for key, value in list(data.items())[:3] if isinstance(value, (str, int, float)))[:70],
-            "commit": ", ".join(str(one)[:12] for one in as_list(entry.get("commits"))[:2]), "gate": "gate passed" if gate else "",
+            "title": str(entry.get("folder", ""))[-44:], "content": str(entry.get("content", ""))[:12],
+            "stage": str(entry.get("stage", ""))[:30], "data": ", ".join(facts[:3])[:70],
+            "commit": ", ".join(str(one)[:12] for one in as_list(entry.get("commits"))[:2]),
+            "gate": "gate passed" if gate else "",
         })  # fmt: skip
         entry = as_object(entry.get("parent"))
     return nodes
@@ -153,10 +154,6 @@ def state(board: Board, run: Run | None) -> str:
     return "" if last is None else "drift" if last.code == 4 else "no drift" if last.code == 0 else last.state
 
 
-_REQUESTS = screen.Field(
-    "requests", "Requests", choices=screen.data_choices, is_required=True, hint="exported: JSON Lines or Parquet"
-)
-_REFERENCE = screen.Field("reference", "Reference", default="drift/v1", hint="folder")
 SCREEN = screen.Screen(
     name="loop",
     title="Loop",
@@ -165,16 +162,9 @@ SCREEN = screen.Screen(
     state=state,
     blocks=("found", "jobs"),
     actions=(
-        screen.Action("check", "Check requests for drift", check, (_REQUESTS, _REFERENCE), button="Check", needs="drift"),
-        screen.Action("freeze", "Freeze a reference", freeze, (_REQUESTS, _REFERENCE, screen.SETTINGS), button="Freeze", needs="drift"),
-        screen.Action(
-            "update", "Update a model", update,
-            (
-                screen.Field("model", "Model", choices=screen.model_choices, is_required=True), screen.Field("sources", "New texts", choices=screen.data_choices, is_required=True),
-                screen.Field("benchmark", "Benchmark", hint="folder that `continual freeze` has written"), screen.Field("name", "Name of the run"), screen.SETTINGS,
-            ),
-            text="Trains on new texts with old ones, and lets the gate judge.", button="Update", needs="continual",
-        ),
-        screen.Action("lineage", "Where does a model come from?", lineage, (screen.Field("target", "Model", choices=screen.run_choices, is_required=True),), button="Trace", needs="lineage"),
+        screen.Action("check", check),
+        screen.Action("freeze", freeze),
+        screen.Action("update", update),
+        screen.Action("lineage", lineage),
     ),
-)  # fmt: skip
+)

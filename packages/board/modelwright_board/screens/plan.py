@@ -69,7 +69,8 @@ def run_of(board: Board, values: Values) -> str:
 
 
 def show(board: Board, query: Query) -> Mapping[str, Any]:
-    return {"active": [run for run in board.runs.all() if run.state == "running"]}
+    active = [run for run in board.runs.all() if run.state == "running"]
+    return {"active": active, "recipes": recipe_names()}
 
 
 def state(board: Board, run: Run | None) -> str:
@@ -77,13 +78,6 @@ def state(board: Board, run: Run | None) -> str:
     return f"{number} started" if number else ""
 
 
-_NAME = screen.Field("name", "Name of the run", hint="empty: made of the recipe or model")
-_MINUTES = screen.Field("minutes", "Minutes", "number", hint="empty: as long as configured")
-_NPROC = screen.Field("nproc", "Processes", "number")
-_DRY = screen.Field("dry", "Only plan: memory, time and steps; trains nothing", "check")
-_DATA = screen.Field(
-    "sources", "Data", choices=screen.data_choices, hint="files, folders or globs; a recipe has its own"
-)
 SCREEN = screen.Screen(
     name="plan",
     title="Plan",
@@ -92,31 +86,9 @@ SCREEN = screen.Screen(
     state=state,
     blocks=("active", "jobs"),
     actions=(
-        screen.Action(
-            "recipe", "Run a recipe", recipe,
-            (
-                screen.Field("recipe", "Recipe", "select", "tiny", choices=lambda board: [(name, name) for name in recipe_names()]),
-                _NAME, _DATA, screen.Field("stages", "Stages", hint="such as clean,pack,pretrain; empty: all"), _MINUTES, _NPROC, screen.SETTINGS, _DRY,
-            ),
-            run=run_of,
-        ),
-        screen.Action(
-            "finetune", "Fine-tune a model", finetune,
-            (
-                screen.Field("model", "Model", choices=screen.model_choices, hint="a run or a model folder"),
-                _DATA, _NAME,
-                screen.Field("method", "Method", "select", "full", choices=lambda board: (("full", "all weights"), ("lora", "LoRA"))),
-                screen.Field("epochs", "Epochs", "number"), _MINUTES, _NPROC, screen.SETTINGS, _DRY,
-            ),
-            run=run_of,
-        ),
-        screen.Action(
-            "resume", "Resume a run", resume, (screen.Field("run_dir", "Run", "select", choices=screen.run_choices), screen.SETTINGS),
-            text="Finished stages are skipped; a stage that was cut off goes on from its last checkpoint.", button="Resume", run=run_of,
-        ),
-        screen.Action(
-            "cost", "What would it cost elsewhere?", cost, (screen.Field("target", "Run or recipe", choices=screen.run_choices), screen.SETTINGS),
-            button="Price it", needs="plan",
-        ),
+        screen.Action("recipe", recipe, run_of),
+        screen.Action("finetune", finetune, run_of),
+        screen.Action("resume", resume, run_of),
+        screen.Action("cost", cost),
     ),
-)  # fmt: skip
+)

@@ -71,7 +71,9 @@ def show(board: Board, query: Query) -> Mapping[str, Any]:
         **shared, "one": run, "alarms": [
             {name: str(alarm.get(name, ""))[:500] for name in ("step", "kind", "text")} for alarm in alarms[-20:]
         ],
-        "samples": [{name: str(one.get(name, ""))[:2000] for name in ("step", "loss", "text", "prompt")} for one in samples],
+        "samples": [
+            {name: str(one.get(name, ""))[:2000] for name in ("step", "loss", "text", "prompt")} for one in samples
+        ],
         "log": read_tail(run.path, last, "log.txt", most=20_000) if last else "",
         "line": command_line(list(run.words)[1:]), "resume": command_line(["run", run.where]),
         "run_jobs": jobs, "changed": changed(board, run), "differences": [], "results": results(runs),

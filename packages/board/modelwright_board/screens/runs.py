@@ -20,6 +20,6 @@ def show(board: Board, query: Query) -> Mapping[str, Any]:
 
 
 SCREEN = screen.Screen(
-    name="runs", title="Runs", question="Which runs are there, and how is each doing?", show=show, blocks=("list", "jobs"),
-    is_step=False,
+    name="runs", title="Runs", question="Which runs are there, and how is each doing?", show=show,
+    blocks=("list", "jobs"), is_step=False,
 )  # fmt: skip

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelwright_board import screen
-from modelwright_board.jobs import Job
 from modelwright_board.files import parse_lines, read_tail
+from modelwright_board.jobs import Job
 from modelwright_board.masks import masked
 from modelwright_board.runs import Run, shown_path
 from modelwright_board.screen import Board, Query, Values
@@ -60,8 +60,9 @@ def show(board: Board, query: Query) -> Mapping[str, Any]:
         for labels, value in metrics.get("modelwright_http_requests_total", ()):
             statuses[labels.get("status", "?")] = statuses.get(labels.get("status", "?"), 0.0) + value
         servers.append({
-            "job": job, "url": server_url(job), "version": info.get("version", ""), "model": info.get("model", job.words[1]),
-            "is_ready": bool(metrics), "statuses": sorted(statuses.items()), "keys": job.option("--keys_file"),
+            "job": job, "url": server_url(job), "version": info.get("version", ""),
+            "model": info.get("model", job.words[1]), "is_ready": bool(metrics), "statuses": sorted(statuses.items()),
+            "keys": job.option("--keys_file"),
         })  # fmt: skip
     log = [
         {name: masked(record.get(name, ""), 300) for name in ("time", "version", "prompt", "answer", "status")}
@@ -85,16 +86,5 @@ SCREEN = screen.Screen(
     blocks=("servers", "jobs"),
     charts=charts,
     has_charts=True,
-    actions=(
-        screen.Action(
-            "serve", "Serve a model", serve_words,
-            (
-                screen.Field("target", "Run or model folder", choices=screen.model_choices, is_required=True), screen.Field("port", "Port", "number", "8000"),
-                screen.Field("log", "Log of requests", hint="a file such as requests.sqlite; empty: none"),
-                screen.Field("ab_state", "State of A/B tests", hint="a file; empty: no tests"), screen.SETTINGS, screen.Field("int8", "The run's INT8 model", "check"),
-            ),
-            text="On this machine only, unless the settings say otherwise; --keys_file FILE asks for keys.", button="Serve",
-        ),
-        screen.Action("log", "Look at the log of requests", export_log, (screen.Field("log", "Log", hint="a run, or the file of --requests.log"),), button="Export"),
-    ),
-)  # fmt: skip
+    actions=(screen.Action("serve", serve_words), screen.Action("log", export_log)),
+)

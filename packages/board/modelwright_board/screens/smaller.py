@@ -94,7 +94,12 @@ def show(board: Board, query: Query) -> Mapping[str, Any]:
             path = Path(written[-1])
             size = float(path.stat().st_size) if path.is_file() else folder_bytes(path)
             exports.append([job.option("--to"), job.words[1], written[-1], size])
-    return {"models": models_of(run) if run else [], "exports": exports}
+    return {
+        "models": models_of(run) if run else [],
+        "exports": exports,
+        "formats": list(EXPORT_DTYPES),
+        "recipes": recipe_names(),
+    }
 
 
 def state(board: Board, run: Run | None) -> str:
@@ -102,7 +107,14 @@ def state(board: Board, run: Run | None) -> str:
     return f"INT8 {stage.state}" if stage else ""
 
 
-_TARGET = screen.Field("target", "Run or model folder", choices=screen.model_choices, is_required=True)
+def quantized_run(board: Board, values: Values) -> str:
+    return Path(values.get("target", "")).name
+
+
+def distilled_run(board: Board, values: Values) -> str:
+    return values.get("name") or f"{values.get('recipe')}-distilled"
+
+
 SCREEN = screen.Screen(
     name="smaller",
     title="Smaller and out",
@@ -111,25 +123,8 @@ SCREEN = screen.Screen(
     state=state,
     blocks=("exports", "jobs"),
     actions=(
-        screen.Action(
-            "export", "Export", export,
-            (
-                _TARGET, screen.Field("form", "For", "select", "hf", choices=lambda board: [(name, name) for name in EXPORT_DTYPES]),
-                screen.Field("dtype", "Number format", hint="gguf: f16, q8_0, q4_0; empty: the format's own"), screen.Field("place", "Where to", hint="empty: next to the model"),
-                screen.Field("int8", "The run's INT8 model (onnx, openvino)", "check"), screen.Field("overwrite", "Replace what exists", "check"),
-            ),
-            button="Export",
-        ),
-        screen.Action("quantize", "Quantize to INT8", quantize, (_TARGET, screen.SETTINGS), text="Without training; the report says what it costs.", button="Quantize",
-               run=lambda board, values: Path(values.get("target", "")).name),
-        screen.Action(
-            "distill", "Prune and distill into a smaller student", distill,
-            (
-                screen.Field("recipe", "Recipe", "select", "tiny", choices=lambda board: [(name, name) for name in recipe_names()]), screen.Field("name", "Name of the run"),
-                screen.Field("init", "Student", "select", "prune", choices=lambda board: (("prune", "pruned teacher"), ("scratch", "random weights"))),
-                screen.Field("layers", "Layers", "number"), screen.Field("ffn", "Width of the feed-forward layers", "number"), screen.SETTINGS,
-            ),
-            run=lambda board, values: values.get("name") or f"{values.get('recipe')}-distilled",
-        ),
+        screen.Action("export", export),
+        screen.Action("quantize", quantize, quantized_run),
+        screen.Action("distill", distill, distilled_run),
     ),
-)  # fmt: skip
+)

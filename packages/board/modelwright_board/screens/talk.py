@@ -125,15 +125,7 @@ SCREEN = screen.Screen(
     routes=routes,
     blocks=("votes", "jobs"),
     actions=(
-        screen.Action(
-            "serve", "Serve a model to talk to", serve_words,
-            (screen.Field("target", "Run or model folder", choices=screen.model_choices, is_required=True), screen.Field("port", "Port", "number", "8001")),
-            text="Each model is a server of its own; two are compared.",
-        ),
-        screen.Action(
-            "align", "Train on the votes", align,
-            (screen.Field("model", "Model", choices=screen.model_choices, is_required=True), screen.Field("name", "Name of the run", default="aligned"), screen.SETTINGS),
-            run=lambda board, values: values.get("name", ""), text="DPO on the preference pairs that were voted for.",
-        ),
+        screen.Action("serve", serve_words),
+        screen.Action("align", align, lambda board, values: values.get("name", "")),
     ),
-)  # fmt: skip
+)

@@ -75,15 +75,5 @@ SCREEN = screen.Screen(
     state=state,
     routes=routes,
     blocks=("page", "jobs"),
-    actions=(
-        screen.Action(
-            "look", "Show examples or rows", look,
-            (
-                screen.Field("model", "Run or model folder", choices=screen.run_choices, is_required=True),
-                screen.Field("sources", "Examples", choices=screen.data_choices, hint="empty: the first packed rows of the run"),
-                screen.Field("rows", "Number", "number", "3"),
-            ),
-            text="Learned tokens are marked, special tokens framed, and it says what is cut off.", button="Show", needs="show",
-        ),
-    ),
-)  # fmt: skip
+    actions=(screen.Action("look", look),),
+)
