@@ -1,0 +1,127 @@
+"""Cleaning: what each step kept, dropped and changed, with examples, and the setting that keeps what was dropped."""
+
+import io
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import zstandard
+
+from modelwright_board import screen
+from modelwright_board.files import as_number, as_object, open_inside, parse_json
+from modelwright_board.masks import masked
+from modelwright_board.project import cleaning_remedies
+from modelwright_board.runs import Run
+from modelwright_board.screen import Board, Query, Values
+
+MOST_SCANNED, MOST_SHOWN, MOST_LINE = 20_000, 20, 2_000_000
+ARTIFACT = ("clean", "artifact")
+
+
+def clean(board: Board, values: Values) -> Sequence[str]:
+    sources = screen.split_words(screen.required(values, "sources", "Data"))
+    return [
+        "clean",
+        *sources,
+        "--out",
+        screen.required(values, "out", "Folder"),
+        *screen.split_words(values.get("settings", "")),
+    ]
+
+
+def explain(board: Board, values: Values) -> Sequence[str]:
+    place = screen.required(values, "run_dir", "Run")
+    return ["clean", "--out", f"{place}/clean/artifact", "--explain", screen.required(values, "document", "Document")]
+
+
+def dropped_records(run: Run) -> Iterator[Mapping[str, Any]]:
+    """Yields the records of dropped documents, at most `MOST_SCANNED`."""
+    try:
+        with open_inside(run.path, *ARTIFACT, "dropped.jsonl.zst") as file:
+            reader = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file), 1 << 20)
+            for _ in range(MOST_SCANNED):
+                line = reader.readline(MOST_LINE)
+                if not line:
+                    return
+                yield as_object(parse_json(line.decode("utf-8", "replace")))
+    except (OSError, zstandard.ZstdError):
+        return
+
+
+def funnel(report: Mapping[str, Any], remedies: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Returns the steps in their order, each with the documents that reach it and that it drops, by reason. remedies:
+    options that keep what is dropped for a reason, whatever the text.
+    """
+    remedies = {**remedies} | {str(key): str(value) for key, value in as_object(report.get("remedies")).items()}
+    total = as_number(report.get("num_documents"))
+    rows: list[dict[str, Any]] = []
+    left = total
+    for step in report.get("steps") or []:
+        reasons = [
+            (str(reason), as_number(as_object(entry).get("documents")), remedies.get(str(reason), ""))
+            for reason, entry in as_object(as_object(report.get("dropped")).get(str(step))).items()
+        ]
+        gone = sum(number for _, number, _ in reasons if number == number)
+        rows.append({"step": str(step), "reached": left, "gone": gone, "reasons": reasons})
+        left -= gone
+    return rows
+
+
+def examples(run: Run, query: Query) -> Mapping[str, Any]:
+    """Returns dropped documents of a reason or with a word, and the largest clusters of near-duplicates."""
+    reason, word = (query.get(name, [""])[-1] for name in ("reason", "word"))
+    shown: list[dict[str, str]] = []
+    clusters: dict[str, list[str]] = defaultdict(list)
+    sizes: Counter[str] = Counter()
+    for record in dropped_records(run):
+        if record.get("step") == "duplicates":
+            first = str(record.get("detail", "")).rpartition(" with ")[2]
+            sizes[first] += 1
+            if len(clusters[first]) < 8:
+                clusters[first].append(str(record.get("id", "")))
+        text = str(record.get("text", ""))
+        if (
+            reason in ("", record.get("reason"))
+            and word.lower() in (text + str(record.get("id"))).lower()
+            and len(shown) < MOST_SHOWN
+        ):
+            shown.append(
+                {
+                    name: masked(record.get(name, ""), 600)
+                    for name in ("id", "step", "reason", "detail", "text", "source")
+                }
+            )
+    largest = [(masked(first, 200), number + 1, clusters[first]) for first, number in sizes.most_common(10)]
+    return {"examples": shown, "clusters": largest, "reason": reason, "word": word}
+
+
+def show(board: Board, query: Query) -> Mapping[str, Any]:
+    run = board.chosen_run(query)
+    report = run.json(*ARTIFACT, "report.json") if run else {}
+    empty = {"examples": [], "clusters": [], "reason": "", "word": ""}
+    found = examples(run, query) if run and report else empty
+    replaced = list(islice(as_object(report.get("replaced")).items(), 40))
+    total = as_number(report.get("num_documents"))
+    return {
+        "report": report,
+        "total": total,
+        "funnel": funnel(report, cleaning_remedies(board.own)),
+        "replaced": replaced,
+        **found,
+    }
+
+
+def state(board: Board, run: Run | None) -> str:
+    stage = run.stage("clean") if run else None
+    return stage.state if stage else ""
+
+
+SCREEN = screen.Screen(
+    name="cleaning",
+    title="Cleaning",
+    question="What did each step keep, drop and change, and why?",
+    show=show,
+    state=state,
+    actions=(screen.Action("explain", explain), screen.Action("clean", clean)),
+)
