@@ -22,7 +22,7 @@ def metric_lines(num_steps: int, seed: int = 0) -> Iterator[str]:
         yield (
             f'{{"step": {step}, "loss": {3 + 4 / math.sqrt(step) + wave:.12f}, "grad_norm": {1 + wave:.12f}, '
             f'"learning_rate": {1e-3 * (1 - step / (num_steps + 1)):.12g}, "num_tokens": 2048, '
-            f'"tokens_per_s": {20000 + 1000 * wave:.8f}, "mfu": {0.3 + wave / 10:.12f}, "data_wait_s": 0.0004599079984, '
+            f'"tokens_per_s": {20000 + 1000 * wave:.8f}, "mfu": {0.3 + wave / 10:.12f}, "data_wait_s": 0.000459907998, '
             f'"comm_s": 0.00020323999706, "step_time_s": {0.05 + wave / 100:.12f}, "bytes_sent": 0, '
             f'"peak_flops": 126201196592.3894, "skipped": false, "executed_flops": 2315649024.0}}\n'
         )

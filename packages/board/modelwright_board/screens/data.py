@@ -1,6 +1,8 @@
 """Data: what is in a file, as `modelwright clean --dry-run` says it, and what a run has read."""
 
 import json
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,9 +55,9 @@ def first_records(board: Board, query: Query) -> Mapping[str, Any]:
 
 
 def read_by(run: Run | None) -> Mapping[str, Any]:
-    """Returns the counts, lengths and languages of what a run has read."""
+    """Returns the counts, lengths, languages and fields of what a run has read, fields that were not used first."""
     if run is None:
-        return {"sources": {}, "lengths": [], "languages": [], "read": []}
+        return {"sources": {}, "lengths": [], "languages": [], "read": [], "field_use": []}
     sources, report = run.json("clean", "artifact", "sources.json"), run.json("clean", "artifact", "report.json")
     sizes = as_object(sources.get("bytes"))
     read = [
@@ -68,7 +70,16 @@ def read_by(run: Run | None) -> Mapping[str, Any]:
     languages = sorted(
         ((as_number(value), key) for key, value in as_object(report.get("languages")).items()), reverse=True
     )
-    return {"sources": sources, "lengths": lengths, "languages": languages[:12], "read": read}
+    uses: dict[str, Counter[str]] = defaultdict(Counter)
+    for file in as_object(sources.get("field_use")).values():
+        for name, counts in as_object(as_object(file).get("fields")).items():
+            numbers = (as_number(as_object(counts).get(key)) for key in ("records", "used"))
+            num_records, num_used = (int(one) if math.isfinite(one) else 0 for one in numbers)
+            uses[name] += Counter(used=num_used, unused=num_records - num_used)
+    field_use = sorted(([name, use["used"], use["unused"]] for name, use in uses.items()), key=lambda row: -row[2])
+    return {
+        "sources": sources, "lengths": lengths, "languages": languages[:12], "read": read, "field_use": field_use[:200],
+    }  # fmt: skip
 
 
 def show(board: Board, query: Query) -> Mapping[str, Any]:
@@ -82,7 +93,7 @@ def show(board: Board, query: Query) -> Mapping[str, Any]:
 
 def state(board: Board, run: Run | None) -> str:
     number = len(board.uploads())
-    return f"{number} dropped" if number else "stdlib" if run else ""
+    return f"{number} dropped" if number else "read" if run and run.has_done("clean") else ""
 
 
 SCREEN = screen.Screen(

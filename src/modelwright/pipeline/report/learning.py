@@ -168,7 +168,7 @@ def _loss_chart(records: Sequence[dict[str, Any]], name: str, loss_unit: str) ->
         Line("training", smooth(losses)),
         Line("held out", heldout, marks=True, color=1),
     ]
-    # The axis ends above the first loss, 99% of all and every held-out loss, so that a spike does not flatten the curve.
+    # The axis ends above the first loss, 99% of all and each held-out loss, so that a spike does not flatten the curve.
     finite, held = ([y for _, y in points if math.isfinite(y)] for points in (losses, heldout))
     top = max(finite[0], summarize(finite)["p99"], *held) * 1.05 if len(finite) >= 20 else 0.0
     svg = line_chart(lines, name=f"{name}-loss", x_label="step", y_label=loss_unit or "loss", top=top)
