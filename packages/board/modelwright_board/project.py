@@ -34,10 +34,9 @@ except ConfigError as error:
 
 @cache
 def recipe_names() -> Sequence[str]:
-    """Names of the recipes, the first steps first."""
-    found = sorted(Path(str(files("modelwright.recipes"))).glob("*.yaml"))
-    first = ("tiny", "quickstart", "finetune")
-    return sorted((path.stem for path in found), key=lambda name: (name not in first, name))
+    """Names of the recipes, the one to begin with first."""
+    found = Path(str(files("modelwright.recipes"))).glob("*.yaml")
+    return sorted((path.stem for path in found), key=lambda name: (name != "quickstart", name))
 
 
 @cache

@@ -80,6 +80,7 @@ def test_from_a_dropped_file_to_a_served_model(browser, tmp_path: Path) -> None:
         sync_api.expect(output).to_contain_text(re.compile(r"fields used: question, answer; not used in 40.*: weather"))
         # A run from the page; its curve grows.
         page.goto(f"{board.base}/plan")
+        page.select_option("#plan-recipe-recipe", "tiny")
         page.fill("#plan-recipe-name", "first")
         page.fill("#plan-recipe-settings", settings)
         code = page.locator("#plan-recipe .command code")

@@ -153,12 +153,18 @@ def _charts(
     speed = line_chart(
         lines, name=f"{name}-speed", x_label="step", y_label=y_label, percent=has_peak, from_zero=not has_peak
     )
-    return [
+    charts = [
         _loss_chart(records, name, loss_unit),
         Chart("Learning rate", rate),
         Chart("Gradient norm", norm),
         Chart(title, speed, f"{caption}."),
     ]
+    if memory := [(step, value / 1e6) for step, value in column(records, "resident_bytes")]:
+        svg = line_chart(
+            [Line("resident memory", memory)], name=f"{name}-memory", x_label="step", y_label="MB", from_zero=True
+        )
+        charts.append(Chart("Memory", svg, "Resident memory of the first process, libraries included."))
+    return charts
 
 
 def _loss_chart(records: Sequence[dict[str, Any]], name: str, loss_unit: str) -> Chart:
