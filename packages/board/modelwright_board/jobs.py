@@ -80,13 +80,9 @@ class Jobs:
         command = ["/bin/sh", "-c", _SHELL, "modelwright", sys.executable, "-m", "modelwright.cli.entry", *words]
         with open(place / "out", "wb") as out, open(place / "err", "wb") as err:
             child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env={**os.environ, "MODELWRIGHT_JOB": str(place), "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
-            )
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                env={**os.environ, "MODELWRIGHT_JOB": str(place), "PYTHONUNBUFFERED": "1"}, start_new_session=True,
+            )  # fmt: skip
         self._children[name] = child
         job = Job(name, list(words), screen, action, run, child.pid, process_begin(child.pid), time.time())
         plain = {key: value for key, value in asdict(job).items() if key not in ("code", "is_alive")}

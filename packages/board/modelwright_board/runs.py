@@ -175,18 +175,12 @@ def _read_run(folder: Path, pid: int, names: Sequence[str]) -> Run:
         for record in parse_lines(read_tail(folder / stage.name, METRICS, most=TAIL_BYTES)):
             figures |= {key: as_number(value) for key, value in record.items() if key in _FIGURES}
     return Run(
-        name=folder.name,
-        path=folder,
-        state=state if re.fullmatch("[a-z]{1,12}", state) else "new",
-        pid=pid,
+        name=folder.name, path=folder, state=state if re.fullmatch("[a-z]{1,12}", state) else "new", pid=pid,
         words=[str(word)[:1000] for word in as_list(last.get("command"))[:200]],
-        started=str(last.get("started", ""))[:40],
-        ended=str(last.get("ended", ""))[:40],
-        error=str(last.get("error") or "")[:2000],
-        stages=stages,
-        figures=figures,
+        started=str(last.get("started", ""))[:40], ended=str(last.get("ended", ""))[:40],
+        error=str(last.get("error") or "")[:2000], stages=stages, figures=figures,
         origin=str(last.get("origin", ""))[:200],
-    )
+    )  # fmt: skip
 
 
 _FIGURES = ("step", "loss", "heldout_loss", "tokens_per_s", "reward")

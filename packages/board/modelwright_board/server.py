@@ -41,12 +41,9 @@ PERIOD_S = 1.0
 MOST_BODY_BYTES = 1_000_000
 MOST_UPLOAD_BYTES = 20_000_000_000
 _HEADERS = {
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "SAMEORIGIN",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
+    "X-Content-Type-Options": "nosniff", "X-Frame-Options": "SAMEORIGIN", "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin", "Cache-Control": "no-store",
+}  # fmt: skip
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'{inline}; img-src 'self' data: blob:; connect-src 'self'; "
     "form-action 'self'; frame-src 'self'; frame-ancestors 'self'; base-uri 'none'"
@@ -409,18 +406,13 @@ def build_app(board: Board, access: Access) -> Starlette:
     """Returns the application; every route is behind `Guard`."""
     pages = Pages(board, access)
     routes = [
-        Route("/", pages.show),
-        Route("/login", pages.login, methods=["GET", "POST"]),
-        Route("/static/{name}", pages.static),
-        Route("/report/{run}", pages.report),
-        Route("/events/{screen}", pages.events),
-        Route("/command/{screen}/{action}", pages.command, methods=["POST"]),
-        Route("/start/{screen}/{action}", pages.start, methods=["POST"]),
-        Route("/stop", pages.stop, methods=["POST"]),
+        Route("/", pages.show), Route("/login", pages.login, methods=["GET", "POST"]),
+        Route("/static/{name}", pages.static), Route("/report/{run}", pages.report),
+        Route("/events/{screen}", pages.events), Route("/command/{screen}/{action}", pages.command, methods=["POST"]),
+        Route("/start/{screen}/{action}", pages.start, methods=["POST"]), Route("/stop", pages.stop, methods=["POST"]),
         Route("/upload", pages.upload, methods=["PUT"]),
-        *(route for screen in SCREENS for route in screen.routes(board)),
-        Route("/{screen}", pages.show),
-    ]
+        *(route for screen in SCREENS for route in screen.routes(board)), Route("/{screen}", pages.show),
+    ]  # fmt: skip
     handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
         HTTPException: pages.failed, Exception: pages.failed,
     }  # fmt: skip

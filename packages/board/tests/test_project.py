@@ -1,10 +1,12 @@
 """What the board knows of the main package without loading it is what the main package says."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from board_runs import wait_for
@@ -18,12 +20,16 @@ from modelwright_board import project
 def test_formats_recipes_and_commands_are_those_of_the_package(tmp_path: Path) -> None:
     assert {name: tuple(export.dtypes) for name, export in EXPORTS.items()} == dict(project.EXPORT_DTYPES)
     assert sorted(project.recipe_names()) == sorted(recipe_names())
-    assert all(project.has_command(name) for name in usable_commands())
+    templates = Path(project.__file__).parent.rglob("*.jinja")
+    needed = {name for path in templates for name in re.findall(r'needs="([a-z-]+)"', path.read_text(encoding="utf-8"))}
+    assert {"drift", "plan", "show"} <= needed
+    assert {name for name in needed if project.has_command(name)} == needed & set(usable_commands())
     assert not project.has_command("nonsense")
 
 
+@pytest.mark.slow  # on a busy machine, the command waits before it measures
 def test_settings_and_remedies_are_asked_once(tmp_path: Path) -> None:
-    text = wait_for(lambda: project.recipe_settings("tiny", tmp_path))
+    text = wait_for(lambda: project.recipe_settings("tiny", tmp_path), 240)
     assert yaml.safe_load(text)["name"] == "tiny"
     remedies = wait_for(lambda: project.cleaning_remedies(tmp_path))
     assert remedies == {reason: option for step in STEPS for reason, option in step.remedies.items()}

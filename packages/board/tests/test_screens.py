@@ -16,7 +16,7 @@ from modelwright_board.screen import Board
 from modelwright_board.screens import SCREENS, cleaning, data, judge, loop, run, smaller
 
 FORMS: Mapping[tuple[str, str], Mapping[str, str]] = {
-    ("data", "look"): {"sources": "a.jsonl", "map_question": "q", "settings": "--clean.seed 1"},
+    ("data", "look"): {"sources": "a.jsonl", "map_question": "q", "settings": "--data.ignore weather"},
     ("cleaning", "explain"): {"run_dir": "runs/a", "document": "a.jsonl:3"},
     ("cleaning", "clean"): {"sources": "a.jsonl 'b c.txt'", "out": "cleaned"},
     ("tokens", "look"): {"model": "runs/a", "sources": "a.jsonl", "rows": "2"},
@@ -47,14 +47,16 @@ FORMS: Mapping[tuple[str, str], Mapping[str, str]] = {
 }
 
 
-def settings_of(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the words without settings, and the names of the settings: options with a dot, and their values."""
+def split(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """Returns the words that the parser takes, and the names of the settings: options that it does not have."""
+    options = parser._option_string_actions
+    has_subcommands = any(isinstance(one, argparse._SubParsersAction) for one in parser._actions)
     rest: list[str] = []
     names: list[str] = []
     is_value = False
     for word in words:
         if word.startswith("--"):
-            is_value = "." in word or word in ("--seed", "--init-from")
+            is_value = word not in options and not has_subcommands
             names += [word.removeprefix("--").replace("-", "_")] if is_value else []
         if not is_value:
             rest.append(word)
@@ -64,7 +66,7 @@ def settings_of(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def check(words: Sequence[str]) -> None:
     command: Command = find_command(words[0])
     parser: argparse.ArgumentParser = command.parser()
-    rest, names = settings_of(words[1:])
+    rest, names = split(words[1:], parser)
     parser.parse_args(rest)
     known = set(command.settings())
     assert [name for name in names if name not in known] == [], words
@@ -86,9 +88,10 @@ def test_a_button_is_a_command_that_exists(tmp_path: Path, screen: str, name: st
 
 def test_a_wrong_option_is_noticed() -> None:
     with pytest.raises(SystemExit):
-        check(["clean", "a.jsonl", "--nonsense", "1"])
-    with pytest.raises(AssertionError):
-        check(["run", "tiny", "--pretrain.nonsense", "1"])
+        check(["drift", "check", "a.jsonl", "--nonsense", "1"])
+    for words in (["clean", "a.jsonl", "--nonsense", "1"], ["run", "tiny", "--pretrain.nonsense", "1"]):
+        with pytest.raises(AssertionError):
+            check(words)
 
 
 def test_fields_that_were_not_used_come_first(tmp_path: Path) -> None:
@@ -143,6 +146,7 @@ def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     make_run(tmp_path, "a")
     make_run(tmp_path, "b", seed=1)
     board = Board(tmp_path)
+    board.own.mkdir()
     shown = run.show(board, {"run": ["a", "b"]})
     assert [row for row in shown["differences"] if row[0] == "pretrain.learning_rate"] == [
         ["pretrain.learning_rate", "0.001", "0.002"]

@@ -22,12 +22,9 @@ ARTIFACT = ("clean", "artifact")
 def clean(board: Board, values: Values) -> Sequence[str]:
     sources = screen.split_words(screen.required(values, "sources", "Data"))
     return [
-        "clean",
-        *sources,
-        "--out",
-        screen.required(values, "out", "Folder"),
+        "clean", *sources, "--out", screen.required(values, "out", "Folder"),
         *screen.split_words(values.get("settings", "")),
-    ]
+    ]  # fmt: skip
 
 
 def explain(board: Board, values: Values) -> Sequence[str]:
@@ -86,12 +83,8 @@ def examples(run: Run, query: Query) -> Mapping[str, Any]:
             and word.lower() in (text + str(record.get("id"))).lower()
             and len(shown) < MOST_SHOWN
         ):
-            shown.append(
-                {
-                    name: masked(record.get(name, ""), 600)
-                    for name in ("id", "step", "reason", "detail", "text", "source")
-                }
-            )
+            names = ("id", "step", "reason", "detail", "text", "source")
+            shown.append({name: masked(record.get(name, ""), 600) for name in names})
     largest = [(masked(first, 200), number + 1, clusters[first]) for first, number in sizes.most_common(10)]
     return {"examples": shown, "clusters": largest, "reason": reason, "word": word}
 
@@ -104,12 +97,9 @@ def show(board: Board, query: Query) -> Mapping[str, Any]:
     replaced = list(islice(as_object(report.get("replaced")).items(), 40))
     total = as_number(report.get("num_documents"))
     return {
-        "report": report,
-        "total": total,
-        "funnel": funnel(report, cleaning_remedies(board.own)),
-        "replaced": replaced,
+        "report": report, "total": total, "funnel": funnel(report, cleaning_remedies(board.own)), "replaced": replaced,
         **found,
-    }
+    }  # fmt: skip
 
 
 def state(board: Board, run: Run | None) -> str:
@@ -118,10 +108,6 @@ def state(board: Board, run: Run | None) -> str:
 
 
 SCREEN = screen.Screen(
-    name="cleaning",
-    title="Cleaning",
-    question="What did each step keep, drop and change, and why?",
-    show=show,
-    state=state,
-    actions=(screen.Action("explain", explain), screen.Action("clean", clean)),
-)
+    name="cleaning", title="Cleaning", question="What did each step keep, drop and change, and why?", show=show,
+    state=state, actions=(screen.Action("explain", explain), screen.Action("clean", clean)),
+)  # fmt: skip

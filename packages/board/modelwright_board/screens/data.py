@@ -97,10 +97,6 @@ def state(board: Board, run: Run | None) -> str:
 
 
 SCREEN = screen.Screen(
-    name="data",
-    title="Data",
-    question="What is in my data, and which of its fields are used?",
-    show=show,
-    state=state,
+    name="data", title="Data", question="What is in my data, and which of its fields are used?", show=show, state=state,
     actions=(screen.Action("look", look),),
-)
+)  # fmt: skip

@@ -20,12 +20,9 @@ def compare(board: Board, values: Values) -> Sequence[str]:
 def tasks(board: Board, values: Values) -> Sequence[str]:
     limit = screen.option(values, "limit", "--limit")
     return [
-        "evaluate",
-        screen.required(values, "target", "Model"),
-        "--tasks",
-        screen.required(values, "tasks", "Tasks"),
+        "evaluate", screen.required(values, "target", "Model"), "--tasks", screen.required(values, "tasks", "Tasks"),
         *limit,
-    ]
+    ]  # fmt: skip
 
 
 def comparisons(board: Board) -> list[dict[str, Any]]:
@@ -119,11 +116,6 @@ def state(board: Board, run: Run | None) -> str:
 
 
 SCREEN = screen.Screen(
-    name="judge",
-    title="Judge",
-    question="Is it better than before, and by how much?",
-    show=show,
-    state=state,
-    blocks=("comparisons", "jobs"),
-    actions=(screen.Action("compare", compare), screen.Action("tasks", tasks)),
-)
+    name="judge", title="Judge", question="Is it better than before, and by how much?", show=show, state=state,
+    blocks=("comparisons", "jobs"), actions=(screen.Action("compare", compare), screen.Action("tasks", tasks)),
+)  # fmt: skip

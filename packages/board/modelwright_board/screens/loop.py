@@ -16,24 +16,16 @@ MOST_PARENTS = 8
 
 def freeze(board: Board, values: Values) -> Sequence[str]:
     return [
-        "drift",
-        "freeze",
-        *screen.split_words(screen.required(values, "requests", "Requests")),
-        "--reference",
-        screen.required(values, "reference", "Reference"),
-        *screen.split_words(values.get("settings", "")),
-    ]
+        "drift", "freeze", *screen.split_words(screen.required(values, "requests", "Requests")), "--reference",
+        screen.required(values, "reference", "Reference"), *screen.split_words(values.get("settings", "")),
+    ]  # fmt: skip
 
 
 def check(board: Board, values: Values) -> Sequence[str]:
     return [
-        "drift",
-        "check",
-        *screen.split_words(screen.required(values, "requests", "Requests")),
-        "--reference",
-        screen.required(values, "reference", "Reference"),
-        "--json",
-    ]
+        "drift", "check", *screen.split_words(screen.required(values, "requests", "Requests")), "--reference",
+        screen.required(values, "reference", "Reference"), "--json",
+    ]  # fmt: skip
 
 
 def update(board: Board, values: Values) -> Sequence[str]:
@@ -56,11 +48,8 @@ def drift_reports(board: Board, run: Run | None) -> list[dict[str, Any]]:
         # One object for each window, one a line or over several.
         text = board.jobs.result(job)
         whole = parse_json(text)
-        found += (
-            [as_object(whole)]
-            if isinstance(whole, dict)
-            else [as_object(parse_json(line)) for line in text.splitlines()]
-        )
+        values = [whole] if isinstance(whole, dict) else map(parse_json, text.splitlines())
+        found += map(as_object, values)
     reports: list[dict[str, Any]] = []
     for one in [one for one in found if one.get("features")][-6:]:
         features: list[dict[str, Any]] = []
@@ -142,11 +131,9 @@ def graph(board: Board) -> list[dict[str, str]]:
 def show(board: Board, query: Query) -> Mapping[str, Any]:
     run = board.chosen_run(query)
     return {
-        "reports": drift_reports(board, run),
-        "updates": updates(board),
-        "tests": ab_tests(board),
+        "reports": drift_reports(board, run), "updates": updates(board), "tests": ab_tests(board),
         "nodes": graph(board),
-    }
+    }  # fmt: skip
 
 
 def state(board: Board, run: Run | None) -> str:

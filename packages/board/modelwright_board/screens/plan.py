@@ -29,11 +29,9 @@ def recipe(board: Board, values: Values) -> Sequence[str]:
     sources = screen.split_words(values.get("sources", ""))
     words = ["run", target, "--run-dir", folder(board, values, Path(target).stem)]
     return [
-        *words,
-        *(["--data.sources", *sources] if sources else []),
-        *screen.option(values, "stages", "--stages"),
+        *words, *(["--data.sources", *sources] if sources else []), *screen.option(values, "stages", "--stages"),
         *common(values),
-    ]
+    ]  # fmt: skip
 
 
 def finetune(board: Board, values: Values) -> Sequence[str]:
@@ -51,11 +49,9 @@ def resume(board: Board, values: Values) -> Sequence[str]:
 
 def cost(board: Board, values: Values) -> Sequence[str]:
     return [
-        "plan",
-        "cost",
-        screen.required(values, "target", "Run or recipe"),
+        "plan", "cost", screen.required(values, "target", "Run or recipe"),
         *screen.split_words(values.get("settings", "")),
-    ]
+    ]  # fmt: skip
 
 
 def run_of(board: Board, values: Values) -> str:

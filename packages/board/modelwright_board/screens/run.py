@@ -127,12 +127,6 @@ def state(board: Board, run: Run | None) -> str:
 
 
 SCREEN = screen.Screen(
-    name="run",
-    title="Run",
-    question="Is it learning, and what does it say?",
-    show=show,
-    state=state,
-    blocks=("head", "alarms", "samples", "log", "jobs"),
-    charts=charts,
-    has_charts=True,
-)
+    name="run", title="Run", question="Is it learning, and what does it say?", show=show, state=state,
+    blocks=("head", "alarms", "samples", "log", "jobs"), charts=charts, has_charts=True,
+)  # fmt: skip

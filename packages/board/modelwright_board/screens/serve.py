@@ -16,11 +16,9 @@ LOG = "requests.jsonl"
 
 def serve_words(board: Board, values: Values) -> Sequence[str]:
     words = [
-        "serve",
-        screen.required(values, "target", "Run or model folder"),
-        "--port",
+        "serve", screen.required(values, "target", "Run or model folder"), "--port",
         screen.required(values, "port", "Port"),
-    ]
+    ]  # fmt: skip
     words += ["--int8"] if values.get("int8") else []
     log = values.get("log", "").strip()
     words += ["--requests.log", log] if log else []
@@ -78,13 +76,7 @@ def state(board: Board, run: Run | None) -> str:
 
 
 SCREEN = screen.Screen(
-    name="serve",
-    title="Serve and watch",
-    question="Does it answer, how fast, and to whom?",
-    show=show,
-    state=state,
-    blocks=("servers", "jobs"),
-    charts=charts,
-    has_charts=True,
+    name="serve", title="Serve and watch", question="Does it answer, how fast, and to whom?", show=show, state=state,
+    blocks=("servers", "jobs"), charts=charts, has_charts=True,
     actions=(screen.Action("serve", serve_words), screen.Action("log", export_log)),
-)
+)  # fmt: skip

@@ -34,11 +34,9 @@ def distill(board: Board, values: Values) -> Sequence[str]:
     recipe = screen.required(values, "recipe", "Recipe")
     words = ["run", recipe, "--run-dir", folder(board, values, f"{recipe}-distilled")]
     words += [
-        "--stages",
-        "clean,tokenize,pack,pretrain,sft,student,distill,evaluate,report",
-        "--student.init",
+        "--stages", "clean,tokenize,pack,pretrain,sft,student,distill,evaluate,report", "--student.init",
         values.get("init") or "prune",
-    ]
+    ]  # fmt: skip
     words += [
         *screen.option(values, "layers", "--student.num_layers"),
         *screen.option(values, "ffn", "--student.ffn_dim"),
@@ -95,11 +93,9 @@ def show(board: Board, query: Query) -> Mapping[str, Any]:
             size = float(path.stat().st_size) if path.is_file() else folder_bytes(path)
             exports.append([job.option("--to"), job.words[1], written[-1], size])
     return {
-        "models": models_of(run) if run else [],
-        "exports": exports,
-        "formats": list(EXPORT_DTYPES),
+        "models": models_of(run) if run else [], "exports": exports, "formats": list(EXPORT_DTYPES),
         "recipes": recipe_names(),
-    }
+    }  # fmt: skip
 
 
 def state(board: Board, run: Run | None) -> str:

@@ -28,13 +28,9 @@ def align(board: Board, values: Values) -> Sequence[str]:
     words = ["run", "preference", "--init-from", model, "--data.sources", shown_path(board.own / VOTES)]
     name = screen.required(values, "name", "Name of the run")
     return [
-        *words,
-        "--run-dir",
-        shown_path(board.root / name),
-        "--stages",
-        "clean,pack,dpo,report",
+        *words, "--run-dir", shown_path(board.root / name), "--stages", "clean,pack,dpo,report",
         *screen.split_words(values.get("settings", "")),
-    ]
+    ]  # fmt: skip
 
 
 def number_of_votes(board: Board) -> int:

@@ -20,14 +20,9 @@ def look(board: Board, values: Values) -> Sequence[str]:
     target = screen.required(values, "model", "Run or model folder")
     page = board.own / PAGE
     return [
-        "show",
-        target,
-        *screen.split_words(values.get("sources", "")),
-        "--rows",
-        values.get("rows") or "3",
-        "--html",
+        "show", target, *screen.split_words(values.get("sources", "")), "--rows", values.get("rows") or "3", "--html",
         shown_path(page),
-    ]
+    ]  # fmt: skip
 
 
 def routes(board: Board) -> Sequence[BaseRoute]:
@@ -68,12 +63,6 @@ def state(board: Board, run: Run | None) -> str:
 
 
 SCREEN = screen.Screen(
-    name="tokens",
-    title="Tokens",
-    question="What exactly does the model read, and which of it is learned?",
-    show=show,
-    state=state,
-    routes=routes,
-    blocks=("page", "jobs"),
-    actions=(screen.Action("look", look),),
-)
+    name="tokens", title="Tokens", question="What exactly does the model read, and which of it is learned?", show=show,
+    state=state, routes=routes, blocks=("page", "jobs"), actions=(screen.Action("look", look),),
+)  # fmt: skip
