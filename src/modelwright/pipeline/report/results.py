@@ -97,7 +97,27 @@ def evaluation_highlight(data: RunData, stage: StageData) -> Sequence[Block]:
     results = stage.json("results.json")
     if not any(model["bits_per_byte"] for model in results["models"].values()):
         return ()
-    return (*_learning_charts(data, results), _bits_chart(results, data.model_titles, name="first-bits"))
+    final = _bits_chart(results, data.model_titles, name="first-bits")
+    pretrained, baselines = data.done("pretrain"), results.get("baselines") or {}
+    heldout = column(pretrained.records(), "heldout_loss") if pretrained else []
+    if len(heldout) < 2 or not baselines:
+        return (final,)
+    bigram: Mapping[str, Mapping[str, float]] = baselines["bigram"]["kinds"]
+    num_bytes = {kind: table["bytes"] for kind, table in bigram.items()}
+    total = sum(num_bytes.values())
+    # The nats of the text, divided by those of a token
+    num_tokens = sum(
+        table["bits_per_byte"] * math.log(2) * table["bytes"] / table["nats_per_token"] for table in bigram.values()
+    )
+    bits_per_nat = num_tokens / total / math.log(2)
+    lines = [Line("model", [(step, bits_per_nat * loss) for step, loss in heldout], marks=True)]
+    rows = bits_rows(results, data.model_titles)
+    for color, name in enumerate(("token bigram", "gzip, whole corpus", "xz, whole corpus"), start=1):
+        level = sum(rows[name][kind] * amount for kind, amount in num_bytes.items()) / total
+        lines.append(Line(name, [(heldout[0][0], level), (heldout[-1][0], level)], color=color))
+    svg = line_chart(lines, name="first-learning", x_label="step", y_label="bits per byte")
+    caption = "Held-out text of all kinds; the baselines are weighted by the bytes that were evaluated of each kind."
+    return (Chart("Learning, next to baselines", svg, caption), final)
 
 
 def evaluation_lines(data: RunData, stage: StageData) -> Sequence[str]:
@@ -241,34 +261,6 @@ def _bits_chart(results: Mapping[str, Any], titles: Mapping[str, str], *, name: 
     values = [[f"{value:.2f}" for value in column] for _, column in series]
     svg = bar_chart(list(rows), series, name=name, x_label="bits per byte (lower is better)", values=values)
     return Chart("Bits per byte on held-out text", svg)
-
-
-def _learning_charts(data: RunData, results: Mapping[str, Any]) -> list[Chart]:
-    """Returns the held-out loss of pretraining with the baselines as levels, in bits per byte; none without both."""
-    pretrained, baselines = data.done("pretrain"), results.get("baselines") or {}
-    heldout = column(pretrained.records(), "heldout_loss") if pretrained else []
-    if len(heldout) < 2 or not baselines:
-        return []
-    bigram: Mapping[str, Mapping[str, float]] = baselines["bigram"]["kinds"]
-    num_bytes = {kind: table["bytes"] for kind, table in bigram.items()}
-    total = sum(num_bytes.values())
-    # bits per byte times bytes are bits; divided by the bits of a token, tokens
-    num_tokens = sum(
-        table["bits_per_byte"] * math.log(2) * table["bytes"] / table["nats_per_token"] for table in bigram.values()
-    )
-    bits_per_nat = num_tokens / total / math.log(2)
-    names = {"token bigram": lambda kind: bigram[kind]["bits_per_byte"]}
-    names |= {
-        f"{name}, whole corpus": lambda kind, name=name: baselines["compressors"][kind][name]["concatenated"]
-        for name in ("gzip", "xz")
-    }
-    lines = [Line("model", [(step, bits_per_nat * loss) for step, loss in heldout], marks=True)]
-    for color, (name, bits) in enumerate(names.items(), start=1):
-        level = sum(bits(kind) * size_ for kind, size_ in num_bytes.items()) / total
-        lines.append(Line(name, [(heldout[0][0], level), (heldout[-1][0], level)], color=color))
-    svg = line_chart(lines, name="first-learning", x_label="step", y_label="bits per byte")
-    caption = "Held-out text of all kinds; the baselines are weighted by the bytes that were evaluated of each kind."
-    return [Chart("Learning, next to baselines", svg, caption)]
 
 
 def _choice_chart(models: dict[str, Any], titles: Mapping[str, str]) -> Chart:
