@@ -96,8 +96,8 @@ def test_the_report_begins_with_what_is_worth_seeing(run: Path) -> None:
     first = page[page.index('<section id="overview">') : page.index('<section id="data">')]
     assert page.index("Energy of training") < page.index('<section id="overview">')
     titles = (
-        "Loss", "Learning, next to baselines", "Bits per byte on held-out text", "One beginning, continued while the model learned",
-        "Answers of the served model",
+        "Loss", "Learning, next to baselines", "Bits per byte on held-out text",
+        "One beginning, continued while the model learned", "Answers of the served model",
     )  # fmt: skip
     places = [first.index(f"<h3>{title}</h3>") for title in titles]
     assert places == sorted(places)

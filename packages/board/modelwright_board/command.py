@@ -30,7 +30,13 @@ def parser() -> argparse.ArgumentParser:
         "--keys_file", default="", metavar="FILE", help="keys as of `modelwright serve`; one with the scope admin "
         "opens the page, in place of the token in the printed URL",
     )  # fmt: skip
-    parser.add_argument("--exit-with-parent", action="store_true", help="stop when the process that started it is gone")
+    parser.add_argument(
+        "--exit-with-parent",
+        type=int,
+        default=0,
+        metavar="PID",
+        help="stop when this process, which started it, is gone",
+    )
     return parser
 
 
@@ -47,7 +53,7 @@ def board(words: Sequence[str]) -> int:
         if find_spec(name) is None:
             raise ConfigError(f"board: {name} is not installed; pip install 'modelwright[board]'")
     # A fresh interpreter in place of this one, which has imported every command and with them a hundred megabytes.
-    words = [options.runs, options.host, str(options.port), options.keys_file, str(int(options.exit_with_parent))]
+    words = [options.runs, options.host, str(options.port), options.keys_file, str(options.exit_with_parent)]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "modelwright_board.server", *words])
 

@@ -474,8 +474,10 @@ def run_board(root: Path, *, host: str, port: int, keys_file: str) -> int:
 
 def main(runs: str, host: str, port: str, keys_file: str, exit_with_parent: str) -> int:
     """Runs the board in this process, with the options of `modelwright board` that have been checked."""
-    if exit_with_parent == "1":
+    if exit_with_parent != "0":
         leave_with_parent()
+        if os.getppid() != int(exit_with_parent):  # it has ended before this process could watch it
+            return 0
     try:
         return run_board(Path(runs), host=host, port=int(port), keys_file=keys_file)
     except ConfigError as error:

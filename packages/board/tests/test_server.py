@@ -286,3 +286,15 @@ def test_a_command_outlives_the_board(tmp_path: Path) -> None:
         page = wait_for(lambda: (text := client.get("/").text) and ">new</a>" in text and text)
         wait_for(lambda: client.get("/run?run=new").text.count('class="state done"') >= 2, 120)
         wait_for(lambda: 'class="state done"' in client.get("/plan").text)
+
+
+@pytest.mark.slow
+def test_a_board_next_to_a_run_ends_with_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "modelwright.cli.entry", "run", "tiny", "--stages", "clean", "--board"]
+    # Both write to the pipe, so its end is that of both.
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
+    (url,) = (line.split()[1] for line in done.stdout.splitlines() if line.startswith("board "))
+    assert "?token=" in url
+    with pytest.raises(httpx.TransportError):
+        httpx.get(url)
+    assert (tmp_path / "runs" / "tiny" / "clean" / "artifact" / "manifest.json").exists()

@@ -3,6 +3,7 @@ processes started here, and shows the outcome.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -137,7 +138,7 @@ def carry_out(
             from modelwright.cli.main import find_command  # which imports this file
 
             find_command("board")  # names the package that is missing, before anything starts
-            board = ("board", str(request.run.path.parent), "--port", "0", "--exit-with-parent")
+            board = ("board", str(request.run.path.parent), "--port", "0", "--exit-with-parent", str(os.getpid()))
             subprocess.Popen([sys.executable, "-m", "modelwright.cli.entry", *board])
         if hosts or num_processes > 1:
             return start_processes(start, line, request.config, request.run, only)
