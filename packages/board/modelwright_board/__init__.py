@@ -1,3 +1,3 @@
-"""A local page for the whole way from raw text to a monitored model. It computes nothing: each button is a command line
-of `modelwright` in a process of its own, and each state is read from a run's folder or a server's route.
+"""A local page from raw text to a monitored model. It computes nothing: each button starts a command line of
+`modelwright` as a process, and each state is read from a run's folder or a server's route.
 """

@@ -60,7 +60,7 @@ def read_tail(folder: Path, *parts: str, most: int = 64_000) -> str:
 
 
 def read_json(folder: Path, *parts: str, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
-    """Returns the object in a JSON file, `{}` if there is none."""
+    """Returns the object in a JSON file, `{}` if the file is missing or damaged."""
     return as_object(parse_json(read_text(folder, *parts, most=most)))
 
 

@@ -1,4 +1,4 @@
-"""Commands that the board has started. Each is a session of its own that outlives the board; its folder says all about
+"""Commands that the board has started. Each runs in its own session and outlives the board; its folder says all about
 it: `job.json` (command line, process), `out`, `err`, and `code` when it has ended.
 """
 
@@ -135,7 +135,7 @@ class Jobs:
         return True
 
     def output(self, job: Job, *, most: int = 64_000) -> str:
-        """Returns the end of what the job has printed, its notes and errors first, without control characters."""
+        """Returns the tail of the output, standard error first, without control characters."""
         parts = [read_tail(self.folder / job.id, name, most=most) for name in ("err", "out")]
         return "\n".join(plain_text(part).strip("\n") for part in parts if part.strip())
 

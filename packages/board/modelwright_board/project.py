@@ -1,5 +1,5 @@
-"""What the board takes from the main package, all of it here: names of recipes, commands and formats, and the keys of a
-key file. Anything that would load PyTorch is asked of a process of its own.
+"""Names of recipes, commands and formats of the main package, its style sheet, and the keys of a key file. A child
+process answers what needs PyTorch, which the board never loads.
 """
 
 import json
@@ -94,7 +94,7 @@ def cleaning_remedies(folder: Path) -> dict[str, str]:
 
 
 def _answer(command: Sequence[str], path: Path) -> str:
-    """Returns what a Python command prints, "" until it has ended: it is asked once, in a process of its own, because
+    """Returns the output of a Python command, "" until it has ended. The command runs once, in a child process, because
     it loads libraries that the board does without, and its answer is kept in the file.
     """
     try:

@@ -1,4 +1,4 @@
-"""The runs of a folder: which there are, how each of them is doing, and what its stages have left."""
+"""Reads the runs below a folder: state, process, stages and last figures of each run."""
 
 import os
 import re
@@ -40,8 +40,9 @@ class StageState:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder as it is now. state: running, done, stopped, failed, killed or new; pid: the process that works in
-    it, 0 without one; words: its last command line; figures: last values of its last training.
+    """A run's folder at the time of reading. state: running, done, stopped, failed, killed or new; pid:
+    the process that works in it, 0 without one; words: its last command line; figures: last values of its last
+    training.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Run:
 
     @property
     def where(self) -> str:
-        """The folder as it is written on a command line in this working folder."""
+        """The path to the folder for a command line in the working folder."""
         return shown_path(self.path)
 
 
@@ -112,7 +113,7 @@ class Runs:
         return [run for name in self.names() if (run := self._read(name, held))]
 
     def get(self, name: str) -> Run | None:
-        """Returns the run of this name; None if there is none, whatever the name contains."""
+        """Returns the run of this name; None for any other name."""
         if not name or name.startswith(".") or "/" in name or "\0" in name:
             return None
         folder = self.root / name

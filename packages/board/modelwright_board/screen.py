@@ -1,4 +1,4 @@
-"""What a screen is, and what a button is: fields that become a command line."""
+"""Screens and their buttons. A button turns the fields of a form into a command line."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from modelwright_board.series import SeriesCache
 from modelwright_board.servers import Watch
 
 HIDDEN_FOLDER = ".board"
-"""Folder below the runs for what the board keeps: jobs, dropped files, votes, its token. Never served as it is."""
+"""Folder below the runs for jobs, dropped files, votes and the token of the board. No route serves its files."""
 
 Values = Mapping[str, str]
 Query = Mapping[str, Sequence[str]]
@@ -101,7 +101,7 @@ def option(values: Values, name: str, flag: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Choices:
-    """What fields suggest: words of a command line, each with its title."""
+    """Suggestions for the fields of forms: words of a command line, each with its title."""
 
     board: Board
 

@@ -65,7 +65,7 @@ class _Curve:
 
 
 class MetricsFile:
-    """One metrics.jsonl. Used by one thread at a time (`lock`)."""
+    """Curves of one metrics.jsonl. Callers hold `lock`."""
 
     def __init__(self, folder: Path, stage: str) -> None:
         self.folder, self.stage = folder, stage
@@ -89,7 +89,7 @@ class MetricsFile:
         return self._offset / self.size if self.size else 1.0
 
     def read(self, budget_s: float = 0.3) -> None:
-        """Reads what was added, for at most about `budget_s` seconds; the rest is left to the next call."""
+        """Reads appended lines for about `budget_s` seconds; the next call reads the rest."""
         until = time.monotonic() + budget_s
         try:
             with open_inside(self.folder, self.stage, "metrics.jsonl") as file:
@@ -285,7 +285,7 @@ def charts_of(names: Sequence[str]) -> list[tuple[ChartKind, list[str]]]:
 def curve_message(
     files: Mapping[str, MetricsFile], axis: str, sent: dict[str, tuple[int, float]], *, budget_s: float
 ) -> dict[str, Any]:
-    """Returns what a page that has got `sent` still lacks, and updates `sent` (by run: version, last step). files: by
+    """Returns the points that the page lacks, and updates `sent` (by run: version, last step sent). files: by
     name of the run. Points from `since` on replace those that the page has.
     """
     charts: list[dict[str, Any]] = []

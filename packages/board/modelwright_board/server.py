@@ -180,7 +180,7 @@ class Pages:
         }  # fmt: skip
 
     def line(self, action: Action, values: Mapping[str, str]) -> tuple[str, Sequence[str]]:
-        """Returns the command line of a form with its words, or what is missing and no words."""
+        """Returns the command line of a form and its words, or an error as a comment and no words."""
         try:
             words = list(action.words(self.board, values))
         except ConfigError as error:
@@ -260,7 +260,7 @@ class Pages:
         return screen, action
 
     async def command(self, request: Request) -> Response:
-        """Returns the command line of a form as it is filled in."""
+        """Returns the command line for the present fields of a form."""
         _, action = self.action(request)
         line, words = await run_in_threadpool(self.line, action, await self.form(request))
         return JSONResponse({"line": line, "is_complete": bool(words)})
@@ -365,7 +365,7 @@ class Pages:
         return Response(text, media_type=kinds[name])
 
     async def login(self, request: Request) -> Response:
-        """With a key file: asks for a key of an administrator."""
+        """Asks for a key of an administrator if the board has a key file."""
         if not self.access.keys:
             return RedirectResponse("/", status_code=303)
         problem = ""

@@ -51,7 +51,7 @@ def total(metrics: Metrics, name: str) -> float:
 
 
 def quantile(now: Metrics, before: Metrics, name: str, share: float) -> float:
-    """Returns a quantile of what was observed between two moments, as PromQL's histogram_quantile; NaN without any."""
+    """Returns a quantile of the observations between two scrapes, as PromQL's histogram_quantile; NaN without any."""
     earlier = {labels.get("le"): value for labels, value in before.get(f"{name}_bucket", ())}
     buckets = sorted(
         (
@@ -74,7 +74,7 @@ def quantile(now: Metrics, before: Metrics, name: str, share: float) -> float:
 
 
 class Watch:
-    """Samples the servers in a thread of its own, so that their charts do not begin when a page is opened."""
+    """Samples the servers in a background thread, so that charts have a history when a page is opened."""
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
@@ -161,7 +161,7 @@ class Watch:
 
 
 def get_json(url: str) -> Any:
-    """Returns what a server of this machine answers, `None` if it does not."""
+    """Returns the JSON answer of a server on this machine, `None` without an answer."""
     try:
         reply = httpx.get(url, timeout=2.0, trust_env=False)
         return json.loads(reply.content) if reply.status_code == 200 else None

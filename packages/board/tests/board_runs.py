@@ -1,4 +1,4 @@
-"""Run folders that were made rather than trained, and a board in a process of its own."""
+"""Synthetic run folders, and a board in a child process."""
 
 import json
 import math

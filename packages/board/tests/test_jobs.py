@@ -1,4 +1,4 @@
-"""Commands outlive the board that has started them, and are known again by what they left."""
+"""Commands outlive the board that has started them; another board recognizes them by their files."""
 
 import os
 import signal

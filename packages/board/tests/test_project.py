@@ -1,4 +1,4 @@
-"""What the board knows of the main package without loading it is what the main package says."""
+"""Names that the board knows without loading the main package match the main package."""
 
 import json
 import re

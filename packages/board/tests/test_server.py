@@ -1,4 +1,4 @@
-"""Who may see and change what, and what a hostile run folder can do: nothing."""
+"""Access control, and run folders with hostile content."""
 
 import json
 import os
@@ -19,7 +19,7 @@ PAGES = [screen.name for screen in SCREENS]
 
 
 class Markup(HTMLParser):
-    """Collects what a browser would run or load."""
+    """Collects elements and attributes that a browser would run or load."""
 
     def __init__(self) -> None:
         super().__init__()

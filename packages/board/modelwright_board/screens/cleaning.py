@@ -1,4 +1,4 @@
-"""Cleaning: what each step kept, dropped and changed, with examples, and the setting that keeps what was dropped."""
+"""Cleaning: documents kept, dropped and changed by each step, with examples and the settings that keep them."""
 
 import io
 from collections import Counter, defaultdict
@@ -47,7 +47,7 @@ def dropped_records(run: Run) -> Iterator[Mapping[str, Any]]:
 
 
 def funnel(report: Mapping[str, Any], remedies: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns the steps in their order, each with the documents that reach it and that it drops, by reason. remedies:
+    """Returns the steps in order, each with its input documents and its dropped documents by reason. remedies:
     options that keep what is dropped for a reason, whatever the text.
     """
     remedies = {**remedies} | {str(key): str(value) for key, value in as_object(report.get("remedies")).items()}

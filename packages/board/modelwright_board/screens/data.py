@@ -1,4 +1,4 @@
-"""Data: what is in a file, as `modelwright clean --dry-run` says it, and what a run has read."""
+"""Data: the first records and fields of a file, `modelwright clean --dry-run`, and the sources of a run."""
 
 import json
 import math
@@ -55,7 +55,7 @@ def first_records(board: Board, query: Query) -> Mapping[str, Any]:
 
 
 def read_by(run: Run | None) -> Mapping[str, Any]:
-    """Returns the counts, lengths, languages and fields of what a run has read, fields that were not used first."""
+    """Returns counts, lengths, languages and fields of the documents of a run; unused fields come first."""
     if run is None:
         return {"sources": {}, "lengths": [], "languages": [], "read": [], "field_use": []}
     sources, report = run.json("clean", "artifact", "sources.json"), run.json("clean", "artifact", "report.json")

@@ -144,7 +144,7 @@ def state(board: Board, run: Run | None) -> str:
 SCREEN = screen.Screen(
     name="loop",
     title="Loop",
-    question="Has the world changed, and did the update help?",
+    question="Have requests drifted, and did the update help?",
     show=show,
     state=state,
     blocks=("found", "jobs"),

@@ -1,4 +1,4 @@
-"""One run as it trains, or up to eight next to each other: curves, alarms, samples, log, settings, results."""
+"""Run: curves, alarms, samples, log, settings and results of one run, or of up to eight runs compared."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -127,6 +127,6 @@ def state(board: Board, run: Run | None) -> str:
 
 
 SCREEN = screen.Screen(
-    name="run", title="Run", question="Is it learning, and what does it say?", show=show, state=state,
+    name="run", title="Run", question="Is it learning, and is anything wrong?", show=show, state=state,
     blocks=("head", "alarms", "samples", "log", "jobs"), charts=charts, has_charts=True,
 )  # fmt: skip

@@ -45,7 +45,7 @@ def distill(board: Board, values: Values) -> Sequence[str]:
 
 
 def folder_bytes(path: Path) -> float:
-    """Returns the size of the files in a folder, without its subfolders; NaN if there is none."""
+    """Returns the size of the files in a folder, without its subfolders; NaN if it is missing."""
     try:
         return float(
             sum(
@@ -114,7 +114,7 @@ def distilled_run(board: Board, values: Values) -> str:
 SCREEN = screen.Screen(
     name="smaller",
     title="Smaller and out",
-    question="How small can it get, and which programs read it?",
+    question="How small can the model get, and which programs read it?",
     show=show,
     state=state,
     blocks=("exports", "jobs"),

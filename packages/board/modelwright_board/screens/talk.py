@@ -39,7 +39,7 @@ def number_of_votes(board: Board) -> int:
 
 def routes(board: Board) -> Sequence[BaseRoute]:
     async def ask(request: Request) -> Response:
-        """Passes a question on to a server that the board has started, and its answer back as it is written."""
+        """Forwards a question to a server that the board has started, and streams the answer back."""
         values = await request.app.state.pages.form(request)
         jobs = await run_in_threadpool(server_jobs, board.jobs)
         job = next((one for one in jobs if one.id == values.get("server")), None)
