@@ -31,12 +31,9 @@ def parser() -> argparse.ArgumentParser:
         "opens the page, in place of the token in the printed URL",
     )  # fmt: skip
     parser.add_argument(
-        "--exit-with-parent",
-        type=int,
-        default=0,
-        metavar="PID",
+        "--exit-with-parent", type=int, default=0, metavar="PID",
         help="stop when this process, which started it, is gone",
-    )
+    )  # fmt: skip
     return parser
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from modelwright_board.files import as_list, as_number, as_object
 from modelwright_board.jobs import Job, Jobs
 
 PERIOD_S, WINDOW_S, KEPT = 2.0, 60.0, 1800
@@ -21,6 +22,7 @@ _LATENCIES = (
     ("Time between tokens", "modelwright_inter_token_seconds"),
     ("Time of an answer", "modelwright_answer_seconds"),
 )
+AB_TITLE = "A/B test "
 QUANTILES = ((0.5, "median"), (0.95, "95%"), (0.99, "99%"))
 
 Metrics = Mapping[str, list[tuple[dict[str, str], float]]]
@@ -125,11 +127,13 @@ class Watch:
             for title, name in _LATENCIES:
                 for share, word in QUANTILES:
                     values[f"{title}: {word}"] = quantile(metrics, before, name, share)
+        if job.option("--requests.ab_state"):
+            values |= interval_values(get_json(f"{server_url(job)}/ab.json"))
         raw.append((now, metrics))
         with self._lock:
             self.latest[job.id] = metrics
             samples = self._samples.setdefault(job.id, deque(maxlen=KEPT))
-            samples.append((now, {name: value for name, value in values.items() if value == value}))
+            samples.append((now, {name: value for name, value in values.items() if math.isfinite(value)}))
 
     def last(self, job: Job) -> float:
         """Returns the time of the last sample (Unix seconds), 0 without one."""
@@ -137,8 +141,8 @@ class Watch:
             samples = self._samples.get(job.id)
             return samples[-1][0] if samples else 0.0
 
-    def charts(self, job: Job, since: float) -> Sequence[Mapping[str, Any]]:
-        """Returns the charts of a server with the samples after `since` (Unix seconds), which follow earlier ones."""
+    def charts(self, job: Job, since: float, *, of_tests: bool = False) -> Sequence[Mapping[str, Any]]:
+        """Returns the charts of a server, or those of its A/B tests, with the samples after `since` (Unix seconds)."""
         with self._lock:
             samples = [one for one in self._samples.get(job.id, ()) if one[0] > since]
         units = {"Requests at once": "requests", "Cache in use": "share", "Tokens per second": "tokens/s"}
@@ -147,8 +151,17 @@ class Watch:
             at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
             for name, value in values.items():
                 title, _, metric = name.partition(": ")
+                if title.startswith(AB_TITLE) != of_tests:
+                    continue
                 chart = charts.setdefault(
-                    title, {"title": title, "unit": units.get(title, "seconds"), "log": False, "zero": True, "of": {}}
+                    title,
+                    {
+                        "title": title,
+                        "unit": "value" if of_tests else units.get(title, "seconds"),
+                        "log": False,
+                        "zero": not of_tests,
+                        "of": {},
+                    },
                 )
                 trace = chart["of"].setdefault(metric, {"run": job.words[1], "metric": metric, "x": [], "y": []})
                 trace["x"].append(at)
@@ -158,6 +171,16 @@ class Watch:
             {**chart, "traces": [{**trace, "since": start} for trace in chart.pop("of").values()]}
             for chart in charts.values()
         ]
+
+
+def interval_values(answer: Any) -> dict[str, float]:
+    """Returns the estimate of each measure of the running A/B tests with its 95% interval, by title and curve."""
+    values: dict[str, float] = {}
+    for test in map(as_object, as_list(as_object(answer).get("tests"))):
+        for one in map(as_object, as_list(test.get("measures")) if test.get("status") == "running" else []):
+            title = f"{AB_TITLE}{test.get('name')}, {one.get('name')}".replace(": ", " ")
+            values |= {f"{title}: {key}": as_number(one.get(key)) for key in ("low", "estimate", "high")}
+    return values
 
 
 def get_json(url: str) -> Any:

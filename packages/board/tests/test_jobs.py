@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from board_runs import wait_for
 from modelwright_board import jobs as jobs_module
 from modelwright_board.jobs import Jobs, plain_text, process_begin
 from modelwright_board.runs import Runs
-from modelwright_board.servers import parse_metrics, quantile, total
+from modelwright_board.servers import Watch, interval_values, parse_metrics, quantile, total
 
 
 def test_a_command_is_found_again_by_another_board(tmp_path: Path) -> None:
@@ -87,3 +88,22 @@ def test_the_shell_of_a_command_survives_the_signal_that_ends_it(tmp_path: Path)
     os.killpg(job.pid, signal.SIGTERM)
     ended = wait_for(lambda: (one := jobs.get(job.id)) and not one.is_alive and one)
     assert ended.code is not None  # it was written by the shell, after the command had ended
+
+
+def test_intervals_of_tests_have_charts_of_their_own(tmp_path: Path) -> None:
+    measure = {"name": "rating: mean", "low": -0.1, "estimate": 0.2, "high": float("inf")}
+    tests = [
+        {"name": "t", "status": "running", "measures": [measure]},
+        {"name": "u", "status": "ended", "measures": [measure]},
+    ]
+    values = interval_values({"tests": tests})
+    assert values == {f"A/B test t, rating mean: {key}": measure[key] for key in ("low", "estimate", "high")}
+    assert interval_values(None) == interval_values({"tests": ["x", {"measures": 3}]}) == {}
+    jobs = Jobs(tmp_path)
+    job = jobs.start(["serve", "m"], screen="serve", action="serve")
+    watch = Watch(jobs)
+    watch._samples[job.id] = deque([(1.0, {**values, "Tokens per second: answers": 3.0}), (2.0, values)])
+    (chart,) = watch.charts(job, 0.0, of_tests=True)
+    assert (chart["title"], chart["zero"], len(chart["traces"][0]["y"])) == ("A/B test t, rating mean", False, 2)
+    assert [chart["title"] for chart in watch.charts(job, 0.0)] == ["Tokens per second"]
+    assert watch.charts(job, 2.0, of_tests=True) == []

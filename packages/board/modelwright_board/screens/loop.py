@@ -9,6 +9,7 @@ from modelwright_board.masks import masked
 from modelwright_board.runs import Run
 from modelwright_board.screen import Board, Query, Values
 from modelwright_board.screens.plan import folder
+from modelwright_board.screens.serve import sampled
 from modelwright_board.servers import get_json, server_jobs, server_url
 
 MOST_PARENTS = 8
@@ -148,6 +149,8 @@ SCREEN = screen.Screen(
     show=show,
     state=state,
     blocks=("found", "jobs"),
+    has_charts=True,
+    charts=lambda board, query, sent: sampled(board, query, sent, of_tests=True),
     actions=(
         screen.Action("check", check),
         screen.Action("freeze", freeze),

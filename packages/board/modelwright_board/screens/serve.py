@@ -37,12 +37,17 @@ def chosen_server(board: Board, query: Query) -> Job | None:
 
 
 def charts(board: Board, query: Query, sent: dict[str, Any]) -> Mapping[str, Any]:
+    return sampled(board, query, sent, of_tests=False)
+
+
+def sampled(board: Board, query: Query, sent: dict[str, Any], *, of_tests: bool) -> Mapping[str, Any]:
+    """Returns the message of curves of the chosen server, or of its A/B tests."""
     board.watch.start()
     job = chosen_server(board, query)
     if job is None:
         return {}
     since = sent.get(job.id, 0.0)
-    found = board.watch.charts(job, since)
+    found = board.watch.charts(job, since, of_tests=of_tests)
     if found:
         sent[job.id] = board.watch.last(job)
     return {"charts": found, "axis": "time", "share": 1.0} if found else {}
