@@ -174,12 +174,12 @@ class Watch:
 
 
 def interval_values(answer: Any) -> dict[str, float]:
-    """Returns the estimate of each measure of the running A/B tests with its 95% interval, by title and curve."""
+    """Returns the 95% interval of each measure of the running A/B tests, by title and curve."""
     values: dict[str, float] = {}
     for test in map(as_object, as_list(as_object(answer).get("tests"))):
         for one in map(as_object, as_list(test.get("measures")) if test.get("status") == "running" else []):
             title = f"{AB_TITLE}{test.get('name')}, {one.get('name')}".replace(": ", " ")
-            values |= {f"{title}: {key}": as_number(one.get(key)) for key in ("low", "estimate", "high")}
+            values |= {f"{title}: {key}": as_number(one.get(key)) for key in ("low", "high")}
     return values
 
 
