@@ -122,13 +122,13 @@ class Runs:
     def _read(self, name: str, held: dict[int, int]) -> Run | None:
         folder = self.root / name
         pid = _holder(folder, held)
-        seen: list[Any] = [pid, _changed(folder / RUN_INFO)]
+        seen: list[Any] = [pid, changed(folder / RUN_INFO)]
         try:
             folders = (entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
             stages = list(islice(folders, MOST_STAGES))
         except OSError:
             return None
-        seen += [(stage, file, _changed(folder / stage / file)) for stage in stages for file in (STAGE_INFO, METRICS)]
+        seen += [(stage, file, changed(folder / stage / file)) for stage in stages for file in (STAGE_INFO, METRICS)]
         key = tuple(sorted(map(repr, seen)))
         if name in self._kept and self._kept[name][0] == key:
             return self._kept[name][1]
@@ -137,7 +137,8 @@ class Runs:
         return run
 
 
-def _changed(path: Path) -> tuple[int, int]:
+def changed(path: Path) -> tuple[int, int]:
+    """Returns time and size of a file, zeros without one."""
     try:
         info = os.stat(path, follow_symlinks=False)
     except OSError:
@@ -159,7 +160,7 @@ def _read_run(folder: Path, pid: int, names: Sequence[str]) -> Run:
             state = "killed"
         wall_s = sum(value for one in attempts if (value := as_number(one.get("wall_s"))) == value)
         peak = max((value for one in attempts if (value := as_number(one.get("peak_bytes"))) == value), default=0.0)
-        has_metrics = _changed(folder / name / METRICS)[1] > 0
+        has_metrics = changed(folder / name / METRICS)[1] > 0
         error = str(attempts[-1].get("error") or "")[:2000]
         order = str(attempts[0].get("started", ""))
         found.append((order, StageState(name, state, wall_s, peak, len(attempts), error, has_metrics)))

@@ -34,6 +34,7 @@ from modelwright_board.command import LOOPBACK
 from modelwright_board.files import OutsideError, open_inside
 from modelwright_board.jobs import Job, command_line, stop_process
 from modelwright_board.project import admin_keys, has_command, plotly_script, shared_style
+from modelwright_board.runs import shown_path
 from modelwright_board.screen import Action, Board, Choices, Query, Screen
 from modelwright_board.screens import SCREENS
 
@@ -173,7 +174,7 @@ class Pages:
         values = {key: entries[-1] for key, entries in query.items()}
         first = {action.name: self.line(action, values)[0] for action in screen.actions}
         return {
-            "screen": screen, "screens": SCREENS, "rail": rail, "chosen": run, "root": self.board.root,
+            "screen": screen, "screens": SCREENS, "rail": rail, "chosen": run, "root": shown_path(self.board.root),
             "query": query, "jobs": jobs, "board": self.board, "back": back_of(screen, query),
             "values": values,
             "first_words": first, "choices": Choices(self.board), **screen.show(self.board, query),

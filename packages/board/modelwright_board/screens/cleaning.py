@@ -3,7 +3,9 @@
 import io
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import zstandard
@@ -12,7 +14,7 @@ from modelwright_board import screen
 from modelwright_board.files import as_number, as_object, open_inside, parse_json
 from modelwright_board.masks import masked
 from modelwright_board.project import cleaning_remedies
-from modelwright_board.runs import Run
+from modelwright_board.runs import Run, changed
 from modelwright_board.screen import Board, Query, Values
 
 MOST_SCANNED, MOST_SHOWN, MOST_LINE = 20_000, 20, 2_000_000
@@ -32,10 +34,10 @@ def explain(board: Board, values: Values) -> Sequence[str]:
     return ["clean", "--out", f"{place}/clean/artifact", "--explain", screen.required(values, "document", "Document")]
 
 
-def dropped_records(run: Run) -> Iterator[Mapping[str, Any]]:
+def dropped_records(folder: Path) -> Iterator[Mapping[str, Any]]:
     """Yields the records of dropped documents, at most `MOST_SCANNED`."""
     try:
-        with open_inside(run.path, *ARTIFACT, "dropped.jsonl.zst") as file:
+        with open_inside(folder, *ARTIFACT, "dropped.jsonl.zst") as file:
             reader = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file), 1 << 20)
             for _ in range(MOST_SCANNED):
                 line = reader.readline(MOST_LINE)
@@ -68,10 +70,19 @@ def funnel(report: Mapping[str, Any], remedies: Mapping[str, str]) -> list[dict[
 def examples(run: Run, query: Query) -> Mapping[str, Any]:
     """Returns dropped documents of a reason or with a word, and the largest clusters of near-duplicates."""
     reason, word = (query.get(name, [""])[-1] for name in ("reason", "word"))
+    shown, clusters = scan(run.path, changed(run.path.joinpath(*ARTIFACT, "dropped.jsonl.zst")), reason, word)
+    return {"examples": shown, "clusters": clusters, "reason": reason, "word": word, "most_scanned": MOST_SCANNED}
+
+
+@lru_cache(maxsize=8)  # an open page asks every second
+def scan(
+    folder: Path, version: tuple[int, int], reason: str, word: str
+) -> tuple[list[dict[str, str]], list[tuple[str, int, list[str]]]]:
+    """Reads the dropped documents of a run. version: time and size of the file, another one after a change."""
     shown: list[dict[str, str]] = []
     clusters: dict[str, list[str]] = defaultdict(list)
     sizes: Counter[str] = Counter()
-    for record in dropped_records(run):
+    for record in dropped_records(folder):
         if record.get("step") == "duplicates":
             first = str(record.get("detail", "")).rpartition(" with ")[2]
             sizes[first] += 1
@@ -86,13 +97,13 @@ def examples(run: Run, query: Query) -> Mapping[str, Any]:
             names = ("id", "step", "reason", "detail", "text", "source")
             shown.append({name: masked(record.get(name, ""), 600) for name in names})
     largest = [(masked(first, 200), number + 1, clusters[first]) for first, number in sizes.most_common(10)]
-    return {"examples": shown, "clusters": largest, "reason": reason, "word": word}
+    return shown, largest
 
 
 def show(board: Board, query: Query) -> Mapping[str, Any]:
     run = board.chosen_run(query)
     report = run.json(*ARTIFACT, "report.json") if run else {}
-    empty = {"examples": [], "clusters": [], "reason": "", "word": ""}
+    empty = {"examples": [], "clusters": [], "reason": "", "word": "", "most_scanned": MOST_SCANNED}
     found = examples(run, query) if run and report else empty
     replaced = list(islice(as_object(report.get("replaced")).items(), 40))
     total = as_number(report.get("num_documents"))

@@ -118,6 +118,7 @@ function takeCurves(message) {
       head.textContent = fresh.title;
       plot.className = "plot";
       plot.setAttribute("role", "img");
+      plot.setAttribute("aria-label", fresh.title); // until it is drawn, with its last values
       card.append(head, plot);
       place.append(card);
       charts.set(fresh.title, chart = {title: fresh.title, plot, traces: new Map(), isSeen: place.childElementCount < 4});
