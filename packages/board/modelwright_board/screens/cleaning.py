@@ -120,5 +120,5 @@ def state(board: Board, run: Run | None) -> str:
 
 SCREEN = screen.Screen(
     name="cleaning", title="Cleaning", question="What did each step keep, drop and change, and why?", show=show,
-    state=state, actions=(screen.Action("explain", explain), screen.Action("clean", clean)),
+    state=state, blocks=("reasons", "jobs"), actions=(screen.Action("explain", explain), screen.Action("clean", clean)),
 )  # fmt: skip
