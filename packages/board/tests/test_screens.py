@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -191,3 +193,16 @@ def test_models_and_drift_of_a_run(tmp_path: Path) -> None:
     (shown,) = loop.drift_reports(Board(tmp_path), found)
     assert shown["features"][0]["reference"] == ["short"]
     assert "1234567" not in shown["features"][0]["window"][0]
+
+
+def test_the_commands_of_the_guide_exist() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "board.md").read_text(encoding="utf-8")
+    lines = [
+        line
+        for block in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        for line in block.split("\n")
+    ]
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("modelwright ")]
+    assert len(commands) >= 4
+    for words in commands:
+        check(words)
