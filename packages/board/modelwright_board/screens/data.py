@@ -76,7 +76,8 @@ def read_by(run: Run | None) -> Mapping[str, Any]:
             numbers = (as_number(as_object(counts).get(key)) for key in ("records", "used"))
             num_records, num_used = (int(one) if math.isfinite(one) else 0 for one in numbers)
             uses[name] += Counter(used=num_used, unused=num_records - num_used)
-    field_use = sorted(([name, use["used"], use["unused"]] for name, use in uses.items()), key=lambda row: -row[2])
+    ordered = sorted(uses.items(), key=lambda pair: -pair[1]["unused"])
+    field_use = [[name, use["used"], use["unused"]] for name, use in ordered]
     return {
         "sources": sources, "lengths": lengths, "languages": languages[:12], "read": read, "field_use": field_use[:200],
     }  # fmt: skip
