@@ -445,6 +445,9 @@ def run_board(root: Path, *, host: str, port: int, keys_file: str) -> int:
     """Serves the board until a signal ends it. Raises `ConfigError`."""
     keys = admin_keys(keys_file) if keys_file else ()
     board = Board(root)
+    # The board writes there, and a folder of runs may come from somebody else.
+    if link := next((one for one in (board.own, board.own / "data", board.own / "jobs") if one.is_symlink()), None):
+        raise ConfigError(f"{link}: is a link; remove it")
     try:
         board.own.mkdir(parents=True, exist_ok=True, mode=0o700)
         secret = kept_secret(board)

@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from board_runs import BoardProcess, csrf_of, make_run, running_board, wait_for
+from modelwright.core.errors import ConfigError
 from modelwright_board.screens import SCREENS
+from modelwright_board.server import run_board
 
 SCRIPT = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\">"
 PAGES = [screen.name for screen in SCREENS]
@@ -298,3 +300,14 @@ def test_a_board_next_to_a_run_ends_with_it(tmp_path: Path) -> None:
     with pytest.raises(httpx.TransportError):
         httpx.get(url)
     assert (tmp_path / "runs" / "tiny" / "clean" / "artifact" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("name", [".board", ".board/data"])
+def test_links_in_place_of_own_folders_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "runs" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError):
+        run_board(tmp_path / "runs", host="127.0.0.1", port=0, keys_file="")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
