@@ -11,7 +11,7 @@ import pytest
 
 from board_runs import wait_for
 from modelwright_board import jobs as jobs_module
-from modelwright_board.jobs import Jobs, plain_text, process_begin
+from modelwright_board.jobs import Job, Jobs, plain_text, process_begin
 from modelwright_board.runs import Runs
 from modelwright_board.servers import Watch, interval_values, parse_metrics, quantile, total
 
@@ -99,9 +99,8 @@ def test_intervals_of_tests_have_charts_of_their_own(tmp_path: Path) -> None:
     values = interval_values({"tests": tests})
     assert values == {f"A/B test t, rating mean: {key}": measure[key] for key in ("low", "high")}
     assert interval_values(None) == interval_values({"tests": ["x", {"measures": 3}]}) == {}
-    jobs = Jobs(tmp_path)
-    job = jobs.start(["serve", "m"], screen="serve", action="serve")
-    watch = Watch(jobs)
+    job = Job("20261128-000000-abcdef", ["serve", "m"], "serve", "serve", "", 0, "", 0.0)
+    watch = Watch(Jobs(tmp_path))
     watch._samples[job.id] = deque([(1.0, {**values, "Tokens per second: answers": 3.0}), (2.0, values)])
     (chart,) = watch.charts(job, 0.0, of_tests=True)
     assert (chart["title"], chart["zero"], len(chart["traces"][0]["y"])) == ("A/B test t, rating mean", False, 2)
