@@ -96,15 +96,17 @@ def test_the_report_begins_with_what_is_worth_seeing(run: Path) -> None:
     first = page[page.index('<section id="overview">') : page.index('<section id="data">')]
     assert page.index("Energy of training") < page.index('<section id="overview">')
     titles = (
-        "Loss", "Bits per byte on held-out text", "One beginning, continued while the model learned",
-        "Answers of the served model",
+        "Loss", "Learning, next to baselines", "Bits per byte on held-out text",
+        "One beginning, continued while the model learned", "Answers of the served model",
     )  # fmt: skip
     places = [first.index(f"<h3>{title}</h3>") for title in titles]
     assert places == sorted(places)
     assert page.count("One beginning, continued while the model learned") == 2, "of both trainings, once each"
-    samples = first[places[2] : places[3]]
-    assert samples.count('<div class="qa">') == len(read_records(run / "pretrain" / FILE)) >= 2
-    assert first[places[3] :].count('<div class="qa">') == 3
+    samples, records = first[places[3] : places[4]], read_records(run / "pretrain" / FILE)
+    assert samples.count('<div class="qa">') == 1 + len(records) >= 3, "the beginning, then its continuations"
+    assert samples.index("The beginning") < samples.index("Step 1<")
+    assert "<h3>Memory</h3>" in page
+    assert first[places[4] :].count('<div class="qa">') == 3
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from modelwright.cli.show import print_shown
 from modelwright.core.errors import ConfigError
 from modelwright.core.overrides import named_stages, read_overrides, split_settings
 
-_FLAGS = ("lora", "stages", "run-dir", "dry-run", "restart", "nproc", "help")
+_FLAGS = ("lora", "stages", "run-dir", "dry-run", "restart", "nproc", "board", "help")
 
 
 def parser() -> argparse.ArgumentParser:

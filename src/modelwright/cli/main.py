@@ -62,6 +62,7 @@ COMMANDS_GROUP = "modelwright.commands"
 """Entry points of other packages: each a `Command`, whose module must be quick to import, because help imports all."""
 """Entry points of other packages: each a `Command` in a module that is quick to import, because help imports all."""
 DISTRIBUTIONS: Mapping[str, tuple[str, str]] = {
+    "board": ("modelwright-board", "board"),
     "continual": ("modelwright-continual", "continual"),
     "drift": ("modelwright-continual", "continual"),
     "lineage": ("modelwright-continual", "continual"),

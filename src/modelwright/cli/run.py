@@ -3,6 +3,9 @@ processes started here, and shows the outcome.
 """
 
 import argparse
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +19,7 @@ from modelwright.cli.recipes import recipe_names
 from modelwright.core.errors import ConfigError
 from modelwright.core.overrides import named_stages, read_overrides, split_settings
 
-_FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "help")
+_FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "board", "help")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,6 +69,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "checkpoints are all damaged (they are kept as *.damaged)",
     )
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default: 1)")
+    parser.add_argument(
+        "--board", action="store_true", help="show the run on a local page until it ends (modelwright board)"
+    )
     parser.add_argument(
         "--minutes",
         metavar="N",
@@ -127,6 +133,12 @@ def carry_out(
             )
             print("\n".join([plan, *request.notes]))
             return 0
+        if options.board:
+            from modelwright.cli.main import find_command  # which imports this file
+
+            find_command("board")  # names the package that is missing, before anything starts
+            board = ("board", str(request.run.path.parent), "--port", "0", "--exit-with-parent", str(os.getpid()))
+            subprocess.Popen([sys.executable, "-m", "modelwright.cli.entry", *board])
         if hosts or num_processes > 1:
             return start_processes(start, line, request.config, request.run, only)
     started = time.monotonic()

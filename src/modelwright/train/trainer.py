@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from modelwright.core.errors import Stopped
 from modelwright.core.records import Recorder
+from modelwright.core.resources import resident_bytes
 from modelwright.ops.tensor_heap import give_back_memory
 from modelwright.parallel.control_plane import Traffic
 from modelwright.train.checkpoint.manager import CheckpointManager
@@ -107,7 +108,7 @@ class Trainer:
             asked = [one.on_step_end(info) for one in self.parts.techniques if info.step % one.every == 0]
             requests += [request for request in asked if request is not None]
             if self.recorder is not None and info.step % config.log_every_steps == 0:
-                self.recorder.write(info.step, **info.as_record())
+                self.recorder.write(info.step, resident_bytes=resident_bytes(), **info.as_record())
             self.session.progress.advance(
                 info.step, loss=info.loss, lr=info.learning_rate, tokens_per_s=info.tokens_per_s, mfu=info.mfu
             )

@@ -106,22 +106,33 @@ def bar_chart(
     x_label: str,
     values: Sequence[Sequence[str]] = (),
     largest: float = math.inf,
+    stacked: bool = False,
 ) -> str:
     """Draws horizontal bars: one group per entry of `groups`, one bar per series, its value written at its end.
 
     `values`: words at the bars' ends by series, when a plain number is not enough; `largest`: largest possible value,
-    the last with a tick (the axis extends beyond it to leave room for the words).
+    the last with a tick (the axis extends beyond it to leave room for the words); `stacked`: the bars of a group follow
+    each other in one line.
     """
-    rows = len(groups) * (len(series) + (0.6 if len(series) > 1 else 0.35))
+    num_lines = 1 if stacked else len(series)
+    rows = len(groups) * (num_lines + (0.6 if num_lines > 1 else 0.35))
     figure, axes = _figure(height_in=0.55 + 0.2 * rows)
-    thickness = 0.8 / len(series)
-    top = max((value for _, column in series for value in column if math.isfinite(value)), default=1.0) or 1.0
+    thickness = 0.8 / num_lines
+    ends = [[value for value in column if math.isfinite(value)] for _, column in series]
+    if stacked:
+        ends = [[sum(parts) for parts in zip(*ends, strict=True)]]
+    top = max((value for column in ends for value in column), default=1.0) or 1.0
+    lefts = [0.0] * len(groups)
     for number, (label, column) in enumerate(series):
-        places = [group + (number - (len(series) - 1) / 2) * thickness for group in range(len(groups))]
-        axes.barh(places, column, height=thickness * 0.84, color=_SERIES[number], label=label)
+        shift = 0.0 if stacked else (number - (num_lines - 1) / 2) * thickness
+        places = [group + shift for group in range(len(groups))]
+        axes.barh(places, column, height=thickness * 0.84, left=lefts, color=_SERIES[number], label=label)
         for group, (place, value) in enumerate(zip(places, column, strict=True)):
             words = values[number][group] if values else compact(value)
-            axes.text(value + top * 0.015, place, words, va="center", color=_INK, fontsize=FONT_PT - 0.5)
+            end = lefts[group] + value + top * 0.015
+            axes.text(end, place, words, va="center", color=_INK, fontsize=FONT_PT - 0.5)
+        if stacked:
+            lefts = [left + value for left, value in zip(lefts, column, strict=True)]
     axes.set_yticks(range(len(groups)), groups)
     axes.invert_yaxis()
     # Beyond the longest bar, to leave room for the words at its end.

@@ -220,11 +220,19 @@ _MOST_BARS = 12
 def corpus_charts(clean: Mapping[str, Any]) -> list[Block]:
     """Returns the charts for which the report of cleaning has figures."""
     left = clean["num_documents"]
-    bars = [("read", left)]
+    steps, kept_by, dropped_by = ["read"], [left], [0]
     for step, reasons in clean["dropped"].items():
-        left -= sum(entry["documents"] for entry in reasons.values())
-        bars.append((f"after {step}", left))
-    charts = _bars("Documents left after each step", "funnel", bars) if len(bars) > 1 else []
+        dropped_by.append(sum(entry["documents"] for entry in reasons.values()))
+        left -= dropped_by[-1]
+        steps.append(f"after {step}")
+        kept_by.append(left)
+    charts: list[Block] = []
+    if len(steps) > 1:
+        pairs = zip(kept_by, dropped_by, strict=True)
+        words = [count(kept) + (f" (−{count(gone)})" if gone else "") for kept, gone in pairs]
+        series, values = [("left", kept_by), ("dropped", dropped_by)], [[""] * len(words), words]
+        svg = bar_chart(steps, series, name="funnel", x_label="documents", values=values, stacked=True)
+        charts.append(Chart("Documents left after each step", svg))
     kept, dropped = clean.get("kept_lengths", {}), clean.get("dropped_lengths", {})
     if lengths := sorted({int(length) for length in (*kept, *dropped)}):
         while lengths[-1] != lengths[0] and len(lengths) <= lengths[-1].bit_length() - lengths[0].bit_length():

@@ -153,12 +153,18 @@ def _charts(
     speed = line_chart(
         lines, name=f"{name}-speed", x_label="step", y_label=y_label, percent=has_peak, from_zero=not has_peak
     )
-    return [
+    charts = [
         _loss_chart(records, name, loss_unit),
         Chart("Learning rate", rate),
         Chart("Gradient norm", norm),
         Chart(title, speed, f"{caption}."),
     ]
+    if memory := [(step, value / 1e6) for step, value in column(records, "resident_bytes")]:
+        svg = line_chart(
+            [Line("resident memory", memory)], name=f"{name}-memory", x_label="step", y_label="MB", from_zero=True
+        )
+        charts.append(Chart("Memory", svg, "Resident memory of the first process, libraries included."))
+    return charts
 
 
 def _loss_chart(records: Sequence[dict[str, Any]], name: str, loss_unit: str) -> Chart:
@@ -168,9 +174,9 @@ def _loss_chart(records: Sequence[dict[str, Any]], name: str, loss_unit: str) ->
         Line("training", smooth(losses)),
         Line("held out", heldout, marks=True, color=1),
     ]
-    # The axis ends above the first loss and 99% of all, so that a spike does not flatten the curve.
-    finite = [y for _, y in losses if math.isfinite(y)]
-    top = max(finite[0], summarize(finite)["p99"]) * 1.05 if len(finite) >= 20 else 0.0
+    # The axis ends above the first loss, 99% of all and each held-out loss, so that a spike does not flatten the curve.
+    finite, held = ([y for _, y in points if math.isfinite(y)] for points in (losses, heldout))
+    top = max(finite[0], summarize(finite)["p99"], *held) * 1.05 if len(finite) >= 20 else 0.0
     svg = line_chart(lines, name=f"{name}-loss", x_label="step", y_label=loss_unit or "loss", top=top)
     words = f"The last training loss is {number(smooth(losses)[-1][1])} (smoothed)" if losses else ""
     words += f", the last held-out loss {number(heldout[-1][1])}." if heldout else "."

@@ -205,7 +205,8 @@ def render(page: Page) -> str:
 
     environment.filters["runs"] = runs
     source = files("modelwright.pipeline.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
-    return environment.from_string(source).render(page=page)
+    style = files("modelwright.serve").joinpath("static/pages.css").read_text(encoding="utf-8")
+    return environment.from_string(source).render(page=page, style=style)
 
 
 def build_page(config: RunConfig, run: RunDir, *, without: StageSpec) -> Page:

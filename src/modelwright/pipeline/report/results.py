@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from modelwright.core.records import column
 from modelwright.evaluate.multiple_choice import WITHOUT_QUESTION, best_rival
 from modelwright.pipeline.report.blocks import (
     Block,
@@ -26,7 +27,7 @@ from modelwright.pipeline.report.blocks import (
     seconds,
     size,
 )
-from modelwright.pipeline.report.charts import bar_chart
+from modelwright.pipeline.report.charts import Line, bar_chart, line_chart
 from modelwright.pipeline.report.page import answer_blocks, answer_facts
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.serve.load import expectation
@@ -92,11 +93,31 @@ def evaluation_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
 
 
 def evaluation_highlight(data: RunData, stage: StageData) -> Sequence[Block]:
-    """Returns the chart that compares the models with the baselines."""
+    """Returns the charts that compare the models with the baselines: while they learn and at the end."""
     results = stage.json("results.json")
     if not any(model["bits_per_byte"] for model in results["models"].values()):
         return ()
-    return (_bits_chart(results, data.model_titles, name="first-bits"),)
+    final = _bits_chart(results, data.model_titles, name="first-bits")
+    pretrained, baselines = data.done("pretrain"), results.get("baselines") or {}
+    heldout = column(pretrained.records(), "heldout_loss") if pretrained else []
+    if len(heldout) < 2 or not baselines:
+        return (final,)
+    bigram: Mapping[str, Mapping[str, float]] = baselines["bigram"]["kinds"]
+    num_bytes = {kind: table["bytes"] for kind, table in bigram.items()}
+    total = sum(num_bytes.values())
+    # The nats of the text, divided by those of a token
+    num_tokens = sum(
+        table["bits_per_byte"] * math.log(2) * table["bytes"] / table["nats_per_token"] for table in bigram.values()
+    )
+    bits_per_nat = num_tokens / total / math.log(2)
+    lines = [Line("model", [(step, bits_per_nat * loss) for step, loss in heldout], marks=True)]
+    rows = bits_rows(results, data.model_titles)
+    for color, name in enumerate(("token bigram", "gzip, whole corpus", "xz, whole corpus"), start=1):
+        level = sum(rows[name][kind] * amount for kind, amount in num_bytes.items()) / total
+        lines.append(Line(name, [(heldout[0][0], level), (heldout[-1][0], level)], color=color))
+    svg = line_chart(lines, name="first-learning", x_label="step", y_label="bits per byte")
+    caption = "Held-out text of all kinds; the baselines are weighted by the bytes that were evaluated of each kind."
+    return (Chart("Learning, next to baselines", svg, caption), final)
 
 
 def evaluation_lines(data: RunData, stage: StageData) -> Sequence[str]:

@@ -96,7 +96,7 @@ def text_samples(
         text = tokenizer.decode([one for one in completion.token_ids if one < tokenizer.vocab_size])
         shown = " ▸ ".join(" ".join(one.split()) for one in (tokenizer.decode(prompt), text))
         run.note(f"step {info.step:,}: {shown}")
-        _keep(folder / FILE, {"step": info.step, "loss": info.loss, "text": text})
+        _keep(folder / FILE, {"step": info.step, "loss": info.loss, "prompt": tokenizer.decode(prompt), "text": text})
         last = clock()
 
     return Technique(name="text_samples", on_step_end=on_step_end, needs=frozenset())
@@ -120,7 +120,9 @@ def sample_block(folder: Path) -> list[Samples]:
         TextSample(f"Step {records[place]['step']:,}", records[place]["text"], f"loss {records[place]['loss']:.2f}")
         for place in places
     ]
-    return [Samples(items, title="One beginning, continued while the model learned")]
+    beginning = str(records[0].get("prompt", ""))
+    first = [TextSample("The beginning", beginning)] if beginning else []
+    return [Samples([*first, *items], title="One beginning, continued while the model learned")]
 
 
 HEAD_SHARES = "head_shares"

@@ -26,6 +26,7 @@ import torch
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
+from modelwright.core.resources import resident_bytes
 from modelwright.core.texts import did_you_mean
 from modelwright.train.technique import Runtime, StepInfo, Technique
 
@@ -176,9 +177,9 @@ class MemoryModel:
     name = "memory_model"
 
     def __init__(
-        self, *, resident_bytes: Callable[[], int] | None = None, clock: Callable[[], float] = time.monotonic
+        self, *, resident_bytes: Callable[[], int] = resident_bytes, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._resident_bytes, self._clock = resident_bytes or _resident_bytes, clock
+        self._resident_bytes, self._clock = resident_bytes, clock
         self._last_s = clock()
         self._joules = 0.0
 
@@ -187,11 +188,6 @@ class MemoryModel:
         self._joules += MEMORY_WATTS_PER_GB * self._resident_bytes() / 1e9 * (now_s - self._last_s)
         self._last_s = now_s
         return self._joules
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,132 @@
+"""Run: curves, alarms, samples, log, settings and results of one run, or of up to eight runs compared."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from modelwright_board import screen
+from modelwright_board.files import as_number, as_object, flat_settings, parse_lines, read_tail
+from modelwright_board.jobs import command_line
+from modelwright_board.project import recipe_settings
+from modelwright_board.runs import Run
+from modelwright_board.screen import Board, Query
+from modelwright_board.series import AXES, curve_message
+
+MOST_RUNS = 8
+FIRST_S, NEXT_S = 0.1, 1.0
+"""Time to read metrics for the first points, which come soon, and for those after it, which are drawn anew."""
+_FACTS = ("heldout_loss", "best_loss", "num_steps", "num_tokens", "num_parameters", "train_time_s")
+
+
+def chosen(board: Board, query: Query) -> list[Run]:
+    names = list(dict.fromkeys(query.get("run", ())))[:MOST_RUNS]
+    runs = [run for name in names if (run := board.runs.get(name))]
+    first = None if runs else board.chosen_run({})
+    return [first] if first else runs
+
+
+def stage_of(runs: Sequence[Run], query: Query) -> tuple[str, list[str]]:
+    """Returns the stage whose curves are shown, and those that could be: without a choice, the one that is going on."""
+    stages = list(dict.fromkeys(name for run in runs for name in run.trainings))
+    wanted = query.get("stage", [""])[-1]
+    return (wanted if wanted in stages else (stages[-1] if stages else "")), stages
+
+
+def axis_of(query: Query) -> str:
+    axis = query.get("x", ["step"])[-1]
+    return axis if axis in AXES else "step"
+
+
+def charts(board: Board, query: Query, sent: dict[str, Any]) -> Mapping[str, Any]:
+    runs = chosen(board, query)
+    stage, _ = stage_of(runs, query)
+    # A training that has begun meanwhile has other curves.
+    if sent.get("", (stage, 0))[0] != stage:
+        sent.clear()
+    budget_s = NEXT_S if sent else FIRST_S
+    sent[""] = (stage, 0)
+    files = {run.name: board.series.get(run.path, stage) for run in runs if stage in run.trainings}
+    for file in files.values():
+        file.lock.acquire()
+    try:
+        return curve_message(files, axis_of(query), sent, budget_s=budget_s)
+    finally:
+        for file in files.values():
+            file.lock.release()
+
+
+def show(board: Board, query: Query) -> Mapping[str, Any]:
+    runs = chosen(board, query)
+    stage, stages = stage_of(runs, query)
+    shared = {"runs": runs, "stage": stage, "stages": stages, "axis": axis_of(query), "axes": list(AXES), "one": None}
+    if len(runs) > 1:
+        return {**shared, **differences(runs), "results": results(runs), "alarms": [], "samples": [], "log": ""}
+    run = runs[0] if runs else None
+    if run is None:
+        return {**shared, "alarms": [], "samples": [], "log": "", "differences": [], "results": [], "changed": []}
+    last = run.stages[-1].name if run.stages else ""
+    alarms = parse_lines(read_tail(run.path, stage, "anomalies.jsonl")) if stage else []
+    samples = parse_lines(read_tail(run.path, stage, "samples.jsonl"))[-12:] if stage else []
+    jobs = [job for job in board.jobs.all() if job.run == run.name][:3]
+    return {
+        **shared, "one": run, "alarms": [
+            {name: str(alarm.get(name, ""))[:500] for name in ("step", "kind", "text")} for alarm in alarms[-20:]
+        ],
+        "samples": [
+            {name: str(one.get(name, ""))[:2000] for name in ("step", "loss", "text", "prompt")} for one in samples
+        ],
+        "log": read_tail(run.path, last, "log.txt", most=20_000) if last else "",
+        "line": command_line(list(run.words)[1:]), "resume": command_line(["run", run.where]),
+        "run_jobs": jobs, "changed": changed(board, run), "differences": [], "results": results(runs),
+    }  # fmt: skip
+
+
+def changed(board: Board, run: Run) -> list[tuple[str, str, str]]:
+    """Returns the settings in which a run differs from its recipe: name, the recipe's value, its value."""
+    name = run.origin.removeprefix("recipe ") if run.origin.startswith("recipe ") else "quickstart"
+    recipe = flat_settings(recipe_settings(name, board.own))
+    mine = run.settings()
+    return [(key, recipe.get(key, "–"), value) for key, value in mine.items() if recipe and recipe.get(key) != value][
+        :200
+    ]
+
+
+def differences(runs: Sequence[Run]) -> Mapping[str, Any]:
+    """Returns the settings in which the runs differ."""
+    settings = [run.settings() for run in runs]
+    names = dict.fromkeys(name for one in settings for name in one)
+    rows = [
+        [name, *(one.get(name, "–") for one in settings)]
+        for name in names
+        if len({one.get(name) for one in settings}) > 1
+    ]
+    return {"differences": rows[:300], "changed": []}
+
+
+def results(runs: Sequence[Run]) -> list[list[Any]]:
+    """Returns rows of figures, one column for each run: those of trainings, then those of the evaluation."""
+    columns: list[dict[str, float]] = []
+    for run in runs:
+        column: dict[str, float] = {}
+        for stage in run.trainings:
+            facts = as_object(run.json(stage, "artifact", "manifest.json").get("facts"))
+            column |= {f"{stage}: {name}": as_number(facts[name]) for name in _FACTS if name in facts}
+        for name, model in as_object(run.json("evaluate", "artifact", "results.json").get("models")).items():
+            model = as_object(model)
+            for kind, table in as_object(model.get("bits_per_byte")).items():
+                column[f"{name}: bits per byte of {kind}"] = as_number(as_object(table).get("bits_per_byte"))
+            for table, figure in (("answers", "perplexity"), ("multiple_choice", "accuracy")):
+                if as_object(model.get(table)):
+                    column[f"{name}: {figure}"] = as_number(as_object(model[table]).get(figure))
+        columns.append({name: value for name, value in column.items() if value == value})
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [[name, *(column.get(name) for column in columns)] for name in names][:200]
+
+
+def state(board: Board, run: Run | None) -> str:
+    return run.state if run else ""
+
+
+SCREEN = screen.Screen(
+    name="run", title="Run", question="Is it learning, and is anything wrong?", show=show, state=state,
+    blocks=("head", "alarms", "samples", "log", "jobs"), charts=charts, has_charts=True,
+)  # fmt: skip

@@ -1,0 +1,43 @@
+"""Names that the board knows without loading the main package match the main package."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from board_runs import wait_for
+from modelwright.cli.main import usable_commands
+from modelwright.cli.recipes import recipe_names
+from modelwright.data.clean.config import STEPS
+from modelwright.pipeline.exports import EXPORTS
+from modelwright_board import project
+
+
+def test_formats_recipes_and_commands_are_those_of_the_package(tmp_path: Path) -> None:
+    assert {name: tuple(export.dtypes) for name, export in EXPORTS.items()} == dict(project.EXPORT_DTYPES)
+    assert sorted(project.recipe_names()) == sorted(recipe_names())
+    templates = Path(project.__file__).parent.rglob("*.jinja")
+    needed = {name for path in templates for name in re.findall(r'needs="([a-z-]+)"', path.read_text(encoding="utf-8"))}
+    assert {"drift", "plan", "show"} <= needed
+    assert {name for name in needed if project.has_command(name)} == needed & set(usable_commands())
+    assert not project.has_command("nonsense")
+
+
+@pytest.mark.slow  # on a busy machine, the command waits before it measures
+def test_settings_and_remedies_are_asked_once(tmp_path: Path) -> None:
+    text = wait_for(lambda: project.recipe_settings("tiny", tmp_path), 240)
+    assert yaml.safe_load(text)["name"] == "tiny"
+    remedies = wait_for(lambda: project.cleaning_remedies(tmp_path))
+    assert remedies == {reason: option for step in STEPS for reason, option in step.remedies.items()}
+    assert project.recipe_settings("../tiny", tmp_path) == ""
+
+
+def test_the_board_loads_no_torch() -> None:
+    code = "import sys, json, modelwright_board.server; print(json.dumps(sorted(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in json.loads(shown.stdout)}
+    assert loaded.isdisjoint({"torch", "transformers", "matplotlib", "pandas", "plotly"})
