@@ -166,12 +166,21 @@ class SharedInBackward(GradientReady):
         self._then: Then = lambda parameter, shard: None
 
     def begin(self, optimizer: Optimizer) -> Optimizer:
+        def places(room: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+            # In the two halves of `room`, with neighboring buckets in different halves.
+            halves, by_parameter = room.chunk(2), dict[Tensor, Tensor]()
+            for number, bucket in enumerate(self._buckets.cut(self.parameters)):
+                for parameter, start in zip(bucket, starts_of(bucket), strict=False):
+                    place = halves[number % 2][start : start + parameter.numel()]
+                    by_parameter[parameter] = place.view_as(parameter)
+            return [by_parameter[parameter] for parameter in parameters]
+
         room = room_of_two_buckets(self.parameters, bucket_bytes=self._buckets.bucket_bytes)
         self.shared = SharedModel(
             self.world,
             optimizer,
             room=room,
-            places=self._places,
+            places=places,
             own_range=lambda parameter, start, total: shard_range(self.world, parameter.numel()),
         )
         return self.shared.shard_optimizer or optimizer
@@ -210,15 +219,6 @@ class SharedInBackward(GradientReady):
                     if rank != self.world.rank:
                         own.add_(slot)
                 self._then(parameter, shard.weight)
-
-    def _places(self, room: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Returns places in the two halves of `room`, with neighboring buckets in different halves."""
-        halves, places = room.chunk(2), {}
-        for number, bucket in enumerate(self._buckets.cut(self.parameters)):
-            for parameter, start in zip(bucket, starts_of(bucket), strict=False):
-                place = halves[number % 2][start : start + parameter.numel()]
-                places[parameter] = place.view_as(parameter)
-        return [places[parameter] for parameter in parameters]
 
 
 def room_of_two_buckets(parameters: Sequence[Tensor], *, bucket_bytes: int = SHARED_BUCKET_BYTES) -> int:

@@ -92,9 +92,18 @@ def shared_file(world: World, num_bytes: int) -> Iterator[str]:
     path, problem = "", ""
     if world.is_first:
         try:
-            path = _make_file(num_bytes)
+            file, path = tempfile.mkstemp(prefix="modelwright-", dir=_folder())
+            try:
+                with writing(path):
+                    # A sparse file would end the run by SIGBUS in a step, when the host's memory is full.
+                    os.posix_fallocate(file, 0, num_bytes)
+            except BaseException:
+                os.unlink(path)
+                raise
+            finally:
+                os.close(file)
         except StorageError as error:
-            problem = str(error)
+            path, problem = "", str(error)
     try:
         path, problem = world.gather_json((path, problem))[0]
         if problem:
@@ -111,20 +120,6 @@ def shared_file(world: World, num_bytes: int) -> Iterator[str]:
 
 def _folder() -> str:
     return _HOST_MEMORY if os.access(_HOST_MEMORY, os.W_OK) else tempfile.gettempdir()
-
-
-def _make_file(num_bytes: int) -> str:
-    file, path = tempfile.mkstemp(prefix="modelwright-", dir=_folder())
-    try:
-        with writing(path):
-            # A sparse file would end the run by SIGBUS in a step, when the host's memory is full.
-            os.posix_fallocate(file, 0, num_bytes)
-    except BaseException:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(file)
-    return path
 
 
 def make_states(optimizer: Optimizer, parameters: Sequence[Tensor] | None = None) -> None:

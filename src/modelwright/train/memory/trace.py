@@ -215,26 +215,20 @@ class StepTrace(TorchDispatchMode):
         given = {_key(tensor) for tensor in tensors}
         self._time += 1
         self._backward.append(torch._C._current_graph_task_id() != -1)  # -1 outside of autograd's engine
-        result = self._run(func, args, kwargs, tensors)
+        # Values of fake tensors are 1; tensors created from nothing are fake only if they are large.
+        result, reads_value = None, func is torch.ops.aten._local_scalar_dense.default
+        if self._fake is not None and reads_value and any(isinstance(one, FakeTensor) for one in tensors):
+            result = tensors[0].dtype == torch.bool or (1.0 if tensors[0].is_floating_point() else 1)
+        elif self._fake is not None and not tensors:
+            with self._fake:
+                fake = func(*args, **kwargs)
+            result = fake if isinstance(fake, Tensor) and fake.nbytes > LARGEST_REAL_BYTES else None
+        if result is None:
+            result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and _key(leaf) not in given:
                 self._notice(leaf, str(func).removeprefix("aten.").removesuffix(".default"))
         return result
-
-    def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Values of fake tensors are 1; tensors created from nothing are fake only if they are large."""
-        if self._fake is None:
-            return func(*args, **kwargs)
-        if any(isinstance(one, FakeTensor) for one in tensors):
-            if func is torch.ops.aten._local_scalar_dense.default:
-                return tensors[0].dtype == torch.bool or (1.0 if tensors[0].is_floating_point() else 1)
-            return func(*args, **kwargs)
-        if not tensors:
-            with self._fake:
-                fake = func(*args, **kwargs)
-            if isinstance(fake, Tensor) and fake.nbytes > LARGEST_REAL_BYTES:
-                return fake
-        return func(*args, **kwargs)
 
     def _notice(self, tensor: Tensor, operator: str) -> None:
         key, storage = _key(tensor), tensor.untyped_storage()

@@ -229,7 +229,27 @@ class AdaptivePrecision:
             self.period.run_norms.append(update.grad_norm)
             if update.skipped:
                 return
-            sums = self._sums(update.step) if is_measured else {}
+            # Only a decision needs more than the gradients' statistics.
+            sums: dict[str, indicators.GradientStats] = {}
+            if is_measured and not self.is_due:
+                sums = self.statistics.sums(
+                    lambda parameter, gradient: indicators.GradientStats(gradient=indicators.sum_of_squares(gradient))
+                )
+            elif is_measured:
+                state, scale = self.optimizer.state, self.scale()
+                groups = {
+                    parameter: {**group, "lr": self.last_rate}
+                    for group in self.optimizer.param_groups
+                    for parameter in group["params"]
+                }
+                sums = self.statistics.sums(
+                    lambda parameter, gradient: indicators.GradientStats.of(
+                        local(parameter.detach()),
+                        gradient,
+                        momentum_of(state.get(parameter, {}), groups[parameter], update.step),
+                        scale=scale,
+                    )
+                )
             for part, total in sums.items():
                 self.period.norms.setdefault(part, []).append(total.gradient**0.5)
             if self.is_due:
@@ -248,27 +268,6 @@ class AdaptivePrecision:
             self._offer()  # new formats are observed from the next period on
             self.period = indicators.Period(indicators.Observer(self.candidates, self.formats.config, {}))
             self.is_due = False
-
-    def _sums(self, step: int) -> dict[str, indicators.GradientStats]:
-        """Call after `step` updates; only a decision needs more than the gradients' statistics."""
-        if not self.is_due:
-            return self.statistics.sums(
-                lambda parameter, gradient: indicators.GradientStats(gradient=indicators.sum_of_squares(gradient))
-            )
-        state, scale = self.optimizer.state, self.scale()
-        groups = {
-            parameter: {**group, "lr": self.last_rate}
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-        }
-        return self.statistics.sums(
-            lambda parameter, gradient: indicators.GradientStats.of(
-                local(parameter.detach()),
-                gradient,
-                momentum_of(state.get(parameter, {}), groups[parameter], step),
-                scale=scale,
-            )
-        )
 
     def _indicators(self, sums: Mapping[str, indicators.GradientStats]) -> dict[str, indicators.Indicators]:
         config, candidates, period = self.formats.config, self.candidates, self.period
