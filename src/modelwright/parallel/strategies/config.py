@@ -6,22 +6,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from modelwright.core.compatibility import (
-    ADAMW_STATES,
-    EQUAL_REPLICAS,
-    EXACT_SUMS,
-    GRADIENT_SUMS,
-    ONE_COPY,
-    PROMPT_GRADIENTS,
-    RESIDENT_STATES,
-    SEVERAL_REPLICAS,
-    SYNCHRONOUS_UPDATES,
-    WHOLE_GRADIENTS,
-    WHOLE_MODEL,
-    WHOLE_ROWS,
-    Feature,
-    feature,
-)
+from modelwright.core import compatibility as run
+from modelwright.core.compatibility import Feature, feature
 from modelwright.core.config import constant, dump, only_for
 from modelwright.core.errors import ConfigError
 from modelwright.core.extensions import configured
@@ -32,17 +18,10 @@ from modelwright.parallel.codecs.quantized import Bf16Codec, Int8Codec, Quantize
 from modelwright.parallel.codecs.topk_quantized import TopKQuantizedConfig, TopKQuantizedSync
 from modelwright.parallel.gradient_sync import MANY_BUCKETS, AllReduceSync, GradientSync
 from modelwright.parallel.mesh import World, duplicate_group
+from modelwright.parallel.strategies import optimizer_in_backward
 from modelwright.parallel.strategies.delayed import DelayedSync
 from modelwright.parallel.strategies.hogwild import Hogwild
 from modelwright.parallel.strategies.local_sgd import LocalSgd, LocalSgdConfig, OuterStep
-from modelwright.parallel.strategies.optimizer_in_backward import (
-    GradientReady,
-    LocalGradients,
-    OptimizerInBackward,
-    ReducedInBackward,
-    SharedInBackward,
-    room_of_two_buckets,
-)
 from modelwright.parallel.strategies.shared_memory import SharedMemory, fits
 from modelwright.parallel.strategy import STRATEGIES_GROUP, AllReduce, Compensate, Replica, Strategy, StrategySpec
 from modelwright.parallel.topology.collectives import TopologyAwareSync, TopologyConfig
@@ -86,20 +65,22 @@ class GradientSyncConfig:
 
     def features(self) -> list[Feature]:
         """Returns the features of gradient synchronization, with the properties of a run that each needs and breaks."""
-        result, needs = [], {WHOLE_GRADIENTS, GRADIENT_SUMS}
+        result, needs = [], {run.WHOLE_GRADIENTS, run.GRADIENT_SUMS}
         for name, (spec, _) in self.named().items():
             # The settings that choose another strategy would have no effect.
-            replaced = {WHOLE_GRADIENTS, PROMPT_GRADIENTS, SYNCHRONOUS_UPDATES}
-            breaks = spec.strategy.breaks | {GRADIENT_SUMS}
+            replaced = {run.WHOLE_GRADIENTS, run.PROMPT_GRADIENTS, run.SYNCHRONOUS_UPDATES}
+            breaks = spec.strategy.breaks | {run.GRADIENT_SUMS}
             result.append(feature("strategy", name, needs=spec.strategy.needs | replaced, breaks=breaks))
         if self.kind != "allreduce":
-            breaks = [] if self.kind == "topology_aware" else [EXACT_SUMS]
-            result.append(feature("kind", self.kind, needs=needs, breaks=breaks, only_with=[SEVERAL_REPLICAS]))
+            breaks = [] if self.kind == "topology_aware" else [run.EXACT_SUMS]
+            result.append(feature("kind", self.kind, needs=needs, breaks=breaks, only_with=[run.SEVERAL_REPLICAS]))
         if self.local_sgd.sync_every_steps:
-            needs = needs | {SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, WHOLE_ROWS}
-            result.append(feature("local_sgd.sync_every_steps", needs=needs, breaks=[EXACT_SUMS, EQUAL_REPLICAS]))
+            needs = needs | {run.SYNCHRONOUS_UPDATES, run.PROMPT_GRADIENTS, run.WHOLE_ROWS}
+            result.append(
+                feature("local_sgd.sync_every_steps", needs=needs, breaks=[run.EXACT_SUMS, run.EQUAL_REPLICAS])
+            )
         if self.local_sgd.sync_second_moment_every:
-            result.append(feature("local_sgd.sync_second_moment_every", needs=[ADAMW_STATES]))
+            result.append(feature("local_sgd.sync_second_moment_every", needs=[run.ADAMW_STATES]))
         return result
 
 
@@ -126,9 +107,9 @@ class AsyncUpdatesConfig:
     def features(self) -> list[Feature]:
         """Returns the feature of asynchronous updates, with the properties of a run that it needs and breaks."""
         if self.mode == "delayed":
-            return [feature("mode", self.mode, needs=[WHOLE_GRADIENTS], breaks=[PROMPT_GRADIENTS])]
+            return [feature("mode", self.mode, needs=[run.WHOLE_GRADIENTS], breaks=[run.PROMPT_GRADIENTS])]
         if self.mode == "hogwild":
-            needs = [WHOLE_GRADIENTS, WHOLE_MODEL, ADAMW_STATES, RESIDENT_STATES, ONE_COPY]
+            needs = [run.WHOLE_GRADIENTS, run.WHOLE_MODEL, run.ADAMW_STATES, run.RESIDENT_STATES, run.ONE_COPY]
             return [feature("mode", self.mode, needs=needs, breaks=Hogwild.breaks)]
         return []
 
@@ -166,17 +147,19 @@ def build_strategy(
     mesh, parameters = replica.mesh, list(replica.names)
     # `fits` is a collective: all ranks ask, before any of them builds its strategy.
     shares_memory = config.shares_memory and fits(
-        mesh, parameters, gradient_room=room_of_two_buckets(parameters) if config.update_in_backward else 0
+        mesh,
+        parameters,
+        gradient_room=optimizer_in_backward.room_of_two_buckets(parameters) if config.update_in_backward else 0,
     )
     if config.asynchronous.mode == "hogwild":
         return Hogwild(replica, world, compensate=compensate, encode=encode, decode=decode)
     if config.update_in_backward:
-        ready: GradientReady = LocalGradients()
+        ready: optimizer_in_backward.GradientReady = optimizer_in_backward.LocalGradients()
         if shares_memory:
-            ready = SharedInBackward(mesh.world, parameters)
+            ready = optimizer_in_backward.SharedInBackward(mesh.world, parameters)
         elif mesh.reduce.size * mesh.tensor.size > 1:
-            ready = ReducedInBackward(mesh.reduce)
-        return OptimizerInBackward(replica, ready, clip_norm=config.clip_norm)
+            ready = optimizer_in_backward.ReducedInBackward(mesh.reduce)
+        return optimizer_in_backward.OptimizerInBackward(replica, ready, clip_norm=config.clip_norm)
     overlap = config.transport.overlap and mesh.is_only_data_parallel
     if shares_memory:
         return SharedMemory(replica, overlap=overlap)

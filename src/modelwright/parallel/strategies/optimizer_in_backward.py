@@ -21,18 +21,10 @@ from torch.utils.hooks import RemovableHandle
 from modelwright.core.compatibility import OWN_WEIGHTS, UNDIVIDED_GRADIENTS, WHOLE_GRADIENTS
 from modelwright.core.errors import ModelwrightError
 from modelwright.ops.dtensor import TensorView, as_dtensor_like, local
+from modelwright.parallel import strategy
 from modelwright.parallel.gradient_sync import BUCKET_BYTES, MANY_BUCKETS, Buckets, cut_into_buckets
 from modelwright.parallel.mesh import World
 from modelwright.parallel.strategies.shared_memory import SharedModel, shard_range, starts_of
-from modelwright.parallel.strategy import (
-    Replica,
-    Strategy,
-    Unscale,
-    combine_norms,
-    layout_blocker,
-    redistribute_like,
-    total_norm,
-)
 
 UpdateInBackward = Literal["none", "unclipped", "clip_by_last_norm"]
 """`unclipped` leaves gradients unscaled; `clip_by_last_norm` scales them down by the norm of the previous step, which
@@ -131,7 +123,7 @@ class ReducedInBackward(GradientReady):
         for parameter in parameters:
             # Zeros where no gradient flowed; partial sums over the tensor axis are reduced here.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            shards.append(local(redistribute_like(gradient, parameter)).reshape(-1))
+            shards.append(local(strategy.redistribute_like(gradient, parameter)).reshape(-1))
         flat = torch.cat(shards) if len(shards) > 1 else shards[0]
         for parameter in parameters:
             parameter.grad = None
@@ -226,7 +218,7 @@ def room_of_two_buckets(parameters: Sequence[Tensor], *, bucket_bytes: int = SHA
     return 2 * max(starts_of(bucket)[-1] for bucket in cut_into_buckets(parameters, bucket_bytes))
 
 
-class OptimizerInBackward(Strategy):
+class OptimizerInBackward(strategy.Strategy):
     """Updates parameters during backward, unless a loss is not finite or no label in the batch counts. ready: see
     `GradientReady`; clip_norm: limit for the norm of the last step, 0 for none.
     """
@@ -235,7 +227,7 @@ class OptimizerInBackward(Strategy):
     # Own weights, because processes of a host may share them.
     breaks = frozenset({WHOLE_GRADIENTS, UNDIVIDED_GRADIENTS, OWN_WEIGHTS})
 
-    def __init__(self, replica: Replica, ready: GradientReady, *, clip_norm: float = 0.0) -> None:
+    def __init__(self, replica: strategy.Replica, ready: GradientReady, *, clip_norm: float = 0.0) -> None:
         self.replica = replica
         self.mesh = replica.mesh
         self.ready = ready
@@ -268,9 +260,9 @@ class OptimizerInBackward(Strategy):
             return "optimizer_in_backward has changed weights in this step already"
         if self.mesh.world.size > 1 and self.mesh.is_only_data_parallel:
             return "optimizer_in_backward, for which ranks agree amid backward; set it to false"
-        return layout_blocker(self.mesh)
+        return strategy.layout_blocker(self.mesh)
 
-    def reduce_gradients(self, unscale: Unscale) -> list[TensorView]:
+    def reduce_gradients(self, unscale: strategy.Unscale) -> list[TensorView]:
         """Finishes the updates that backward has started; no gradient is left afterwards."""
         if self._armed:
             self.ready.finish()
@@ -298,7 +290,7 @@ class OptimizerInBackward(Strategy):
                 copies = 1 if self.ready.updates_shards else num_holders
                 by_holders.setdefault(copies, []).append(norms.get(parameter, 0.0))
             joined = {copies: math.hypot(*held) for copies, held in by_holders.items()}
-            self._norm = combine_norms(joined, self.mesh.world)
+            self._norm = strategy.combine_norms(joined, self.mesh.world)
         if not math.isfinite(self._norm):
             raise ModelwrightError(
                 f"the gradient of {self._not_finite or 'a parameter'} was not finite after other weights had been "
@@ -329,7 +321,7 @@ class OptimizerInBackward(Strategy):
             return  # an earlier attempt at this step was abandoned
         assert shard.grad is not None
         assert parameter not in self._norms, f"the gradient of {self.replica.names[parameter]} came twice"
-        self._norms[parameter] = norm = float(total_norm([local(shard.grad)]))
+        self._norms[parameter] = norm = float(strategy.total_norm([local(shard.grad)]))
         if not math.isfinite(norm):
             self._not_finite = self._not_finite or self.replica.names[parameter]
         if not self._not_finite:

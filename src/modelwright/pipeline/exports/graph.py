@@ -4,14 +4,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from modelwright.compress import onnx
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
-from modelwright.compress.onnx import (
-    ONNX_FILE,
-    OPENVINO_FILE,
-    require_packages,
-    write_onnx,
-    write_openvino,
-)
 from modelwright.core.errors import ModelError
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import is_sequence_classifier, load_model
@@ -80,20 +74,20 @@ def graph_export(
 ONNX = graph_export(
     "onnx",
     "ONNX Runtime",
-    file=ONNX_FILE,
+    file=onnx.ONNX_FILE,
     use=(
         "import onnxruntime",
         'session = onnxruntime.InferenceSession("model.onnx")',
         '(logits,) = session.run(["logits"], {"input_ids": numpy.array([ids])})',
     ),
-    require=partial(require_packages, "onnx"),
-    write=write_onnx,
+    require=partial(onnx.require_packages, "onnx"),
+    write=onnx.write_onnx,
 )
 
 OPENVINO = graph_export(
     "openvino",
     "OpenVINO",
-    file=OPENVINO_FILE,
+    file=onnx.OPENVINO_FILE,
     use=(
         "import openvino",
         "# computes in FP32, which is not the default of processors with BF16 instructions",
@@ -101,6 +95,6 @@ OPENVINO = graph_export(
         'model = openvino.compile_model("openvino_model.xml", "CPU", settings)',
         'logits = model({"input_ids": numpy.array([ids])})["logits"]',
     ),
-    require=partial(require_packages, "openvino"),
-    write=write_openvino,
+    require=partial(onnx.require_packages, "openvino"),
+    write=onnx.write_openvino,
 )
