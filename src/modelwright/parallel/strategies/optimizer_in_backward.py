@@ -11,7 +11,7 @@ A `GradientReady` decides when a gradient is final, and which shard of it this p
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,10 +25,6 @@ from modelwright.parallel import strategy
 from modelwright.parallel.gradient_sync import BUCKET_BYTES, MANY_BUCKETS, Buckets, cut_into_buckets
 from modelwright.parallel.mesh import World
 from modelwright.parallel.strategies.shared_memory import SharedModel, shard_range, starts_of
-
-UpdateInBackward = Literal["none", "unclipped", "clip_by_last_norm"]
-"""`unclipped` leaves gradients unscaled; `clip_by_last_norm` scales them down by the norm of the previous step, which
-is known, where that was above the limit. The first step is not clipped."""
 
 Then = Callable[[Tensor, Tensor], None]
 """`(a parameter whose gradient is final, the parameter itself or its shard to update, with that gradient)`."""
