@@ -134,7 +134,7 @@ def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute(plan):
 @pytest.mark.slow
 @linux
 @pytest.mark.skipif(
-    not shutil.which((os.environ.get("CXX") or "g++").split()[0]), reason="the heap for tensors is built where it is used"
+    not shutil.which((os.environ.get("CXX") or "g++").split()[0]), reason="the heap for tensors needs a C++ compiler"
 )
 def test_a_plan_in_training_as_it_is_takes_what_was_predicted():
     """In the heap that keeps freed memory and has gaps."""

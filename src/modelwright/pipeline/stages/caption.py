@@ -167,13 +167,6 @@ def _pack(job: row_sets.PackJob, split: Split) -> None:
             job.context.progress.note(text)
 
 
-def _decides(run: RunConfig) -> dict[str, Any]:
-    config: CaptionConfig = run.section(NAME)
-    shape = dump(tower_shape(run))
-    patches = {name: shape[name] for name in ("image_size", "patch_size")}
-    return {"question": config.question, "image_token": config.image_token, **patches, "images": stores.FORMAT}
-
-
 @dataclass(frozen=True)
 class ImagePrompt:
     """A packed conversation about an image, up to its first answer, and that answer. image: its number."""
@@ -206,7 +199,12 @@ CAPTION_ROWS = RowSet(
     pack=_pack,
     documents="image with a caption or a conversation",
     learned="images",
-    decides=_decides,
+    decides=lambda run: {
+        "question": run.section(NAME).question,
+        "image_token": run.section(NAME).image_token,
+        **{name: dump(tower_shape(run))[name] for name in ("image_size", "patch_size")},
+        "images": stores.FORMAT,
+    },
 )
 
 

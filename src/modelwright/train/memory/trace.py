@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
@@ -196,12 +197,20 @@ class StepTrace(TorchDispatchMode):
     @contextmanager
     def places(self) -> Iterator[None]:
         """Within the block, modules report the step's place: the one running, and in backward the one that ran last."""
+
+        def done(place: str, parameter: Tensor) -> None:
+            self._place = place
+            if parameter.grad is not None:
+                known = self._living.get(_key(parameter.grad))
+                if known is not None:
+                    known[0].is_gradient = True
+
         hooks = []
         for name, module in self._model.named_modules():
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: setattr(self, "_place", name)))
         for name, parameter in self._model.named_parameters():
             place = name.rpartition(".")[0]
-            hooks.append(parameter.register_post_accumulate_grad_hook(lambda p, place=place: self._done(p, place)))
+            hooks.append(parameter.register_post_accumulate_grad_hook(partial(done, place)))
         try:
             yield
         finally:
@@ -241,13 +250,6 @@ class StepTrace(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         block, _ = self._living.pop(key)
         block.death = self._time + 1
-
-    def _done(self, parameter: Tensor, place: str) -> None:
-        self._place = place
-        if parameter.grad is not None:
-            known = self._living.get(_key(parameter.grad))
-            if known is not None:
-                known[0].is_gradient = True
 
 
 def _key(tensor: Tensor) -> int:
