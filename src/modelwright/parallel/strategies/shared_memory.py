@@ -23,13 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from modelwright.core.compatibility import (
-    GRADIENT_SUMS,
-    OWN_WEIGHTS,
-    REVERSIBLE_UPDATES,
-    UNDIVIDED_GRADIENTS,
-    WHOLE_MATRICES,
-)
+from modelwright.core import compatibility as run
 from modelwright.core.errors import ConfigError, ModelwrightError, StorageError, writing
 from modelwright.ops.dtensor import TensorView, flat_view_of
 from modelwright.parallel.mesh import Mesh, World
@@ -254,7 +248,9 @@ class SharedMemory(Strategy):
     """
 
     needs = frozenset[str]()
-    breaks = frozenset({GRADIENT_SUMS, REVERSIBLE_UPDATES, UNDIVIDED_GRADIENTS, WHOLE_MATRICES, OWN_WEIGHTS})
+    breaks = frozenset(
+        {run.GRADIENT_SUMS, run.REVERSIBLE_UPDATES, run.UNDIVIDED_GRADIENTS, run.WHOLE_MATRICES, run.OWN_WEIGHTS}
+    )
 
     def __init__(self, replica: Replica, *, overlap: bool = True) -> None:
         self.replica = replica
