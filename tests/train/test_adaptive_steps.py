@@ -20,12 +20,12 @@ from modelwright.ops.lowp_linear import Format
 from modelwright.parallel.mesh import World
 from modelwright.train.optim.build import OptimizerKind, build_optimizer
 from modelwright.train.precision.apply import ModelPrecision
-from modelwright.train.precision.controllers import Bandit
+from modelwright.train.precision.controllers import Bandit, DtypeTimings
 from modelwright.train.precision.indicators import GradientStats
 from modelwright.train.precision.policy import Kind, PrecisionConfig
 from modelwright.train.technique import LOSS_SPIKE, NOT_FINITE, Update
 from modelwright.train.techniques import adaptive_precision
-from modelwright.train.techniques.adaptive_precision import AdaptivePrecision, DtypeTimings, memory_share, momentum_of
+from modelwright.train.techniques.adaptive_precision import AdaptivePrecision, memory_share, momentum_of
 from tiny_decoder import make_decoder
 
 SECONDS: dict[Format, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0}

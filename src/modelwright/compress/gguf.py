@@ -243,7 +243,24 @@ def export_gguf(folder: Path, target: Path, *, number_format: GgufFormat, name: 
                     case _:
                         writer.add_array(own_name, list(cast(Sequence[Any], value)))
             _add_vocabulary(writer, vocabulary)
-            _write_tensors(writer, gguf, tensors)
+            # The descriptions of all tensors come first, then the data, one tensor after another.
+            kinds = {"f32": "F32", "f16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+            for tensor in tensors:
+                kind = gguf.GGMLQuantizationType[kinds[tensor.format]]
+                is_plain = tensor.format in ("f32", "f16")
+                shape = tensor.shape if is_plain else gguf.quants.quant_shape_to_byte_shape(tensor.shape, kind)
+                dtype = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16)}.get(
+                    tensor.format, np.dtype(np.uint8)
+                )
+                num_bytes = math.prod(shape) * dtype.itemsize
+                writer.add_tensor_info(tensor.name, shape, dtype, num_bytes, raw_dtype=None if is_plain else kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for tensor in tensors:
+                kind = gguf.GGMLQuantizationType[kinds[tensor.format]]
+                writer.write_tensor_data(gguf.quants.quantize(tensor.read(), kind))
+            writer.close()
             # On disk before the rename: a crash must not leave a whole name with half a file.
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
@@ -343,22 +360,3 @@ def _add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
     writer.add_add_space_prefix(vocabulary.adds_space)
     if vocabulary.chat_template:
         writer.add_chat_template(vocabulary.chat_template)
-
-
-def _write_tensors(writer: Any, gguf: Any, tensors: Sequence[GgufTensor]) -> None:
-    """Write the descriptions of all tensors first, then the data, one tensor after another."""
-    kinds = {"f32": "F32", "f16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
-    for tensor in tensors:
-        kind = gguf.GGMLQuantizationType[kinds[tensor.format]]
-        is_plain = tensor.format in ("f32", "f16")
-        shape = tensor.shape if is_plain else gguf.quants.quant_shape_to_byte_shape(tensor.shape, kind)
-        dtype = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16)}.get(tensor.format, np.dtype(np.uint8))
-        num_bytes = math.prod(shape) * dtype.itemsize
-        writer.add_tensor_info(tensor.name, shape, dtype, num_bytes, raw_dtype=None if is_plain else kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for tensor in tensors:
-        kind = gguf.GGMLQuantizationType[kinds[tensor.format]]
-        writer.write_tensor_data(gguf.quants.quantize(tensor.read(), kind))
-    writer.close()

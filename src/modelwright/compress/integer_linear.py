@@ -79,7 +79,19 @@ class Int8Linear(nn.Module):
         self.scale: Tensor
         self.bias: nn.Parameter | None = None
         require_backend(backend)
-        self._packed = _pack(self.quantized, scale_O) if backend == "fbgemm" else None
+        self._packed: object = None
+        if backend == "fbgemm":
+            engine = torch.backends.quantized.engine  # process-wide, so it is put back
+            try:
+                torch.backends.quantized.engine = "fbgemm"
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*")
+                    zeros = torch.zeros(len(scale_O), dtype=torch.long)
+                    make = torch._make_per_channel_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
+                    tensor = make(self.quantized, scale_O.double(), zeros, 0)
+                self._packed = torch.ops.quantized.linear_prepack(tensor, None)
+            finally:
+                torch.backends.quantized.engine = engine
         self._kernel = RowProduct(Weight(self.quantized, scale_O)) if backend == "kernel" else None
 
     @property
@@ -153,20 +165,6 @@ def usable_backends() -> list[Backend]:
     has_fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     usable = {"fbgemm": has_fbgemm, "kernel": "decode_step" in cpu_kernels.used()}
     return [backend for backend in get_args(Backend) if usable.get(backend, True)]
-
-
-def _pack(weight_OD: Tensor, scale_O: Tensor) -> object:
-    engine = torch.backends.quantized.engine  # process-wide, so it is put back
-    try:
-        torch.backends.quantized.engine = "fbgemm"
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*")
-            zeros = torch.zeros(len(scale_O), dtype=torch.long)
-            make = torch._make_per_channel_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
-            tensor = make(weight_OD, scale_O.double(), zeros, 0)
-        return torch.ops.quantized.linear_prepack(tensor, None)
-    finally:
-        torch.backends.quantized.engine = engine
 
 
 ActivationGrid = Literal["none", "token", "tensor"]

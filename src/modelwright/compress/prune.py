@@ -43,7 +43,28 @@ def prune(teacher: Decoder, smaller: ModelConfig, moments: Moments) -> Decoder:
     or empty to judge by weights alone. Raises `ConfigError` for a shape that does not fit into the teacher's.
     """
     check_part(smaller, teacher.config)
-    chosen = [_choose(teacher, layer, smaller, moments) for layer in even_layers(teacher.config, smaller.num_layers)]
+    config, chosen = teacher.config, list[Kept]()
+    per_group = config.num_heads // config.num_kv_heads
+    for layer in even_layers(config, smaller.num_layers):
+        block = teacher.blocks[str(layer)]
+        assert isinstance(block, Block)
+        attention, ffn, place = block.attention, block.ffn, f"blocks.{layer}"
+        # Without activations: the squared norm of the weights that make a channel stands for its second moment.
+        value_KX = attention.v_proj.weight.detach().double().square().sum(dim=1).view(config.num_kv_heads, -1)
+        of_weights = value_KX.repeat_interleave(per_group, dim=0).flatten()
+        scores_HX = _scores(attention.o_proj, moments.get(f"{place}.attention.o_proj", of_weights)).view(
+            config.num_heads, -1
+        )
+        scores_KG = scores_HX.sum(dim=1).view(config.num_kv_heads, per_group)
+        # Heads are compared within their group and groups by their kept heads, because all key/value heads of the
+        # smaller model must serve equally many query heads.
+        best_KG = scores_KG.topk(smaller.num_heads // smaller.num_kv_heads, dim=1)
+        kv_heads = sorted(best_KG.values.sum(dim=1).topk(smaller.num_kv_heads).indices.tolist())
+        heads = [kv * per_group + one for kv in kv_heads for one in sorted(best_KG.indices[kv].tolist())]
+        made = [linear.weight.detach().double().square().sum(dim=1) for linear in (ffn.gate_proj, ffn.up_proj)]
+        scores_F = _scores(ffn.down_proj, moments.get(f"{place}.ffn.down_proj", made[0] * made[1]))
+        channels = sorted(scores_F.topk(smaller.ffn_dim).indices.tolist())
+        chosen.append(Kept(layer=layer, heads=heads, kv_heads=kv_heads, channels=channels))
     result = Decoder(pruned_config(teacher.config, smaller, [kept.layer for kept in chosen]))
     weights = dict(teacher.named_parameters())
     with torch.no_grad():
@@ -122,30 +143,6 @@ def input_moments(teacher: Decoder, batches: Iterable[TokenBatch]) -> Moments:
                 hook.remove()
         count += int(real_BT.sum())
     return {name: total / max(1, count) for name, total in sums.items()}
-
-
-def _choose(teacher: Decoder, layer: int, smaller: ModelConfig, moments: Moments) -> Kept:
-    config, block = teacher.config, teacher.blocks[str(layer)]
-    assert isinstance(block, Block)
-    attention, ffn, place = block.attention, block.ffn, f"blocks.{layer}"
-    per_group = config.num_heads // config.num_kv_heads
-    # Without activations: the squared norm of the weights that make a channel stands for its second moment.
-    value_KX = attention.v_proj.weight.detach().double().square().sum(dim=1).view(config.num_kv_heads, -1)
-    of_weights = value_KX.repeat_interleave(per_group, dim=0).flatten()
-    scores_HX = _scores(attention.o_proj, moments.get(f"{place}.attention.o_proj", of_weights)).view(
-        config.num_heads, -1
-    )
-    scores_KG = scores_HX.sum(dim=1).view(config.num_kv_heads, per_group)
-    # Heads are compared within their group and groups by their kept heads, because all key/value heads of the smaller
-    # model must serve equally many query heads.
-    kept_per_group = smaller.num_heads // smaller.num_kv_heads
-    best_KG = scores_KG.topk(kept_per_group, dim=1)
-    kv_heads = sorted(best_KG.values.sum(dim=1).topk(smaller.num_kv_heads).indices.tolist())
-    heads = [kv * per_group + one for kv in kv_heads for one in sorted(best_KG.indices[kv].tolist())]
-    made = [linear.weight.detach().double().square().sum(dim=1) for linear in (ffn.gate_proj, ffn.up_proj)]
-    scores_F = _scores(ffn.down_proj, moments.get(f"{place}.ffn.down_proj", made[0] * made[1]))
-    channels = sorted(scores_F.topk(smaller.ffn_dim).indices.tolist())
-    return Kept(layer=layer, heads=heads, kv_heads=kv_heads, channels=channels)
 
 
 def _scores(linear: Linear, moments_C: Tensor) -> Tensor:

@@ -13,22 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core.errors import ConfigError
+from modelwright.model import low_rank
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder, Linear, StoredParameters
-from modelwright.model.low_rank import (
-    CODES,
-    SCALES,
-    A,
-    AdapterConfig,
-    B,
-    FrozenWeight,
-    LowRank,
-    PackedFormat,
-    initial_a,
-    pack,
-    row_norms,
-    unpack,
-)
 
 ADAPTER = ".adapter."
 """Infix of the names of adapter parameters, after the name of the projection."""
@@ -36,7 +23,7 @@ HEADS = "heads."
 FROZEN = ".frozen"
 
 
-def attach_adapters(model: Decoder, config: AdapterConfig, seed: int) -> None:
+def attach_adapters(model: Decoder, config: low_rank.AdapterConfig, seed: int) -> None:
     """Add new adapters to the model, in place, and freeze its own weights; `config.r` 0 changes nothing. Existing
     adapters are kept.
 
@@ -72,7 +59,7 @@ def attach_adapters(model: Decoder, config: AdapterConfig, seed: int) -> None:
         pack_projections(model, config.base_format)
     for name in targets:
         projection = projections[name]
-        adapter = LowRank(
+        adapter = low_rank.LowRank(
             projection.in_features,
             projection.out_features,
             config.rank_of(name),
@@ -103,15 +90,15 @@ def own_projections(model: Decoder) -> dict[str, Linear]:
     return {name: one for name, one in model.projections().items() if not name.startswith(HEADS)}
 
 
-def pack_projections(model: Decoder, packed_format: PackedFormat) -> None:
+def pack_projections(model: Decoder, packed_format: low_rank.PackedFormat) -> None:
     """Quantize the weights of all own projections to four or eight bits, in place, or when they are read from disk."""
     for projection in own_projections(model).values():
         weight = projection.weight
         wide = torch.promote_types(weight.dtype, torch.float32)
-        frozen = FrozenWeight(projection.out_features, projection.in_features, packed_format, dtype=wide)
+        frozen = low_rank.FrozenWeight(projection.out_features, projection.in_features, packed_format, dtype=wide)
         projection.frozen = frozen.to(weight.device)
         if not is_on_disk(model):
-            codes, scales = pack(weight.detach(), packed_format)
+            codes, scales = low_rank.pack(weight.detach(), packed_format)
             _fill(projection.frozen.codes, codes)
             _fill(projection.frozen.scales, scales)
         projection.register_parameter("weight", None)
@@ -132,10 +119,10 @@ def is_trained(name: str) -> bool:
     return ADAPTER in name or name.startswith(HEADS)
 
 
-def adapters_of(model: Decoder) -> dict[str, LowRank]:
+def adapters_of(model: Decoder) -> dict[str, low_rank.LowRank]:
     """Adapters of this process's projections, by the projection's name."""
     found = {name: one.adapter for name, one in model.projections().items()}
-    return {name: adapter for name, adapter in found.items() if isinstance(adapter, LowRank)}
+    return {name: adapter for name, adapter in found.items() if isinstance(adapter, low_rank.LowRank)}
 
 
 def merge_adapters(model: Decoder) -> None:
@@ -153,7 +140,7 @@ def remove_adapters(model: Decoder) -> None:
     _unpack_projections(model)
     for projection in model.projections().values():
         projection.adapter = None
-    model.adapters, model.base_fingerprint = AdapterConfig(), ""
+    model.adapters, model.base_fingerprint = low_rank.AdapterConfig(), ""
     model.requires_grad_(True)
 
 
@@ -172,13 +159,13 @@ def base_fingerprint(model: Decoder) -> str:
     return digest.hexdigest()
 
 
-def adapter_flops(shape: ModelConfig, config: AdapterConfig) -> float:
+def adapter_flops(shape: ModelConfig, config: low_rank.AdapterConfig) -> float:
     """FLOPs per token of a forward pass through all adapters, 2 per multiply-add."""
     sizes = projection_sizes(shape)
     return sum(2.0 * config.rank_of(name) * sum(sizes[name]) for name in config.targets(sizes)) if config.r else 0.0
 
 
-def adapter_parameters(shape: ModelConfig, config: AdapterConfig) -> int:
+def adapter_parameters(shape: ModelConfig, config: low_rank.AdapterConfig) -> int:
     """Parameters of all adapters of a model of this shape."""
     sizes = projection_sizes(shape)
     targets = config.targets(sizes) if config.r else []
@@ -209,7 +196,7 @@ class StoredAdapters(StoredParameters):
     """Initial values of adapters together with the stored weights of their base model."""
 
     stored: StoredParameters
-    config: AdapterConfig
+    config: low_rank.AdapterConfig
     seed: int
     shapes: Mapping[str, torch.Size]
 
@@ -217,13 +204,13 @@ class StoredAdapters(StoredParameters):
         if name not in self.shapes:
             return self.stored.read(name, part)
         projection, _, own = name.partition(ADAPTER)
-        if own == A:
-            return initial_a(self.seed, projection, *self.shapes[name])[part]
-        if own == B:
+        if own == low_rank.A:
+            return low_rank.initial_a(self.seed, projection, *self.shapes[name])[part]
+        if own == low_rank.B:
             return torch.zeros(self.shapes[name])[part]
         # DoRA's magnitudes start as the lengths of whole rows, even where this rank holds only a part of the columns
-        num_inputs = self.shapes[f"{projection}{ADAPTER}{A}"][1]
-        return row_norms(self.stored.read(f"{projection}.weight", (part[0], slice(0, num_inputs))))
+        num_inputs = self.shapes[f"{projection}{ADAPTER}{low_rank.A}"][1]
+        return low_rank.row_norms(self.stored.read(f"{projection}.weight", (part[0], slice(0, num_inputs))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +219,7 @@ class StoredPacked(StoredParameters):
 
     stored: StoredParameters
     num_inputs: Mapping[str, int]
-    packed_format: PackedFormat
+    packed_format: low_rank.PackedFormat
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         projection, _, own = name.rpartition(".")
@@ -242,12 +229,12 @@ class StoredPacked(StoredParameters):
         # Whole rows are packed and then cut, so that runs and codes are those of one process
         num_inputs = self.num_inputs[projection]
         rows_OI = self.stored.read(f"{projection}.weight", (part[0], slice(0, num_inputs)))
-        codes, scales = pack(rows_OI, self.packed_format)
-        if own == CODES:
+        codes, scales = low_rank.pack(rows_OI, self.packed_format)
+        if own == low_rank.CODES:
             return codes[:, part[1]]
-        if own == SCALES:
+        if own == low_rank.SCALES:
             return scales[:, part[1]]
-        return unpack(codes, scales, num_inputs, self.packed_format)[:, part[1]]
+        return low_rank.unpack(codes, scales, num_inputs, self.packed_format)[:, part[1]]
 
 
 @dataclass(frozen=True)

@@ -158,28 +158,24 @@ class TeacherCache:
                 log_probs_TK, tokens_TK = self.teacher.top_tokens(alone, self.temperature, self.top_k)
                 new[digest] = log_probs_TK.float().cpu(), tokens_TK.int().cpu()
         if new:
-            self._write(new)
+            # A shard, named by rank and rows: ranks that share the folder never write the same file
+            name = hashlib.sha256(" ".join(new).encode()).hexdigest()[:16]
+            path = self.folder / f"{self.rank}-{name}.safetensors"
+            log_probs_BTK, tokens_BTK = (torch.stack(parts) for parts in zip(*new.values(), strict=True))
+            temporary = path.with_suffix(".tmp")
+            with writing(path):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    tensors = {LOG_PROBS: log_probs_BTK, TOKENS: tokens_BTK}
+                    save_file(tensors, temporary, metadata={"rows": " ".join(new)})
+                except SafetensorError as error:
+                    raise StorageError(f"{path}: cannot be written ({error}); free some space and run again") from error
+                os.replace(temporary, path)
+            self.places |= {digest: (path, place) for place, digest in enumerate(new)}
         rows = found | new
         log_probs_BTK, tokens_BTK = (torch.stack(parts) for parts in zip(*map(rows.__getitem__, digests), strict=True))
         device = batch.input_ids_BT.device
         return {LOG_PROBS: log_probs_BTK.to(device), TOKENS: tokens_BTK.to(device, torch.int64)}
-
-    def _write(self, rows: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Write a shard, atomically."""
-        # Named by rank and rows: ranks that share the folder never write the same file
-        name = hashlib.sha256(" ".join(rows).encode()).hexdigest()[:16]
-        path = self.folder / f"{self.rank}-{name}.safetensors"
-        log_probs_BTK, tokens_BTK = (torch.stack(parts) for parts in zip(*rows.values(), strict=True))
-        temporary = path.with_suffix(".tmp")
-        with writing(path):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                tensors = {LOG_PROBS: log_probs_BTK, TOKENS: tokens_BTK}
-                save_file(tensors, temporary, metadata={"rows": " ".join(rows)})
-            except SafetensorError as error:
-                raise StorageError(f"{path}: cannot be written ({error}); free some space and run again") from error
-            os.replace(temporary, path)
-        self.places |= {digest: (path, place) for place, digest in enumerate(rows)}
 
 
 @dataclass(frozen=True)

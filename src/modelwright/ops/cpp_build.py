@@ -7,7 +7,6 @@ There is one library for each combination of source text, compiler and options. 
 import hashlib
 import os
 import shlex
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -27,10 +26,6 @@ def library(source: Path, options: Sequence[str], *, folder: Path, known: str = 
     # Any other source, compiler or option gives another file, so that versions never overwrite each other.
     parts = "\0".join([known, *_compiler(), *options]).encode() + source.read_bytes()
     return folder / f"{source.stem}-{hashlib.sha256(parts).hexdigest()[:16]}.so"
-
-
-def has_compiler() -> bool:
-    return shutil.which(_compiler()[0]) is not None
 
 
 def compiled(source: Path, options: Sequence[str], *, folder: Path, way_out: str, known: str = "") -> Path:

@@ -19,14 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from modelwright.core.compatibility import (
-    EQUAL_REPLICAS,
-    EXACT_SUMS,
-    PROMPT_GRADIENTS,
-    SYNCHRONOUS_UPDATES,
-    WHOLE_GRADIENTS,
-    WHOLE_MODEL,
-)
+from modelwright.core import compatibility as run
 from modelwright.core.extensions import NoSettings
 from modelwright.ops.dtensor import TensorView, local, view_of
 from modelwright.parallel.gradient_sync import GradientSync
@@ -51,10 +44,12 @@ class Strategy(Protocol):
     """The processes that make one update together."""
     is_synchronous: ClassVar[bool] = True
     """True if every update waits for all ranks."""
-    needs: ClassVar[frozenset[str]] = frozenset({WHOLE_MODEL, WHOLE_GRADIENTS, PROMPT_GRADIENTS, SYNCHRONOUS_UPDATES})
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {run.WHOLE_MODEL, run.WHOLE_GRADIENTS, run.PROMPT_GRADIENTS, run.SYNCHRONOUS_UPDATES}
+    )
     """Properties of a run that it relies on (`core/compatibility.py`); a setting or a layout that breaks one of them is
     refused. A strategy that needs less declares less."""
-    breaks: ClassVar[frozenset[str]] = frozenset({EXACT_SUMS, EQUAL_REPLICAS})
+    breaks: ClassVar[frozenset[str]] = frozenset({run.EXACT_SUMS, run.EQUAL_REPLICAS})
     """Properties of a run that it removes; a strategy that keeps these declares so."""
 
     def begin(self, step: int, num_steps: int) -> None:

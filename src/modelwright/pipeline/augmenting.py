@@ -110,7 +110,17 @@ def augment_sources(
             [dump(data), fingerprint(data, CleanConfig()), dump(replace(augment, num_workers=0)), settings]
         )
         report = SourceReport()
-        shards = _divide(read_documents(data, report=report), work / work_key)
+        folder, num_shards = work / work_key, 0
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
+            documents = read_documents(data, report=report)
+            while chunk := list(islice(documents, _SHARD_DOCUMENTS)):
+                shard = ShardFiles(folder, num_shards)
+                if shard.facts(_ORIGINALS) is None:  # a finished shard is not written again
+                    content = pack_lines(document.to_json() for document in chunk)
+                    shard.write(_ORIGINALS, {"originals.zst": content}, {})
+                num_shards += 1
+        shards = list(numbered(folder, num_shards))
         jobs = [ShardJob(shard, augment, settings) for shard in shards]
         engine = LocalProcesses(augment.num_workers or num_usable_cores())
         progress.begin("augment", report.num_documents, "documents")
@@ -156,20 +166,6 @@ def augment_shard(job: ShardJob) -> int:
         }
         job.shard.write(_COPIES, {"copies.zst": pack_lines(lines)}, facts)
     return facts["documents"]
-
-
-def _divide(documents: Iterator[Document], folder: Path) -> list[ShardFiles]:
-    """Writes the documents into shards; a finished shard is not written again."""
-    with writing(folder):
-        folder.mkdir(exist_ok=True)
-        num_shards = 0
-        while chunk := list(islice(documents, _SHARD_DOCUMENTS)):
-            shard = ShardFiles(folder, num_shards)
-            if shard.facts(_ORIGINALS) is None:
-                content = pack_lines(document.to_json() for document in chunk)
-                shard.write(_ORIGINALS, {"originals.zst": content}, {})
-            num_shards += 1
-    return list(numbered(folder, num_shards))
 
 
 def _summary(facts: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -299,7 +299,16 @@ def _clean_into_folder(
         # The result does not depend on how, and in how many processes, the shards are cleaned.
         deciding = {name: value for name, value in dump(clean).items() if name not in ("engine", "num_workers")}
         settings = {"data": dump(data), "clean": deciding}
-        if changed := _changed(folder, settings):
+        changed = ""
+        try:
+            earlier = cast(dict[str, Any], json.loads((folder / SETTINGS).read_text()))
+        except (OSError, ValueError):
+            changed = "unknown settings" if (folder / REPORT).exists() else ""
+        else:
+            now = json.loads(json.dumps(settings))
+            names = [*_names(difference(now, earlier)), *_names(difference(earlier, now))]
+            changed = ", ".join(dict.fromkeys(names))
+        if changed:
             progress.note(f"clean: {out} holds the result of other settings, which is replaced: {changed}")
         key = digest({"data": settings["data"], "sources": fingerprint(data, clean)})
         # The run that reads the result divides it into splits, unless the user asks for them here.
@@ -394,16 +403,6 @@ def _checked(out: str, sources: tuple[str, ...]) -> Path:
         text = f"--out: {out} lies in the source {inside[0]}" if inside else f"--out: {out} holds the source {files[0]}"
         raise ConfigError(f"{text}, so that its result would be read as text; choose a folder outside of the sources")
     return folder
-
-
-def _changed(folder: Path, settings: Mapping[str, Any]) -> str:
-    """Returns the names of settings that differ from those of the result in `folder`; "" without differences."""
-    try:
-        earlier: Any = json.loads((folder / SETTINGS).read_text())
-    except (OSError, ValueError):
-        return "unknown settings" if (folder / REPORT).exists() else ""
-    now, before = json.loads(json.dumps(settings)), cast(dict[str, Any], earlier)
-    return ", ".join(dict.fromkeys([*_names(difference(now, before)), *_names(difference(before, now))]))
 
 
 def _names(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

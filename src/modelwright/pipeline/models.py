@@ -55,7 +55,23 @@ def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel
     if stage and stage not in config.served_names:
         raise ConfigError(f"--stage: {stage!r} does not make a model; choose from {', '.join(config.served_names)}")
     trained = (QUANTIZE.name,) if int8 else config.served_names
-    name, unfinished = _last_finished(run, (stage,) if stage else trained, trained)
+    # The last of the wanted stages that has an artifact; `unfinished` are the later ones.
+    wanted, unfinished = (stage,) if stage else trained, list[str]()
+    for name in reversed(wanted):
+        artifact = run.stage(name).artifact
+        if is_finished(artifact):
+            break
+        # Whether its last attempt finished is known from its own journal, or from the run's if its folder is gone.
+        attempts = read_attempts(run.stage(name))
+        if attempts[-1]["state"] == "done" if attempts else name in run.read_info().get("stages", {}):
+            text = f"{artifact}: is missing or has no {MANIFEST}, although {name} was finished; run its stage again"
+            raise ArtifactError(text + _ways_out(run, name, trained))
+        unfinished.insert(0, name)
+    else:
+        needed = " or ".join(wanted) or "training"
+        raise ArtifactError(
+            f"{run.path}: has no finished model yet ({needed}); continue with: modelwright run {run.path}"
+        )
     try:
         manifest = read_manifest(run.stage(name).artifact, kind=name, verify=True)
     except ArtifactError as error:
@@ -63,23 +79,6 @@ def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel
     source = ModelSource(name=config.name, folder=run.stage(name).artifact, stage=name, digest=manifest.content_digest)
     remark = f"{' and '.join(unfinished)} has not finished yet, so this is the model of {name}" if unfinished else ""
     return FoundModel(source, config.serve, config.requests, remark, run)
-
-
-def _last_finished(run: RunDir, wanted: Sequence[str], trained: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the last of the `wanted` stages that has an artifact, and the later ones, which have not finished yet."""
-    unfinished: list[str] = []
-    for name in reversed(wanted):
-        artifact = run.stage(name).artifact
-        if is_finished(artifact):
-            return name, unfinished
-        # Whether its last attempt finished is known from its own journal, or from the run's if its folder is gone.
-        attempts = read_attempts(run.stage(name))
-        if attempts[-1]["state"] == "done" if attempts else name in run.read_info().get("stages", {}):
-            text = f"{artifact}: is missing or has no {MANIFEST}, although {name} was finished; run its stage again"
-            raise ArtifactError(text + _ways_out(run, name, trained))
-        unfinished.insert(0, name)
-    needed = " or ".join(wanted) or "training"
-    raise ArtifactError(f"{run.path}: has no finished model yet ({needed}); continue with: modelwright run {run.path}")
 
 
 def _ways_out(run: RunDir, name: str, trained: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ settled here, before any group is built.
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,6 @@ from modelwright.parallel.elastic import join_as_fits
 from modelwright.parallel.mesh import World, join_world
 from modelwright.parallel.topology.links import (
     DEFAULT_TRAFFIC,
-    AxisTraffic,
     LinksConfig,
     Placement,
     find_places,
@@ -123,25 +122,19 @@ def join_ranks(config: RunConfig, *, links: Path, num_rows: int = 0, host: str =
         if layout.reorder_ranks and world.size > 1:
             with prefix_errors("parallel"):
                 axes = layout.axes(world.size)
-            traffic = _traffic(config, layout, world.size)
+            # The traffic of the first training along each axis, before its data exists.
+            traffic = DEFAULT_TRAFFIC
+            if config.trainings:
+                known = resolve_inputs(config)
+                with suppress(ConfigError):  # the check of the whole request reports the error
+                    job, placed = planned(known, known.first_training, layout, world.size)
+                    traffic = DEFAULT_TRAFFIC | expected_traffic(job, placed)
             placement = find_places(world, axes, LinksConfig(cache=str(links)), traffic, host=host)
             world = take_places(world, placement.order)
         # A group of its own: with that timeout, a collective of training would hang for days unnoticed.
         waiting = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
         with Heartbeat(world, lost_after_s=layout.heartbeat_timeout_s):
             yield RunGroup(world, layout, waiting, placement)
-
-
-def _traffic(config: RunConfig, layout: ParallelConfig, num_processes: int) -> dict[str, AxisTraffic]:
-    """Estimates the traffic along each axis in the first training of the run, before its data exists."""
-    if not config.trainings:
-        return DEFAULT_TRAFFIC
-    config = resolve_inputs(config)
-    try:
-        job, placed = planned(config, config.first_training, layout, num_processes)
-        return DEFAULT_TRAFFIC | expected_traffic(job, placed)
-    except ConfigError:
-        return DEFAULT_TRAFFIC  # the check of the whole request reports the error
 
 
 def shared_rows(config: RunConfig) -> int:

@@ -73,7 +73,22 @@ def resolve(config: RunConfig, previous: RunConfig | None, progress: Progress, r
         previous = None
     config = _decide(config, previous if device == "cpu" else None, "fp32_matmul", _measure_fp32, progress)
     config = _decide(config, previous, "policy", _measure_policy, progress)
-    return _resolve_int8(config, previous, progress)
+    if config.serve.int8.backend != "auto":
+        return config
+    if previous:
+        return replace(
+            config, serve=replace(config.serve, int8=replace(config.serve.int8, backend=previous.serve.int8.backend))
+        )
+    torch.set_num_threads(config.hardware.num_threads)
+    matrices = [quantize_rows(torch.randn(shape)) for shape in matrix_shapes(config.model)]
+    times = undisturbed(partial(backend_times, matrices, num_rounds=INT8_ROUNDS), OtherProcesses()).value
+    best = min(times, key=lambda name: times[name])
+    shown = ", ".join(
+        f"{name} {1e6 * value:.0f} µs a token" if value <= HOPELESS * times[best] else f"{name} far slower"
+        for name, value in times.items()
+    )
+    progress.note(f"INT8 backend: {best} ({shown})")
+    return replace(config, serve=replace(config.serve, int8=replace(config.serve.int8, backend=best)))
 
 
 def resolved_device(device: str) -> Literal["cpu", "cuda"]:
@@ -281,25 +296,6 @@ def _measure_policy(config: RunConfig, progress: Progress) -> str:
     shown = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
     progress.note(f"precision policy: {best.policy} (measured at the model's shapes: {shown})")
     return best.policy
-
-
-def _resolve_int8(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
-    if config.serve.int8.backend != "auto":
-        return config
-    if previous:
-        return replace(
-            config, serve=replace(config.serve, int8=replace(config.serve.int8, backend=previous.serve.int8.backend))
-        )
-    torch.set_num_threads(config.hardware.num_threads)
-    matrices = [quantize_rows(torch.randn(shape)) for shape in matrix_shapes(config.model)]
-    times = undisturbed(partial(backend_times, matrices, num_rounds=INT8_ROUNDS), OtherProcesses()).value
-    best = min(times, key=lambda name: times[name])
-    shown = ", ".join(
-        f"{name} {1e6 * value:.0f} µs a token" if value <= HOPELESS * times[best] else f"{name} far slower"
-        for name, value in times.items()
-    )
-    progress.note(f"INT8 backend: {best} ({shown})")
-    return replace(config, serve=replace(config.serve, int8=replace(config.serve.int8, backend=best)))
 
 
 def _absolute_path(path: str) -> str:

@@ -93,7 +93,32 @@ def parse_layers(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> tuple[R
     common = {one.name: getattr(settings, one.name) for one in fields(RunConfig) if hasattr(settings, one.name)}
     own = {name: getattr(settings, name) for name in sections if name in names}
     config = RunConfig(**{**common, "stages": stages, "sections": own})
-    _check_lengths(config)
+    # The run must have the stages that its stages need, and their sections must agree.
+    present = {stage.name for stage in config.stages}
+    known = {stage.name: stage for stage in known_stages()}
+    for stage in config.stages:
+        for name in stage.needs(config):
+            if name not in present:
+                needed = known[name]
+                replaced = needed.model_title or needed.with_init_from == "never"
+                way_out = " or start from a model folder with init_from" if replaced else ""
+                raise ConfigError(f"stages: {stage.name} needs {name}; add it{way_out}")
+    # With `init_from` the context is that of the folder, which `resolve_inputs` checks.
+    if not config.init_from and config.has(PACK) and config.section(PACK).seq_len > config.model.max_seq_len:
+        raise ConfigError(
+            f"pack.seq_len: {config.section(PACK).seq_len} is more than the model's context (model.max_seq_len "
+            f"{config.model.max_seq_len}); make one equal to the other"
+        )
+    if config.has(TOKENIZE) and config.tokenizer.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: {config.model.vocab_size} is less than the tokenizer's "
+            f"{config.tokenizer.vocab_size} (tokenizer.vocab_size); make it at least as large"
+        )
+    for stage in config.trainings:
+        try:
+            config.section(stage).batch_rows(config.section(PACK).seq_len * stage.trained_rows)
+        except ConfigError as error:
+            raise ConfigError(f"{stage.name}.{error}") from None
     return config, data
 
 
@@ -182,32 +207,3 @@ def _selection() -> type:
     parts = {one.name: one for one in fields(schema)}
     chosen = [(name, hints[name], field(default=parts[name].default)) for name in ("stages", "init_from")]
     return make_dataclass("Selection", chosen, frozen=True, kw_only=True)
-
-
-def _check_lengths(config: RunConfig) -> None:
-    """Checks that the run has the stages that its stages need, and that their sections agree."""
-    present = {stage.name for stage in config.stages}
-    known = {stage.name: stage for stage in known_stages()}
-    for stage in config.stages:
-        for name in stage.needs(config):
-            if name not in present:
-                needed = known[name]
-                replaced = needed.model_title or needed.with_init_from == "never"
-                way_out = " or start from a model folder with init_from" if replaced else ""
-                raise ConfigError(f"stages: {stage.name} needs {name}; add it{way_out}")
-    # With `init_from` the context is that of the folder, which `resolve_inputs` checks.
-    if not config.init_from and config.has(PACK) and config.section(PACK).seq_len > config.model.max_seq_len:
-        raise ConfigError(
-            f"pack.seq_len: {config.section(PACK).seq_len} is more than the model's context (model.max_seq_len "
-            f"{config.model.max_seq_len}); make one equal to the other"
-        )
-    if config.has(TOKENIZE) and config.tokenizer.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size: {config.model.vocab_size} is less than the tokenizer's "
-            f"{config.tokenizer.vocab_size} (tokenizer.vocab_size); make it at least as large"
-        )
-    for stage in config.trainings:
-        try:
-            config.section(stage).batch_rows(config.section(PACK).seq_len * stage.trained_rows)
-        except ConfigError as error:
-            raise ConfigError(f"{stage.name}.{error}") from None

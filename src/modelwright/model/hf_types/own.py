@@ -4,7 +4,7 @@ heads. `transformers` refuses its folders, and the export does so by name.
 
 from typing import Any, get_args
 
-from modelwright.model.config import AttentionConfig, AttentionGate, FeedForwardConfig, ModelConfig
+from modelwright.model.config import AttentionConfig, AttentionGate, FeedForwardConfig
 from modelwright.model.hf_types import hf_type as hf
 
 OWN_TYPE = "modelwright"
@@ -32,14 +32,16 @@ def _read(settings: hf.HfSettings) -> dict[str, Any]:
     }
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    own = {
+OWN = hf.HfType(
+    name=OWN_TYPE,
+    architecture="ModelwrightForCausalLM",
+    read=_read,
+    write=lambda config: {
+        **hf.write_shape(config),
+        **hf.write_rope(config),
         "qk_norm": config.qk_norm,
         "attention_gate": config.attention_gate,
         "head_budget": config.head_budget,
         "mlp_bias": config.feed_forward.bias,
-    }
-    return {**hf.write_shape(config), **hf.write_rope(config), **own}
-
-
-OWN = hf.HfType(name=OWN_TYPE, architecture="ModelwrightForCausalLM", read=_read, write=_write)
+    },
+)

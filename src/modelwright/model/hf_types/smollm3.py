@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, layers_where
+from modelwright.model.config import AttentionConfig, FeedForwardConfig, layers_where
 from modelwright.model.hf_types import hf_type as hf
 
 
@@ -32,16 +32,18 @@ def _read(settings: hf.HfSettings) -> dict[str, Any]:
     }
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    without_rope = config.attention.layers_without_rope
-    return {
+SMOLLM3 = hf.HfType(
+    name="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    read=_read,
+    write=lambda config: {
         **hf.write_shape(config),
         **hf.write_rope(config),
         **hf.write_layer_types(config),
         "mlp_bias": config.feed_forward.bias,
         "use_sliding_window": config.attention.window > 0,
-        "no_rope_layers": [int(layer not in without_rope) for layer in range(config.num_layers)],
-    }
-
-
-SMOLLM3 = hf.HfType(name="smollm3", architecture="SmolLM3ForCausalLM", read=_read, write=_write)
+        "no_rope_layers": [
+            int(layer not in config.attention.layers_without_rope) for layer in range(config.num_layers)
+        ],
+    },
+)

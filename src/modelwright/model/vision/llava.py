@@ -23,31 +23,9 @@ from torch import Tensor, nn
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError, ModelError, writing
+from modelwright.model import hf
 from modelwright.model.decoder import Decoder, Insert
-from modelwright.model.hf import (
-    LLAVA,
-    WEIGHTS,
-    StoredWeights,
-    check_tensors,
-    config_from_hf,
-    hf_config,
-    hf_tensors,
-    hf_weights,
-    read_json,
-    save_tensors,
-    set_parameter,
-    type_of,
-)
-from modelwright.model.vision.folders import (
-    CLIP_VISION,
-    SIGLIP_VISION,
-    VISION_PREFIX,
-    save_preprocessor,
-    stored_name,
-    tower_config,
-    tower_settings,
-    tower_weights,
-)
+from modelwright.model.vision import folders
 from modelwright.model.vision.vit import VisionTower
 
 IMAGES = "images"
@@ -161,7 +139,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 def is_llava_folder(folder: Path) -> bool:
     """Returns whether a model folder is for `load_llava`. Raises `ModelError` without a `config.json`."""
-    return read_json(folder / "config.json").get("model_type") == LLAVA
+    return hf.read_json(folder / "config.json").get("model_type") == hf.LLAVA
 
 
 def save_llava(
@@ -175,9 +153,9 @@ def save_llava(
     dtype = str(model.head_weight.dtype).removeprefix("torch.")
     settings = {
         "architectures": ["LlavaForConditionalGeneration"],
-        "model_type": LLAVA,
-        "text_config": {**hf_config(model.config), **special, "dtype": dtype},
-        "vision_config": tower_settings(tower.config),
+        "model_type": hf.LLAVA,
+        "text_config": {**hf.hf_config(model.config), **special, "dtype": dtype},
+        "vision_config": folders.tower_settings(tower.config),
         "image_token_index": prefix.tokens.token_id,
         "image_seq_length": prefix.tokens.num_patches,
         "projector_hidden_act": "gelu",
@@ -195,13 +173,13 @@ def save_llava(
         "vision_feature_select_strategy": _strategy(tower),
         "num_additional_image_tokens": tower.config.num_tokens - tower.config.num_patches,
     }
-    weights = {TEXT + name: one for name, one in hf_weights(model).items()}
-    weights |= {TOWER + name: one for name, one in tower_weights(tower).items()}
+    weights = {TEXT + name: one for name, one in hf.hf_weights(model).items()}
+    weights |= {TOWER + name: one for name, one in folders.tower_weights(tower).items()}
     weights |= {PROJECTOR + name: one.detach().contiguous() for name, one in prefix.projector.named_parameters()}
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        save_tensors(folder / WEIGHTS, weights)
-    save_preprocessor(tower.config, folder)
+        hf.save_tensors(folder / hf.WEIGHTS, weights)
+    folders.save_preprocessor(tower.config, folder)
     files = {"config.json": settings, "processor_config.json": processor, "generation_config.json": special}
     for name, content in files.items():
         write_atomic(folder / name, json.dumps(content, indent=2) + "\n")
@@ -213,21 +191,21 @@ def load_llava(folder: Path) -> Decoder:
     Raises `ModelError` that names the setting or tensor when the folder holds anything that cannot be expressed
     exactly, or when files are missing, damaged or contradict each other.
     """
-    settings = {**_DEFAULTS, **read_json(folder / "config.json")}
+    settings = {**_DEFAULTS, **hf.read_json(folder / "config.json")}
     where = str(folder / "config.json")
-    if settings.get("model_type") != LLAVA:
-        raise ModelError(f"{where}: model_type is {settings.get('model_type')!r}, not {LLAVA}")
+    if settings.get("model_type") != hf.LLAVA:
+        raise ModelError(f"{where}: model_type is {settings.get('model_type')!r}, not {hf.LLAVA}")
     with torch.device("meta"):
         model = _without_weights(settings, folder, where)
     prefix = image_prefix(model)
     assert prefix is not None
     # This project's parameters in each tensor, by rows
-    names = {TEXT + tensor: parts for tensor, parts in hf_tensors(model, type_of(model.config)).items()}
+    names = {TEXT + tensor: parts for tensor, parts in hf.hf_tensors(model, hf.type_of(model.config)).items()}
     for name, _ in prefix.tower.named_parameters():
-        names[TOWER + stored_name(name)] = [f"heads.{IMAGES}.tower.{name}"]
+        names[TOWER + folders.stored_name(name)] = [f"heads.{IMAGES}.tower.{name}"]
     for name in dict(prefix.projector.named_parameters()):
         names[PROJECTOR + name] = [f"heads.{IMAGES}.projector.{name}"]
-    stored = StoredWeights(folder)
+    stored = hf.StoredWeights(folder)
     known = {canonical(name): name for name in stored.tensors if not name.endswith(("inv_freq", "position_ids"))}
     if model.config.tie_embeddings:
         known.pop(f"{TEXT}lm_head.weight", None)
@@ -235,13 +213,13 @@ def load_llava(folder: Path) -> Decoder:
     for tensor, parts in names.items():
         shapes = [model.get_parameter(name).shape for name in parts]
         wanted[tensor] = torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:]))
-    check_tensors(folder, wanted=wanted, stored={name: stored.tensors[own].shape for name, own in known.items()})
+    hf.check_tensors(folder, wanted=wanted, stored={name: stored.tensors[own].shape for name, own in known.items()})
     for tensor, parts in names.items():
         whole = stored.read(known[tensor]).float()
         rows = [model.get_parameter(name).shape[0] for name in parts]
         for name, part in zip(parts, torch.split(whole, rows), strict=True):
             # A clone, so that no parameter keeps the storage of the whole tensor alive
-            set_parameter(model, name, part.clone() if len(parts) > 1 else part)
+            hf.set_parameter(model, name, part.clone() if len(parts) > 1 else part)
     return model
 
 
@@ -250,12 +228,15 @@ def _without_weights(settings: Mapping[str, Any], folder: Path, where: str) -> D
     if not isinstance(text, Mapping) or not isinstance(vision, Mapping):
         raise ModelError(f"{where}: text_config or vision_config is missing, so the model is not complete")
     text, vision = cast(Mapping[str, Any], text), cast(Mapping[str, Any], vision)
-    kind = vision.get("model_type", CLIP_VISION)
-    if kind not in (CLIP_VISION, SIGLIP_VISION):
-        raise ModelError(f"{where}: vision_config.model_type is {kind!r}; known are {CLIP_VISION} and {SIGLIP_VISION}")
+    kind = vision.get("model_type", folders.CLIP_VISION)
+    if kind not in (folders.CLIP_VISION, folders.SIGLIP_VISION):
+        raise ModelError(
+            f"{where}: vision_config.model_type is {kind!r}; known are {folders.CLIP_VISION} and "
+            f"{folders.SIGLIP_VISION}"
+        )
     is_tied = bool(settings.get("tie_word_embeddings")) or bool(text.get("tie_word_embeddings"))
-    model = Decoder(config_from_hf({**text, "tie_word_embeddings": is_tied}, source=f"{where}: text_config"))
-    tower = VisionTower(tower_config(vision, folder, is_clip=kind == CLIP_VISION))
+    model = Decoder(hf.config_from_hf({**text, "tie_word_embeddings": is_tied}, source=f"{where}: text_config"))
+    tower = VisionTower(folders.tower_config(vision, folder, is_clip=kind == folders.CLIP_VISION))
     wanted = {
         "projector_hidden_act": "gelu",
         "multimodal_projector_bias": True,
@@ -289,8 +270,8 @@ def canonical(name: str) -> str:
         return TEXT + name
     if name.startswith(TEXT) and not name.startswith((f"{TEXT}model.", f"{TEXT}lm_head.")):
         return f"{TEXT}model.{name.removeprefix(TEXT)}"
-    if name.startswith(TOWER) and not name.startswith(TOWER + VISION_PREFIX):
-        return TOWER + VISION_PREFIX + name.removeprefix(TOWER)
+    if name.startswith(TOWER) and not name.startswith(TOWER + folders.VISION_PREFIX):
+        return TOWER + folders.VISION_PREFIX + name.removeprefix(TOWER)
     return name
 
 

@@ -6,22 +6,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from modelwright.core.compatibility import (
-    ADAMW_STATES,
-    EQUAL_REPLICAS,
-    EXACT_SUMS,
-    GRADIENT_SUMS,
-    ONE_COPY,
-    PROMPT_GRADIENTS,
-    RESIDENT_STATES,
-    SEVERAL_REPLICAS,
-    SYNCHRONOUS_UPDATES,
-    WHOLE_GRADIENTS,
-    WHOLE_MODEL,
-    WHOLE_ROWS,
-    Feature,
-    feature,
-)
+from modelwright.core import compatibility as run
+from modelwright.core.compatibility import Feature, feature
 from modelwright.core.config import constant, dump, only_for
 from modelwright.core.errors import ConfigError
 from modelwright.core.extensions import configured
@@ -86,20 +72,22 @@ class GradientSyncConfig:
 
     def features(self) -> list[Feature]:
         """Returns the features of gradient synchronization, with the properties of a run that each needs and breaks."""
-        result, needs = [], {WHOLE_GRADIENTS, GRADIENT_SUMS}
+        result, needs = [], {run.WHOLE_GRADIENTS, run.GRADIENT_SUMS}
         for name, (spec, _) in self.named().items():
             # The settings that choose another strategy would have no effect.
-            replaced = {WHOLE_GRADIENTS, PROMPT_GRADIENTS, SYNCHRONOUS_UPDATES}
-            breaks = spec.strategy.breaks | {GRADIENT_SUMS}
+            replaced = {run.WHOLE_GRADIENTS, run.PROMPT_GRADIENTS, run.SYNCHRONOUS_UPDATES}
+            breaks = spec.strategy.breaks | {run.GRADIENT_SUMS}
             result.append(feature("strategy", name, needs=spec.strategy.needs | replaced, breaks=breaks))
         if self.kind != "allreduce":
-            breaks = [] if self.kind == "topology_aware" else [EXACT_SUMS]
-            result.append(feature("kind", self.kind, needs=needs, breaks=breaks, only_with=[SEVERAL_REPLICAS]))
+            breaks = [] if self.kind == "topology_aware" else [run.EXACT_SUMS]
+            result.append(feature("kind", self.kind, needs=needs, breaks=breaks, only_with=[run.SEVERAL_REPLICAS]))
         if self.local_sgd.sync_every_steps:
-            needs = needs | {SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, WHOLE_ROWS}
-            result.append(feature("local_sgd.sync_every_steps", needs=needs, breaks=[EXACT_SUMS, EQUAL_REPLICAS]))
+            needs = needs | {run.SYNCHRONOUS_UPDATES, run.PROMPT_GRADIENTS, run.WHOLE_ROWS}
+            result.append(
+                feature("local_sgd.sync_every_steps", needs=needs, breaks=[run.EXACT_SUMS, run.EQUAL_REPLICAS])
+            )
         if self.local_sgd.sync_second_moment_every:
-            result.append(feature("local_sgd.sync_second_moment_every", needs=[ADAMW_STATES]))
+            result.append(feature("local_sgd.sync_second_moment_every", needs=[run.ADAMW_STATES]))
         return result
 
 
@@ -126,9 +114,9 @@ class AsyncUpdatesConfig:
     def features(self) -> list[Feature]:
         """Returns the feature of asynchronous updates, with the properties of a run that it needs and breaks."""
         if self.mode == "delayed":
-            return [feature("mode", self.mode, needs=[WHOLE_GRADIENTS], breaks=[PROMPT_GRADIENTS])]
+            return [feature("mode", self.mode, needs=[run.WHOLE_GRADIENTS], breaks=[run.PROMPT_GRADIENTS])]
         if self.mode == "hogwild":
-            needs = [WHOLE_GRADIENTS, WHOLE_MODEL, ADAMW_STATES, RESIDENT_STATES, ONE_COPY]
+            needs = [run.WHOLE_GRADIENTS, run.WHOLE_MODEL, run.ADAMW_STATES, run.RESIDENT_STATES, run.ONE_COPY]
             return [feature("mode", self.mode, needs=needs, breaks=Hogwild.breaks)]
         return []
 

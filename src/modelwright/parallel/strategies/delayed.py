@@ -61,7 +61,12 @@ class DelayedSync:
         # Copies, because the next step changes gradients and weights while the sum is in flight.
         sums = [gradient.detach().clone() for gradient in gradients]
         weights = [weight.detach().clone() for weight in self.weights] if self.compensate is not None else []
-        self._in_flight.append(_InFlight(sums, weights, self._thread.submit(self._reduce, sums)))
+
+        def send() -> int:
+            self.inner.reduce(sums)
+            return self.inner.bytes_sent
+
+        self._in_flight.append(_InFlight(sums, weights, self._thread.submit(send)))
         if len(self._in_flight) <= self.delay:
             torch._foreach_zero_(list(gradients))  # pyright: ignore
             return
@@ -88,7 +93,3 @@ class DelayedSync:
             arrived: Future[int] = Future()
             arrived.set_result(0)
             self._in_flight.append(_InFlight(list(step["sums"]), list(step["weights"]), arrived))
-
-    def _reduce(self, sums: list[Tensor]) -> int:
-        self.inner.reduce(sums)
-        return self.inner.bytes_sent

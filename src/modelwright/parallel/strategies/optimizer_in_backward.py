@@ -11,7 +11,7 @@ A `GradientReady` decides when a gradient is final, and which shard of it this p
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,22 +21,10 @@ from torch.utils.hooks import RemovableHandle
 from modelwright.core.compatibility import OWN_WEIGHTS, UNDIVIDED_GRADIENTS, WHOLE_GRADIENTS
 from modelwright.core.errors import ModelwrightError
 from modelwright.ops.dtensor import TensorView, as_dtensor_like, local
+from modelwright.parallel import strategy
 from modelwright.parallel.gradient_sync import BUCKET_BYTES, MANY_BUCKETS, Buckets, cut_into_buckets
 from modelwright.parallel.mesh import World
 from modelwright.parallel.strategies.shared_memory import SharedModel, shard_range, starts_of
-from modelwright.parallel.strategy import (
-    Replica,
-    Strategy,
-    Unscale,
-    combine_norms,
-    layout_blocker,
-    redistribute_like,
-    total_norm,
-)
-
-UpdateInBackward = Literal["none", "unclipped", "clip_by_last_norm"]
-"""`unclipped` leaves gradients unscaled; `clip_by_last_norm` scales them down by the norm of the previous step, which
-is known, where that was above the limit. The first step is not clipped."""
 
 Then = Callable[[Tensor, Tensor], None]
 """`(a parameter whose gradient is final, the parameter itself or its shard to update, with that gradient)`."""
@@ -131,7 +119,7 @@ class ReducedInBackward(GradientReady):
         for parameter in parameters:
             # Zeros where no gradient flowed; partial sums over the tensor axis are reduced here.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            shards.append(local(redistribute_like(gradient, parameter)).reshape(-1))
+            shards.append(local(strategy.redistribute_like(gradient, parameter)).reshape(-1))
         flat = torch.cat(shards) if len(shards) > 1 else shards[0]
         for parameter in parameters:
             parameter.grad = None
@@ -166,12 +154,21 @@ class SharedInBackward(GradientReady):
         self._then: Then = lambda parameter, shard: None
 
     def begin(self, optimizer: Optimizer) -> Optimizer:
+        def places(room: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+            # In the two halves of `room`, with neighboring buckets in different halves.
+            halves, by_parameter = room.chunk(2), dict[Tensor, Tensor]()
+            for number, bucket in enumerate(self._buckets.cut(self.parameters)):
+                for parameter, start in zip(bucket, starts_of(bucket), strict=False):
+                    place = halves[number % 2][start : start + parameter.numel()]
+                    by_parameter[parameter] = place.view_as(parameter)
+            return [by_parameter[parameter] for parameter in parameters]
+
         room = room_of_two_buckets(self.parameters, bucket_bytes=self._buckets.bucket_bytes)
         self.shared = SharedModel(
             self.world,
             optimizer,
             room=room,
-            places=self._places,
+            places=places,
             own_range=lambda parameter, start, total: shard_range(self.world, parameter.numel()),
         )
         return self.shared.shard_optimizer or optimizer
@@ -211,22 +208,13 @@ class SharedInBackward(GradientReady):
                         own.add_(slot)
                 self._then(parameter, shard.weight)
 
-    def _places(self, room: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Returns places in the two halves of `room`, with neighboring buckets in different halves."""
-        halves, places = room.chunk(2), {}
-        for number, bucket in enumerate(self._buckets.cut(self.parameters)):
-            for parameter, start in zip(bucket, starts_of(bucket), strict=False):
-                place = halves[number % 2][start : start + parameter.numel()]
-                places[parameter] = place.view_as(parameter)
-        return [places[parameter] for parameter in parameters]
-
 
 def room_of_two_buckets(parameters: Sequence[Tensor], *, bucket_bytes: int = SHARED_BUCKET_BYTES) -> int:
     """Returns the number of elements of two of the largest buckets."""
     return 2 * max(starts_of(bucket)[-1] for bucket in cut_into_buckets(parameters, bucket_bytes))
 
 
-class OptimizerInBackward(Strategy):
+class OptimizerInBackward(strategy.Strategy):
     """Updates parameters during backward, unless a loss is not finite or no label in the batch counts. ready: see
     `GradientReady`; clip_norm: limit for the norm of the last step, 0 for none.
     """
@@ -235,7 +223,7 @@ class OptimizerInBackward(Strategy):
     # Own weights, because processes of a host may share them.
     breaks = frozenset({WHOLE_GRADIENTS, UNDIVIDED_GRADIENTS, OWN_WEIGHTS})
 
-    def __init__(self, replica: Replica, ready: GradientReady, *, clip_norm: float = 0.0) -> None:
+    def __init__(self, replica: strategy.Replica, ready: GradientReady, *, clip_norm: float = 0.0) -> None:
         self.replica = replica
         self.mesh = replica.mesh
         self.ready = ready
@@ -268,9 +256,9 @@ class OptimizerInBackward(Strategy):
             return "optimizer_in_backward has changed weights in this step already"
         if self.mesh.world.size > 1 and self.mesh.is_only_data_parallel:
             return "optimizer_in_backward, for which ranks agree amid backward; set it to false"
-        return layout_blocker(self.mesh)
+        return strategy.layout_blocker(self.mesh)
 
-    def reduce_gradients(self, unscale: Unscale) -> list[TensorView]:
+    def reduce_gradients(self, unscale: strategy.Unscale) -> list[TensorView]:
         """Finishes the updates that backward has started; no gradient is left afterwards."""
         if self._armed:
             self.ready.finish()
@@ -298,7 +286,7 @@ class OptimizerInBackward(Strategy):
                 copies = 1 if self.ready.updates_shards else num_holders
                 by_holders.setdefault(copies, []).append(norms.get(parameter, 0.0))
             joined = {copies: math.hypot(*held) for copies, held in by_holders.items()}
-            self._norm = combine_norms(joined, self.mesh.world)
+            self._norm = strategy.combine_norms(joined, self.mesh.world)
         if not math.isfinite(self._norm):
             raise ModelwrightError(
                 f"the gradient of {self._not_finite or 'a parameter'} was not finite after other weights had been "
@@ -329,7 +317,7 @@ class OptimizerInBackward(Strategy):
             return  # an earlier attempt at this step was abandoned
         assert shard.grad is not None
         assert parameter not in self._norms, f"the gradient of {self.replica.names[parameter]} came twice"
-        self._norms[parameter] = norm = float(total_norm([local(shard.grad)]))
+        self._norms[parameter] = norm = float(strategy.total_norm([local(shard.grad)]))
         if not math.isfinite(norm):
             self._not_finite = self._not_finite or self.replica.names[parameter]
         if not self._not_finite:

@@ -23,13 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from modelwright.core.compatibility import (
-    GRADIENT_SUMS,
-    OWN_WEIGHTS,
-    REVERSIBLE_UPDATES,
-    UNDIVIDED_GRADIENTS,
-    WHOLE_MATRICES,
-)
+from modelwright.core import compatibility as run
 from modelwright.core.errors import ConfigError, ModelwrightError, StorageError, writing
 from modelwright.ops.dtensor import TensorView, flat_view_of
 from modelwright.parallel.mesh import Mesh, World
@@ -92,9 +86,18 @@ def shared_file(world: World, num_bytes: int) -> Iterator[str]:
     path, problem = "", ""
     if world.is_first:
         try:
-            path = _make_file(num_bytes)
+            file, path = tempfile.mkstemp(prefix="modelwright-", dir=_folder())
+            try:
+                with writing(path):
+                    # A sparse file would end the run by SIGBUS in a step, when the host's memory is full.
+                    os.posix_fallocate(file, 0, num_bytes)
+            except BaseException:
+                os.unlink(path)
+                raise
+            finally:
+                os.close(file)
         except StorageError as error:
-            problem = str(error)
+            path, problem = "", str(error)
     try:
         path, problem = world.gather_json((path, problem))[0]
         if problem:
@@ -111,20 +114,6 @@ def shared_file(world: World, num_bytes: int) -> Iterator[str]:
 
 def _folder() -> str:
     return _HOST_MEMORY if os.access(_HOST_MEMORY, os.W_OK) else tempfile.gettempdir()
-
-
-def _make_file(num_bytes: int) -> str:
-    file, path = tempfile.mkstemp(prefix="modelwright-", dir=_folder())
-    try:
-        with writing(path):
-            # A sparse file would end the run by SIGBUS in a step, when the host's memory is full.
-            os.posix_fallocate(file, 0, num_bytes)
-    except BaseException:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(file)
-    return path
 
 
 def make_states(optimizer: Optimizer, parameters: Sequence[Tensor] | None = None) -> None:
@@ -259,7 +248,9 @@ class SharedMemory(Strategy):
     """
 
     needs = frozenset[str]()
-    breaks = frozenset({GRADIENT_SUMS, REVERSIBLE_UPDATES, UNDIVIDED_GRADIENTS, WHOLE_MATRICES, OWN_WEIGHTS})
+    breaks = frozenset(
+        {run.GRADIENT_SUMS, run.REVERSIBLE_UPDATES, run.UNDIVIDED_GRADIENTS, run.WHOLE_MATRICES, run.OWN_WEIGHTS}
+    )
 
     def __init__(self, replica: Replica, *, overlap: bool = True) -> None:
         self.replica = replica

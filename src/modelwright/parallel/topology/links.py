@@ -157,7 +157,20 @@ def measure_links(world: World, config: LinksConfig | None = None, *, host: str 
     if sum(map(len, pairs)) * MIN_PAIR_S * NUM_PASSES <= config.budget_s:
         pairs = [[pair] for of in pairs for pair in of]
     # Everything is measured twice, some time apart, and the better figure counts: other load only makes links slower.
-    passes = [_one_pass(world, pairs, num_hosts, config.budget_s / NUM_PASSES) for _ in range(NUM_PASSES)]
+    passes: list[torch.Tensor] = []
+    for _ in range(NUM_PASSES):
+        figures_2HH = torch.zeros(2, num_hosts, num_hosts, dtype=torch.float64, device=world.device)
+        for at_once in pairs:
+            world.barrier()  # nobody starts while the pair before is still measuring
+            for a, b, first, second in at_once:
+                if world.rank == first:
+                    latency, rate = _probe(world, second, config.budget_s / NUM_PASSES / len(pairs))
+                    figures_2HH[0, a, b] = figures_2HH[0, b, a] = latency
+                    figures_2HH[1, a, b] = figures_2HH[1, b, a] = rate
+                elif world.rank == second:
+                    _answer(world, first)
+        # Each figure was measured by one rank: the sum copies it.
+        passes.append(world.all_reduce_sum(figures_2HH))
     latency_PHH, rate_PHH = torch.stack(passes, dim=1)
     links = _from_figures(hosts, torch.stack([latency_PHH.amin(0), rate_PHH.amax(0)]))
     if config.cache and world.is_first:
@@ -168,24 +181,6 @@ def measure_links(world: World, config: LinksConfig | None = None, *, host: str 
 def _from_figures(hosts: tuple[str, ...], figures_2HH: torch.Tensor) -> Links:
     latency, rate = (tuple(tuple(row) for row in matrix) for matrix in figures_2HH.tolist())
     return Links(hosts=hosts, latency_s=latency, bytes_per_s=rate)
-
-
-def _one_pass(
-    world: World, pairs: Sequence[Sequence[tuple[int, int, int, int]]], num_hosts: int, budget_s: float
-) -> torch.Tensor:
-    """Measures latency and bandwidth by pair of hosts; the same on all ranks. pairs: hosts and ranks, by round."""
-    figures_2HH = torch.zeros(2, num_hosts, num_hosts, dtype=torch.float64, device=world.device)
-    for at_once in pairs:
-        world.barrier()  # nobody starts while the pair before is still measuring
-        for a, b, first, second in at_once:
-            if world.rank == first:
-                latency, rate = _probe(world, second, budget_s / len(pairs))
-                figures_2HH[0, a, b] = figures_2HH[0, b, a] = latency
-                figures_2HH[1, a, b] = figures_2HH[1, b, a] = rate
-            elif world.rank == second:
-                _answer(world, first)
-    # Each figure was measured by one rank: the sum copies it.
-    return world.all_reduce_sum(figures_2HH)
 
 
 def _tournament(num_players: int) -> Iterator[list[tuple[int, int]]]:

@@ -19,14 +19,7 @@ from modelwright.parallel.pipeline.balance import flop_costs, split_layers
 from modelwright.parallel.pipeline.stages import microbatches_in_flight, rank_of_stage
 from modelwright.parallel.topology.links import AxisTraffic
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimate.cost import (
-    MemoryEstimate,
-    RankPart,
-    block_parameters,
-    head_workspace,
-    rank_memory,
-    root_parameters,
-)
+from modelwright.pipeline.estimate import cost
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.train.config import TrainConfig
 from modelwright.train.memory.activations import (
@@ -83,12 +76,12 @@ class Layout:
         return self.axes["replicate"] * self.axes["shard"]
 
 
-def fullest_memory(job: TrainingJob, layout: Layout) -> MemoryEstimate:
+def fullest_memory(job: TrainingJob, layout: Layout) -> cost.MemoryEstimate:
     """Returns the memory of the layout's fullest rank, that of the process included. Raises `ConfigError` if the layout
     does not divide the model or the batch.
     """
     parts = rank_parts(job, layout).values()
-    return max((rank_memory(job.model, part) for part in parts), key=lambda memory: memory.total)
+    return max((cost.rank_memory(job.model, part) for part in parts), key=lambda memory: memory.total)
 
 
 def expected_traffic(job: TrainingJob, layout: Layout) -> dict[str, AxisTraffic]:
@@ -104,7 +97,7 @@ def expected_traffic(job: TrainingJob, layout: Layout) -> dict[str, AxisTraffic]
     return result
 
 
-def rank_parts(job: TrainingJob, layout: Layout) -> dict[int, RankPart]:
+def rank_parts(job: TrainingJob, layout: Layout) -> dict[int, cost.RankPart]:
     """Returns the parts of the pipeline's ranks that can be fullest or slowest: those with embedding and head, and the
     first of those with most layers (earlier ranks hold more microbatches). Raises `ConfigError` like `fullest_memory`.
     """
@@ -120,7 +113,7 @@ def rank_parts(job: TrainingJob, layout: Layout) -> dict[int, RankPart]:
         tensor=parallel.tensor,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
     )
-    parts: dict[int, RankPart] = {}
+    parts: dict[int, cost.RankPart] = {}
     for rank in sorted({owners[0], owners[-1], held.index(max(held))}):
         stages = [stage for stage, owner in enumerate(owners) if owner == rank]
         num_layers = held[rank]
@@ -131,7 +124,7 @@ def rank_parts(job: TrainingJob, layout: Layout) -> dict[int, RankPart]:
             stages_per_rank=parallel.stages_per_rank,
             num_microbatches=num_microbatches,
         )
-        part = RankPart(
+        part = cost.RankPart(
             segments=(Segment(num_layers=num_layers, recompute=False),) if num_layers else (),
             shape=shape,
             num_tokens=layout.microbatch_rows * job.seq_len // axes["context"],
@@ -151,7 +144,7 @@ def rank_parts(job: TrainingJob, layout: Layout) -> dict[int, RankPart]:
             shape=shape,
             num_tokens=part.num_tokens,
             in_flight=math.ceil(in_flight),
-            end_bytes=head_workspace(job.model, part),
+            end_bytes=cost.head_workspace(job.model, part),
         )
         parts[rank] = replace(part, segments=tuple(segments))
     return parts
@@ -169,11 +162,13 @@ def _split(model: ModelConfig, num_stages: int, seq_len: int) -> tuple[int, ...]
     return split_layers(flop_costs(model, mean_context=seq_len / 2), num_stages)
 
 
-def sent_along(axis: str, model: ModelConfig, part: RankPart, axes: Mapping[str, int]) -> tuple[float, float]:
+def sent_along(axis: str, model: ModelConfig, part: cost.RankPart, axes: Mapping[str, int]) -> tuple[float, float]:
     """Returns the bytes that one rank sends along an axis in a step, and its number of sequential messages."""
     ranks, rounds = axes[axis], part.num_microbatches
     share = (ranks - 1) / ranks
-    weights = FP32_BYTES * (root_parameters(model, part) + part.num_layers * block_parameters(model, part.tensor))
+    weights = FP32_BYTES * (
+        cost.root_parameters(model, part) + part.num_layers * cost.block_parameters(model, part.tensor)
+    )
     stream = part.num_tokens * model.model_dim * part.shape.width
     if axis == "tensor":
         # Two sums in a block's forward pass, two in its backward, and again what is computed again.

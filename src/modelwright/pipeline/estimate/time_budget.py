@@ -26,14 +26,7 @@ from modelwright.model.hf import load_model
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimate.cost import (
-    TRAINING_OVERHEAD_S,
-    MemoryEstimate,
-    StageEstimate,
-    duration,
-    plan_text,
-    training_memory,
-)
+from modelwright.pipeline.estimate import cost
 from modelwright.pipeline.estimate.layout import fullest_memory, planned
 from modelwright.pipeline.process_group import RunGroup, use_threads
 from modelwright.pipeline.report.blocks import plural
@@ -101,7 +94,7 @@ def fit_to_minutes(config: RunConfig, run: RunDir, ranks: RunGroup, progress: Pr
         for name, num_steps in lengths.items():
             progress.note(f"{name}: {num_steps:,} steps of {seconds[name]:.3g} s fit into {config.minutes:g} minutes")
         trained = {
-            name: TRAINING_OVERHEAD_S + training_s(resolved, name, num_steps, seconds[name])
+            name: cost.TRAINING_OVERHEAD_S + training_s(resolved, name, num_steps, seconds[name])
             for name, num_steps in lengths.items()
         }
         progress.note(time_plan(fitted, run, rates, trained))
@@ -113,7 +106,7 @@ def time_plan(config: RunConfig, run: RunDir, rates: Rates, trained_s: Mapping[s
     their estimates.
     """
     spent = {one.name: trained_s.get(one.name) or one.estimate(config, run, rates).seconds for one in config.stages}
-    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in spent.items())
+    parts = ", ".join(f"{name} {cost.duration(seconds)}" for name, seconds in spent.items())
     return f"plan for {config.minutes:g} minutes: {parts}"
 
 
@@ -156,7 +149,7 @@ def num_steps_within(config: RunConfig, budget_s: float, seconds: Mapping[str, f
     outside of updates is subtracted first, and they share the rest by their weights, validation included, as in
     `training_s`. seconds: seconds of one update, by stage, for the stages to fit.
     """
-    budget_s -= TRAINING_OVERHEAD_S * len(seconds)
+    budget_s -= cost.TRAINING_OVERHEAD_S * len(seconds)
     weights = {stage.name: stage.time_weight for stage in config.trainings if stage.name in seconds}
     lengths: dict[str, int] = {}
     for name, step_s in seconds.items():
@@ -278,7 +271,7 @@ def describe_plan(
     if num_processes > 1:
         axes = ", ".join(f"{axis} {size}" for axis, size in config.parallel.axes(num_processes).items() if size > 1)
         lines.append(f"processes   {num_processes} on {num_hosts} host{'s' * (num_hosts > 1)}: {axes}")
-    lines += [plan_text(config.model, estimates, memories), "", _MEMORY_NOTES[config.hardware.device], "", "state"]
+    lines += [cost.plan_text(config.model, estimates, memories), "", _MEMORY_NOTES[config.hardware.device], "", "state"]
     for name, state in states.items():
         is_left_out = only and name not in only and state != "done"
         lines.append(f"  {name:<12}{'left out this time' if is_left_out else _WORDS[state]}")
@@ -287,20 +280,20 @@ def describe_plan(
     if config.minutes:
         spent = {one.name: one.seconds for one in estimates}
         lines += ["", time_plan(config, run, rates, spent)]
-    lines += ["", f"left to do: about {duration(sum(to_do))} on {config.hardware.device} with {threads}"]
+    lines += ["", f"left to do: about {cost.duration(sum(to_do))} on {config.hardware.device} with {threads}"]
     lines.append("Times are estimates from rates measured just now; a dry run writes nothing.")
     return "\n".join(lines + [f"Busy machine: {note}" for note in busy])
 
 
 def stage_estimates(
     config: RunConfig, run: RunDir, rates: Rates, num_processes: int = 1
-) -> tuple[list[StageEstimate], dict[str, MemoryEstimate]]:
+) -> tuple[list[cost.StageEstimate], dict[str, cost.MemoryEstimate]]:
     """Estimates the cost of each stage of a resolved configuration, and the memory, by part, of each that trains: that
     of the fullest process. Each process counts weights in shared memory in full.
     """
     estimates = [stage.estimate(config, run, rates) for stage in config.stages]
     further = {one.name: one.further_bytes for one in estimates}
-    memories: dict[str, MemoryEstimate] = {}
+    memories: dict[str, cost.MemoryEstimate] = {}
     device = config.hardware.device
     for stage in config.trainings:
         training: TrainConfig = config.section(stage)
@@ -308,7 +301,7 @@ def stage_estimates(
             job, layout = planned(config, training, config.parallel, num_processes)
             memory = fullest_memory(job, layout)
         else:
-            memory = training_memory(
+            memory = cost.training_memory(
                 config.model,
                 tokens_per_microbatch=training.batch_tokens // training.gradient_accumulation_steps,
                 compute=training.precision.planned_as,

@@ -36,10 +36,32 @@ def go_template(tokenizer: Tokenizer, *, adds_bos: bool) -> str:
     it.
     """
     try:
-        parts = _parts(tokenizer)
+        rendered = partial(tokenizer.render, add_generation_prompt=False)
+        first, second = {"role": "user", "content": _USER}, {"role": "user", "content": _USER2}
+        turns = [first, {"role": "assistant", "content": _ANSWER}, second, {"role": "assistant", "content": _ANSWER2}]
+        before, rest = rendered(turns).split(_USER)
+        to_answer, rest = rest.split(_ANSWER)
+        between, rest = rest.split(_USER2)
+        to_answer2, after_answer = rest.split(_ANSWER2)
+        after_user = rendered([first]).split(_USER)[1]
+        answer = to_answer.removeprefix(after_user)
+        user = between.removeprefix(after_answer)
+        with_system, rest = rendered([{"role": "system", "content": _SYSTEM}, first]).split(_SYSTEM)
+        after_system = rest.split(_USER)[0].removesuffix(user)
+        opening = before.removesuffix(user)
+        # Each part must be the same wherever it occurs, because the Go template has one text for each role.
+        agree = (
+            to_answer == to_answer2 == after_user + answer
+            and between == after_answer + user
+            and before == opening + user
+            and rest == after_system + user + _USER + after_user
+            and rendered([first], add_generation_prompt=True) == before + _USER + after_user + answer
+        )
     except (DataError, ValueError):
+        return ""  # not as many parts, or a conversation that the template refuses
+    if not agree:
         return ""
-    opening, with_system, after_system, user, after_user, answer, after_answer = parts
+    parts = (opening, with_system, after_system, user, after_user, answer, after_answer)
     # llama.cpp adds the begin token itself: the template must not write it a second time.
     bos = tokenizer.special_tokens.get("bos_token", "") if adds_bos else ""
     opening, with_system = opening.removeprefix(bos), with_system.removeprefix(bos)
@@ -53,36 +75,6 @@ def go_template(tokenizer: Tokenizer, *, adds_bos: bool) -> str:
         f'{{{{ else if eq .Role "assistant" }}}}{answer}{{{{ .Content }}}}{after_answer}{{{{ end }}}}'
         f"{{{{ end }}}}{answer}"
     )
-
-
-def _parts(tokenizer: Tokenizer) -> tuple[str, str, str, str, str, str, str]:
-    """Returns the text that opens a chat without a system turn, and those before and after the content of a system
-    turn, a user's and an answer. Raises `ValueError` if they depend on more than the role of a turn.
-    """
-    rendered = partial(tokenizer.render, add_generation_prompt=False)
-    user, other = {"role": "user", "content": _USER}, {"role": "user", "content": _USER2}
-    turns = [user, {"role": "assistant", "content": _ANSWER}, other, {"role": "assistant", "content": _ANSWER2}]
-    before, rest = rendered(turns).split(_USER)
-    to_answer, rest = rest.split(_ANSWER)
-    between, rest = rest.split(_USER2)
-    to_answer2, after_answer = rest.split(_ANSWER2)
-    after_user = rendered([user]).split(_USER)[1]
-    answer = to_answer.removeprefix(after_user)
-    before_user = between.removeprefix(after_answer)
-    with_system, rest = rendered([{"role": "system", "content": _SYSTEM}, user]).split(_SYSTEM)
-    after_system = rest.split(_USER)[0].removesuffix(before_user)
-    opening = before.removesuffix(before_user)
-    # Each part must be the same wherever it occurs, because the Go template has one text for each role.
-    agree = (
-        to_answer == to_answer2 == after_user + answer
-        and between == after_answer + before_user
-        and before == opening + before_user
-        and rest == after_system + before_user + _USER + after_user
-        and rendered([user], add_generation_prompt=True) == before + _USER + after_user + answer
-    )
-    if not agree:
-        raise ValueError("the rendering of a turn depends on the others")
-    return opening, with_system, after_system, before_user, after_user, answer, after_answer
 
 
 def export_gguf_file(found: FoundModel, target: Path, *, number_format: GgufFormat, overwrite: bool) -> Path:

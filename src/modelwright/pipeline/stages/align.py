@@ -26,7 +26,7 @@ from modelwright.core.errors import DataError
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document, Split
 from modelwright.data.images.decode import KEY, StoredImage, decode, pillow
-from modelwright.data.images.store import FORMAT, ImageStore, StoreWriter, images_folder, open_images, write_images
+from modelwright.data.images.store import FORMAT, ImageStore, images_folder, open_images, write_images
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.rows.origins import row_source
 from modelwright.data.rows.pack import TokenSequence
@@ -62,35 +62,34 @@ ROWS_READ_AT_ONCE = 64
 
 def _pack_aligned(job: PackJob, split: Split) -> None:
     with write_images(images_folder(job.context.output.path / ALIGNED_ROWS.name, split)) as images:
-        job.pack(f"{ALIGNED_ROWS.name}/{split}", _sequences(job, split, images), group_size=2)
+        # Documents are encoded some blocks ahead; their pairs wait in order, with the number of the image or -1.
+        waiting: deque[tuple[Document, int]] = deque()
 
+        def texts() -> Iterator[str]:
+            for document in read_kept(job.clean, split=split, kinds=("image", "code")):
+                if document.kind == "image":
+                    number = images.add(StoredImage.from_plain(document.meta[KEY]).data)
+                    if number > MOST_IMAGES:
+                        raise DataError(f"pack: there are more than {MOST_IMAGES:,} images; pack them in several runs")
+                    waiting.append((document, number))
+                    yield document.text
+                elif document.kind == "code":
+                    for pair in described_functions(document.text):
+                        waiting.append((document, -1))
+                        yield pair.text
+                        yield pair.code
 
-def _sequences(job: PackJob, split: Split, images: StoreWriter) -> Sequences:
-    # Documents are encoded some blocks ahead; their pairs wait in the same order, with the number of the image or -1.
-    waiting: deque[tuple[Document, int]] = deque()
+        def sequences() -> Sequences:
+            encoded = job.tokenizer.encode_documents(texts(), num_threads=job.config.hardware.num_threads)
+            for text_ids in encoded:
+                document, number = waiting.popleft()
+                other_ids = next(encoded) if number < 0 else np.full(2, job.tokenizer.end_id)
+                source, value = row_source(document, job.settings.group_by), float(number + 1)
+                for ids in (text_ids, other_ids):
+                    # Cut, with room for the end token: both sides of a pair must stay one sequence each.
+                    yield TokenSequence(ids[: job.settings.seq_len - 1], source=source, value=value)
 
-    def texts() -> Iterator[str]:
-        for document in read_kept(job.clean, split=split, kinds=("image", "code")):
-            if document.kind == "image":
-                number = images.add(StoredImage.from_plain(document.meta[KEY]).data)
-                if number > MOST_IMAGES:
-                    raise DataError(f"pack: there are more than {MOST_IMAGES:,} images; pack them in several runs")
-                waiting.append((document, number))
-                yield document.text
-            elif document.kind == "code":
-                for pair in described_functions(document.text):
-                    waiting.append((document, -1))
-                    yield pair.text
-                    yield pair.code
-
-    encoded = job.tokenizer.encode_documents(texts(), num_threads=job.config.hardware.num_threads)
-    for text_ids in encoded:
-        document, number = waiting.popleft()
-        other_ids = next(encoded) if number < 0 else np.full(2, job.tokenizer.end_id)
-        source, value = row_source(document, job.settings.group_by), float(number + 1)
-        for ids in (text_ids, other_ids):
-            # Cut, with room for the end token: both sides of a pair must stay one sequence each.
-            yield TokenSequence(ids[: job.settings.seq_len - 1], source=source, value=value)
+        job.pack(f"{ALIGNED_ROWS.name}/{split}", sequences(), group_size=2)
 
 
 @dataclass(frozen=True)

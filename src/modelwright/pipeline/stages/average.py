@@ -86,45 +86,47 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
             raise ConfigError(
                 f"average: {path} cannot be read ({error.strerror}); name a file of validation texts"
             ) from None
+
+    def mix(context: StageContext) -> None:
+        model = load_model(context.parents[trained])
+        tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
+        # Copies: `model` is overwritten with each average.
+        old = {name: tensor.clone() for name, tensor in load_model(context.parents[INIT.name]).state_dict().items()}
+        new = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.eval()
+        facts: dict[str, Any] = {}
+        share = settings.shares[0]
+        if len(settings.shares) > 1:
+            configs = [
+                SourceConfig(sources=files, validation_fraction=0.0, own_answers="train")
+                for files in (settings.old, settings.new)
+            ]
+            groups = [list(read_documents(source, report=SourceReport())) for source in configs]
+            costs: dict[float, tuple[float, float]] = {}
+            for one in sorted({*settings.shares, 1.0}):  # 1 is the old model, the reference of the margin
+                model.load_state_dict(averaged(old, new, one))
+                # Of all documents together: of the answers in conversations, of the text in others
+                bits: list[float] = []
+                for group in groups:
+                    rows = record_costs(model, tokenizer, group, EvaluateConfig(), progress=context.progress)
+                    every = [row for of_one_kind in rows.values() for row in of_one_kind]
+                    num_bytes = sum(row["num_bytes"] for row in every)
+                    bits.append(sum(row["nats"] for row in every) / math.log(2) / num_bytes)
+                costs[one] = (bits[0], bits[1])
+            share = best_share({one: costs[one] for one in settings.shares}, costs[1.0][0], settings.margin)
+            facts["costs"] = {f"{one:g}": {"old": bits[0], "new": bits[1]} for one, bits in costs.items()}
+        model.load_state_dict(averaged(old, new, share))
+        save_model_folder(model, tokenizer, context.output.path)
+        context.output.facts |= facts | {"share": share, "num_parameters": model.config.num_parameters}
+        context.progress.note(f"average: {share:g} of the old model")
+
     return Stage(
         name=AVERAGE.name,
         title=AVERAGE.title,
         settings=dump(settings) | {"sha256": digests},
         parents=(INIT.name, trained),
-        run=lambda context: _run(context, settings, trained, tokenizer_stage(config)),
+        run=mix,
     )
-
-
-def _run(context: StageContext, settings: AverageConfig, trained: str, tokenizer_from: str) -> None:
-    model, tokenizer = load_model(context.parents[trained]), Tokenizer.load(context.parents[tokenizer_from])
-    # Copies: `model` is overwritten with each average.
-    old = {name: tensor.clone() for name, tensor in load_model(context.parents[INIT.name]).state_dict().items()}
-    new = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.eval()
-    facts: dict[str, Any] = {}
-    share = settings.shares[0]
-    if len(settings.shares) > 1:
-        configs = [
-            SourceConfig(sources=files, validation_fraction=0.0, own_answers="train")
-            for files in (settings.old, settings.new)
-        ]
-        groups = [list(read_documents(source, report=SourceReport())) for source in configs]
-        costs: dict[float, tuple[float, float]] = {}
-        for one in sorted({*settings.shares, 1.0}):  # 1 is the old model, the reference of the margin
-            model.load_state_dict(averaged(old, new, one))
-            # Of all documents together: of the answers in conversations, of the text in others
-            bits: list[float] = []
-            for group in groups:
-                rows = record_costs(model, tokenizer, group, EvaluateConfig(), progress=context.progress)
-                every = [row for of_one_kind in rows.values() for row in of_one_kind]
-                bits.append(sum(row["nats"] for row in every) / math.log(2) / sum(row["num_bytes"] for row in every))
-            costs[one] = (bits[0], bits[1])
-        share = best_share({one: costs[one] for one in settings.shares}, costs[1.0][0], settings.margin)
-        facts["costs"] = {f"{one:g}": {"old": bits[0], "new": bits[1]} for one, bits in costs.items()}
-    model.load_state_dict(averaged(old, new, share))
-    save_model_folder(model, tokenizer, context.output.path)
-    context.output.facts |= facts | {"share": share, "num_parameters": model.config.num_parameters}
-    context.progress.note(f"average: {share:g} of the old model")
 
 
 AVERAGE = StageSpec(

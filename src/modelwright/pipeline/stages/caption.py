@@ -24,7 +24,7 @@ from modelwright.data.images import store as stores
 from modelwright.data.images.decode import KEY, StoredImage
 from modelwright.data.images.read import LABEL_FIELD
 from modelwright.data.rows.batch import IGNORED
-from modelwright.data.rows.examples import ConversationFit, template_variables
+from modelwright.data.rows.examples import template_variables
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.data.tokenizer.chat import IMAGE_MARK
@@ -115,7 +115,42 @@ def _pack(job: row_sets.PackJob, split: Split) -> None:
     labels = _Labels(names if all(fields) and 1 < len(names) <= len(fields) / 2 else [])
     folder = stores.images_folder(job.context.output.path / CAPTION_ROWS.name, split)
     with stores.write_images(folder) as images:
-        report = job.pack(f"{CAPTION_ROWS.name}/{split}", _sequences(job, split, images, labels, fit))
+
+        def sequences() -> row_sets.Sequences:
+            image_text = config.image_token * tower_shape(job.config).num_patches
+            for document in read_kept(job.clean, split=split, kinds=("image",)):
+                # A caption answers the question of the settings. Marks in the text would be rendered as further images.
+                captioned: list[Message] = [
+                    {"role": "user", "content": config.question}, {"role": "assistant", "content": document.text}
+                ]  # fmt: skip
+                turns = document.messages if document.has_turns else captioned
+                turns = [{**turn, "content": turn["content"].replace(IMAGE_MARK, "")} for turn in turns]
+                asked = next(number for number, turn in enumerate(turns) if turn["role"] == "user")
+                turns[asked] = {**turns[asked], "content": f"{IMAGE_MARK}\n{turns[asked]['content']}"}
+                fit.num_empty_answers += row_sets.num_empty_answers(turns)
+                try:
+                    chats = job.tokenizer.encode_training_chats(
+                        turns,
+                        tools=document.tools,
+                        loss=job.settings.chat_loss,
+                        image_text=image_text,
+                        variables=template_variables(document),
+                    )
+                except DataError as error:
+                    raise DataError(f"{document.id}: {error}") from None
+                fitted = [one for ids, mask in chats if (one := fit.fit(ids, mask, stop_ids=job.tokenizer.stop_ids))]
+                if not fitted:
+                    continue
+                number = images.add(StoredImage.from_plain(document.meta[KEY]).data)
+                if number > MOST_IMAGES:
+                    raise DataError(f"pack: there are more than {MOST_IMAGES:,} images; pack them in several runs")
+                if labels.classes:
+                    labels.numbers.append(labels.classes.index(str(document.meta[LABEL_FIELD])))
+                source, score = job.labels(document)
+                for ids, mask in fitted:
+                    yield TokenSequence(ids, mask, source=source, score=score, value=float(number + 1))
+
+        report = job.pack(f"{CAPTION_ROWS.name}/{split}", sequences())
     if labels.classes:
         stores.write_labels(folder, labels.numbers, labels.classes)
     if report and fit.num_dropped:
@@ -130,51 +165,6 @@ def _pack(job: row_sets.PackJob, split: Split) -> None:
             if fit.num_dropped == fit.num_conversations:
                 raise DataError(f"{text}; no answer fits into a row with its image")
             job.context.progress.note(text)
-
-
-def _sequences(
-    job: row_sets.PackJob, split: Split, images: stores.StoreWriter, labels: _Labels, fit: ConversationFit
-) -> row_sets.Sequences:
-    config: CaptionConfig = job.config.section(NAME)
-    image_text = config.image_token * tower_shape(job.config).num_patches
-    for document in read_kept(job.clean, split=split, kinds=("image",)):
-        # A caption answers the question of the settings. Marks in the text would be rendered as further images.
-        captioned: list[Message] = [
-            {"role": "user", "content": config.question}, {"role": "assistant", "content": document.text}
-        ]  # fmt: skip
-        turns = document.messages if document.has_turns else captioned
-        turns = [{**turn, "content": turn["content"].replace(IMAGE_MARK, "")} for turn in turns]
-        asked = next(number for number, turn in enumerate(turns) if turn["role"] == "user")
-        turns[asked] = {**turns[asked], "content": f"{IMAGE_MARK}\n{turns[asked]['content']}"}
-        fit.num_empty_answers += row_sets.num_empty_answers(turns)
-        try:
-            chats = job.tokenizer.encode_training_chats(
-                turns,
-                tools=document.tools,
-                loss=job.settings.chat_loss,
-                image_text=image_text,
-                variables=template_variables(document),
-            )
-        except DataError as error:
-            raise DataError(f"{document.id}: {error}") from None
-        fitted = [one for ids, mask in chats if (one := fit.fit(ids, mask, stop_ids=job.tokenizer.stop_ids))]
-        if not fitted:
-            continue
-        number = images.add(StoredImage.from_plain(document.meta[KEY]).data)
-        if number > MOST_IMAGES:
-            raise DataError(f"pack: there are more than {MOST_IMAGES:,} images; pack them in several runs")
-        if labels.classes:
-            labels.numbers.append(labels.classes.index(str(document.meta[LABEL_FIELD])))
-        source, score = job.labels(document)
-        for ids, mask in fitted:
-            yield TokenSequence(ids, mask, source=source, score=score, value=float(number + 1))
-
-
-def _decides(run: RunConfig) -> dict[str, Any]:
-    config: CaptionConfig = run.section(NAME)
-    shape = dump(tower_shape(run))
-    patches = {name: shape[name] for name in ("image_size", "patch_size")}
-    return {"question": config.question, "image_token": config.image_token, **patches, "images": stores.FORMAT}
 
 
 @dataclass(frozen=True)
@@ -209,7 +199,12 @@ CAPTION_ROWS = RowSet(
     pack=_pack,
     documents="image with a caption or a conversation",
     learned="images",
-    decides=_decides,
+    decides=lambda run: {
+        "question": run.section(NAME).question,
+        "image_token": run.section(NAME).image_token,
+        **{name: dump(tower_shape(run))[name] for name in ("image_size", "patch_size")},
+        "images": stores.FORMAT,
+    },
 )
 
 
@@ -277,31 +272,22 @@ def measure_captions(
             for one in shown
         ],
     }
-    classes = _named_classes(training, store, tokenizer, prompts, written, references)
-    return facts | ({"classes": classes} if classes else {})
-
-
-def _named_classes(
-    data: row_sets.TrainingData, store: stores.ImageStore, tokenizer: Tokenizer, prompts: Sequence[ImagePrompt],
-    written: Sequence[str], references: Sequence[str],
-) -> dict[str, Any]:  # fmt: skip
-    """Measures the share of captions that name the right class; {} if images are without classes, or if captions do not
-    name them. store: held-out images.
-    """
-    if data.images is None or not (data.images.folder / stores.LABELS).is_file():
-        return {}
-    training, heldout = stores.LabeledImages(data.images), stores.LabeledImages(store)
-    known = list(read_image_prompts(data.rows))
+    # The share of captions that name the right class, if images have classes and captions name them.
+    if training.images is None or not (training.images.folder / stores.LABELS).is_file():
+        return facts
+    labeled, heldout = stores.LabeledImages(training.images), stores.LabeledImages(store)
+    known = list(read_image_prompts(training.rows))
     captions = [tokenizer.decode(one.answer_ids).strip() for one in known]
-    words = class_words(captions, [int(training.labels[one.image]) for one in known])
+    words = class_words(captions, [int(labeled.labels[one.image]) for one in known])
     labels = np.array([heldout.labels[one.image] for one in prompts])
     is_named = np.array([words.named(text) for text in references]) == labels
     # If references do not name their class, the accuracy of captions measures their wording.
     if is_named.mean() < ENOUGH_NAMED:
-        return {}
+        return facts
     named = np.array([words.named(text) for text in written])
-    by_pixels = logistic_regression(training, heldout)[[one.image for one in prompts]]
-    return {**beside_rules(named, by_pixels, labels, training), "nothing_named": float((named < 0).mean())}
+    by_pixels = logistic_regression(labeled, heldout)[[one.image for one in prompts]]
+    classes = {**beside_rules(named, by_pixels, labels, labeled), "nothing_named": float((named < 0).mean())}
+    return facts | {"classes": classes}
 
 
 def _objective(inputs: StageInputs) -> Captioning:

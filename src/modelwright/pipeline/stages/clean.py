@@ -34,6 +34,29 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
         del settings["duplicates"]["pairs_by"]  # as before the setting existed: artifacts of those runs stay valid
     if clean.noise.trusted:
         settings["seed"] = config.seed
+
+    def clean_sources(context: StageContext) -> None:
+        out, note = context.output.path, context.progress.note
+        work = context.folder.path / "work"
+        try:
+            cleaned, sources, unread = clean_into(
+                config.data, clean, out, work, context.digest, context.progress, seed=config.seed
+            )
+        except DataError as error:
+            if not (out / DROPPED).exists():
+                raise
+            kept = context.folder.path / DROPPED  # the draft is deleted; the record of dropped text must outlive it
+            shutil.copyfile(out / DROPPED, kept)
+            raise DataError(f"{error}; the dropped text is in {kept}") from None
+        context.output.facts |= {"sources": sources, "clean": cleaned.plain()}
+        for line in (*unread, *noise_warnings(cleaned)):
+            note(f"clean: {line}")
+        where = f"; the dropped text is in {context.folder.artifact / DROPPED}" if cleaned.num_dropped else ""
+        if not any("heldout" in splits for splits in cleaned.kept.values()):
+            text = "no document is held out, so this run has no validation loss and no evaluation of its text"
+            note(f"clean: {text}; raise --data.validation_fraction, or give sources with a held-out split")
+        note(f"clean: {cleaned.num_kept:,} documents kept, {describe_drops(cleaned)}{where}")
+
     return Stage(
         name=CLEAN.name,
         title=CLEAN.title,
@@ -44,31 +67,8 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
             "files": "by split and kind",  # an artifact of an earlier version, with one file, is made again
         },
         parents=(),
-        run=lambda context: _run(context, config),
+        run=clean_sources,
     )
-
-
-def _run(context: StageContext, config: RunConfig) -> None:
-    out, note, settings = context.output.path, context.progress.note, config.section(CLEAN)
-    work = context.folder.path / "work"
-    try:
-        cleaned, sources, unread = clean_into(
-            config.data, settings, out, work, context.digest, context.progress, seed=config.seed
-        )
-    except DataError as error:
-        if not (out / DROPPED).exists():
-            raise
-        kept = context.folder.path / DROPPED  # the draft is deleted; the record of dropped text must outlive it
-        shutil.copyfile(out / DROPPED, kept)
-        raise DataError(f"{error}; the dropped text is in {kept}") from None
-    context.output.facts |= {"sources": sources, "clean": cleaned.plain()}
-    for line in (*unread, *noise_warnings(cleaned)):
-        note(f"clean: {line}")
-    where = f"; the dropped text is in {context.folder.artifact / DROPPED}" if cleaned.num_dropped else ""
-    if not any("heldout" in splits for splits in cleaned.kept.values()):
-        text = "no document is held out, so this run has no validation loss and no evaluation of its text"
-        note(f"clean: {text}; raise --data.validation_fraction, or give sources with a held-out split")
-    note(f"clean: {cleaned.num_kept:,} documents kept, {describe_drops(cleaned)}{where}")
 
 
 CLEAN = StageSpec(

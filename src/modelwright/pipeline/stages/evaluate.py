@@ -36,47 +36,47 @@ pairs."""
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
-    models = evaluated_models(config)
+    models, settings = evaluated_models(config), config.section(EVALUATE)
+
+    def evaluate(context: StageContext) -> None:
+        out = context.output.path
+        documents = list(read_kept(context.parents[CLEAN.name], split="heldout"))
+        results: dict[str, Any] = {"models": {}, "final": final_model(config)}
+        for name in models:
+            folder = context.parents[name]
+            (out / name).mkdir()
+            # The bigram baseline, which learns from the rows of pretraining, is measured once, with the final model.
+            train = context.parents[PACK.name] / TEXT_ROWS.name / "train"
+            rows = PackedRows(train).batches(ROWS_AT_ONCE) if name == models[0] and train.is_dir() else ()
+            result = evaluate_model(
+                load_model(folder).to(context.ranks.world.device),
+                Tokenizer.load(folder),
+                documents,
+                settings,
+                train_rows=rows,
+                folder=out / name,
+                progress=context.progress,
+            )
+            if name == models[0]:
+                results["baselines"] = result["baselines"]
+            results["models"][name] = {key: value for key, value in result.items() if key != "baselines"}
+            context.progress.note(f"{name}: {headline(result)}")
+        if len(models) > 1:
+            results["change"] = compare_evaluations(out / models[0], out / models[1], settings)
+        write_atomic(out / RESULTS, json.dumps(results, indent=1))
+
     return Stage(
         name=EVALUATE.name,
         title=EVALUATE.title,
-        settings=dump(config.section(EVALUATE)),
+        settings=dump(settings),
         parents=(CLEAN.name, PACK.name, *models),
-        run=lambda context: _run(context, config, models),
+        run=evaluate,
     )
 
 
 def evaluated_models(config: RunConfig) -> tuple[str, ...]:
     """Returns the last two stages that produce a model, the final one first."""
     return tuple(reversed(config.model_names[-2:]))
-
-
-def _run(context: StageContext, config: RunConfig, models: tuple[str, ...]) -> None:
-    out, settings = context.output.path, config.section(EVALUATE)
-    documents = list(read_kept(context.parents[CLEAN.name], split="heldout"))
-    results: dict[str, Any] = {"models": {}, "final": final_model(config)}
-    for name in models:
-        folder = context.parents[name]
-        (out / name).mkdir()
-        # The bigram baseline, which learns from the rows of pretraining, is measured once, with the final model.
-        train = context.parents[PACK.name] / TEXT_ROWS.name / "train"
-        rows = PackedRows(train).batches(ROWS_AT_ONCE) if name == models[0] and train.is_dir() else ()
-        result = evaluate_model(
-            load_model(folder).to(context.ranks.world.device),
-            Tokenizer.load(folder),
-            documents,
-            settings,
-            train_rows=rows,
-            folder=out / name,
-            progress=context.progress,
-        )
-        if name == models[0]:
-            results["baselines"] = result["baselines"]
-        results["models"][name] = {key: value for key, value in result.items() if key != "baselines"}
-        context.progress.note(f"{name}: {headline(result)}")
-    if len(models) > 1:
-        results["change"] = compare_evaluations(out / models[0], out / models[1], settings)
-    write_atomic(out / RESULTS, json.dumps(results, indent=1))
 
 
 def headline(result: dict[str, Any]) -> str:

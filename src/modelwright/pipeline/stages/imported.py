@@ -40,53 +40,54 @@ def imported_stage(
     """Returns a stage that copies the artifact of the same stage of the run that `rows_from` names. settings: further
     settings on which its use depends; check: raises `ConfigError` if it does not fit this run.
     """
+
+    def copy(context: StageContext) -> None:
+        url, stage, output = config.rows_from, spec.name, context.output
+        store = ColdStore(url)
+        manifest = read_source_manifest(url, stage)
+        check(context, manifest)
+        copied = dict(manifest.files)
+        for name in manifest.files:
+            path = PurePosixPath(name)
+            is_rows = path.parent.name == TRAIN and path.name.startswith(("tokens-", "mask-"))
+            if is_rows or (path.parent.name == IMAGES and path.name == FILE):
+                # Read by training from the other run, through the cache: it may be too large for this machine.
+                del copied[name]
+        total_bytes, num_bytes = sum(int(entry["bytes"]) for entry in copied.values()), 0
+        context.progress.begin(f"{stage} from {redact_text(url)}", total_bytes, "bytes")
+        for name, entry in copied.items():
+            target = output.path / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                store.copy(f"{stage}/artifact/{name}", target)
+            except FileNotFoundError:
+                raise ArtifactError(f"{url}/{stage}/artifact/{name}: is missing; copy it there again") from None
+            if problem := damage(target, int(entry["bytes"]), str(entry["sha256"])):
+                raise ArtifactError(f"{url}/{stage}/artifact/{name}: {problem}; copy it there again")
+            num_bytes += int(entry["bytes"])
+            context.progress.advance(num_bytes)
+        context.progress.end()
+        output.facts |= manifest.facts
+        # The large files are read from the other run: their address is written next to the copied index, and read at
+        # once, so that an unreadable file fails here and not in training.
+        for folder in sorted([*output.path.glob(f"*/{TRAIN}"), *output.path.glob(f"*/{IMAGES}")]):
+            place = f"{url}/{stage}/artifact/{folder.relative_to(output.path).as_posix()}"
+            write_atomic(folder / ROWS_AT, json.dumps({"url": place}))
+            try:
+                if folder.name == IMAGES:
+                    ImageIndex.read(folder)
+                elif is_remote(url):
+                    row_layout(folder)
+            except ArtifactError as error:
+                raise ArtifactError(str(error).replace(str(folder), place)) from None
+
     return Stage(
         name=spec.name,
         title=f"{spec.title}: taken over from {redact_text(config.rows_from)}",
         settings={"rows_from": config.rows_from, **(settings or {})},
         parents=parents,
-        run=lambda context: _run(context, config.rows_from, spec.name, check),
+        run=copy,
     )
-
-
-def _run(context: StageContext, url: str, stage: str, check: Check) -> None:
-    store, output = ColdStore(url), context.output
-    manifest = read_source_manifest(url, stage)
-    check(context, manifest)
-    copied = dict(manifest.files)
-    for name in manifest.files:
-        path = PurePosixPath(name)
-        is_rows = path.parent.name == TRAIN and path.name.startswith(("tokens-", "mask-"))
-        if is_rows or (path.parent.name == IMAGES and path.name == FILE):
-            # Read by training from the other run, through the cache: it may be too large for this machine.
-            del copied[name]
-    total_bytes, num_bytes = sum(int(entry["bytes"]) for entry in copied.values()), 0
-    context.progress.begin(f"{stage} from {redact_text(url)}", total_bytes, "bytes")
-    for name, entry in copied.items():
-        target = output.path / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            store.copy(f"{stage}/artifact/{name}", target)
-        except FileNotFoundError:
-            raise ArtifactError(f"{url}/{stage}/artifact/{name}: is missing; copy it there again") from None
-        if problem := damage(target, int(entry["bytes"]), str(entry["sha256"])):
-            raise ArtifactError(f"{url}/{stage}/artifact/{name}: {problem}; copy it there again")
-        num_bytes += int(entry["bytes"])
-        context.progress.advance(num_bytes)
-    context.progress.end()
-    output.facts |= manifest.facts
-    # The large files are read from the other run: their address is written next to the copied index, and read at once,
-    # so that an unreadable file fails here and not in training.
-    for folder in sorted([*output.path.glob(f"*/{TRAIN}"), *output.path.glob(f"*/{IMAGES}")]):
-        place = f"{url}/{stage}/artifact/{folder.relative_to(output.path).as_posix()}"
-        write_atomic(folder / ROWS_AT, json.dumps({"url": place}))
-        try:
-            if folder.name == IMAGES:
-                ImageIndex.read(folder)
-            elif is_remote(url):
-                row_layout(folder)
-        except ArtifactError as error:
-            raise ArtifactError(str(error).replace(str(folder), place)) from None
 
 
 def read_source_manifest(url: str, stage: str) -> Manifest:

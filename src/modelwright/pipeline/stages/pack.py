@@ -12,9 +12,7 @@ from modelwright.data.document import SPLITS, Kind
 from modelwright.data.rows.pack import PackConfig
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.report.blocks import Section
 from modelwright.pipeline.report.corpus import tokens_section
-from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import RowSet, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.estimates import moving_estimate
@@ -57,12 +55,35 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
         identity["rows"] = further
     if decided := {rows.name: dict(decides) for rows in row_sets(config) if (decides := rows.decides(config))}:
         identity["decided"] = decided
+
+    def pack(context: StageContext) -> None:
+        tokenizer = Tokenizer.load(context.parents[tokenizer_from])
+        clean, facts = context.parents[CLEAN.name], context.output.facts
+        has_text = not kept_files(clean).get("train", {}).keys().isdisjoint(settings.text_kinds)
+        kinds = settings.text_kinds if has_text else QA_ONLY
+        facts["pretrain_kinds"] = list(kinds)
+        if kinds != settings.text_kinds and any(stage.rows is TEXT_ROWS for stage in config.trainings):
+            context.progress.note(
+                f"pack: no training document of pack.text_kinds ({', '.join(settings.text_kinds)}) was kept; "
+                "pretraining learns from question/answer pairs as text"
+            )
+        job = PackJob(
+            context=context, config=config, settings=settings, tokenizer=tokenizer, clean=clean, text_kinds=kinds
+        )
+        for split in SPLITS:
+            for rows in row_sets(config):
+                rows.pack(job, split)
+        if not any(f"{rows.name}/train" in facts for rows in row_sets(config)):
+            raise DataError(
+                "pack: no training document is left after cleaning; see the dropped documents of the clean stage"
+            )
+
     return Stage(
         name=PACK.name,
         title=PACK.title,
         settings=identity,
         parents=(CLEAN.name, tokenizer_from),
-        run=lambda context: _run(context, config, settings, Tokenizer.load(context.parents[tokenizer_from])),
+        run=pack,
         version=2,
     )
 
@@ -87,26 +108,6 @@ def with_labels(config: RunConfig) -> PackConfig:
     )
 
 
-def _run(context: StageContext, config: RunConfig, settings: PackConfig, tokenizer: Tokenizer) -> None:
-    clean, facts = context.parents[CLEAN.name], context.output.facts
-    has_text = not kept_files(clean).get("train", {}).keys().isdisjoint(settings.text_kinds)
-    kinds = settings.text_kinds if has_text else QA_ONLY
-    facts["pretrain_kinds"] = list(kinds)
-    if kinds != settings.text_kinds and any(stage.rows is TEXT_ROWS for stage in config.trainings):
-        context.progress.note(
-            f"pack: no training document of pack.text_kinds ({', '.join(settings.text_kinds)}) was kept; pretraining "
-            "learns from question/answer pairs as text"
-        )
-    job = PackJob(context=context, config=config, settings=settings, tokenizer=tokenizer, clean=clean, text_kinds=kinds)
-    for split in SPLITS:
-        for rows in row_sets(config):
-            rows.pack(job, split)
-    if not any(f"{rows.name}/train" in facts for rows in row_sets(config)):
-        raise DataError(
-            "pack: no training document is left after cleaning; see the dropped documents of the clean stage"
-        )
-
-
 def row_sets(config: RunConfig) -> tuple[RowSet, ...]:
     """Returns text and conversations, and the further sets of rows that the run's training stages need."""
     return tuple(dict.fromkeys([TEXT_ROWS, CHAT_ROWS, *(stage.rows for stage in config.trainings if stage.rows)]))
@@ -117,15 +118,6 @@ def packed_row_len(config: RunConfig) -> int:
     return config.section(PACK).seq_len if config.has(PACK) else config.model.max_seq_len
 
 
-def _report(data: RunData, stage: StageData) -> Section:
-    titles = {
-        f"{rows.name}/{split}": f"{rows.title}, {title}"
-        for rows in row_sets(data.config)
-        for split, title in zip(SPLITS, ("training", "held out"), strict=True)
-    }
-    return tokens_section(stage, data.done(tokenizer_stage(data.config)), titles, data.config.section(PACK).seq_len)
-
-
 PACK = StageSpec(
     name="pack",
     title="Packing rows of tokens",
@@ -133,5 +125,14 @@ PACK = StageSpec(
     needs=lambda config: (*(() if config.rows_from else (CLEAN.name,)), tokenizer_stage(config)),
     build=_build,
     estimate=lambda config, run, rates: moving_estimate("pack", config, bytes_per_s=BYTES_PER_S),
-    report=_report,
+    report=lambda data, stage: tokens_section(
+        stage,
+        data.done(tokenizer_stage(data.config)),
+        {
+            f"{rows.name}/{split}": f"{rows.title}, {title}"
+            for rows in row_sets(data.config)
+            for split, title in zip(SPLITS, ("training", "held out"), strict=True)
+        },
+        data.config.section(PACK).seq_len,
+    ),
 )

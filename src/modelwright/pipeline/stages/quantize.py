@@ -77,50 +77,50 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     The FP32 model's figures are those of the stage evaluate if it is present.
     """
     evaluated = [EVALUATE.name] if EVALUATE.name in present else []
+
+    def quantize(context: StageContext) -> None:
+        out, name = context.output.path, final_model(config)
+        source = context.parents[name]
+        reference, tokenizer = load_model(source), Tokenizer.load(source)
+        context.progress.begin("quantize", 0, "tensors")
+        bits, described, errors = _quantize(context, source, reference, config)
+        tokenizer.save(out, max_length=config.model.max_seq_len)
+        int8 = integers.load_int8(out, config.serve.int8)
+        # Agreement is measured on rows that the model was not trained on; on training rows if nothing is held out.
+        pack = context.parents[PACK.name]
+        places = [pack / rows.name / split for split in ("heldout", "train") for rows in (TEXT_ROWS, CHAT_ROWS)]
+        packed = PackedRows(next(place for place in places if place.is_dir()))
+        comparison = compare(reference, int8, next(iter(packed.batches(AGREEMENT_ROWS))).input_ids_BT)
+        context.progress.end()
+        results: dict[str, Any] = {
+            "model": name,
+            "backend": config.serve.int8.backend,
+            "bits": bits,
+            "grid": described,
+            "layer_errors": errors,
+            "comparison": asdict(comparison),
+        }
+        results["int8"] = _evaluate(context, config, int8, tokenizer, out / "int8")
+        if evaluated := context.parents.get(EVALUATE.name):
+            before = evaluated / name
+            results["fp32"] = json.loads((evaluated / RESULTS).read_text())["models"][name]
+        else:
+            before = out / "fp32"
+            results["fp32"] = _evaluate(context, config, reference, tokenizer, before)
+        results["change"] = compare_evaluations(out / "int8", before, config.section(EVALUATE))
+        write_atomic(out / RESULTS, json.dumps(results, indent=1))
+        ratio = comparison.reference_bytes / comparison.int8_bytes
+        context.progress.note(f"INT{bits}: {ratio:.1f}x smaller; {headline(results['int8'])}")
+
     return Stage(
         name=QUANTIZE.name,
         title=QUANTIZE.title,
         settings={"quantize": dump(config.serve.int8), "evaluate": dump(config.section(EVALUATE))},
         parents=(CLEAN.name, PACK.name, final_model(config), *evaluated),
-        run=lambda context: _run(context, config),
+        run=quantize,
         # Increased when results.json began to name the bits of the weights.
         version=2,
     )
-
-
-def _run(context: StageContext, config: RunConfig) -> None:
-    out, name = context.output.path, final_model(config)
-    source = context.parents[name]
-    reference, tokenizer = load_model(source), Tokenizer.load(source)
-    context.progress.begin("quantize", 0, "tensors")
-    bits, described, errors = _quantize(context, source, reference, config)
-    tokenizer.save(out, max_length=config.model.max_seq_len)
-    int8 = integers.load_int8(out, config.serve.int8)
-    # Agreement is measured on rows that the model was not trained on; on training rows if nothing is held out.
-    pack = context.parents[PACK.name]
-    places = [pack / rows.name / split for split in ("heldout", "train") for rows in (TEXT_ROWS, CHAT_ROWS)]
-    packed = PackedRows(next(place for place in places if place.is_dir()))
-    comparison = compare(reference, int8, next(iter(packed.batches(AGREEMENT_ROWS))).input_ids_BT)
-    context.progress.end()
-    results: dict[str, Any] = {
-        "model": name,
-        "backend": config.serve.int8.backend,
-        "bits": bits,
-        "grid": described,
-        "layer_errors": errors,
-        "comparison": asdict(comparison),
-    }
-    results["int8"] = _evaluate(context, config, int8, tokenizer, out / "int8")
-    if evaluated := context.parents.get(EVALUATE.name):
-        before = evaluated / name
-        results["fp32"] = json.loads((evaluated / RESULTS).read_text())["models"][name]
-    else:
-        before = out / "fp32"
-        results["fp32"] = _evaluate(context, config, reference, tokenizer, before)
-    results["change"] = compare_evaluations(out / "int8", before, config.section(EVALUATE))
-    write_atomic(out / RESULTS, json.dumps(results, indent=1))
-    ratio = comparison.reference_bytes / comparison.int8_bytes
-    context.progress.note(f"INT{bits}: {ratio:.1f}x smaller; {headline(results['int8'])}")
 
 
 def _quantize(

@@ -100,9 +100,18 @@ class PackJob:
         """Packs one split of a set, such as `pretrain/train`; adds its report to the artifact's facts and returns it.
         {} if no sequence is left to pack. group_size: see `data.pack.pack`.
         """
-        sequences = _counted(sequences, self.context, f"pack {name}")
+
+        def counted() -> Sequences:
+            self.context.progress.begin(f"pack {name}", 0, "documents")
+            for number, sequence in enumerate(sequences, start=1):
+                yield sequence
+                if number % SHOWN_EVERY == 0:
+                    self.context.progress.advance(number)
+            self.context.progress.end()
+
+        shown = counted()
         first: list[TokenSequence] = []
-        for sequence in sequences:  # up to the first that is not skipped: without one, no folder may be written
+        for sequence in shown:  # up to the first that is not skipped: without one, no folder may be written
             first.append(sequence)
             if self.settings.long_documents != "skip" or len(sequence.ids) <= self.settings.seq_len:
                 break
@@ -110,7 +119,7 @@ class PackJob:
             return {}
         output = self.context.output
         report = pack(
-            chain(first, sequences), output.path / name, self.settings,
+            chain(first, shown), output.path / name, self.settings,
             vocab_size=self.tokenizer.vocab_size, eos_id=self.tokenizer.eos_id, group_size=group_size,
         )  # fmt: skip
         output.facts[name] = asdict(report)
@@ -271,15 +280,6 @@ def suggest_row_len(config: RunConfig, fit: ConversationFit) -> str:
             num_groups = training.batch_rows(fit.seq_len * num_rows)
             words.append(f"--{stage.name}.batch_tokens {num_groups * num_rows * requested}")
     return f"99% of them fit with {' '.join(words)}"
-
-
-def _counted(sequences: Sequences, context: StageContext, name: str) -> Sequences:
-    context.progress.begin(name, 0, "documents")
-    for number, sequence in enumerate(sequences, start=1):
-        yield sequence
-        if number % SHOWN_EVERY == 0:
-            context.progress.advance(number)
-    context.progress.end()
 
 
 TEXT_ROWS = RowSet(

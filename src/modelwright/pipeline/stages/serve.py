@@ -74,13 +74,51 @@ class ServeCheckConfig:
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
+    check: ServeCheckConfig = config.section(SERVE_CHECK)
     name = final_model(config)
+
+    def check_server(context: StageContext) -> None:
+        folder = context.parents[name]
+        questions = choose_questions(folder, context.parents[CLEAN.name], check)
+        if questions.left_out:
+            context.progress.note(f"server: {questions.left_out}")
+        context.progress.begin("serve", len(questions.asked), "answers")
+        server_config = replace(config.serve, port=0)  # any free port: the configured one may be in use
+        with start_server(folder, server_config, context.folder.path, check.start_timeout_s) as server:
+            answers = []
+            for number, (question, reference) in enumerate(questions.asked, start=1):
+                answers.append(_ask(server, config, question, reference, stream=False))
+                context.progress.advance(number)
+            streamed = [_ask(server, config, *first, stream=True) for first in questions.asked[:1]]
+            metrics = _get(f"{server.url}/metrics")
+            health = json.loads(_get(f"{server.url}/health"))
+            model = json.loads(_get(f"{server.url}/v1/models"))["data"][0]
+        context.progress.end()
+        if server.exit_code != Stopped.exit_code:
+            raise ModelwrightError(f"the server exited with code {server.exit_code} after SIGTERM; see {server.log}")
+        # Sampled answers may differ: the batch in which a token is computed decides its last bits.
+        if check.temperature == 0 and any(s["answer"] != a["answer"] for s, a in zip(streamed, answers, strict=False)):
+            raise ModelwrightError("the streamed answer differs from the plain one, both at temperature 0: a bug")
+        facts = {"start_s": server.start_s, "server_peak_bytes": server.peak_bytes, "health": health.get("status", "")}
+        result = {
+            "model": {name: model[name] for name in ("stage", "root", "digest")},
+            "answers": answers,
+            "streamed": streamed[0] if streamed else None,
+            "left_out": questions.left_out,
+            "num_metrics": len(metrics.splitlines()),
+            **facts,
+        }
+        write_atomic(context.output.path / ANSWERS, json.dumps(result, indent=1, ensure_ascii=False))
+        context.output.facts |= {"child_peak_bytes": server.peak_bytes, "num_answers": len(answers)}
+        asked = f"{len(answers)} questions answered, one more as a stream" if answers else "nothing could be asked"
+        context.progress.note(f"server: {asked} ({model['stage']}, sha256 {model['digest'][:12]}); stopped cleanly")
+
     return Stage(
         name=SERVE_CHECK.name,
         title=SERVE_CHECK.title,
-        settings={"serve": dump(config.serve), "serve_check": dump(config.section(SERVE_CHECK))},
+        settings={"serve": dump(config.serve), "serve_check": dump(check)},
         parents=(CLEAN.name, name),
-        run=lambda context: _run(context, config, context.parents[name]),
+        run=check_server,
     )
 
 
@@ -122,43 +160,6 @@ class Questions:
             return ""
         why = f"longer than the {max(0, self.room):,} tokens that serve_check.max_tokens leaves of the model's context"
         return f"{' and '.join(parts or ['every question'])} left out: {why}"
-
-
-def _run(context: StageContext, config: RunConfig, folder: Path) -> None:
-    check: ServeCheckConfig = config.section(SERVE_CHECK)
-    questions = choose_questions(folder, context.parents[CLEAN.name], check)
-    if questions.left_out:
-        context.progress.note(f"server: {questions.left_out}")
-    context.progress.begin("serve", len(questions.asked), "answers")
-    server_config = replace(config.serve, port=0)  # any free port: the configured one may be in use
-    with start_server(folder, server_config, context.folder.path, check.start_timeout_s) as server:
-        answers = []
-        for number, (question, reference) in enumerate(questions.asked, start=1):
-            answers.append(_ask(server, config, question, reference, stream=False))
-            context.progress.advance(number)
-        streamed = [_ask(server, config, *first, stream=True) for first in questions.asked[:1]]
-        metrics = _get(f"{server.url}/metrics")
-        health = json.loads(_get(f"{server.url}/health"))
-        model = json.loads(_get(f"{server.url}/v1/models"))["data"][0]
-    context.progress.end()
-    if server.exit_code != Stopped.exit_code:
-        raise ModelwrightError(f"the server exited with code {server.exit_code} after SIGTERM; see {server.log}")
-    # Sampled answers may differ: the batch in which a token is computed decides its last bits.
-    if check.temperature == 0 and any(s["answer"] != a["answer"] for s, a in zip(streamed, answers, strict=False)):
-        raise ModelwrightError("the streamed answer differs from the plain one, both at temperature 0: a bug")
-    facts = {"start_s": server.start_s, "server_peak_bytes": server.peak_bytes, "health": health.get("status", "")}
-    result = {
-        "model": {name: model[name] for name in ("stage", "root", "digest")},
-        "answers": answers,
-        "streamed": streamed[0] if streamed else None,
-        "left_out": questions.left_out,
-        "num_metrics": len(metrics.splitlines()),
-        **facts,
-    }
-    write_atomic(context.output.path / ANSWERS, json.dumps(result, indent=1, ensure_ascii=False))
-    context.output.facts |= {"child_peak_bytes": server.peak_bytes, "num_answers": len(answers)}
-    asked = f"{len(answers)} questions answered, one more as a stream" if answers else "nothing could be asked"
-    context.progress.note(f"server: {asked} ({model['stage']}, sha256 {model['digest'][:12]}); stopped cleanly")
 
 
 def choose_questions(folder: Path, clean: Path, check: ServeCheckConfig) -> Questions:
@@ -203,8 +204,27 @@ def start_server(
     with open(log, "w", encoding="utf-8") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
-            url = _await_url(process, timeout_s, log)
-            running = Server(url, time.monotonic() - started, process, log=log)
+            # The address is in the line that announces that the server is ready.
+            urls: list[str] = []
+
+            def read() -> None:
+                assert process.stdout is not None
+                for line in process.stdout:  # to the end: a full pipe would block the server
+                    match = _URL.search(line)
+                    if match and not urls:
+                        urls.append(match[1])
+
+            reader = threading.Thread(target=read, daemon=True)
+            reader.start()
+            deadline = time.monotonic() + timeout_s
+            while not urls:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                    last = lines[-1] if lines else "it said nothing"
+                    what = "ended at once" if process.poll() is not None else f"did not answer within {timeout_s:g} s"
+                    raise ModelwrightError(f"the server {what}: {last} (full log in {log})")
+                time.sleep(0.02)
+            running = Server(urls[0], time.monotonic() - started, process, log=log)
             yield running
             running.peak_bytes = _peak_bytes(process.pid)  # before the signal: /proc forgets a process that has ended
             process.send_signal(signal.SIGTERM)
@@ -217,29 +237,6 @@ def start_server(
                 process.wait()
             if process.stdout:
                 process.stdout.close()
-
-
-def _await_url(process: subprocess.Popen, timeout_s: float, log: Path) -> str:
-    """Returns the address from the line that announces that the server is ready."""
-    result: list[str] = []
-
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:  # to the end: a full pipe would block the server
-            match = _URL.search(line)
-            if match and not result:
-                result.append(match[1])
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    deadline = time.monotonic() + timeout_s
-    while not result:
-        if process.poll() is not None or time.monotonic() > deadline:
-            last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-            what = "ended at once" if process.poll() is not None else f"did not answer within {timeout_s:g} s"
-            raise ModelwrightError(f"the server {what}: {last[0]} (full log in {log})")
-        time.sleep(0.02)
-    return result[0]
 
 
 def _ask(server: Server, config: RunConfig, question: str, reference: str, *, stream: bool) -> dict[str, Any]:

@@ -141,6 +141,36 @@ def load_teacher(config: RunConfig, parents: Mapping[str, Path]) -> Decoder:
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     parents = dict.fromkeys((PACK.name, tokenizer_stage(config), *teacher_parents(config)))
+
+    def make_student(context: StageContext) -> None:
+        settings: StudentConfig = config.section(STUDENT)
+        context.progress.begin(STUDENT.name, 0, "tensors")
+        teacher = load_teacher(config, context.parents)
+        if settings.init == "continue":
+            student = load_model(context.parents[model_before(config, STUDENT.name)])
+            if student.config.vocab_size != teacher.config.vocab_size:
+                raise ConfigError(
+                    f"{STUDENT.name}.teacher: predicts {teacher.config.vocab_size} tokens, and the run's model "
+                    f"{student.config.vocab_size}; choose a teacher with as many"
+                )
+        else:
+            with prefix_errors(STUDENT.name):
+                shape = settings.shape(teacher.config)
+            if settings.init == "scratch":
+                student = Decoder(shape)
+                student.init_weights(derive_seed(config.seed, STUDENT.name))
+            else:
+                folders = [context.parents[PACK.name] / rows.name / "train" for rows in (ALL_ROWS, TEXT_ROWS)]
+                packed = PackedRows(next(folder for folder in folders if folder.is_dir()))
+                rows = islice(packed.batches(1), settings.calibration_rows)
+                student = prune(teacher, shape, input_moments(teacher, rows))
+        save_model_folder(student, Tokenizer.load(context.parents[tokenizer_stage(config)]), context.output.path)
+        sizes = {"teacher_parameters": teacher.config.num_parameters, "num_parameters": student.config.num_parameters}
+        context.output.facts |= sizes
+        context.progress.end()
+        share = sizes["num_parameters"] / sizes["teacher_parameters"]
+        context.progress.note(f"student: {sizes['num_parameters']:,} parameters, {share:.0%} of the teacher's")
+
     return Stage(
         name=STUDENT.name,
         title=STUDENT.title,
@@ -150,38 +180,8 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
             "seed": derive_seed(config.seed, STUDENT.name),
         },
         parents=tuple(parents),
-        run=lambda context: _run(context, config),
+        run=make_student,
     )
-
-
-def _run(context: StageContext, config: RunConfig) -> None:
-    settings: StudentConfig = config.section(STUDENT)
-    context.progress.begin(STUDENT.name, 0, "tensors")
-    teacher = load_teacher(config, context.parents)
-    if settings.init == "continue":
-        student = load_model(context.parents[model_before(config, STUDENT.name)])
-        if student.config.vocab_size != teacher.config.vocab_size:
-            raise ConfigError(
-                f"{STUDENT.name}.teacher: predicts {teacher.config.vocab_size} tokens, and the run's model "
-                f"{student.config.vocab_size}; choose a teacher with as many"
-            )
-    else:
-        with prefix_errors(STUDENT.name):
-            shape = settings.shape(teacher.config)
-        if settings.init == "scratch":
-            student = Decoder(shape)
-            student.init_weights(derive_seed(config.seed, STUDENT.name))
-        else:
-            folders = [context.parents[PACK.name] / rows.name / "train" for rows in (ALL_ROWS, TEXT_ROWS)]
-            packed = PackedRows(next(folder for folder in folders if folder.is_dir()))
-            rows = islice(packed.batches(1), settings.calibration_rows)
-            student = prune(teacher, shape, input_moments(teacher, rows))
-    save_model_folder(student, Tokenizer.load(context.parents[tokenizer_stage(config)]), context.output.path)
-    sizes = {"teacher_parameters": teacher.config.num_parameters, "num_parameters": student.config.num_parameters}
-    context.output.facts |= sizes
-    context.progress.end()
-    share = sizes["num_parameters"] / sizes["teacher_parameters"]
-    context.progress.note(f"student: {sizes['num_parameters']:,} parameters, {share:.0%} of the teacher's")
 
 
 STUDENT = StageSpec(

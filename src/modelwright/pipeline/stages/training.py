@@ -233,6 +233,28 @@ def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:
                 "from a model folder with init_from"
             )
         settings["model"] = dump(config.model)
+
+    def learn(context: StageContext) -> None:
+        assert spec.rows is not None
+        assert spec.fresh is not None
+        rows = context.parents[PACK.name] / spec.rows.name / "train"
+        # Training reads each weight once its place among the ranks is known; without rows the model is only written
+        # again.
+        load = deferred_model if rows.is_dir() else load_model
+        model = load(context.parents[before]) if before else spec.fresh(config)
+        traits.prepare(config, model)
+        if rows.is_dir():
+            with row_sets.training_data(rows, config.cache, context) as data:
+                facts = _learn(context, config, spec, model, data, traits)
+                _save(context, config, spec, model, data, facts, traits)
+        elif spec.rows.if_empty:
+            context.progress.note(f"{name}: {spec.rows.if_empty}")
+            _save(context, config, spec, model, None, {"skipped": spec.rows.if_empty}, traits)
+        else:
+            raise DataError(
+                f"{name}: no {spec.rows.documents} is left to train on; see the dropped documents of the clean stage"
+            )
+
     return Stage(
         name=name,
         title=spec.title,
@@ -240,31 +262,9 @@ def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:
         parents=tuple(
             dict.fromkeys([PACK.name, tokenizer_stage(config), *([before] if before else []), *spec.needs(config)])
         ),
-        run=lambda context: _run(context, config, spec, traits),
+        run=learn,
         every_rank=True,
     )
-
-
-def _run(context: StageContext, config: RunConfig, spec: StageSpec, traits: _Traits) -> None:
-    before = traits.start(config, spec.name)
-    assert spec.rows is not None
-    assert spec.fresh is not None
-    rows = context.parents[PACK.name] / spec.rows.name / "train"
-    # Training reads each weight once its place among the ranks is known; without rows the model is only written again.
-    load = deferred_model if rows.is_dir() else load_model
-    model = load(context.parents[before]) if before else spec.fresh(config)
-    traits.prepare(config, model)
-    if rows.is_dir():
-        with row_sets.training_data(rows, config.cache, context) as data:
-            facts = _learn(context, config, spec, model, data, traits)
-            _save(context, config, spec, model, data, facts, traits)
-    elif spec.rows.if_empty:
-        context.progress.note(f"{spec.name}: {spec.rows.if_empty}")
-        _save(context, config, spec, model, None, {"skipped": spec.rows.if_empty}, traits)
-    else:
-        raise DataError(
-            f"{spec.name}: no {spec.rows.documents} is left to train on; see the dropped documents of the clean stage"
-        )
 
 
 def _save(

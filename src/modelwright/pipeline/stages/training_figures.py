@@ -96,16 +96,14 @@ def text_samples(
         text = tokenizer.decode([one for one in completion.token_ids if one < tokenizer.vocab_size])
         shown = " ▸ ".join(" ".join(one.split()) for one in (tokenizer.decode(prompt), text))
         run.note(f"step {info.step:,}: {shown}")
-        _keep(folder / FILE, {"step": info.step, "loss": info.loss, "prompt": tokenizer.decode(prompt), "text": text})
+        beginning = tokenizer.decode(prompt)
+        # The sample follows those of earlier steps; samples of later steps, from before a crash, are dropped.
+        earlier = [record for record in read_records(folder / FILE) if record["step"] < info.step]
+        samples = [*earlier, {"step": info.step, "loss": info.loss, "prompt": beginning, "text": text}]
+        write_atomic(folder / FILE, "".join(json_line(sample) for sample in samples))
         last = clock()
 
     return Technique(name="text_samples", on_step_end=on_step_end, needs=frozenset())
-
-
-def _keep(path: Path, sample: Mapping[str, Any]) -> None:
-    """Writes the sample after those of earlier steps; samples of later steps, from before a crash, are dropped."""
-    earlier = [record for record in read_records(path) if record["step"] < sample["step"]]
-    write_atomic(path, "".join(json_line(record) for record in [*earlier, sample]))
 
 
 def sample_block(folder: Path) -> list[Samples]:

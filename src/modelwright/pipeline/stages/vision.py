@@ -60,9 +60,26 @@ def _pack_labeled(job: PackJob, split: Split) -> None:
     labels: list[int] = []
     unknown: list[str] = []
     with stores.write_images(folder) as images:
+
+        def sequences() -> Sequences:
+            places = {name: place for place, name in enumerate(classes)}
+            for document in read_kept(job.clean, split=split, kinds=("image",)):
+                name = stores.class_of(document)
+                if name not in places:
+                    unknown.append(name)
+                    continue
+                number = images.add(StoredImage.from_plain(document.meta[KEY]).data)
+                if number > MOST_IMAGES:
+                    raise DataError(f"pack: there are more than {MOST_IMAGES:,} images; pack them in several runs")
+                labels.append(places[name])
+                source, score = job.labels(document)
+                yield TokenSequence(
+                    np.full(2, job.tokenizer.eos_id), source=source, score=score, value=float(number + 1)
+                )
+
         # Rows of one image each: `batch_tokens` then fixes the number of images of an update.
         rows = replace(job, settings=replace(job.settings, mode="one_per_row"))
-        report = rows.pack(f"{LABELED_ROWS.name}/{split}", _sequences(job, split, images, classes, labels, unknown))
+        report = rows.pack(f"{LABELED_ROWS.name}/{split}", sequences())
     stores.write_labels(folder, labels, classes)
     if unknown and report:
         report["skipped"] = {**report["skipped"], UNKNOWN: len(unknown)}
@@ -83,29 +100,6 @@ def training_classes(clean: Path) -> list[str]:
     if len(classes) > len(names) / 2:
         raise DataError(f"vision: {len(names):,} training images have {len(classes):,} different classes; {remedy}")
     return classes
-
-
-def _sequences(
-    job: PackJob,
-    split: Split,
-    images: stores.StoreWriter,
-    classes: list[str],
-    labels: list[int],
-    unknown: list[str],
-) -> Sequences:
-    """Yields rows; fills the labels of the images that were written, and the classes that training does not have."""
-    places = {name: place for place, name in enumerate(classes)}
-    for document in read_kept(job.clean, split=split, kinds=("image",)):
-        name = stores.class_of(document)
-        if name not in places:
-            unknown.append(name)
-            continue
-        number = images.add(StoredImage.from_plain(document.meta[KEY]).data)
-        if number > MOST_IMAGES:
-            raise DataError(f"pack: there are more than {MOST_IMAGES:,} images; pack them in several runs")
-        labels.append(places[name])
-        source, score = job.labels(document)
-        yield TokenSequence(np.full(2, job.tokenizer.eos_id), source=source, score=score, value=float(number + 1))
 
 
 LABELED_ROWS = RowSet(

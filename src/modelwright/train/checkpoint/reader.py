@@ -201,7 +201,19 @@ class CheckpointReader:
 
     def prepare(self) -> None:
         """Create the folder and remove unfinished files of a killed run."""
-        token = self.channel.attempt(self._clear if self.world.is_first else str, what=f"{self.folder}")
+
+        def clear() -> str:
+            # The token distinguishes the folder from a removed one of the same name, because copies in memory outlive a
+            # folder.
+            with writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for leftover in [*self.folder.glob("step-*.partial"), *self.folder.glob("step-*.old")]:
+                    shutil.rmtree(leftover, ignore_errors=True)
+                if not (self.folder / TOKEN).exists():
+                    write_atomic(self.folder / TOKEN, secrets.token_hex(8))
+                return (self.folder / TOKEN).read_text(encoding="utf-8")
+
+        token = self.channel.attempt(clear if self.world.is_first else str, what=f"{self.folder}")
         token = self.channel.exchange(token, what=f"{self.folder}")[0]
         self.copies = MemoryCopies(self.memory, f"{self.digest}:{token}", self.channel)
 
@@ -265,26 +277,50 @@ class CheckpointReader:
         path = self._sources.get(step, self.folder / step_name(step))
         names = set[str]().union(*self.channel.exchange(list(weights), what=f"loading {path}"))
         held = {name: weights[name] for name in gradients}
-        return self.channel.attempt(lambda: self._load(path, names, weights, held, note), what=f"loading {path}")
+
+        def copy() -> dict[str, Any]:
+            index, record = read_index(path), read_state(path)
+            model, training = (ShardReader(path, index[part]) for part in PARTS)
+            # The ranks together must hold all of them: a weight that is left out would silently keep its initial
+            # values.
+            for name in sorted(names ^ set(model.entries)):
+                raise ArtifactError(f"{path}: {name} is in {'the model' if name in names else 'the checkpoint'} only")
+            for name, weight in weights.items():
+                if model.shape(name) != tuple(weight.shape):
+                    shapes = f"{list(model.shape(name))}, the model needs {list(weight.shape)}"
+                    raise ArtifactError(f"{path}: {name} has shape {shapes}")
+                piece = piece_of(weight)
+                piece.values.copy_(model.read(name, piece.box))  # detached, so that autograd does not see the change
+            tree = record["state"]
+            optimizer = tree.pop("optimizer", None)  # laid out like its parameters, where all else is read whole
+            state = join(tree, training.read)
+            if optimizer is not None:
+                state["optimizer"] = optimizer_state(optimizer, training, weights)
+            if record["strategy"]:
+                at = seat(self.reduce.rank, self.reduce.size, held)
+                try:
+                    state["strategy"] = join_transport(record["strategy"], training, at, held)
+                except UnplaceableError as error:
+                    note(f"{path}: the strategy's state {error} does not fit this layout; the strategy starts afresh")
+                    state["strategy"] = {}
+            return state
+
+        return self.channel.attempt(copy, what=f"loading {path}")
 
     def set_aside(self, step: int) -> str:
         """Rename a damaged checkpoint, so that nothing reads or deletes it; returns its new name, "" if it is gone."""
         path = self.folder / step_name(step)
-        return self.channel.exchange(
-            self.channel.attempt(partial(self._set_aside, path), what=f"setting {path} aside"), what=f"{path}"
-        )[0]
 
-    def _clear(self) -> str:
-        """Creates the folder, or cleans it; returns an identifier that distinguishes it from a removed folder of the
-        same name, because copies in memory outlive a folder.
-        """
-        with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in [*self.folder.glob("step-*.partial"), *self.folder.glob("step-*.old")]:
-                shutil.rmtree(leftover, ignore_errors=True)
-            if not (self.folder / TOKEN).exists():
-                write_atomic(self.folder / TOKEN, secrets.token_hex(8))
-            return (self.folder / TOKEN).read_text(encoding="utf-8")
+        def rename() -> str:
+            if not self.world.is_first or not path.exists():
+                return ""
+            names = chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{number}" for number in count(2)))
+            name = next(name for name in names if not path.with_name(name).exists())
+            with writing(self.folder):
+                os.rename(path, path.with_name(name))
+            return name
+
+        return self.channel.exchange(self.channel.attempt(rename, what=f"setting {path} aside"), what=f"{path}")[0]
 
     def _damage(self, path: Path) -> str:
         """The damage in this rank's share of a checkpoint's files, or ""."""
@@ -293,45 +329,3 @@ class CheckpointReader:
         except DamagedCheckpointError as error:
             return str(error)
         return ""
-
-    def _set_aside(self, path: Path) -> str:
-        if not self.world.is_first or not path.exists():
-            return ""
-        names = chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{number}" for number in count(2)))
-        name = next(name for name in names if not path.with_name(name).exists())
-        with writing(self.folder):
-            os.rename(path, path.with_name(name))
-        return name
-
-    def _load(
-        self,
-        path: Path,
-        names: set[str],
-        weights: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-        note: Callable[[str], None],
-    ) -> dict[str, Any]:
-        index, record = read_index(path), read_state(path)
-        model, training = (ShardReader(path, index[part]) for part in PARTS)
-        # The ranks together must hold all of them: a weight that is left out would silently keep its initial values.
-        for name in sorted(names ^ set(model.entries)):
-            raise ArtifactError(f"{path}: {name} is in {'the model' if name in names else 'the checkpoint'} only")
-        for name, weight in weights.items():
-            if model.shape(name) != tuple(weight.shape):
-                shapes = f"{list(model.shape(name))}, the model needs {list(weight.shape)}"
-                raise ArtifactError(f"{path}: {name} has shape {shapes}")
-            piece = piece_of(weight)
-            piece.values.copy_(model.read(name, piece.box))  # detached, so that autograd does not see the change
-        tree = record["state"]
-        optimizer = tree.pop("optimizer", None)  # laid out like its parameters, where all else is read whole
-        state = join(tree, training.read)
-        if optimizer is not None:
-            state["optimizer"] = optimizer_state(optimizer, training, weights)
-        if record["strategy"]:
-            at = seat(self.reduce.rank, self.reduce.size, gradients)
-            try:
-                state["strategy"] = join_transport(record["strategy"], training, at, gradients)
-            except UnplaceableError as error:
-                note(f"{path}: the strategy's state {error} does not fit this layout; the strategy starts afresh")
-                state["strategy"] = {}
-        return state

@@ -49,7 +49,7 @@ from modelwright.train.checkpoint.files import (
     share_out,
     step_name,
 )
-from modelwright.train.checkpoint.reader import CheckpointReader, MemoryCopies
+from modelwright.train.checkpoint.reader import CheckpointReader
 from modelwright.train.checkpoint.state_tree import merge, seat, split, split_transport
 
 
@@ -118,7 +118,20 @@ class CheckpointWriter:
         self.wait()
         copies = self.reader.copies
         assert copies, "the reader's `prepare` comes first"
-        self._pending = self._writer.submit(self._remember, copies, self._copy(snapshot, best))
+        job = self._copy(snapshot, best)
+
+        def remember() -> None:
+            """Runs in the writer's thread, on every rank."""
+            files: dict[str, bytes] = {}
+            own: dict[str, Any] = {}
+            for part, pieces in job.pieces.items():
+                files[self._file(part)] = serialize({name: piece.values for name, piece in pieces.items()})
+                own[part] = describe_pieces(self._file(part), pieces)
+            what = f"copying step {job.step} to memory"
+            index, record = _combine(job, self._channel.exchange((own, job.tree), what=what))
+            copies.write(job.step, files, index, record)
+
+        self._pending = self._writer.submit(remember)
 
     def forget(self) -> None:
         """Free the memory of the copies: the run is finished."""
@@ -244,17 +257,6 @@ class CheckpointWriter:
         for path in paths:
             if path.name not in requested:
                 shutil.rmtree(path, ignore_errors=True)
-
-    def _remember(self, copies: MemoryCopies, job: _Job) -> None:
-        """Runs in the writer's thread, on every rank."""
-        files: dict[str, bytes] = {}
-        own: dict[str, Any] = {}
-        for part, pieces in job.pieces.items():
-            files[self._file(part)] = serialize({name: piece.values for name, piece in pieces.items()})
-            own[part] = describe_pieces(self._file(part), pieces)
-        what = f"copying step {job.step} to memory"
-        index, record = _combine(job, self._channel.exchange((own, job.tree), what=what))
-        copies.write(job.step, files, index, record)
 
 
 def _combine(

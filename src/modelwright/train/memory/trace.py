@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
@@ -196,12 +197,20 @@ class StepTrace(TorchDispatchMode):
     @contextmanager
     def places(self) -> Iterator[None]:
         """Within the block, modules report the step's place: the one running, and in backward the one that ran last."""
+
+        def done(place: str, parameter: Tensor) -> None:
+            self._place = place
+            if parameter.grad is not None:
+                known = self._living.get(_key(parameter.grad))
+                if known is not None:
+                    known[0].is_gradient = True
+
         hooks = []
         for name, module in self._model.named_modules():
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: setattr(self, "_place", name)))
         for name, parameter in self._model.named_parameters():
             place = name.rpartition(".")[0]
-            hooks.append(parameter.register_post_accumulate_grad_hook(lambda p, place=place: self._done(p, place)))
+            hooks.append(parameter.register_post_accumulate_grad_hook(partial(done, place)))
         try:
             yield
         finally:
@@ -215,26 +224,20 @@ class StepTrace(TorchDispatchMode):
         given = {_key(tensor) for tensor in tensors}
         self._time += 1
         self._backward.append(torch._C._current_graph_task_id() != -1)  # -1 outside of autograd's engine
-        result = self._run(func, args, kwargs, tensors)
+        # Values of fake tensors are 1; tensors created from nothing are fake only if they are large.
+        result, reads_value = None, func is torch.ops.aten._local_scalar_dense.default
+        if self._fake is not None and reads_value and any(isinstance(one, FakeTensor) for one in tensors):
+            result = tensors[0].dtype == torch.bool or (1.0 if tensors[0].is_floating_point() else 1)
+        elif self._fake is not None and not tensors:
+            with self._fake:
+                fake = func(*args, **kwargs)
+            result = fake if isinstance(fake, Tensor) and fake.nbytes > LARGEST_REAL_BYTES else None
+        if result is None:
+            result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and _key(leaf) not in given:
                 self._notice(leaf, str(func).removeprefix("aten.").removesuffix(".default"))
         return result
-
-    def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Values of fake tensors are 1; tensors created from nothing are fake only if they are large."""
-        if self._fake is None:
-            return func(*args, **kwargs)
-        if any(isinstance(one, FakeTensor) for one in tensors):
-            if func is torch.ops.aten._local_scalar_dense.default:
-                return tensors[0].dtype == torch.bool or (1.0 if tensors[0].is_floating_point() else 1)
-            return func(*args, **kwargs)
-        if not tensors:
-            with self._fake:
-                fake = func(*args, **kwargs)
-            if isinstance(fake, Tensor) and fake.nbytes > LARGEST_REAL_BYTES:
-                return fake
-        return func(*args, **kwargs)
 
     def _notice(self, tensor: Tensor, operator: str) -> None:
         key, storage = _key(tensor), tensor.untyped_storage()
@@ -247,13 +250,6 @@ class StepTrace(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         block, _ = self._living.pop(key)
         block.death = self._time + 1
-
-    def _done(self, parameter: Tensor, place: str) -> None:
-        self._place = place
-        if parameter.grad is not None:
-            known = self._living.get(_key(parameter.grad))
-            if known is not None:
-                known[0].is_gradient = True
 
 
 def _key(tensor: Tensor) -> int:

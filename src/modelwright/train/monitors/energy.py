@@ -146,16 +146,16 @@ def nvml_meters(bus_id: str) -> list[PowerMeter]:
         handle = ctypes.c_void_p()
         if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByPciBusId_v2(bus_id.encode(), ctypes.byref(handle)):
             return []
-        return [NvmlMeter(lambda: _total_mj(library, handle))]
+
+        def total_mj() -> int:
+            millijoules = ctypes.c_ulonglong()
+            if code := library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules)):
+                raise OSError(f"NVML cannot read the GPU's energy (code {code})")
+            return millijoules.value
+
+        return [NvmlMeter(total_mj)]
     except (OSError, AttributeError):
         return []
-
-
-def _total_mj(library: ctypes.CDLL, handle: ctypes.c_void_p) -> int:
-    millijoules = ctypes.c_ulonglong()
-    if code := library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules)):
-        raise OSError(f"NVML cannot read the GPU's energy (code {code})")
-    return millijoules.value
 
 
 class CoreTimeModel:

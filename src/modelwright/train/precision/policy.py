@@ -18,18 +18,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from modelwright.core.compatibility import (
-    ACCELERATOR,
-    EAGER_BLOCKS,
-    FLOAT_PRODUCTS,
-    SAME_MATMULS,
-    SAME_UNITS,
-    SYNCHRONOUS_UPDATES,
-    TRAINED_WEIGHTS,
-    WHOLE_GRADIENTS,
-    Feature,
-    feature,
-)
+from modelwright.core import compatibility as run
+from modelwright.core.compatibility import Feature, feature
 from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
 from modelwright.ops.lowp_linear import FLOATS, Format, Recipe
@@ -359,14 +349,15 @@ class PrecisionConfig:
         """Features of the precision settings, with their requirements on a run and what they break."""
         result: list[Feature] = []
         if self.loss_scale.scales(uses_fp16=self.policy != "auto" and self.uses_fp16):
-            result.append(feature("loss_scale", needs=[WHOLE_GRADIENTS]))
+            result.append(feature("loss_scale", needs=[run.WHOLE_GRADIENTS]))
         if self.policy != "auto" and self.possible & {"fp8", "int8"}:
-            result.append(feature("policy", self.policy, breaks=[FLOAT_PRODUCTS]))
+            result.append(feature("policy", self.policy, breaks=[run.FLOAT_PRODUCTS]))
         if self.fp32_matmul == "tf32":
-            result.append(feature("fp32_matmul", "tf32", only_with=[ACCELERATOR]))
+            result.append(feature("fp32_matmul", "tf32", only_with=[run.ACCELERATOR]))
         if self.adaptive.kind != "none":
-            needs = {EAGER_BLOCKS, SYNCHRONOUS_UPDATES, SAME_UNITS, WHOLE_GRADIENTS, TRAINED_WEIGHTS}
-            result.append(feature("adaptive.kind", self.adaptive.kind, needs=needs, breaks=[SAME_MATMULS]))
+            needs = {run.EAGER_BLOCKS, run.SYNCHRONOUS_UPDATES, run.SAME_UNITS, run.WHOLE_GRADIENTS}
+            needs |= {run.TRAINED_WEIGHTS}
+            result.append(feature("adaptive.kind", self.adaptive.kind, needs=needs, breaks=[run.SAME_MATMULS]))
         return result
 
     @property

@@ -25,17 +25,8 @@ from modelwright.ops.dtensor import local
 from modelwright.ops.lowp_linear import Format
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.train.objective import Batch, Objective
-from modelwright.train.precision import indicators
+from modelwright.train.precision import controllers, indicators
 from modelwright.train.precision.apply import ModelPrecision, kind_of, names_of_projections, part_of
-from modelwright.train.precision.controllers import (
-    Bandit,
-    DtypeTimings,
-    PrecisionSwitcher,
-    Rules,
-    Shape,
-    measure_speeds,
-    scheduled,
-)
 from modelwright.train.precision.policy import AdaptiveConfig, Kind
 from modelwright.train.runner import Executor
 from modelwright.train.technique import Runtime, Technique, Update
@@ -126,7 +117,7 @@ class AdaptivePrecision:
     """Number of ranks that hold each parameter, in the order of `names`."""
     optimizer: Optimizer
     world: World
-    machine: DtypeTimings
+    machine: controllers.DtypeTimings
     trial: InitVar[Callable[[], float]]
     """The loss over all ranks of some rows of the present batch, with the formats in force."""
     scale: Callable[[], float]
@@ -138,7 +129,7 @@ class AdaptivePrecision:
     """Names of the whole model's submodules, the same on all ranks."""
     statistics: indicators.PartStatistics = field(init=False)
     trials: SensitivityTrials = field(init=False)
-    switcher: PrecisionSwitcher = field(init=False)
+    switcher: controllers.PrecisionSwitcher = field(init=False)
     period: indicators.Period = field(init=False)
     log: EventLog = field(init=False)
     levels: list[indicators.LossLevel] = field(default_factory=list[indicators.LossLevel])
@@ -162,8 +153,8 @@ class AdaptivePrecision:
         )
         self.trials = SensitivityTrials(formats=self.formats, loss=trial)
         widest: dict[str, Format] = {part: self.formats.config.format_of(kind_of(part)) for part in self.parts}
-        controller = Bandit(self.config) if self.config.kind == "bandit" else Rules(self.config)
-        self.switcher = PrecisionSwitcher(self.config, widest, controller, self.trials.rise)
+        controller = controllers.Bandit(self.config) if self.config.kind == "bandit" else controllers.Rules(self.config)
+        self.switcher = controllers.PrecisionSwitcher(self.config, widest, controller, self.trials.rise)
         self.memory_pressure = self.machine.memory_pressure
         self._offer()
         self.period = indicators.Period(indicators.Observer(self.candidates, self.formats.config, {}))
@@ -191,7 +182,9 @@ class AdaptivePrecision:
         if self.looks and self._is_measured(step):
             self.formats.watch(None)
         if self.config.kind == "schedule":
-            self.switcher.follow(step + 1, scheduled(self.config, step + 1, self.parts, self.switcher.widest))
+            self.switcher.follow(
+                step + 1, controllers.scheduled(self.config, step + 1, self.parts, self.switcher.widest)
+            )
         elif self.looks:
             self._look(update)
         elif self.config.looks and (step + 1) % self.config.decide_every_steps == 0:
@@ -229,7 +222,27 @@ class AdaptivePrecision:
             self.period.run_norms.append(update.grad_norm)
             if update.skipped:
                 return
-            sums = self._sums(update.step) if is_measured else {}
+            # Only a decision needs more than the gradients' statistics.
+            sums: dict[str, indicators.GradientStats] = {}
+            if is_measured and not self.is_due:
+                sums = self.statistics.sums(
+                    lambda parameter, gradient: indicators.GradientStats(gradient=indicators.sum_of_squares(gradient))
+                )
+            elif is_measured:
+                state, scale = self.optimizer.state, self.scale()
+                groups = {
+                    parameter: {**group, "lr": self.last_rate}
+                    for group in self.optimizer.param_groups
+                    for parameter in group["params"]
+                }
+                sums = self.statistics.sums(
+                    lambda parameter, gradient: indicators.GradientStats.of(
+                        local(parameter.detach()),
+                        gradient,
+                        momentum_of(state.get(parameter, {}), groups[parameter], update.step),
+                        scale=scale,
+                    )
+                )
             for part, total in sums.items():
                 self.period.norms.setdefault(part, []).append(total.gradient**0.5)
             if self.is_due:
@@ -248,27 +261,6 @@ class AdaptivePrecision:
             self._offer()  # new formats are observed from the next period on
             self.period = indicators.Period(indicators.Observer(self.candidates, self.formats.config, {}))
             self.is_due = False
-
-    def _sums(self, step: int) -> dict[str, indicators.GradientStats]:
-        """Call after `step` updates; only a decision needs more than the gradients' statistics."""
-        if not self.is_due:
-            return self.statistics.sums(
-                lambda parameter, gradient: indicators.GradientStats(gradient=indicators.sum_of_squares(gradient))
-            )
-        state, scale = self.optimizer.state, self.scale()
-        groups = {
-            parameter: {**group, "lr": self.last_rate}
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-        }
-        return self.statistics.sums(
-            lambda parameter, gradient: indicators.GradientStats.of(
-                local(parameter.detach()),
-                gradient,
-                momentum_of(state.get(parameter, {}), groups[parameter], step),
-                scale=scale,
-            )
-        )
 
     def _indicators(self, sums: Mapping[str, indicators.GradientStats]) -> dict[str, indicators.Indicators]:
         config, candidates, period = self.formats.config, self.candidates, self.period
@@ -440,20 +432,22 @@ def momentum_of(state: Mapping[str, Any], group: Mapping[str, Any], num_updates:
     return indicators.Momentum(average, indicators.kept_noise(betas[0], num_updates), move * group["lr"] ** 2)
 
 
-def machine_for(folder: Path, formats: ModelPrecision, world: World, *, num_rows: int, tensor: int) -> DtypeTimings:
+def machine_for(
+    folder: Path, formats: ModelPrecision, world: World, *, num_rows: int, tensor: int
+) -> controllers.DtypeTimings:
     """Returns the times of formats on the slowest rank and the memory share of the fullest one, measured at the start
     of the run and stored in the folder. Nothing is measured for a schedule. tensor: ranks of the tensor axis.
     """
     config, model = formats.config, formats.model.config
     if not config.adaptive.looks:
-        return DtypeTimings({}, 0.0)
+        return controllers.DtypeTimings({}, 0.0)
     candidates: list[Format] = list(
         dict.fromkeys(["fp32", *map(config.format_of, ("attention", "ffn")), *config.adaptive.candidates])
     )
     # Of the projections on one rank, [outputs, inputs].
     width, heads = model.model_dim, model.num_heads * model.head_dim // tensor
     pairs, wide = max(1, model.num_kv_heads // tensor) * model.head_dim, model.ffn_dim // tensor
-    shapes: dict[Kind, list[Shape]] = {
+    shapes: dict[Kind, list[controllers.Shape]] = {
         "attention": [(heads, width), (pairs, width), (pairs, width), (width, heads)],
         "ffn": [(wide, width), (wide, width), (width, wide)],
     }
@@ -470,12 +464,12 @@ def machine_for(folder: Path, formats: ModelPrecision, world: World, *, num_rows
     if min(result) <= 0:
         with torch.random.fork_rng():  # pyright: ignore[reportUnknownMemberType]
             weights = sum(local(parameter.detach()).nbytes for parameter in formats.model.parameters())
-            own = measure_speeds(formats, shapes, candidates, num_rows=num_rows, device=world.device)
+            own = controllers.measure_speeds(formats, shapes, candidates, num_rows=num_rows, device=world.device)
         result = world.maxima(*(own[key] for key in keys), memory_share(world.device, 3 * weights))
         if world.is_first:
             folder.mkdir(parents=True, exist_ok=True)  # it is the first thing that a run writes
             write_atomic(path, json.dumps(dict(zip(names, result, strict=True)), indent=2) + "\n")
-    return DtypeTimings(dict(zip(keys, result[:-1], strict=True)), result[-1])
+    return controllers.DtypeTimings(dict(zip(keys, result[:-1], strict=True)), result[-1])
 
 
 def memory_share(device: torch.device, more_bytes: int = 0) -> float:

@@ -91,7 +91,20 @@ def _measure(setting: ProbeSetting) -> ProbeResult:
                 if time.perf_counter() - start > part_s:
                     break
             figures["read_bytes_per_s"] = num_chunks * CHUNK_BYTES / (time.perf_counter() - start)
-            figures["reads_per_s"] = _random_rate(file, written, memoryview(buffer)[:BLOCK_BYTES], part_s)
+            # Reads of 4 KiB, one after the other.
+            _forget(file, 0, written)
+            draw = random.Random(0)
+            # Through the page cache, few enough reads that hardly any block is read twice, the second time from memory.
+            most = MOST_READS if file.is_direct else written // BLOCK_BYTES // 8
+            with memoryview(buffer)[:BLOCK_BYTES] as target:
+                times = _timed(
+                    lambda: _read(
+                        file.reader, [target], draw.randrange(written // BLOCK_BYTES) * BLOCK_BYTES, BLOCK_BYTES
+                    ),
+                    part_s,
+                    most=most,
+                )
+            figures["reads_per_s"] = len(times) / sum(times)
     how = "O_DIRECT" if file.is_direct else "cache dropped by advice" if avoids_cache else "not measurable here"
     facts = {"reads": how, "file_system": file_system(setting.folder)}
     return ProbeResult(state="measured", figures=figures, facts=facts)
@@ -111,22 +124,6 @@ def _unlinked_file(folder: Path) -> Iterator[_OpenFile]:
         finally:
             os.unlink(path)
         yield _OpenFile(writer, reader)
-
-
-def _random_rate(file: _OpenFile, size: int, buffer: memoryview, budget_s: float) -> float:
-    """Measures reads of 4 KiB per second, one after the other."""
-    _forget(file, 0, size)
-    draw = random.Random(0)
-
-    def read() -> None:
-        _read(file.reader, [buffer], draw.randrange(size // BLOCK_BYTES) * BLOCK_BYTES, BLOCK_BYTES)
-
-    try:
-        # Through the page cache, few enough reads that hardly any block is read twice, the second time from memory.
-        times = _timed(read, budget_s, most=MOST_READS if file.is_direct else size // BLOCK_BYTES // 8)
-    finally:
-        buffer.release()
-    return len(times) / sum(times)
 
 
 def _forget(file: _OpenFile, offset: int, length: int) -> None:
