@@ -23,7 +23,7 @@ from modelwright.serve.ab.state import (
     verdict,
 )
 from modelwright.serve.ab.statistics import BURN_IN, difference_interval, log_e_value, two_proportions, welch
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
 from modelwright_claims.product_runs import side_by_side
 from modelwright_claims.statistics import share
@@ -222,8 +222,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="ab_false_alarms",
+CLAIM = declared(
+    __name__,
     statement="A/B tests of equal versions, looked at after every event, raise a false alarm in at most 5% of runs.",
     source="Johari et al., Peeking at A/B Tests, KDD 2017; Lindon and Malek, Anytime-Valid Inference for Multinomial "
     "Count Data, NeurIPS 2022; Waudby-Smith et al., Time-uniform central limit theory, 2021 (arXiv:2103.06476)",
@@ -233,6 +233,4 @@ CLAIM = Claim(
     target=f"each interval alarms in at most {MOST_ALARMS:g}% of runs, and the guards take a version away in at most "
     f"{MOST_ROLLBACKS:g}% (exact upper bounds)",
     headline=(ALARM + ERRORS, ALARM + SCORES, ROLLED_BACK, REPEATED + ERRORS, REPEATED + SCORES),
-    measure=measure,
-    judge=judge,
 )

@@ -8,7 +8,7 @@ from modelwright.ops import cpu_kernels
 from modelwright.pipeline.estimate.cost import training_memory
 from modelwright.train.memory.activations import ActivationCheckpointingConfig, block_shape
 from modelwright_claims import memory_probe
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.memory_probe import Measured, Probe
 from modelwright_claims.statistics import Estimate, estimate, exact, ratios
@@ -131,8 +131,8 @@ def time_of(samples: Samples, name: str) -> Estimate:
     return ratios(samples[STEP + name], samples[STEP + NONE])
 
 
-CLAIM = Claim(
-    name="activation_checkpointing",
+CLAIM = declared(
+    __name__,
     statement="Keeping only the input of each unit of layers and computing the rest again in the backward pass saves "
     "most of the memory of activations for at most a third more compute.",
     source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174); Korthikanti et al., "
@@ -142,6 +142,4 @@ CLAIM = Claim(
     "weights and optimizer states (gradients and workspaces count), FLOPs counted by PyTorch, time alternated",
     target=f"a unit size that saves {SAVED_TARGET:.0f}% or more for at most {COMPUTE_TARGET:.0f}% more FLOPs",
     headline=("memory saved, unit of 1", "more FLOPs, unit of 1", "memory saved, unit of 8", "more FLOPs, unit of 8"),
-    measure=measure,
-    judge=judge,
 )

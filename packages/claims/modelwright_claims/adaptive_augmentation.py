@@ -13,8 +13,8 @@ from dataclasses import replace
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright_claims import experiment
-from modelwright_claims.augmented_text import Augmentation
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.batches import Augmentation
+from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, Tuning, best_rate, run_experiment
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import differences, estimate, paired_t_test
@@ -126,8 +126,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="adaptive_augmentation",
+CLAIM = declared(
+    __name__,
     statement="Text augmentation whose strength follows the loss (0.3, times 1.5 while the loss is high, times 0.7 "
     "when it is low) ends at a lower held-out loss than none and than a constant strength, on little data.",
     source="the data pipeline that was published with the system's guides; methods: EDA, Wei and Zou 2019 "
@@ -139,6 +139,4 @@ CLAIM = Claim(
     "held-out split that are not reported",
     target="a lowest held-out loss below that of each other arm, p < 0.05 in a paired test",
     headline=tuple(f"loss difference to {other}" for other in (NONE, WEAK, STRONG)),
-    measure=measure,
-    judge=judge,
 )

@@ -18,11 +18,19 @@ from modelwright.train.precision.apply import ModelPrecision
 from modelwright.train.precision.policy import PrecisionConfig
 from modelwright.train.techniques.adaptive_precision import MACHINE, machine_for
 from modelwright_claims import memory_probe, workbench
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, run_experiment
-from modelwright_claims.fp32_baseline import BY_ONEDNN, FP32, baseline_conditions, onednn_is_exact
 from modelwright_claims.judging import Judgment
-from modelwright_claims.large_runs import Paced, large_size, paces, peaks
+from modelwright_claims.large_runs import (
+    BY_ONEDNN,
+    FP32,
+    Paced,
+    baseline_conditions,
+    large_size,
+    onednn_is_exact,
+    paces,
+    peaks,
+)
 from modelwright_claims.precision_policies import (
     PACE,
     BesideFp32,
@@ -185,8 +193,8 @@ def _percent_in(run: Outcome, chosen: Format, num_parts: int) -> float:
     return 100 * ends.count(chosen) / num_parts
 
 
-CLAIM = Claim(
-    name="adaptive_precision",
+CLAIM = declared(
+    __name__,
     statement="Choosing the number format of each layer while training saves 42% of the memory and makes iterations "
     "3.8 times as fast.",
     source="published guides to DeepSeek-style training",
@@ -203,6 +211,4 @@ CLAIM = Claim(
         for name in (*ADAPTIVE, "all INT8, BF16 stream")
         for what in ("speed over FP32", "memory saved", "held-out loss above FP32")
     ),
-    measure=measure,
-    judge=judge,
 )

@@ -13,7 +13,7 @@ from typing import Any
 from modelwright.core.config import load_yaml, save_yaml
 from modelwright.recipes.load import RECIPES
 from modelwright_claims import product_runs
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import open_cache
 from modelwright_claims.judging import Judgment
 from modelwright_claims.product_runs import facts_of, make_run, side_by_side
@@ -127,8 +127,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="alignment_retrieval",
+CLAIM = declared(
+    __name__,
     statement="Contrastive alignment finds the right image and the right code for a text, beyond chance and bags of "
     "words.",
     source="Radford et al., CLIP, ICML 2021 (arXiv:2103.00020); Husain et al., CodeSearchNet, 2019 (arXiv:1909.09436)",
@@ -138,6 +138,4 @@ CLAIM = Claim(
     target="with modality weights, recall@1 and @5 of text to image and of text to code above chance and above the bag "
     "of words",
     headline=tuple(f"{task}, recall@1, {method}" for task in TASKS for method in METHODS),
-    measure=measure,
-    judge=judge,
 )

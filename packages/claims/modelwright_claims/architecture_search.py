@@ -12,7 +12,7 @@ from typing import Any
 
 from modelwright.core.progress import SilentProgress
 from modelwright.recipes.load import load
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import estimate, exact, percent_above
 from modelwright_search.config import SearchConfig
@@ -142,8 +142,8 @@ def _costs(judgment: Judgment, samples: Samples) -> None:
             judgment.figures[SPENT + name] = exact(samples[SPENT + name][0]).figure("trainings")
 
 
-CLAIM = Claim(
-    name="architecture_search",
+CLAIM = declared(
+    __name__,
     statement="A search finds a better shape than random draws, successive halving and the standard shape scaled, at "
     "the same budget.",
     source="Yu et al., BigNAS, ECCV 2020 (arXiv:2003.11142); Li and Talwalkar, Random Search and Reproducibility for "
@@ -159,6 +159,4 @@ CLAIM = Claim(
         *(f"loss of the searched shape above that of {rival}" for rival in RIVALS),
         "latency beside the promise",
     ),
-    measure=measure,
-    judge=judge,
 )

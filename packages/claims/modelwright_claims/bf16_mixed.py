@@ -9,11 +9,20 @@ from modelwright.core.config import dump
 from modelwright.ops.microbenchmark import matmul_rate
 from modelwright.train.precision.policy import Policy, PrecisionConfig
 from modelwright_claims import memory_probe, workbench
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, run_experiment
-from modelwright_claims.fp32_baseline import BY_ONEDNN, FP32, baseline_conditions, fastest_exact, onednn_is_exact
 from modelwright_claims.judging import Judgment
-from modelwright_claims.large_runs import Paced, large_size, paces, peaks
+from modelwright_claims.large_runs import (
+    BY_ONEDNN,
+    FP32,
+    Paced,
+    baseline_conditions,
+    fastest_exact,
+    large_size,
+    onednn_is_exact,
+    paces,
+    peaks,
+)
 from modelwright_claims.statistics import differences, paired_t_test, ratios
 from modelwright_claims.training_run import Run
 
@@ -115,8 +124,8 @@ def _explain(product: float, instruction_set: str) -> str:
     )
 
 
-CLAIM = Claim(
-    name="bf16_mixed",
+CLAIM = declared(
+    __name__,
     statement="Training with BF16 compute and FP32 master weights is faster than FP32, takes less memory and reaches "
     "the same loss.",
     source="Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019 (arXiv:1905.12322); PyTorch and "
@@ -128,6 +137,4 @@ CLAIM = Claim(
     "matrix product beside it",
     target=f"at least {SPEED_TARGET}x the tokens per second of the faster FP32, at most {LOSS_TARGET} nats more "
     "held-out loss, less memory",
-    measure=measure,
-    judge=judge,
 )

@@ -4,6 +4,7 @@ A claim's target is written down before it is measured. `measure` returns raw sa
 function of these, so that a stored measurement can be judged again. Records on disk are in `results`.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,3 +95,28 @@ class Claim:
     measure: Callable[[Setting], Measurement]
     judge: Callable[[Samples, Conditions], Verdict]
     """A pure function of a record. It raises `judging.Lacks` where the record does not hold what it needs at all."""
+
+
+def declared(
+    module: str,
+    *,
+    statement: str,
+    source: str,
+    published: str,
+    compared: str,
+    target: str,
+    headline: Sequence[str] = (),
+) -> Claim:
+    """Return the claim of a module: it has the module's name and is measured and judged by its functions."""
+    own = vars(sys.modules[module])
+    return Claim(
+        name=module.rpartition(".")[2],
+        statement=statement,
+        source=source,
+        published=published,
+        compared=compared,
+        target=target,
+        headline=headline,
+        measure=own["measure"],
+        judge=own["judge"],
+    )

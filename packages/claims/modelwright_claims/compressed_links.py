@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict, untestable
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.experiment import Experiment, run_experiment
 from modelwright_claims.gradient_compression import METHOD, METHODS
 from modelwright_claims.judging import Judgment
@@ -161,8 +161,8 @@ def _best_of(reached: Mapping[str, Mapping[str, Estimate]]) -> str:
     return f"best of those tried: {best}, {_in_words(reached[best])}"
 
 
-CLAIM = Claim(
-    name="compressed_links",
+CLAIM = declared(
+    __name__,
     statement="Three-level gradient compression makes the all-reduce 42 times shorter; PowerSGD of rank 8 takes 35 "
     "instead of 120 ms.",
     source="published guides to DeepSeek-style training; Vogels, Karimireddy and Jaggi 2019, PowerSGD "
@@ -174,6 +174,4 @@ CLAIM = Claim(
     target=f"the three-level method with at least {REMOVED:g}% of the bytes removed, communication at least "
     f"{SHORTER:g} times shorter and at least {100 * THROUGHPUT:g}% of the unlimited link's throughput",
     headline=tuple(f"{what}, {METHOD}, {MBIT:g} Mbit/s" for what in (_REMOVED, _SHORTER, _THROUGHPUT)),
-    measure=measure,
-    judge=judge,
 )

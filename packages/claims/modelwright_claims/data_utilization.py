@@ -21,11 +21,19 @@ from modelwright.data.clean.steps.noise import NoiseConfig
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright_claims import stability_bench as bench
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
-from modelwright_claims.cleaning_scores import Result, Score, clean_entries, compare, document_of, judge_cleaning
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.cleaning_scores import (
+    FORMS,
+    Result,
+    Score,
+    clean_entries,
+    compare,
+    document_of,
+    judge_cleaning,
+    spoil,
+)
 from modelwright_claims.experiment import Runner, Tuning, best_rate, best_value, tune, with_value
 from modelwright_claims.judging import Judgment
-from modelwright_claims.spoiled_corpus import FORMS, spoil
 from modelwright_claims.statistics import estimate, ratios
 from modelwright_claims.training_run import Outcome, Run
 from modelwright_claims.workbench import VOCAB_SIZE, Size, store_text
@@ -225,8 +233,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="data_utilization",
+CLAIM = declared(
+    __name__,
     statement="Cleaning raises the usable share of a corpus from 62% to 89%, and a model reaches a held-out loss in "
     "1.4 times fewer steps on what is kept.",
     source="the data pipeline that was published with the system's guides",
@@ -238,6 +246,4 @@ CLAIM = Claim(
     target=f"at least {USABLE:g}% usable after cleaning a corpus of {BEFORE:g} ± {BEFORE_MARGIN:g}%, and {GAIN:g}x "
     "fewer steps to the loss that the raw corpus reaches in three quarters of a run",
     headline=("usable before", "usable after", "fewer steps"),
-    measure=measure,
-    judge=judge,
 )

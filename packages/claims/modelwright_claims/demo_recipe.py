@@ -32,7 +32,7 @@ from modelwright.ops.matmul import is_emulated
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.rows import TEXT_ROWS
 from modelwright_claims import nano_gpt
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import MAX_EXTENSIONS, best_value, beyond
 from modelwright_claims.judging import Judgment
 from modelwright_claims.nano_gpt import NanoJob
@@ -305,8 +305,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="demo_recipe",
+CLAIM = declared(
+    __name__,
     statement="In the time of the demo the recipe quickstart learns more than the recipe before it and than nanoGPT.",
     source="Karpathy, nanoGPT (https://github.com/karpathy/nanoGPT); the recipe before it is this project's own",
     published="no figure at this size",
@@ -322,6 +322,4 @@ CLAIM = Claim(
         *(f"{kind}, {WHOLE}" for kind in KINDS),
         "below nanoGPT",
     ),
-    measure=measure,
-    judge=judge,
 )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from modelwright.core.seeds import derive_seed
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, run_experiment
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import differences, estimate, exact, ratios
@@ -139,8 +139,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="dynamic_batching",
+CLAIM = declared(
+    __name__,
     statement="Batches by a token budget with length buckets waste less on padding and train more real tokens per "
     "second than rows padded to a fixed length, and are no slower than packed rows.",
     source="the data pipeline that was published with the system's guides; token budgets: fairseq, Ott et al. 2019 "
@@ -156,6 +156,4 @@ CLAIM = Claim(
         f"speed in real tokens against {PADDED}",
         f"speed in real tokens against {PACKED}",
     ),
-    measure=measure,
-    judge=judge,
 )

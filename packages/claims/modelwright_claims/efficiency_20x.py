@@ -18,10 +18,10 @@ import torch
 from modelwright.core.config import merge
 from modelwright.core.resources import num_usable_cores
 from modelwright.ops.matmul import is_emulated
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, Runner, Tuning, best_value, run_experiment, tune, with_value
-from modelwright_claims.fp32_baseline import NO_ONEDNN, baseline_conditions, onednn_is_exact
 from modelwright_claims.judging import Judgment, names_between
+from modelwright_claims.large_runs import NO_ONEDNN, baseline_conditions, onednn_is_exact
 from modelwright_claims.netns import missing
 from modelwright_claims.statistics import Estimate, differences, ratios
 from modelwright_claims.training_run import Processes, Run
@@ -343,8 +343,8 @@ def _arms_in_words(tuned: Mapping[str, Mapping[str, Tuned]]) -> dict[str, str]:
     }
 
 
-CLAIM = Claim(
-    name="efficiency_20x",
+CLAIM = declared(
+    __name__,
     statement="Dynamic sparse activation, adaptive precision and gradient compression together train twenty times as "
     "efficiently.",
     source="published guides to DeepSeek-style training",
@@ -363,6 +363,4 @@ CLAIM = Claim(
         "one host, wide: faster, everything",
         "two hosts, wide: faster, everything",
     ),
-    measure=measure,
-    judge=judge,
 )

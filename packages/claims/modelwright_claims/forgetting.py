@@ -9,28 +9,32 @@ together: the capacity floor. Losses are bits per byte of held-out modules; the 
 these documents and reported on the other.
 """
 
+import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import is_finished
+from modelwright.core.artifacts import is_finished, write_atomic
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
+from modelwright.core.seeds import derive_seed
+from modelwright.data.document import Document
+from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.records import record_costs
 from modelwright.model.hf import load_model
 from modelwright.pipeline.models import find_model
-from modelwright_claims import product_runs, update_texts
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims import product_runs
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import open_cache
 from modelwright_claims.judging import Judgment
 from modelwright_claims.product_runs import facts_of, make_run, side_by_side
 from modelwright_claims.statistics import estimate, percent_above, ratios
-from modelwright_claims.update_texts import OLD, UPDATES, UpdateTexts, write_texts
 from modelwright_continual.benchmark import (
     HALVES,
     TASKS,
@@ -41,6 +45,94 @@ from modelwright_continual.benchmark import (
     load_benchmark,
 )
 from modelwright_continual.update import UpdateRequest, run_update
+
+OLD = "old"
+UPDATES = ("numpy", "torch", "code")
+"""In the order in which they come."""
+SOURCES = {"python:stdlib": OLD, "python:topics": OLD, "python:numpy": "numpy", "python:torch": "torch"}
+"""The body that prose of each source belongs to."""
+HELDOUT_FRACTION = 1 / 8
+"""Share of the modules that nothing is trained on."""
+FEWEST_CHARS, MOST_CHARS = 100, 4_000
+PIECE_CHARS = 1_000
+"""Length of a piece of code, so that it is about as long as a docstring."""
+
+
+@dataclass(frozen=True)
+class UpdateTexts:
+    """A JSON-lines file for each body and, with `-heldout`, for its held-out part."""
+
+    folder: Path
+
+    def train(self, body: str) -> str:
+        return str((self.folder / f"{body}.jsonl").resolve())
+
+    def heldout(self, body: str) -> str:
+        return str((self.folder / f"{body}-heldout.jsonl").resolve())
+
+
+def write_texts(folder: Path, *, fraction: float, most_old: int, most_new: int, most_heldout: int) -> UpdateTexts:
+    """Write the files, unless they are there. fraction: of the modules; most: documents of a body, drawn by hash."""
+    texts = UpdateTexts(folder)
+    if (folder / "done").exists():
+        return texts
+    folder.mkdir(parents=True, exist_ok=True)
+    by_file: dict[str, dict[str, Document]] = {}
+    heldout: set[str] = set()
+    documents = sorted(_documents(fraction), key=lambda one: not _is_heldout(one[1]))
+    for body, document in documents:  # of two equal texts the held-out one stays
+        if _is_heldout(document):
+            heldout.add(_content(document))
+            by_file.setdefault(f"{body}-heldout", {}).setdefault(_content(document), document)
+        elif _content(document) not in heldout:
+            by_file.setdefault(body, {}).setdefault(_content(document), document)
+    limits = {OLD: most_old} | dict.fromkeys(UPDATES, most_new)
+    for body, most in limits.items():
+        for name, limit in ((body, most), (f"{body}-heldout", most_heldout)):
+            drawn = _drawn(list(by_file.get(name, {}).values()), limit)
+            write_atomic(folder / f"{name}.jsonl", "".join(f"{one.to_json()}\n" for one in drawn))
+    write_atomic(folder / "done", json.dumps(limits))
+    return texts
+
+
+def _documents(fraction: float) -> Iterator[tuple[str, Document]]:
+    """Documents with their body; code in pieces."""
+    for document in machine_corpus(fraction=fraction, skip=lambda reason, file: None):
+        if document.kind == "prose" and document.source in SOURCES:
+            if FEWEST_CHARS <= len(document.text) <= MOST_CHARS:
+                yield SOURCES[document.source], document
+        elif document.kind == "code":
+            for number, piece in enumerate(_pieces(document.text)):
+                yield "code", replace(document, id=f"{document.id}:{number}", text=piece)
+
+
+def _pieces(code: str) -> Iterator[str]:
+    """Whole lines, at most `PIECE_CHARS` characters together where lines are shorter."""
+    piece: list[str] = []
+    size = 0
+    for line in code.splitlines(keepends=True):
+        if size + len(line) > PIECE_CHARS and size >= FEWEST_CHARS:
+            yield "".join(piece)
+            piece, size = [], 0
+        piece.append(line)
+        size += len(line)
+    if FEWEST_CHARS <= size <= MOST_CHARS:
+        yield "".join(piece)
+
+
+def _content(document: Document) -> str:
+    """The text without its title, by which documents are compared."""
+    return document.text.partition("\n\n")[2] if document.kind == "prose" else document.text
+
+
+def _is_heldout(document: Document) -> bool:
+    return derive_seed(0, "updates", "heldout", document.meta["module"]) < HELDOUT_FRACTION * 2**63
+
+
+def _drawn(documents: Sequence[Document], limit: int) -> list[Document]:
+    chosen = sorted(documents, key=lambda document: derive_seed(0, "updates", document.id))[:limit]
+    return [replace(document, split="open", meta={}) for document in chosen]
+
 
 MOST_ABOVE = 1.0
 """Percent of the loss of training from scratch on everything."""
@@ -154,7 +246,7 @@ def _steps_of_all(seed: int, names: Sequence[str], made: Mapping[tuple[int, str]
 
 def _make(setting: Setting, jobs: Sequence[ChainJob]) -> list[Chain]:
     """What the jobs give; what an earlier call has made is kept. Updates need their first model in the folder."""
-    cache = open_cache(setting, product_runs, update_texts, name="forgetting")
+    cache = open_cache(setting, product_runs, sys.modules[__name__], name="forgetting")
     keys = [{"scale": asdict(job.scale), "seed": job.seed, "name": job.name, "steps": job.num_steps} for job in jobs]
     missing = [number for number, key in enumerate(keys) if key not in cache]
     if missing and jobs[0].name not in (FIRST, SCRATCH):
@@ -328,8 +420,8 @@ def _compute(samples: Samples, name: str):
     return ratios([whole - first for whole, first in pairs], samples[f"FLOPs: {SCRATCH}"])
 
 
-CLAIM = Claim(
-    name="forgetting",
+CLAIM = declared(
+    __name__,
     statement="Replay keeps old tasks through three successive updates within 1% of training from scratch on "
     "everything, at half of its compute at most.",
     source="Ibrahim et al., Simple and Scalable Strategies to Continually Pre-train Large Language Models, 2024 "
@@ -341,6 +433,4 @@ CLAIM = Claim(
     target=f"bits per byte of old held-out texts at most {MOST_ABOVE:g}% above training from scratch, with the arm "
     f"that is chosen on other documents, and at most {MOST_COMPUTE:g} of the compute",
     headline=tuple(f"old loss above that from scratch, {arm.name}" for arm in ARMS),
-    measure=measure,
-    judge=judge,
 )

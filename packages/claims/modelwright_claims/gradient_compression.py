@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from modelwright.core.errors import ModelwrightError
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Runner
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.statistics import Estimate, estimate, percent_above
@@ -158,8 +158,8 @@ def loss_above_exact(samples: Samples, name: str, regime: str) -> Estimate:
     return percent_above(samples[f"{LOSS}{name}, {regime}"], samples[f"{LOSS}{EXACT}, {regime}"])
 
 
-CLAIM = Claim(
-    name="gradient_compression",
+CLAIM = declared(
+    __name__,
     statement="Three-level gradient compression (selection, quantisation, coding) removes 98% of the bytes at nearly "
     "no loss.",
     source="published guides to DeepSeek-style training; the parts: Lin et al. 2018, Deep Gradient Compression "
@@ -169,6 +169,4 @@ CLAIM = Claim(
     "quantised and coded, at equal tokens, from drawn weights and as continued training; beside BF16, PowerSGD and "
     "INT8 local steps",
     target=f"at least {TARGET_REMOVED:g}% of the bytes removed at a held-out loss at most {TARGET_GAP:g}% above exact",
-    measure=measure,
-    judge=judge,
 )

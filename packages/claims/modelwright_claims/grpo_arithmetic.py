@@ -20,11 +20,10 @@ from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document
 from modelwright.data.rows.examples import PromptRecord
 from modelwright.pipeline.run_config import read_run_config
-from modelwright_claims import alignment_runs
-from modelwright_claims.alignment_runs import Answers, Asker, SeedJob, by_seed, shared_settings, write_documents
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims import product_runs
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
-from modelwright_claims.product_runs import make_run
+from modelwright_claims.product_runs import Answers, Asker, SeedJob, by_seed, make_run, shared_settings, write_documents
 from modelwright_claims.statistics import differences, estimate
 
 SEEDS = (21, 22, 23, 24, 25)
@@ -39,7 +38,7 @@ MAJORITY, ANY = f"majority of {NUM_ANSWERS}", f"best of {NUM_ANSWERS} by the ver
 NUM_SAMPLES, NUM_DISTINCT = "samples", "distinct verified answers"
 NUM_PROBLEMS, NUM_STEPS = "held-out problems", "steps of further fine-tuning"
 QUICK: Mapping[str, Any] = {
-    "model": alignment_runs.QUICK_SHAPE, "pretrain": {"num_steps": 2}, "sft": {"num_steps": 40},
+    "model": product_runs.QUICK_SHAPE, "pretrain": {"num_steps": 2}, "sft": {"num_steps": 40},
     "grpo": {"num_steps": 2, "batch_tokens": 1024},
 }  # fmt: skip
 
@@ -199,8 +198,8 @@ def gain_over(rival: str) -> str:
     return f"accuracy of GRPO over {rival}"
 
 
-CLAIM = Claim(
-    name="grpo_arithmetic",
+CLAIM = declared(
+    __name__,
     statement="GRPO from a verifiable reward raises held-out accuracy in arithmetic, over fine-tuning on the same "
     "number of samples.",
     source="Shao et al., DeepSeekMath, 2024 (arXiv:2402.03300); fine-tuning on verified answers: Yuan et al., Scaling "
@@ -213,6 +212,4 @@ CLAIM = Claim(
     target="a higher accuracy than before and than fine-tuning on demonstrations (lower bounds of the differences "
     "above 0), and fine-tuning on verified answers not above it (upper bound of GRPO's difference not below 0)",
     headline=tuple(gain_over(rival) for rival in (BEFORE, DEMONSTRATIONS, VERIFIED, MAJORITY)),
-    measure=measure,
-    judge=judge,
 )

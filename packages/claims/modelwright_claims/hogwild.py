@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from modelwright_claims import training_run, workbench
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict, untestable
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.experiment import Runner, Tuning, best_value, tune, with_value
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.statistics import differences, estimate, ratios
@@ -186,8 +186,8 @@ def add_figures(judgment: Judgment, samples: Samples, workers: int) -> None:
         judgment.figures[f"held-out loss, {shown.get(name, name)}, {workers} workers"] = loss
 
 
-CLAIM = Claim(
-    name="hogwild",
+CLAIM = declared(
+    __name__,
     statement="Lock-free asynchronous updates on shared weights make training 6.8 times as fast with 8 workers.",
     source="Recht, Re, Wright and Niu, Hogwild!, NIPS 2011 (arXiv:1106.5730); delay compensation: Zheng et al., ICML "
     "2017 (arXiv:1609.08326)",
@@ -199,6 +199,4 @@ CLAIM = Claim(
     target=f"at least {EFFICIENCY:.2f} n times the tokens per second of one process, and at equal time a held-out loss "
     f"at most {MARGIN} nats above the synchronous run's; with n = 8",
     headline=("speed over one process, 2 workers", "loss above synchronous at equal time, hogwild, 2 workers"),
-    measure=measure,
-    judge=judge,
 )

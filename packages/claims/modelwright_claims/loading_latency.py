@@ -23,7 +23,7 @@ from modelwright.core.resources import num_usable_cores
 from modelwright.data.rows.cache.layout import ROWS_AT
 from modelwright.data.rows.pack import PackConfig, pack
 from modelwright_claims import loading_worker
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict, untestable
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.loading_worker import AHEAD, CACHE, DIRECT, PACKAGES, PEERS, TIERS, Task
 from modelwright_claims.open_loop import percentile
@@ -267,8 +267,8 @@ def _environment(endpoint: str, *, is_ours: bool) -> dict[str, str]:
     }
 
 
-CLAIM = Claim(
-    name="loading_latency",
+CLAIM = declared(
+    __name__,
     statement="Tiers of memory and local disk with reading ahead cut the time that training waits for data from 120 ms "
     "to 18 ms, so that the accelerator computes for 92% of the time.",
     source="the figures that this project set out to test, which name no source of their own",
@@ -290,6 +290,4 @@ CLAIM = Claim(
         *(f"{P99}{arm}" for arm in (*arm_names(DIRECT), *arm_names(CACHE))),
         *(f"{SHARE}{arm}" for arm in (*arm_names(DIRECT), *arm_names(CACHE))),
     ),
-    measure=measure,
-    judge=judge,
 )

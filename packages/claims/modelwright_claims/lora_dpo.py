@@ -21,12 +21,20 @@ from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.data.document import Document
 from modelwright.data.sources.corpora import arithmetic_problems
-from modelwright_claims import alignment_runs
-from modelwright_claims.alignment_runs import HeldOut, SeedJob, by_seed, make, shared_settings, split_file
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims import product_runs
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import MAX_EXTENSIONS, best_rate, best_value, beyond
 from modelwright_claims.judging import Judgment
-from modelwright_claims.product_runs import facts_of, make_run
+from modelwright_claims.product_runs import (
+    HeldOut,
+    SeedJob,
+    by_seed,
+    facts_of,
+    make,
+    make_run,
+    shared_settings,
+    split_file,
+)
 from modelwright_claims.statistics import differences, estimate, percent_above, ratios
 
 FULL, LORA = "all weights", "LoRA"
@@ -54,7 +62,7 @@ ACCURACY, LOSS, PACE, PEAK = "accuracy, ", "held-out loss, ", "tokens per second
 NUM_PAIRS = "held-out pairs"
 GAP, MEMORY, SPEED = "accuracy over all weights", "peak memory to all weights", "pace over all weights"
 QUICK: Mapping[str, Any] = {
-    "model": alignment_runs.QUICK_SHAPE, "pretrain": {"num_steps": 2}, "sft": {"num_steps": 4},
+    "model": product_runs.QUICK_SHAPE, "pretrain": {"num_steps": 2}, "sft": {"num_steps": 4},
 }  # fmt: skip
 
 
@@ -298,7 +306,7 @@ def measurement(
             "steps of DPO": bench.num_steps,
             NUM_PAIRS: int(found[FULL][0][NUM_PAIRS]),
             "rates": f"tuned for each arm by held-out loss, on seed {TUNING_SEED} and pairs that are not reported",
-            "problems": f"{alignment_runs.SPLITS}; a sum in either order is one problem",
+            "problems": f"{product_runs.SPLITS}; a sum in either order is one problem",
             "LoRA": f"rank {RANK}, alpha {2 * RANK}, all projections",
             "memory and pace": f"a model of {WIDE['num_layers']} layers of {WIDE['model_dim']} after one step of "
             f"training, {WIDE_BATCH} tokens a step in four microbatches, {torch.get_num_threads()} threads, arms in "
@@ -340,8 +348,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="lora_dpo",
+CLAIM = declared(
+    __name__,
     statement="In preference optimization (DPO) low-rank adapters keep the held-out accuracy of training all weights, "
     "with less memory and more tokens per second.",
     source="Hu et al., LoRA, ICLR 2022 (arXiv:2106.09685); DPO: Rafailov et al., NeurIPS 2023 (arXiv:2305.18290)",
@@ -353,6 +361,4 @@ CLAIM = Claim(
     target=f"all weights above chance, at most {MOST_LOST:g} points of accuracy lost (lower bound), less peak "
     "memory and more tokens per second (bounds beside those of all weights)",
     headline=(GAP, MEMORY, SPEED),
-    measure=measure,
-    judge=judge,
 )

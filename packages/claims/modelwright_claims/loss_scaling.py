@@ -25,7 +25,7 @@ from modelwright.train.job import all_reduce_by
 from modelwright.train.objective import Objective, Terms
 from modelwright_claims import stability_bench as bench
 from modelwright_claims import workbench
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, run_experiment
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import differences, estimate, paired_t_test, ratios
@@ -216,8 +216,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="loss_scaling",
+CLAIM = declared(
+    __name__,
     statement="In FP16 a dynamic loss scale gives several times the stable updates of no scale and of a static one "
     "that does not fit.",
     source="Micikevicius et al., Mixed Precision Training, ICLR 2018 (arXiv:1710.03740)",
@@ -228,6 +228,4 @@ CLAIM = Claim(
     "update is stable when it is made and at most a tenth of its gradient is zero",
     target=f"{TARGET:g}x the stable updates of no scale and of each static scale, 2^15 and 2^32; {GAIN:g}x of the "
     "gradient that no scale keeps",
-    measure=measure,
-    judge=judge,
 )

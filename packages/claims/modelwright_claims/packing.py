@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from modelwright_claims import workbench
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, Tuning, run_experiment
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import differences, paired_t_test, ratios
@@ -126,8 +126,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="packing",
+CLAIM = declared(
+    __name__,
     statement="Packing documents into full rows, without attention between them, trains more real tokens per second "
     "than padding and learns as much from each.",
     source="Krell et al., Efficient Sequence Packing without Cross-contamination, 2021 (arXiv:2107.02027)",
@@ -136,6 +136,4 @@ CLAIM = Claim(
     "same real tokens an update; at equal updates (equal tokens) and at equal time; paired seeds, each at its own "
     "best rate, chosen from the same ones on a seed and a held-out split that are not reported",
     target=f"more real tokens per second, at most {LOSS_TARGET} nats worse at equal tokens, better at equal time",
-    measure=measure,
-    judge=judge,
 )

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.config import parse
-from modelwright_claims.claim import UNTESTABLE, Claim, Conditions, Measurement, Samples, Setting, Verdict
-from modelwright_claims.inference_arms import FP32, INT8, decoding
+from modelwright_claims.claim import UNTESTABLE, Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.int8 import FP32, INT8, decoding
 from modelwright_claims.judging import Judgment
 from modelwright_claims.results import machine, machine_slug, read_records
 from modelwright_claims.statistics import Estimate, exact
@@ -217,8 +217,8 @@ def _estimate(ends: Sequence[float]) -> Estimate:
     return Estimate(mean=value, spread=0.0, count=2, lower=lower, upper=math.inf)
 
 
-CLAIM = Claim(
-    name="planned_cost",
+CLAIM = declared(
+    __name__,
     statement="By the cost model, the measured techniques save 67% of the cost of training and 54% of that of "
     "inference.",
     source="the product's cost model (`modelwright plan cost`) on a stated workload",
@@ -227,6 +227,4 @@ CLAIM = Claim(
     "factors of the ledger, on the same instances on demand",
     target=f"{TRAINING_SAVED:g}% of training and {INFERENCE_SAVED:g}% of inference, without counting spot instances",
     headline=("cost saved, training", "cost saved, inference", f"cost saved, {PARTS[2]}"),
-    measure=measure,
-    judge=judge,
 )

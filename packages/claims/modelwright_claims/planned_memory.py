@@ -21,7 +21,7 @@ from modelwright.train.memory.offload import DiskStore
 from modelwright.train.memory.trace import MemoryTimeline, plan_arena
 from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.memory_probe import Measured, Probe
 from modelwright_claims.statistics import Estimate, estimate, exact, ratios
@@ -346,8 +346,8 @@ def _large_words(large: Mapping[str, float], error: float) -> str:
     )
 
 
-CLAIM = Claim(
-    name="planned_memory",
+CLAIM = declared(
+    __name__,
     statement="A memory planner that knows every tensor's lifetime before training shares buffers among them and cuts "
     "the memory of a step by more than half.",
     source="the figures that this project set out to test, which name no source of their own; method: Chen et al. 2016 "
@@ -358,6 +358,4 @@ CLAIM = Claim(
     "counted while they ran; reuse: 1 - the least arena of the step / all bytes that it makes",
     target=f"{REUSE_TARGET}% reuse in the arena of the executed plan; predictions within {ERROR_TARGET:.0f}%; a peak "
     f"{SAVED_TARGET:.0f}% lower for at most {100 * MORE_COMPUTE:.0f}% more FLOPs",
-    measure=measure,
-    judge=judge,
 )

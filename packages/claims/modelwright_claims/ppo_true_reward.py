@@ -22,11 +22,19 @@ from modelwright.objectives.experience import ReferenceModel
 from modelwright.objectives.rollouts import win_rates
 from modelwright.parallel.mesh import single
 from modelwright.train.frozen_model import FrozenModel
-from modelwright_claims import alignment_runs
-from modelwright_claims.alignment_runs import Answers, Asker, SeedJob, by_seed, pairs_file, shared_settings
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims import product_runs
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
-from modelwright_claims.product_runs import facts_of, make_run
+from modelwright_claims.product_runs import (
+    Answers,
+    Asker,
+    SeedJob,
+    by_seed,
+    facts_of,
+    make_run,
+    pairs_file,
+    shared_settings,
+)
 from modelwright_claims.statistics import differences, estimate, exact
 
 SEEDS = (11, 12, 13, 14, 15)
@@ -42,7 +50,7 @@ SFT, PPO = "fine-tuning", "PPO"
 WINS, KL, ACCURACY, NUM_PROMPTS = "wins of PPO", "KL from the start", "accuracy of the reward model", "prompts"
 GAIN = "gain in true reward"
 QUICK: Mapping[str, Any] = {
-    "model": {**alignment_runs.QUICK_SHAPE, "vocab_size": 400}, "tokenizer": {"vocab_size": 400},
+    "model": {**product_runs.QUICK_SHAPE, "vocab_size": 400}, "tokenizer": {"vocab_size": 400},
     "pretrain": {"num_steps": 2}, "sft": {"num_steps": 20}, "reward": {"num_steps": 20},
     "ppo": {"batch_tokens": 512, "rollout": {"max_completion_length": 24}},
     "validation_tokens": 1024,
@@ -137,7 +145,7 @@ def measurement(seeds: Sequence[int], num_updates: int, runs: Sequence[Mapping[s
             "answers": f"{NUM_ANSWERS} to each prompt, drawn at temperature 1; the same random numbers for both models",
             "best of n": "of the first n of these answers by the reward model that PPO learns from; its KL is at most "
             "log n - (n - 1) / n",
-            "pairs": alignment_runs.SPLITS,
+            "pairs": product_runs.SPLITS,
         },
     )
 
@@ -185,8 +193,8 @@ def _against_best_of(judgment: Judgment, samples: Samples, number: int) -> None:
     )
 
 
-CLAIM = Claim(
-    name="ppo_true_reward",
+CLAIM = declared(
+    __name__,
     statement="PPO from a reward model that was learned from preference pairs raises what the pairs were ordered by, "
     "over supervised fine-tuning.",
     source="Ouyang et al., Training language models to follow instructions with human feedback, 2022 "
@@ -199,6 +207,4 @@ CLAIM = Claim(
     target="a higher held-out true reward after PPO (lower bound of the difference above 0), and no lower one than "
     "that of the best of 4 and of 8 answers (lower bound of the difference at least 0)",
     headline=(GAIN, *(f"true reward of PPO over {best_of(number)}" for number in BEST_OF), KL, ACCURACY),
-    measure=measure,
-    judge=judge,
 )

@@ -18,11 +18,17 @@ from modelwright.train.precision.apply import ModelPrecision
 from modelwright.train.precision.controllers import measure_speeds
 from modelwright.train.precision.policy import PrecisionConfig
 from modelwright_claims import memory_probe, workbench
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, run_experiment
-from modelwright_claims.fp32_baseline import BY_ONEDNN, FP32, baseline_conditions, fastest_exact, onednn_is_exact
 from modelwright_claims.judging import Judgment, Lacks, names_between
-from modelwright_claims.large_runs import repeated_peaks
+from modelwright_claims.large_runs import (
+    BY_ONEDNN,
+    FP32,
+    baseline_conditions,
+    fastest_exact,
+    onednn_is_exact,
+    repeated_peaks,
+)
 from modelwright_claims.statistics import Estimate, estimate, percent_above, ratios
 from modelwright_claims.training_run import Run
 from modelwright_claims.workbench import Size
@@ -197,8 +203,8 @@ def _reaches_all(arm: BesideFp32) -> bool:
         return False
 
 
-CLAIM = Claim(
-    name="precision_policies",
+CLAIM = declared(
+    __name__,
     statement="Mixed precision in FP16 or BF16 trains 2.3 to 2.8 times as fast in 40 to 55% less memory at less than "
     "0.3% loss of quality; FP8 is three times as fast on Hopper.",
     source="published guides to DeepSeek-style training; Micikevicius et al. 2018 (arXiv:1710.03740) and 2022 "
@@ -210,6 +216,4 @@ CLAIM = Claim(
     target=f"a 16-bit policy with {SPEED:g}x the tokens per second of the faster FP32, {MEMORY:g}% less memory and "
     f"at most {PUBLISHED_GAP:g}% more held-out loss; every policy within {GAP:g}% of FP32's loss, eight-bit ones "
     f"within {GAP_EIGHT:g}%",
-    measure=measure,
-    judge=judge,
 )

@@ -5,17 +5,16 @@
 
 import importlib.resources
 import math
-import operator
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from modelwright_claims.claim import UNTESTABLE
+from modelwright_claims.judging import RELATIONS
 from modelwright_claims.results import FIGURES, answered_today, newest
 
 Standing = Literal["holds", "holds in part", "does not hold here", "cannot be tested here"]
-RELATIONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 CAUSES = ("technique", "experiment", "size")
 """Why a promise does not hold here."""
 NO_CLAIM_CAUSES = ("machine", "unmeasured")

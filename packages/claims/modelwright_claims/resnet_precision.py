@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from modelwright_claims import vision_runs
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims import product_runs
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import differences, estimate, ratios
 
@@ -28,9 +28,9 @@ WIDTHS, IMAGE_SIZE, BATCH_IMAGES = (64, 128, 256), 32, 64
 
 def measure(setting: Setting) -> Measurement:
     seeds = range(1 if setting.quick else 5)
-    accuracy = vision_runs.accuracies(setting, POLICIES, seeds)
+    accuracy = product_runs.accuracies(setting, POLICIES, seeds)
     threads = torch.get_num_threads()
-    pace = vision_runs.paces(setting, _wide(setting), num_repeats=1 if setting.quick else 5, num_threads=threads)
+    pace = product_runs.paces(setting, _wide(setting), num_repeats=1 if setting.quick else 5, num_threads=threads)
     return Measurement(
         samples={ACCURACY + arm: values for arm, values in accuracy.items()}
         | {PACE + arm: values for arm, values in pace.items()},
@@ -52,7 +52,7 @@ def _wide(setting: Setting) -> dict[str, Mapping[str, Any]]:
     length = {
         "num_steps": 6 if setting.quick else 20,
         "num_epochs": 0.0,
-        "batch_tokens": vision_runs.ROW_TOKENS * BATCH_IMAGES,
+        "batch_tokens": product_runs.ROW_TOKENS * BATCH_IMAGES,
     }
     return {arm: {**settings, **shape, **length, "eval_every_steps": 0} for arm, settings in POLICIES.items()}
 
@@ -77,8 +77,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="resnet_precision",
+CLAIM = declared(
+    __name__,
     statement="Mixed precision trains a ResNet as accurately as FP32, and faster.",
     source="Micikevicius et al., Mixed Precision Training, ICLR 2018 (arXiv:1710.03740); Intel, BF16 training on "
     "Cooper Lake, 2022",
@@ -87,6 +87,4 @@ CLAIM = Claim(
     "in turn for pace",
     target=f"at most {MOST_LOST:g} points of accuracy lost, and {SPEEDUP:g}x the pace of FP32",
     headline=("accuracy over FP32", "speed over FP32"),
-    measure=measure,
-    judge=judge,
 )

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from modelwright_claims import experiment, workbench
+from modelwright_claims.batches import Wild
 from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.experiment import Experiment, Runner, Tuning, best_value, run_experiment
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import differences, estimate, paired_t_test, ratios
 from modelwright_claims.training_run import Outcome, Run
-from modelwright_claims.wild_batches import Wild
 
 NUM_EVALUATIONS = 25
 HELDOUT_BATCHES = 2

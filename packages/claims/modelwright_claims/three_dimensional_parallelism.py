@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from modelwright.parallel.config import ParallelConfig
 from modelwright_claims import memory_probe
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict, untestable
+from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.statistics import ratios
 
@@ -112,8 +112,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return replace(verdict, kind="cannot be tested here", reason=reason)
 
 
-CLAIM = Claim(
-    name="three_dimensional_parallelism",
+CLAIM = declared(
+    __name__,
     statement="Three-dimensional parallelism trains 4.2 times as many tokens per device.",
     source="published guides to DeepSeek-style training; the layouts: Narayanan et al. 2021 "
     "(https://arxiv.org/abs/2104.04473)",
@@ -122,6 +122,4 @@ CLAIM = Claim(
     "against every axis alone and their products",
     target=f"the fastest layout at least {TARGET}x the baseline",
     headline=(f"against {BASELINE}: data", f"against {BASELINE}: pipeline", f"against {BASELINE}: tensor"),
-    measure=measure,
-    judge=judge,
 )

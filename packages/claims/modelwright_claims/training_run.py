@@ -42,13 +42,11 @@ from modelwright.train.job import StrategyFactory, TrainJob, configured_strategy
 from modelwright.train.objective import Objective, forward
 from modelwright.train.technique import StepInfo, TechniqueBuilder, observer
 from modelwright.train.techniques.adaptive_precision import CHANGES, MACHINE
-from modelwright_claims.augmented_text import Augmentation, augmented_batches
+from modelwright_claims.batches import Augmentation, Mixture, Wild, WildBatches, augmented_batches, mixed_stream
 from modelwright_claims.claim import Setting
 from modelwright_claims.launch import run_ranks
-from modelwright_claims.mixed_text import Mixture, mixed_stream
 from modelwright_claims.netns import Network, star
 from modelwright_claims.plain_training import train_plainly
-from modelwright_claims.wild_batches import Wild, WildBatches
 from modelwright_claims.workbench import KINDS, HeldOut, Mode, Size, TextKind, device, packed_rows, prepare_text
 
 AnyRun = TypeVar("AnyRun", bound="Run")

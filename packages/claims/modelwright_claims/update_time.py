@@ -14,7 +14,7 @@ from typing import Any
 from modelwright.core.progress import SilentProgress
 from modelwright.pipeline.config import RunConfig
 from modelwright.recipes.load import load
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import Estimate, estimate
 from modelwright_continual.benchmark import Task
@@ -125,8 +125,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="update_time",
+CLAIM = declared(
+    __name__,
     statement="A model is updated within 8 hours of a change of the traffic, with nobody's help and without "
     "forgetting.",
     source="published with the system's description, without a paper",
@@ -137,6 +137,4 @@ CLAIM = Claim(
     target=f"at most {MOST_HOURS:g} hours, no failed request, old texts at most {MOST_FORGOTTEN:g}% worse and new ones "
     "better (the gate's bounds)",
     headline=("hands-off time", f"change of {OLD}", f"change of {NEW}"),
-    measure=measure,
-    judge=judge,
 )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from modelwright_claims import experiment, workbench
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, Tuning, best_value, run_experiment
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import differences, estimate, paired_t_test
@@ -92,8 +92,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="warmup_cosine",
+CLAIM = declared(
+    __name__,
     statement="At equal steps, linear warmup over the first 10% and cosine decay end at a lower held-out loss than a "
     "constant learning rate.",
     source="Loshchilov and Hutter, SGDR, ICLR 2017; Haegele et al., Scaling Laws and Compute-Optimal Training Beyond "
@@ -104,6 +104,4 @@ CLAIM = Claim(
     "same ones on a seed and a held-out split that are not reported",
     target="a held-out loss below that of the constant rate, p < 0.05 in a paired test, in both regimes",
     headline=("difference of held-out losses, short runs", "difference of held-out losses, long runs"),
-    measure=measure,
-    judge=judge,
 )

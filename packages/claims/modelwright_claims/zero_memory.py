@@ -11,7 +11,7 @@ from modelwright.pipeline.estimate.layout import TrainingJob
 from modelwright.train.memory.activations import Segment, block_shape
 from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.memory_probe import Measured, Probe
 from modelwright_claims.statistics import estimate
@@ -172,8 +172,8 @@ def _say_large(judgment: Judgment, samples: Samples) -> None:
     }
 
 
-CLAIM = Claim(
-    name="zero_memory",
+CLAIM = declared(
+    __name__,
     statement="Dividing optimizer states, gradients and parameters among n ranks leaves each with an n-th of "
     "the states.",
     source="Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020 "
@@ -182,6 +182,4 @@ CLAIM = Claim(
     compared="memory held between steps and peak of a step on one rank of 1, 2, 4 and 8, by ZeRO stage, against "
     "12 bytes a parameter over n and against the planner; the large model by the planner alone",
     target=f"states within {TARGET:.0f}% of theory and the planner's peaks within {TARGET:.0f}% of what was measured",
-    measure=measure,
-    judge=judge,
 )

@@ -15,9 +15,9 @@ from modelwright.data.sources import corpora
 from modelwright.objectives.rollouts import Rollout
 from modelwright.pipeline import resolve
 from modelwright_claims import alignment_runs, grpo_arithmetic, lora_dpo, ppo_true_reward
-from modelwright_claims.alignment_runs import Answers, Asker, pairs_file
 from modelwright_claims.claim import Claim, Measurement, Setting, Verdict
 from modelwright_claims.judging import judge
+from modelwright_claims.product_runs import Answers, Asker, pairs_file
 
 TRUE, LEARNED = (ppo_true_reward.REWARDS[term] for term in (ppo_true_reward.TRUE, ppo_true_reward.LEARNED))
 

@@ -30,8 +30,8 @@ from modelwright_claims.efficiency_20x import (
     tune_arms,
 )
 from modelwright_claims.experiment import Runner
-from modelwright_claims.fp32_baseline import NO_ONEDNN
 from modelwright_claims.judging import judge
+from modelwright_claims.large_runs import NO_ONEDNN
 from modelwright_claims.plain_training import PlainDecoder, train_plainly
 from modelwright_claims.training_run import Outcome, Processes, Run
 from modelwright_claims.workbench import Size

@@ -12,8 +12,8 @@ from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenize
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright_claims import inference_arms
-from modelwright_claims.inference_arms import ARMS, EAGER, INT4_CODES, INT8, PEERS_PYTHON, paces, running, write_models
 from modelwright_claims.inference_worker import survives
+from modelwright_claims.int8 import ARMS, EAGER, INT4_CODES, INT8, PEERS_PYTHON, paces, running, write_models
 
 SHAPE = ModelConfig(
     vocab_size=320, num_layers=1, model_dim=64, num_heads=2, num_kv_heads=1, head_dim=32, ffn_dim=96, max_seq_len=320,

@@ -12,9 +12,9 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright_claims import bf16_mixed, gradient_accumulation, int8, packing, warmup_cosine, workbench
 from modelwright_claims.claim import Measurement, Setting, Verdict
-from modelwright_claims.fp32_baseline import NO_ONEDNN
-from modelwright_claims.inference_arms import ARMS, EAGER, EIGHT_BIT_RIVALS, FP32, INT4
+from modelwright_claims.int8 import ARMS, EAGER, EIGHT_BIT_RIVALS, FP32, INT4
 from modelwright_claims.judging import judge
+from modelwright_claims.large_runs import NO_ONEDNN
 from modelwright_claims.training_run import Outcome
 
 SIZE = workbench.Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=8, num_steps=6)

@@ -18,8 +18,7 @@ from modelwright_claims import open_loop, serving_qps
 from modelwright_claims.claim import Measurement, Verdict
 from modelwright_claims.judging import judge
 from modelwright_claims.open_loop import BURSTY, LOST, POISSON, Load, arrival_times, run_elsewhere, run_load
-from modelwright_claims.serving_qps import FP32, INT8, NAIVE, RATE, USUAL, largest_rate, recovery_s
-from modelwright_claims.serving_sides import OPENVINO, Files
+from modelwright_claims.serving_qps import FP32, INT8, NAIVE, OPENVINO, RATE, USUAL, Files, largest_rate, recovery_s
 
 SERVICE_S = 0.02
 

@@ -7,10 +7,10 @@ import pytest
 from modelwright.core.progress import SilentProgress
 from modelwright_claims import sparse_arms as arms
 from modelwright_claims import sparse_updates as claim
+from modelwright_claims.batches import Mixture
 from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.experiment import Runner
 from modelwright_claims.judging import judge
-from modelwright_claims.mixed_text import Mixture
 from modelwright_claims.training_run import Outcome, Run
 from modelwright_claims.workbench import KINDS, Size
 
