@@ -15,8 +15,18 @@ from modelwright.data.clean.fingerprints import SHINGLE_WORDS, DuplicatesConfig
 from modelwright.data.clean.steps.privacy import PrivacyConfig
 from modelwright.data.clean.steps.quality import QualityConfig
 from modelwright.data.document import Document
-from modelwright_claims.cleaning_scores import judge_cleaning, read_spoiled
-from modelwright_claims.cleaning_scores import BROKEN, COPY, JUNK, PERSONAL, Label, clean_texts, spoil, write
+from modelwright_claims.cleaning_scores import (
+    BROKEN,
+    COPY,
+    JUNK,
+    PERSONAL,
+    Label,
+    clean_texts,
+    judge_cleaning,
+    read_spoiled,
+    spoil,
+    write,
+)
 
 SCRIPT = """
 import sys

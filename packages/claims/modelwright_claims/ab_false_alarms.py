@@ -204,21 +204,16 @@ SIGNS: Mapping[str, Sign] = {
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when each interval misses the truth at any look in at most `MOST_ALARMS` percent of the runs, and the guards
-    take B away in at most `MOST_ROLLBACKS`."""
     judgment = Judgment()
     limits = {**dict.fromkeys((ALARM + name for name in SEQUENTIAL), MOST_ALARMS), ROLLED_BACK: MOST_ROLLBACKS}
     for name, limit in limits.items():
         with judgment.part():
             alarms = share(samples[name])
             judgment.figures[name] = alarms.figure("% of runs")
-            judgment.at_most(name, alarms, limit, "%")
-            judgment.said.append(f"{name} in {alarms.mean:.1f}% of {alarms.count} runs")
+            judgment.ask("", alarms, "%", "<=", limit, what=name, say=name + " in {0.mean:.1f}% of {0.count} runs")
     for name in (ERRORS, SCORES):
-        with judgment.beside():
-            repeated = share(samples[REPEATED + name])
-            judgment.figures[REPEATED + name] = repeated.figure("% of runs")
-            judgment.said.append(f"a repeated fixed-number test of {name} alarms in {repeated.mean:.0f}%")
+        say = f"a repeated fixed-number test of {name} alarms in {{0.mean:.0f}}%"
+        judgment.note(REPEATED + name, lambda name=name: share(samples[REPEATED + name]), "% of runs", say=say)
     return judgment.verdict()
 
 

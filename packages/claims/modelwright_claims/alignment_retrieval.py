@@ -5,6 +5,7 @@ this machine's libraries with their docstrings, held out by image and by module.
 (a share for each modality by its score) differ in nothing else.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, 
 from modelwright_claims.experiment import open_cache
 from modelwright_claims.judging import Judgment
 from modelwright_claims.product_runs import facts_of, make_run, side_by_side
-from modelwright_claims.statistics import differences, estimate
+from modelwright_claims.statistics import differences
 
 AT_ONCE = 2
 TASKS = {"text to image": "image: text to image", "text to code": "code: text to code"}
@@ -101,29 +102,24 @@ def measurement(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Measurement
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when, with weights, both tasks reach a recall@1 and @5 above chance and above the bag of words."""
     judgment = Judgment()
-    for task in TASKS:
-        for rank in RANKS:
-            with judgment.part():
-                own = samples[f"{task}, {rank}, aligned, {ON}"]
-                for rival in ("chance", "bag of words"):
-                    gain = differences(own, samples[f"{task}, {rank}, {rival}, {ON}"])
-                    judgment.above(f"{task}, {rank} over {rival}", gain, 0.0, " points")
-            with judgment.part():
-                effect = differences(own, samples[f"{task}, {rank}, aligned, {OFF}"])
-                judgment.figures[f"{task}, {rank}, weights on over off"] = effect.figure("points")
-            for method in METHODS:
-                with judgment.beside():
-                    found = estimate(samples[f"{task}, {rank}, {method}, {ON}"])
-                    judgment.figures[f"{task}, {rank}, {method}"] = found.figure("%")
+    for name in (f"{task}, {rank}" for task in TASKS for rank in RANKS):
+        with judgment.part():
+            own = samples[f"{name}, aligned, {ON}"]
+            for rival in ("chance", "bag of words"):
+                gain = differences(own, samples[f"{name}, {rival}, {ON}"])
+                judgment.ask("", gain, "points", ">", 0.0, what=f"{name} over {rival}")
+        judgment.ask(
+            f"{name}, weights on over off",
+            lambda name=name: differences(samples[f"{name}, aligned, {ON}"], samples[f"{name}, aligned, {OFF}"]),
+            "points",
+        )
+        judgment.show(samples, {f"{name}, {method}": f"{name}, {method}, {ON}" for method in METHODS}, "%")
     with judgment.part():
         for task in TASKS:
-            means = {method: estimate(samples[f"{task}, recall@1, {method}, {ON}"]).mean for method in METHODS}
-            number = conditions[f"{task}: candidates"]
-            judgment.said.append(
-                f"{task} among {number}: " + ", ".join(f"{method} {mean:.1f}%" for method, mean in means.items())
-            )
+            means = {method: statistics.fmean(samples[f"{task}, recall@1, {method}, {ON}"]) for method in METHODS}
+            shown = ", ".join(f"{method} {mean:.1f}%" for method, mean in means.items())
+            judgment.said.append(f"{task} among {conditions[f'{task}: candidates']}: {shown}")
     return judgment.verdict()
 
 

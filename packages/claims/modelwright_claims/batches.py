@@ -54,21 +54,7 @@ def augmented_batches(
     setting: Setting, augmentation: Augmentation, *, seq_len: int, batch_rows: int, seed: int, order: int
 ) -> tuple[AugmentedLoader, Sequence[TechniqueBuilder]]:
     """The batches, and the technique that sets the strength. order: seed of the order of the rows."""
-    rows = rows_with_documents(setting, seq_len)
-    recipe = CopyRecipe(
-        folder=rows.folder,
-        seq_len=seq_len,
-        eos_id=rows.eos_id,
-        seed=derive_seed(seed, "augmentation"),
-        encoder=TextEncoder(setting.folder / TOKENIZER),
-        methods=MethodBuilder(augmentation.methods, "{}"),
-    )
-    loader = AugmentedLoader(PackedLoader(rows, batch_rows=batch_rows, seed=order), recipe, num_workers=0)
-    return loader, [partial(augmentation_strength, augmentation.strength(), loader)]
-
-
-def rows_with_documents(setting: Setting, seq_len: int) -> PackedRows:
-    """The training text of `workbench.store_text`, packed once, with its documents beside the rows."""
+    # The training text of `workbench.store_text`, packed once, with its documents beside the rows.
     folder = setting.folder / f"with-documents-{seq_len}"
     if not folder.exists():
         tokenizer = Tokenizer.load(setting.folder / TOKENIZER)
@@ -80,7 +66,17 @@ def rows_with_documents(setting: Setting, seq_len: int) -> PackedRows:
         sequences = (TokenSequence(tokenizer.encode_document(one.text), origin=Origin(one)) for one in documents)
         config = PackConfig(seq_len=seq_len)
         pack(sequences, folder, config, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
-    return PackedRows(folder)
+    rows = PackedRows(folder)
+    recipe = CopyRecipe(
+        folder=rows.folder,
+        seq_len=seq_len,
+        eos_id=rows.eos_id,
+        seed=derive_seed(seed, "augmentation"),
+        encoder=TextEncoder(setting.folder / TOKENIZER),
+        methods=MethodBuilder(augmentation.methods, "{}"),
+    )
+    loader = AugmentedLoader(PackedLoader(rows, batch_rows=batch_rows, seed=order), recipe, num_workers=0)
+    return loader, [partial(augmentation_strength, augmentation.strength(), loader)]
 
 
 PROSE, CODE, SHUFFLED, RANDOM = range(4)

@@ -34,7 +34,7 @@ from modelwright_claims.cleaning_scores import (
 )
 from modelwright_claims.experiment import Runner, Tuning, best_rate, best_value, tune, with_value
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import estimate, ratios
+from modelwright_claims.statistics import Estimate, estimate, ratios
 from modelwright_claims.training_run import Outcome, Run
 from modelwright_claims.workbench import VOCAB_SIZE, Size, store_text
 
@@ -196,40 +196,33 @@ def measurement(
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when at least `USABLE` percent of a corpus of 62% are usable after cleaning, and the steps to the target are
-    `GAIN` times fewer than on the corpus as it is."""
     judgment = Judgment()
     with judgment.part():
         before, after = estimate(samples["usable before"]), estimate(samples["usable after"])
-        judgment.figures |= {"usable before": before.figure("%"), "usable after": after.figure("%")}
-        judgment.said.append(f"usable {before.mean:.1f}% before and {after.mean:.1f}% after")
+        judgment.ask("usable before", before, "%")
         judgment.require(
             abs(before.mean - BEFORE) <= BEFORE_MARGIN, f"the corpus was {before.mean:.1f}% usable, not {BEFORE:g}%"
         )
-        judgment.at_least("usable after cleaning", after, USABLE, "%")
+        judgment.ask("usable after", after, "%", ">=", USABLE, what="usable after cleaning")
+        judgment.said.append(f"usable {before.mean:.1f}% before and {after.mean:.1f}% after")
+
+    def fewer(arm: str) -> Estimate:
+        return ratios(samples[f"steps, {RAW}"], samples[f"steps, {arm}"])
+
     with judgment.part():
-        gain = ratios(samples[f"steps, {RAW}"], samples[f"steps, {CLEANED}"])
-        judgment.figures["fewer steps"] = gain.figure("x")
-        judgment.said.append(f"{gain.mean:.2f}x fewer steps to a held-out loss of {conditions['target']}")
-        judgment.at_least("fewer steps", gain, GAIN, "x")
+        say = f"{{0.mean:.2f}}x fewer steps to a held-out loss of {conditions['target']}"
+        judgment.ask("fewer steps", fewer(CLEANED), "x", ">=", GAIN, say=say)
+    say = "{0.mean:.2f}x is what perfect cleaning would give"
+    judgment.note("fewer steps on texts never spoiled", lambda: fewer(UNSPOILED), "x", say=say)
+    name, say = f"usable after{BY_DEFAULT}", "{0.mean:.1f}% usable after default settings, without the step noise"
+    judgment.note(name, lambda: estimate(samples[name]), "%", say=say)
+    for one in samples:
+        if one.startswith(("precision, ", "recall, ", "documents kept")):
+            judgment.show(samples, [one], "%")
+        if one.startswith("final loss, "):
+            judgment.show(samples, {f"held-out loss at the end, {one.removeprefix('final loss, ')}": one}, "nats")
     with judgment.beside():
-        most = ratios(samples[f"steps, {RAW}"], samples[f"steps, {UNSPOILED}"])
-        judgment.figures["fewer steps on texts never spoiled"] = most.figure("x")
-        judgment.said.append(f"{most.mean:.2f}x is what perfect cleaning would give")
-    with judgment.beside():
-        plain = estimate(samples[f"usable after{BY_DEFAULT}"])
-        judgment.figures[f"usable after{BY_DEFAULT}"] = plain.figure("%")
-        judgment.said.append(f"{plain.mean:.1f}% usable after default settings, without the step noise")
-    for name in samples:
-        if name.startswith(("precision, ", "recall, ", "documents kept")):
-            judgment.figures[name] = estimate(samples[name]).figure("%")
-        if name.startswith("final loss, "):
-            judgment.figures[f"held-out loss at the end, {name.removeprefix('final loss, ')}"] = estimate(
-                samples[name]
-            ).figure("nats")
-    with judgment.beside():
-        for arm in ARMS:
-            judgment.figures[f"best rate, {arm}"] = best_rate(samples, arm)
+        judgment.figures |= {f"best rate, {arm}": best_rate(samples, arm) for arm in ARMS}
     return judgment.verdict()
 
 

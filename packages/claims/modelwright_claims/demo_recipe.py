@@ -14,7 +14,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from modelwright_claims.experiment import MAX_EXTENSIONS, best_value, beyond
 from modelwright_claims.judging import Judgment
 from modelwright_claims.nano_gpt import NanoJob
 from modelwright_claims.product_runs import facts_of
-from modelwright_claims.statistics import differences, estimate
+from modelwright_claims.statistics import Estimate, differences, estimate
 from modelwright_claims.training_run import HELDOUT_ROWS, loss_on
 
 STAGE = "pretrain"
@@ -273,35 +273,26 @@ def _conditions(
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the recipe is below the one before it by `LEAST_BITS` on prose and on code, below nanoGPT by
-    `LEAST_NATS`, below the one before it at as many tokens, and, with BF16 instructions, at most at `MOST_BITS`.
-    """
     judgment = Judgment()
+
+    def below(kind: str, arm: str, other: str) -> Callable[[], Estimate]:
+        return lambda: differences(samples[f"{kind}, {other}"], samples[f"{kind}, {arm}"])
+
     for kind in KINDS:
-        with judgment.part():
-            gain = differences(samples[f"{kind}, {BEFORE}"], samples[f"{kind}, {TODAY}"])
-            judgment.figures[f"{kind}, below the recipe before"] = gain.figure("bits per byte")
-            judgment.at_least(f"{kind}, below the recipe before", gain, LEAST_BITS, " bits per byte")
-            judgment.said.append(f"{kind} {gain.mean:.3f} bits per byte below the recipe before")
-        with judgment.part():
-            gain = differences(samples[f"{kind}, {BEFORE}"], samples[f"{kind}, {EQUAL}"])
-            judgment.figures[f"{kind}, below the recipe before at equal tokens"] = gain.figure("bits per byte")
-            judgment.above(f"{kind}, below the recipe before at equal tokens", gain, 0.0, " bits per byte")
+        name, unit = f"{kind}, below the recipe before", "bits per byte"
+        say = kind + " {0.mean:.3f} bits per byte below the recipe before"
+        judgment.ask(name, below(kind, TODAY, BEFORE), unit, ">=", LEAST_BITS, say=say)
+        judgment.ask(f"{name} at equal tokens", below(kind, EQUAL, BEFORE), unit, ">", 0.0)
         with judgment.part():
             reached = estimate(samples[f"{kind}, {WHOLE}"])
-            judgment.figures[f"{kind}, {WHOLE}"] = reached.figure("bits per byte")
-            if conditions["BF16 instructions"]:
-                judgment.at_most(f"{kind}", reached, MOST_BITS[kind], " bits per byte")
-    with judgment.part():
-        gain = differences(samples[f"nats, {NANO}"], samples[f"nats, {TODAY}"])
-        judgment.figures["below nanoGPT"] = gain.figure("nats per token")
-        judgment.at_least("below nanoGPT", gain, LEAST_NATS, " nats per token")
-        judgment.said.append(f"{gain.mean:.2f} nats per token below nanoGPT")
-    for name in (TODAY, BEFORE, EQUAL, WHOLE, NANO):
-        with judgment.beside():
-            judgment.figures[f"seconds, {name}"] = estimate(samples[f"seconds, {name}"]).figure("s")
-            judgment.figures[f"tokens, {name}"] = estimate(samples[f"tokens, {name}"]).figure("")
-            judgment.figures[f"held-out loss, {name}"] = estimate(samples[f"nats, {name}"]).figure("nats per token")
+            limit = ("<=", MOST_BITS[kind]) if conditions["BF16 instructions"] else ()
+            judgment.ask(f"{kind}, {WHOLE}", reached, unit, *limit, what=kind)
+    say = "{0.mean:.2f} nats per token below nanoGPT"
+    judgment.ask("below nanoGPT", below("nats", TODAY, NANO), "nats per token", ">=", LEAST_NATS, say=say)
+    for arm in (TODAY, BEFORE, EQUAL, WHOLE, NANO):
+        judgment.show(samples, [f"seconds, {arm}"], "s")
+        judgment.show(samples, [f"tokens, {arm}"])
+        judgment.show(samples, {f"held-out loss, {arm}": f"nats, {arm}"}, "nats per token")
     return judgment.verdict()
 
 

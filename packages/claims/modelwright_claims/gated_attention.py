@@ -36,10 +36,10 @@ from modelwright.model.head_selection import decisions_seen
 from modelwright.ops.microbenchmark import in_turn
 from modelwright.ops.tensor_heap import use_tensor_heap
 from modelwright.train.objective import forward
-from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Runner, Tuning, best_value, tune, with_value
 from modelwright_claims.judging import Judgment, names_between
-from modelwright_claims.statistics import differences, estimate, paired_t_test, percent_above, ratios
+from modelwright_claims.statistics import Estimate, differences, percent_above, ratios
 from modelwright_claims.training_run import Outcome, Processes, Run, execute, heldout_batches
 from modelwright_claims.workbench import VOCAB_SIZE, Size, packed_rows, prepare_text
 
@@ -420,54 +420,41 @@ def measurement(found: Comparison, size: Size) -> Measurement:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when loss, FLOPs and both times are within their targets, and every rival is worse with p < 0.05."""
     judgment = Judgment()
-    gap = percent_above(samples[LOSS + METHOD], samples[LOSS + PLAIN])
-    judgment.figures["held-out loss above all heads"] = gap.figure("%")
-    judgment.said.append(f"held-out loss {gap.mean:+.2f}% from attention of all heads at equal tokens")
-    judgment.at_most("loss above all heads", gap, TARGET_LOSS, "%")
-    flops = ratios(samples[FLOPS + METHOD], samples[FLOPS + PLAIN])
-    judgment.figures["attention FLOPs, dynamic to all heads"] = flops.figure("x")
-    judgment.said.append(f"{flops.mean:.2f} of the FLOPs of attention")
-    judgment.at_most("FLOPs of attention", flops, TARGET_COMPUTE, "x")
-    training = ratios(samples[TRAINING + METHOD], samples[TRAINING + PLAIN])
-    judgment.figures["time of attention in training, dynamic to all heads"] = training.figure("x")
-    judgment.said.append(f"{training.mean:.2f} of its time in training")
-    judgment.at_most("time of attention in training", training, TARGET_TIME, "x")
+
+    def to_all_heads(what: str, arm: str = METHOD) -> Estimate:
+        return ratios(samples[what + arm], samples[what + PLAIN])
+
+    above, what = percent_above(samples[LOSS + METHOD], samples[LOSS + PLAIN]), "loss above all heads"
+    say = "held-out loss {0.mean:+.2f}% from attention of all heads at equal tokens"
+    judgment.ask("held-out loss above all heads", above, "%", "<=", TARGET_LOSS, what=what, say=say)
+    name, what, say = (
+        "attention FLOPs, dynamic to all heads",
+        "FLOPs of attention",
+        "{0.mean:.2f} of the FLOPs of attention",
+    )
+    judgment.ask(name, to_all_heads(FLOPS), "x", "<=", TARGET_COMPUTE, what=what, say=say)
+    what, say = "time of attention in training", "{0.mean:.2f} of its time in training"
+    judgment.ask(f"{what}, dynamic to all heads", to_all_heads(TRAINING), "x", "<=", TARGET_TIME, what=what, say=say)
     with judgment.part():
         own, whole, none = (samples[DECODING + kind] for kind in (OWN, OPEN, CLOSED))
         decoding = ratios(*([one - floor for one, floor in zip(of, none, strict=True)] for of in (own, whole)))
-        judgment.figures["time of attention in decoding, dynamic to all heads"] = decoding.figure("x")
-        judgment.figures["time of a decode step, dynamic to all heads"] = ratios(own, whole).figure("x")
-        judgment.said.append(f"{decoding.mean:.2f} of it in decoding")
-        judgment.at_most("time of attention in decoding", decoding, TARGET_TIME, "x")
+        what, say = "time of attention in decoding", "{0.mean:.2f} of it in decoding"
+        judgment.ask(f"{what}, dynamic to all heads", decoding, "x", "<=", TARGET_TIME, what=what, say=say)
+        judgment.ask("time of a decode step, dynamic to all heads", ratios(own, whole), "x")
     for rival in RIVALS:
         with judgment.part():
-            _compare(judgment, samples, rival)
-    with judgment.beside():
-        judgment.figures[OPEN_SHARE] = estimate(samples[OPEN_SHARE]).figure("")
-    for arm in names_between(samples, LOSS):
-        judgment.figures[f"held-out loss, {arm}"] = estimate(samples[LOSS + arm]).figure("nats")
+            losses = samples[LOSS + METHOD], samples[LOSS + rival]
+            what, say = f"difference to {rival}", "{0.mean:+.4f} nats from " + rival
+            judgment.ask(f"against {rival}", differences(*losses), "nats", "<", 0.0, what=what, say=say)
+            judgment.ask(f"attention FLOPs, {rival} to all heads", to_all_heads(FLOPS, rival), "x")
+            judgment.ask(f"time of attention in training, {rival} to all heads", to_all_heads(TRAINING, rival), "x")
+            judgment.differs(
+                *losses, f"p-value against {rival}", f"not different from {rival} with p < 0.05 (p = {{p}})"
+            )
+    judgment.show(samples, [OPEN_SHARE])
+    judgment.show(samples, [LOSS + arm for arm in names_between(samples, LOSS)], "nats")
     return judgment.verdict()
-
-
-def _compare(judgment: Judgment, samples: Samples, rival: str) -> None:
-    """The method has to be below a rival's loss; the rival's costs are figures."""
-    local, other = samples[LOSS + METHOD], samples[LOSS + rival]
-    gap = differences(local, other)
-    judgment.figures[f"against {rival}"] = gap.figure("nats")
-    judgment.figures[f"attention FLOPs, {rival} to all heads"] = ratios(
-        samples[FLOPS + rival], samples[FLOPS + PLAIN]
-    ).figure("x")
-    judgment.figures[f"time of attention in training, {rival} to all heads"] = ratios(
-        samples[TRAINING + rival], samples[TRAINING + PLAIN]
-    ).figure("x")
-    judgment.said.append(f"{gap.mean:+.4f} nats from {rival}")
-    judgment.below(f"difference to {rival}", gap, 0.0, " nats")
-    if gap.count > 1:
-        p_value = paired_t_test(local, other).p_value
-        judgment.figures[f"p-value against {rival}"] = Figure(value=p_value, unit="")
-        judgment.require(p_value < 0.05, f"not different from {rival} with p < 0.05 (p = {p_value:.2g})")
 
 
 CLAIM = declared(

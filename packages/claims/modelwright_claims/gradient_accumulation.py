@@ -6,6 +6,7 @@ microbatches' mean losses. What accumulation means for the way to a fixed loss i
 """
 
 import math
+import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,9 +29,8 @@ from modelwright.train.job import TrainJob, all_reduce_by
 from modelwright.train.objective import Objective, Terms, forward
 from modelwright_claims import stability_bench as bench
 from modelwright_claims import workbench
-from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import estimate, exact
 
 PARTS = 4
 WHOLE, ACCUMULATED, SMALL = "whole batches", f"{PARTS} microbatches", "small batches, not accumulated"
@@ -66,20 +66,37 @@ def measure_pace(setting: Setting) -> Measurement:
     return Measurement(samples=samples, conditions={**conditions, TARGET: round(result.target, 4)})
 
 
-def say_pace(judgment: Judgment, samples: Samples, conditions: Conditions) -> None:
-    """Add figures and a clause on the way to the loss. No target speaks of them."""
-    means = {}
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    judgment = Judgment()
+    worst = {name: max(samples[name]) for name in ERRORS}
+    largest = max(worst["loop, FP64, full"], worst["loop, FP64, ragged"])
+    mistake = 100 * worst["mean of means, FP64, ragged"]
+    judgment.ask("largest relative error, FP64", largest, "", "<=", EXACT, what="relative error in FP64")
+    judgment.note("mean of means, ragged batch", mistake, "%")
+    judgment.show(
+        samples={name: [value] for name, value in worst.items()},
+        names={f"largest relative error: {name}": name for name in worst},
+    )
+    judgment.said.append(
+        f"the accumulated gradient differs from the whole batch's by {largest:.1e} of its norm in FP64 (at most "
+        f"{EXACT:.0e} is rounding); the mean of means is off by {mistake:.1f}% on the same ragged batch"
+    )
     for arm in (WHOLE, ACCUMULATED, SMALL):
         for what, unit in QUANTITIES:
-            result = estimate(samples[f"{what} to a fixed loss, {arm}"])
-            means[what, arm] = result.mean
-            judgment.figures[f"{what} to a fixed loss, {arm}"] = result.figure(unit)
-    judgment.said.append(
-        f"to a held-out loss of {conditions[TARGET]:.2f}: {means['steps', WHOLE]:.0f} steps and "
-        f"{means['time', WHOLE]:.1f} s with whole batches, {means['steps', ACCUMULATED]:.0f} and "
-        f"{means['time', ACCUMULATED]:.1f} s accumulated, {means['steps', SMALL]:.0f} and {means['time', SMALL]:.1f} s "
-        f"with batches of a {PARTS}th"
-    )
+            judgment.show(samples, [f"{what} to a fixed loss, {arm}"], unit)
+    with judgment.beside():
+        means = {
+            (what, arm): statistics.fmean(samples[f"{what} to a fixed loss, {arm}"])
+            for what in ("steps", "time")
+            for arm in (WHOLE, ACCUMULATED, SMALL)
+        }
+        judgment.said.append(
+            f"to a held-out loss of {conditions[TARGET]:.2f}: {means['steps', WHOLE]:.0f} steps and "
+            f"{means['time', WHOLE]:.1f} s with whole batches, {means['steps', ACCUMULATED]:.0f} and "
+            f"{means['time', ACCUMULATED]:.1f} s accumulated, {means['steps', SMALL]:.0f} and "
+            f"{means['time', SMALL]:.1f} s with batches of a {PARTS}th"
+        )
+    return judgment.verdict()
 
 
 MICROBATCHES = (1, 2, 4, 8)
@@ -210,27 +227,6 @@ def relative_error(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> f
     pairs = zip(gradient, reference, strict=True)
     difference = math.fsum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
     return math.sqrt(difference / math.fsum(float(b.double().square().sum()) for b in reference))
-
-
-def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the loop's FP64 gradient differs by rounding only, for every number of microbatches."""
-    judgment = Judgment()
-    worst = {name: max(samples[name]) for name in ERRORS}
-    largest = max(worst["loop, FP64, full"], worst["loop, FP64, ragged"])
-    mistake = 100 * worst["mean of means, FP64, ragged"]
-    judgment.figures |= {
-        "largest relative error, FP64": Figure(value=largest, unit=""),
-        "mean of means, ragged batch": Figure(value=mistake, unit="%"),
-        **{f"largest relative error: {name}": Figure(value=value, unit="") for name, value in worst.items()},
-    }
-    judgment.said.append(
-        f"the accumulated gradient differs from the whole batch's by {largest:.1e} of its norm in FP64 (at most "
-        f"{EXACT:.0e} is rounding); the mean of means is off by {mistake:.1f}% on the same ragged batch"
-    )
-    judgment.at_most("relative error in FP64", exact(largest), EXACT)
-    with judgment.beside():
-        say_pace(judgment, samples, conditions)
-    return judgment.verdict()
 
 
 CLAIM = declared(

@@ -1,14 +1,15 @@
 """Claim: three-level compression removes 98% of the bytes of gradient exchange, and the model learns as well."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from modelwright.core.errors import ModelwrightError
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Runner
 from modelwright_claims.judging import Judgment, names_between
-from modelwright_claims.statistics import Estimate, estimate, percent_above
+from modelwright_claims.statistics import Estimate, percent_above, percent_saved
 from modelwright_claims.training_run import Processes, Run
 from modelwright_claims.workbench import Size
 
@@ -52,6 +53,7 @@ NUM_RANKS = 2
 SEEDS = (101, 102, 103)
 """Not among those that the method was chosen on."""
 FRESH, CONTINUED = "from drawn weights", "continued"
+Compare = Callable[[Sequence[float], Sequence[float]], Estimate]
 RunName = tuple[str, int, str]
 """Method, seed and regime."""
 RATE, CONTINUED_RATE = 8e-3, 8e-4
@@ -124,38 +126,27 @@ def measurement(runs: Sequence[Mapping[str, Any]], size: Size) -> Measurement:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the method removes enough bytes at a small enough gap of held-out loss, in both regimes."""
     judgment = Judgment()
     for regime in (FRESH, CONTINUED):
         names = [name for name in names_between(samples, LOSS, f", {regime}") if name != EXACT]
-        gaps = {name: loss_above_exact(samples, name, regime) for name in names}
+
+        def beside_exact(compare: Compare, what: str, name: str, regime: str = regime) -> Estimate:
+            return compare(samples[f"{what}{name}, {regime}"], samples[f"{what}{EXACT}, {regime}"])
+
         for name in names:
-            with judgment.beside():
-                removed = bytes_removed(samples, name, regime)
-                judgment.figures[f"bytes removed, {name}, {regime}"] = removed.figure("%")
-            judgment.figures[f"held-out loss above exact, {name}, {regime}"] = gaps[name].figure("%")
-        judgment.said.append(f"{regime}: held-out loss {gaps[METHOD].mean:+.2f}% from exact")
-        judgment.at_most(f"{regime}: held-out loss above exact", gaps[METHOD], TARGET_GAP, "%")
-        with judgment.part():
-            removed = bytes_removed(samples, METHOD, regime)
-            judgment.said.append(f"{removed.mean:.2f}% of the bytes removed")
-            judgment.at_least(f"{regime}: bytes removed", removed, TARGET_REMOVED, "%")
-    pairs = zip(*(samples[f"{LOSS}{EXACT}, {regime}"] for regime in (FRESH, CONTINUED)), strict=True)
-    gained = estimate([100 * (1 - after / before) for before, after in pairs])
-    judgment.figures["held-out loss that continuing takes off, exact"] = gained.figure("%")
-    judgment.said.append(f"continuing takes {gained.mean:.2f}% off the exact run's loss, means of {gained.count} seeds")
+            removed = partial(beside_exact, percent_saved, BYTES, name)
+            judgment.note(f"bytes removed, {name}, {regime}", removed, "%")
+            gap = beside_exact(percent_above, LOSS, name)
+            judgment.ask(f"held-out loss above exact, {name}, {regime}", gap, "%")
+        gap, what = beside_exact(percent_above, LOSS, METHOD), f"{regime}: held-out loss above exact"
+        say = regime + ": held-out loss {0.mean:+.2f}% from exact"
+        judgment.ask("", gap, "%", "<=", TARGET_GAP, what=what, say=say)
+        removed, what = partial(beside_exact, percent_saved, BYTES, METHOD), f"{regime}: bytes removed"
+        judgment.ask("", removed, "%", ">=", TARGET_REMOVED, what=what, say="{0.mean:.2f}% of the bytes removed")
+    gained = percent_saved(*(samples[f"{LOSS}{EXACT}, {regime}"] for regime in (CONTINUED, FRESH)))
+    say = "continuing takes {0.mean:.2f}% off the exact run's loss, means of {0.count} seeds"
+    judgment.ask("held-out loss that continuing takes off, exact", gained, "%", say=say)
     return judgment.verdict()
-
-
-def bytes_removed(samples: Samples, name: str, regime: str) -> Estimate:
-    """Percent of the exact sums' bytes, by seed."""
-    pairs = zip(samples[f"{BYTES}{name}, {regime}"], samples[f"{BYTES}{EXACT}, {regime}"], strict=True)
-    return estimate([100 * (1 - sent / exact) for sent, exact in pairs])
-
-
-def loss_above_exact(samples: Samples, name: str, regime: str) -> Estimate:
-    """Percent, by seed."""
-    return percent_above(samples[f"{LOSS}{name}, {regime}"], samples[f"{LOSS}{EXACT}, {regime}"])
 
 
 CLAIM = declared(

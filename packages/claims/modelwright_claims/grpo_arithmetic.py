@@ -6,9 +6,10 @@ About 13 minutes on two AVX-512 cores, by the CPU time of the parts of one seed.
 """
 
 import math
+import statistics
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from modelwright_claims import product_runs
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
 from modelwright_claims.product_runs import Answers, Asker, SeedJob, by_seed, make_run, shared_settings, write_documents
-from modelwright_claims.statistics import differences, estimate
+from modelwright_claims.statistics import differences
 
 SEEDS = (21, 22, 23, 24, 25)
 NUM_ANSWERS = 8
@@ -56,7 +57,24 @@ def measure(setting: Setting) -> Measurement:
     seeds = SEEDS[:1] if setting.quick else SEEDS
     jobs = [SeedJob(folder=setting.folder / "arithmetic", seed=seed, quick=setting.quick) for seed in seeds]
     found = by_seed(setting, one_seed, jobs, sys.modules[__name__], name="grpo_arithmetic")
-    return measurement(seeds, [Figures(**one) for one in found])
+    runs = [Figures(**one) for one in found]
+    sizes = runs[0].sizes
+    return Measurement(
+        samples={f"{ACCURACY}{arm}": [run.accuracies[arm] for run in runs] for arm in runs[0].accuracies},
+        conditions={
+            "recipe": "arithmetic",
+            "seeds": ", ".join(map(str, seeds)),
+            NUM_SAMPLES: sizes[NUM_SAMPLES],
+            NUM_PROBLEMS: sizes[NUM_PROBLEMS],
+            NUM_STEPS: sizes[NUM_STEPS],
+            NUM_DISTINCT: ", ".join(str(run.sizes[NUM_DISTINCT]) for run in runs),
+            "accuracy": "greedy answers; the same problems are held out for all seeds",
+            MAJORITY: "the most frequent of the answers drawn at temperature 1 by the model before GRPO",
+            ANY: "an upper bound for choosing among the same answers, because it needs the solution",
+            "further fine-tuning": "with the recipe's settings of sft, from the model before GRPO; nothing was tuned "
+            "here for any arm",
+        },
+    )
 
 
 def one_seed(job: SeedJob) -> dict[str, Any]:
@@ -65,7 +83,8 @@ def one_seed(job: SeedJob) -> dict[str, Any]:
     settings = {**shared_settings(job), "name": "grpo-claim", "stages": list(STAGES), "grpo": {"keep_best": False}}
     run = make_run("arithmetic", merge(settings, QUICK) if job.quick else settings, folder / "grpo")
     start, asker = run.stage("sft").artifact, Asker.of(run, "grpo")
-    num_samples = samples_of_grpo(run)
+    config = read_run_config(run.config)
+    num_samples = config.section("grpo").num_steps * config.section("grpo").batch_rows(config.section("pack").seq_len)
     problems, seed = asker.prompts("heldout"), derive_seed(job.seed, "claim", "answers")
     own = folder / "verified.jsonl"
     verified = verified_answers(asker, start, num_samples, seed)
@@ -85,12 +104,6 @@ def one_seed(job: SeedJob) -> dict[str, Any]:
     accuracies |= {MAJORITY: majority_right(drawn), ANY: 100 * float(drawn.rewards_PG[RIGHT].amax(dim=1).mean())}
     sizes = {NUM_SAMPLES: num_samples, NUM_DISTINCT: len(verified), NUM_PROBLEMS: len(problems), NUM_STEPS: steps}
     return {"accuracies": accuracies, "sizes": sizes}
-
-
-def samples_of_grpo(run: RunDir) -> int:
-    """The completions that GRPO has learned from."""
-    config = read_run_config(run.config)
-    return config.section("grpo").num_steps * config.section("grpo").batch_rows(config.section("pack").seq_len)
 
 
 def steps_for(run: RunDir, num_samples: int) -> int:
@@ -152,45 +165,20 @@ def majority_right(answers: Answers) -> float:
     return 100 * right / len(answers.texts)
 
 
-def measurement(seeds: Sequence[int], runs: Sequence[Figures]) -> Measurement:
-    sizes = runs[0].sizes
-    return Measurement(
-        samples={f"{ACCURACY}{arm}": [run.accuracies[arm] for run in runs] for arm in runs[0].accuracies},
-        conditions={
-            "recipe": "arithmetic",
-            "seeds": ", ".join(map(str, seeds)),
-            NUM_SAMPLES: sizes[NUM_SAMPLES],
-            NUM_PROBLEMS: sizes[NUM_PROBLEMS],
-            NUM_STEPS: sizes[NUM_STEPS],
-            NUM_DISTINCT: ", ".join(str(run.sizes[NUM_DISTINCT]) for run in runs),
-            "accuracy": "greedy answers; the same problems are held out for all seeds",
-            MAJORITY: "the most frequent of the answers drawn at temperature 1 by the model before GRPO",
-            ANY: "an upper bound for choosing among the same answers, because it needs the solution",
-            "further fine-tuning": "with the recipe's settings of sft, from the model before GRPO; nothing was tuned "
-            "here for any arm",
-        },
-    )
-
-
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when accuracy after GRPO is above that before it and above that of fine-tuning on as many demonstrations, and
-    fine-tuning on verified answers does not beat it."""
     judgment = Judgment()
     for rival in (BEFORE, DEMONSTRATIONS, VERIFIED, MAJORITY):
         with judgment.part():
             gain = differences(samples[ACCURACY + GRPO], samples[ACCURACY + rival])
-            judgment.figures[gain_over(rival)] = gain.figure("points")
-            judgment.said.append(f"{gain.mean:+.1f} points over {rival}")
-            if rival in (BEFORE, DEMONSTRATIONS):
-                judgment.above(f"accuracy of GRPO over {rival}", gain, 0.0, " points")
-            elif rival == VERIFIED:
-                judgment.require(gain.upper >= 0, f"{rival} is better by {-gain.mean:.1f} points")
+            limit = (">", 0.0) if rival in (BEFORE, DEMONSTRATIONS) else ()
+            judgment.ask(gain_over(rival), gain, "points", *limit, say=f"{{0.mean:+.1f}} points over {rival}")
+            is_better = rival == VERIFIED and gain.upper < 0
+            judgment.require(not is_better, f"{rival} is better by {-gain.mean:.1f} points")
     with judgment.beside():
-        after, most = (estimate(samples[ACCURACY + arm]).mean for arm in (GRPO, ANY))
+        after, most = (statistics.fmean(samples[ACCURACY + arm]) for arm in (GRPO, ANY))
         judgment.said.append(f"GRPO {after:.1f}% of {conditions[NUM_PROBLEMS]} problems; {ANY} {most:.1f}%")
-    for arm in (GRPO, BEFORE, DEMONSTRATIONS, VERIFIED, MAJORITY, ANY):
-        with judgment.beside():
-            judgment.figures[ACCURACY + arm] = estimate(samples[ACCURACY + arm]).figure("%")
+    arms = (GRPO, BEFORE, DEMONSTRATIONS, VERIFIED, MAJORITY, ANY)
+    judgment.show(samples, [ACCURACY + arm for arm in arms], "%")
     return judgment.verdict()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
+from modelwright.core.extensions import installed
 from modelwright.core.progress import Progress
 from modelwright_claims import published
 from modelwright_claims.age import ages
@@ -40,8 +41,6 @@ NAMES = (
     "packing",
     "int8",
     "activation_checkpointing",
-    "zero_memory",
-    "planned_memory",
     "pipeline_utilisation",
     "three_dimensional_parallelism",
     "gradient_compression",
@@ -61,12 +60,6 @@ NAMES = (
     "loading_latency",
     "dynamic_batching",
     "adaptive_augmentation",
-    "planned_cost",
-    "interrupted_run",
-    "architecture_search",
-    "federated",
-    "forgetting",
-    "update_time",
     "ab_false_alarms",
     "alignment_retrieval",
     "ppo_true_reward",
@@ -75,8 +68,19 @@ NAMES = (
     "mixup_cutmix",
     "resnet_precision",
 )
-"""Modules of the claims."""
-CLAIMS: tuple[Claim, ...] = tuple(importlib.import_module(f"{__package__}.{name}").CLAIM for name in NAMES)
+"""Modules of the claims about the main package; other packages have their own as entry points of `GROUP`."""
+GROUP = "modelwright.claims"
+
+
+def _claims() -> tuple[Claim, ...]:
+    """Return all claims in the order of the published listing, those that it lacks at its end."""
+    own = [importlib.import_module(f"{__package__}.{name}").CLAIM for name in NAMES]
+    every = [*own, *installed(GROUP, Claim, taken=NAMES).values()]
+    places = {row.name: place for place, row in enumerate(published.read())}
+    return tuple(sorted(every, key=lambda one: places.get(one.name, len(places))))
+
+
+CLAIMS = _claims()
 
 
 def select(names: Sequence[str]) -> list[Claim]:
@@ -90,11 +94,6 @@ def select(names: Sequence[str]) -> list[Claim]:
         if name not in known:
             raise ConfigError(f"{name}: is no claim; the ledger has {', '.join(known)}")
     return [known[name] for name in names] if names else list(CLAIMS)
-
-
-def listing() -> list[tuple[str, str]]:
-    """`(name, statement)` of every claim."""
-    return [(claim.name, claim.statement) for claim in CLAIMS]
 
 
 def prove(

@@ -319,30 +319,22 @@ def measurement(
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when LoRA loses at most `MOST_LOST` points, and takes less memory and more tokens per second. Where training
-    all weights orders no more pairs than chance does, there is nothing to keep."""
+    """Where training all weights orders no more pairs than chance does, there is nothing to keep."""
     judgment = Judgment()
-    with judgment.part():
-        judgment.above(f"{ACCURACY}{FULL}", estimate(samples[ACCURACY + FULL]), CHANCE, "%")
-    with judgment.part():
-        gap = differences(samples[ACCURACY + LORA], samples[ACCURACY + FULL])
-        judgment.figures[GAP] = gap.figure("points")
-        judgment.at_least(GAP, gap, -MOST_LOST, " points")
-        judgment.said.append(f"accuracy {gap.mean:+.2f} points beside training all weights")
-    with judgment.part():
-        memory = ratios(samples[PEAK + LORA], samples[PEAK + FULL])
-        judgment.figures[MEMORY] = memory.figure("x")
-        judgment.below(MEMORY, memory, 1.0, "x")
-        judgment.said.append(f"{memory.mean:.2f}x the peak memory")
-    with judgment.part():
-        speed = percent_above(samples[PACE + LORA], samples[PACE + FULL])
-        judgment.figures[SPEED] = speed.figure("%")
-        judgment.above(SPEED, speed, 0.0, "%")
-        judgment.said.append(f"{speed.mean:+.0f}% tokens per second")
+    judgment.ask("", lambda: estimate(samples[ACCURACY + FULL]), "%", ">", CHANCE, what=f"{ACCURACY}{FULL}")
+    for figure, compare, what, unit, *limit, say in (
+        (GAP, differences, ACCURACY, "points", ">=", -MOST_LOST, "accuracy {0.mean:+.2f} points beside training all "
+         "weights"),
+        (MEMORY, ratios, PEAK, "x", "<", 1.0, "{0.mean:.2f}x the peak memory"),
+        (SPEED, percent_above, PACE, "%", ">", 0.0, "{0.mean:+.0f}% tokens per second"),
+    ):  # fmt: skip
+        judgment.ask(
+            figure, lambda compare=compare, what=what: compare(samples[what + LORA], samples[what + FULL]), unit,
+            *limit, say=say,
+        )  # fmt: skip
     for arm in ARMS:
         for what, unit, size in ((ACCURACY, "%", 1), (LOSS, "nats", 1), (PACE, "/s", 1), (PEAK, "MiB", 2**20)):
-            with judgment.beside():
-                judgment.figures[what + arm] = estimate([one / size for one in samples[what + arm]]).figure(unit)
+            judgment.show(samples, [what + arm], unit, 1 / size)
         with judgment.beside():
             judgment.figures[f"rate, {arm}"] = best_rate(samples, arm)
     return judgment.verdict()

@@ -28,7 +28,7 @@ from modelwright_claims import workbench
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, run_experiment
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import differences, estimate, paired_t_test, ratios
+from modelwright_claims.statistics import differences, paired_t_test, ratios
 from modelwright_claims.training_run import Outcome, Run, train_once
 
 MOST_LOST = 0.1
@@ -184,15 +184,15 @@ def measurement(size: workbench.Size, runs: Mapping[str, Sequence[Stability]]) -
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the dynamic scale has `TARGET` times the stable updates of no scale and of each static one (none at all
-    counts as one) and keeps `GAIN` times the share of the gradient that no scale does."""
+    """None at all counts as one stable update."""
     judgment = Judgment()
     for rival in RIVALS:
-        with judgment.part():
-            ratio = ratios(samples[STABLE + DYNAMIC], [max(1.0, stable) for stable in samples[STABLE + rival]])
-            judgment.figures[f"stable updates, dynamic over {rival}"] = ratio.figure("x")
-            judgment.at_least(f"stable updates over {rival}", ratio, TARGET, "x")
-    means = {arm: estimate(samples[STABLE + arm]).mean for arm in ARMS}
+        judgment.ask(
+            f"stable updates, dynamic over {rival}",
+            lambda rival=rival: ratios(samples[STABLE + DYNAMIC], [max(1.0, one) for one in samples[STABLE + rival]]),
+            "x", ">=", TARGET, what=f"stable updates over {rival}",
+        )  # fmt: skip
+    means = {arm: statistics.fmean(samples[STABLE + arm]) for arm in ARMS}
     judgment.said.append(
         f"{means[DYNAMIC]:.0f} stable updates of {conditions['steps']} with the dynamic scale from 2^32, against "
         + ", ".join(f"{means[arm]:.0f} with {arm}" for arm in (*RIVALS, FITS[1]))
@@ -200,19 +200,14 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     with judgment.part():
         kept = {arm: [1.0 - lost for lost in samples[GRADIENT_LOST + arm]] for arm in (DYNAMIC, NONE)}
         survival = ratios(kept[DYNAMIC], [max(share, 1e-12) for share in kept[NONE]])
-        judgment.figures["gradient kept, dynamic over none"] = survival.figure("x")
-        judgment.said.append(f"{survival.mean:.2f}x of the gradient kept")
-        judgment.at_least("gradient kept", survival, GAIN, "x")
-    gap = differences(samples[LOSS + DYNAMIC], samples[LOSS + FP32])
-    judgment.figures["loss above FP32, dynamic"] = gap.figure("nats")
-    if gap.count > 1:
-        p_value = paired_t_test(samples[LOSS + DYNAMIC], samples[LOSS + FP32]).p_value
-        judgment.said.append(f"{gap.mean:+.4f} nats against FP32 (p = {p_value:.2g})")
+        figure, say = "gradient kept, dynamic over none", "{0.mean:.2f}x of the gradient kept"
+        judgment.ask(figure, survival, "x", ">=", GAIN, what="gradient kept", say=say)
+    losses = samples[LOSS + DYNAMIC], samples[LOSS + FP32]
+    p_value = f" nats against FP32 (p = {paired_t_test(*losses).p_value:.2g})" if len(losses[0]) > 1 else ""
+    judgment.ask("loss above FP32, dynamic", differences(*losses), "nats", say=p_value and "{0.mean:+.4f}" + p_value)
     for arm in ARMS:
         for what, unit, factor in ((STABLE, "", 1), (SKIPPED, "", 1), (GRADIENT_LOST, "%", 100), (LOSS, "nats", 1)):
-            with judgment.beside():
-                result = estimate([factor * value for value in samples[what + arm]])
-                judgment.figures[what + arm] = result.figure(unit)
+            judgment.show(samples, [what + arm], unit, factor)
     return judgment.verdict()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from modelwright_claims import product_runs
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import differences, estimate
+from modelwright_claims.statistics import differences
 
 NONE, MIXUP, CUTMIX, BOTH = "neither", "MixUp", "CutMix", "both"
 ALPHAS: Mapping[str, tuple[float, float]] = {NONE: (0.0, 0.0), MIXUP: (0.2, 0.0), CUTMIX: (0.0, 1.0), BOTH: (0.2, 1.0)}
@@ -36,18 +36,15 @@ def measure(setting: Setting) -> Measurement:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when both together are more accurate than neither."""
     judgment = Judgment()
     for arm in (MIXUP, CUTMIX, BOTH):
-        with judgment.part():
-            gain = differences(samples[ACCURACY + arm], samples[ACCURACY + NONE])
-            judgment.figures[f"accuracy over neither, {arm}"] = gain.figure("points")
-            judgment.said.append(f"{arm} {gain.mean:+.2f} points")
-            if arm == BOTH:
-                judgment.above("accuracy of both over neither", gain, 0.0, " points")
-    for arm in ALPHAS:
-        with judgment.beside():
-            judgment.figures[ACCURACY + arm] = estimate(samples[ACCURACY + arm]).figure("%")
+        judgment.ask(
+            f"accuracy over neither, {arm}",
+            lambda arm=arm: differences(samples[ACCURACY + arm], samples[ACCURACY + NONE]),
+            "points", ">" if arm == BOTH else "", 0.0,
+            what="accuracy of both over neither", say=arm + " {0.mean:+.2f} points",
+        )  # fmt: skip
+    judgment.show(samples, [ACCURACY + arm for arm in ALPHAS], "%")
     return judgment.verdict()
 
 

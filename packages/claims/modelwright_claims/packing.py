@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from modelwright_claims import workbench
-from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, Tuning, run_experiment
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import differences, paired_t_test, ratios
@@ -97,32 +97,24 @@ def measurement(
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when packing trains more real tokens per second, loses at most `LOSS_TARGET` per token, wins per time."""
-    judgment = Judgment()
+    judgment, others = Judgment(), (EQUAL_TOKENS, EQUAL_TIME)
     speed_up = ratios(samples[f"{PACE}{PACKED}"], samples[f"{PACE}{PADDED}"])
-    at_tokens, at_time = (differences(samples[PACKED], samples[other]) for other in (EQUAL_TOKENS, EQUAL_TIME))
-    judgment.figures |= {
-        "speed-up in real tokens": speed_up.figure("x"),
-        "loss difference at equal tokens": at_tokens.figure("nats"),
-        "loss difference at equal time": at_time.figure("nats"),
-    }
-    judgment.said.append(f"{speed_up.mean:.2f}x the real tokens per second")
+    at_tokens, at_time = (differences(samples[PACKED], samples[other]) for other in others)
+    what, say = "speed in real tokens", "{0.mean:.2f}x the real tokens per second"
+    judgment.ask("speed-up in real tokens", speed_up, "x", ">", 1.0, what=what, say=say)
+    judgment.ask("loss difference at equal tokens", at_tokens, "nats", "<=", LOSS_TARGET)
+    judgment.ask("loss difference at equal time", at_time, "nats", "<", 0.0)
+    for name in (PACKED, PADDED):
+        judgment.show(samples, [f"{SHARE}{name} rows"], "%", 100)
     with judgment.beside():
-        shares = {name: samples[f"{SHARE}{name} rows"][0] for name in (PACKED, PADDED)}
-        for name, share in shares.items():
-            judgment.figures[f"{SHARE}{name} rows"] = Figure(value=100 * share, unit="%")
-        bound = shares[PACKED] / shares[PADDED]
-        judgment.figures["possible speed-up"] = Figure(value=bound, unit="x")
-        judgment.said.append(f"{bound:.2f}x is what the padding leaves to gain")
+        bound = samples[f"{SHARE}{PACKED} rows"][0] / samples[f"{SHARE}{PADDED} rows"][0]
+        judgment.ask("possible speed-up", bound, "x", say="{0.mean:.2f}x is what the padding leaves to gain")
     if at_tokens.count > 1:
-        p_values = [paired_t_test(samples[PACKED], samples[other]).p_value for other in (EQUAL_TOKENS, EQUAL_TIME)]
+        p_values = [paired_t_test(samples[PACKED], samples[other]).p_value for other in others]
         judgment.said.append(
             f"held-out loss {at_tokens.mean:+.4f} nats at equal tokens (p = {p_values[0]:.2g}), {at_time.mean:+.3f} at "
             f"equal time (p = {p_values[1]:.2g})"
         )
-    judgment.above("speed in real tokens", speed_up, 1.0, "x")
-    judgment.at_most("loss difference at equal tokens", at_tokens, LOSS_TARGET, " nats")
-    judgment.below("loss difference at equal time", at_time, 0.0, " nats")
     return judgment.verdict()
 
 

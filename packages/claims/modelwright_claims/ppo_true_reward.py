@@ -7,6 +7,7 @@ About 10 minutes on two AVX-512 cores, by the CPU time of the parts of one seed.
 """
 
 import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from modelwright_claims.product_runs import (
     pairs_file,
     shared_settings,
 )
-from modelwright_claims.statistics import differences, estimate, exact
+from modelwright_claims.statistics import differences
 
 SEEDS = (11, 12, 13, 14, 15)
 NUM_UPDATES = 64
@@ -151,46 +152,32 @@ def measurement(seeds: Sequence[int], num_updates: int, runs: Sequence[Mapping[s
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the held-out true reward after PPO is above that of the model that it began with, and no lower than that
-    of the best of several answers by the same reward model."""
     judgment, title = Judgment(), REWARDS[TRUE]
-    gain = differences(samples[title + PPO], samples[title + SFT])
-    judgment.figures[GAIN] = gain.figure("points")
-    judgment.above(GAIN, gain, 0.0)
-    before, after = (estimate(samples[title + model]).mean for model in (SFT, PPO))
+    judgment.ask(GAIN, differences(samples[title + PPO], samples[title + SFT]), "points", ">", 0.0)
+    before, after = (statistics.fmean(samples[title + model]) for model in (SFT, PPO))
     judgment.said.append(f"held-out true reward {before:.3f} after fine-tuning, {after:.3f} after PPO")
-    for number in BEST_OF:
+    for rival, kl in ((best_of(number), best_of_kl(number)) for number in BEST_OF):
         with judgment.part():
-            _against_best_of(judgment, samples, number)
+            over = differences(samples[title + PPO], samples[title + rival])
+            judgment.ask(f"true reward of PPO over {rival}", over, "points", ">=", 0.0)
+            judgment.ask(f"KL of {rival}, at most", kl, "nats")
+            judgment.said.append(
+                f"{rival} by the same reward model {statistics.fmean(samples[title + rival]):.3f} at {kl:.1f} nats "
+                f"(PPO {over.mean:+.3f})"
+            )
     with judgment.beside():
         learned = differences(samples[REWARDS[LEARNED] + PPO], samples[REWARDS[LEARNED] + SFT])
-        wins, kl, accuracy = (estimate(samples[name]) for name in (WINS, KL, ACCURACY))
-        judgment.figures |= {
-            KL: kl.figure("nats"),
-            ACCURACY: estimate([100 * one for one in samples[ACCURACY]]).figure("%"),
-            "gain by the reward model": learned.figure("points"),
-            WINS: estimate([100 * one for one in samples[WINS]]).figure("%"),
-        }
+        wins, kl, accuracy = (statistics.fmean(samples[name]) for name in (WINS, KL, ACCURACY))
+        judgment.show(samples, [KL], "nats")
+        judgment.show(samples, [ACCURACY], "%", 100)
+        judgment.ask("gain by the reward model", learned, "points")
+        judgment.show(samples, [WINS], "%", 100)
         judgment.said.append(
-            f"PPO's answers win {wins.mean:.0%} at a KL of {kl.mean:.1f} nats; the reward model orders "
-            f"{accuracy.mean:.0%} of held-out pairs as the true reward does; its own reward rose by {learned.mean:.1f}"
+            f"PPO's answers win {wins:.0%} at a KL of {kl:.1f} nats; the reward model orders {accuracy:.0%} of "
+            f"held-out pairs as the true reward does; its own reward rose by {learned.mean:.1f}"
         )
-    for model in (SFT, PPO, *map(best_of, BEST_OF)):
-        with judgment.beside():
-            judgment.figures[title + model] = estimate(samples[title + model]).figure("points")
+    judgment.show(samples, [title + model for model in (SFT, PPO, *map(best_of, BEST_OF))], "points")
     return judgment.verdict()
-
-
-def _against_best_of(judgment: Judgment, samples: Samples, number: int) -> None:
-    rival, title, kl = best_of(number), REWARDS[TRUE], best_of_kl(number)
-    over = differences(samples[title + PPO], samples[title + rival])
-    judgment.figures[f"true reward of PPO over {rival}"] = over.figure("points")
-    judgment.at_least(f"true reward of PPO over {rival}", over, 0.0, " points")
-    judgment.figures[f"KL of {rival}, at most"] = exact(kl).figure("nats")
-    judgment.said.append(
-        f"{rival} by the same reward model {estimate(samples[title + rival]).mean:.3f} at {kl:.1f} nats "
-        f"(PPO {over.mean:+.3f})"
-    )
 
 
 CLAIM = declared(

@@ -12,7 +12,7 @@ import torch
 from modelwright_claims import product_runs
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import differences, estimate, ratios
+from modelwright_claims.statistics import differences, ratios
 
 MOST_LOST = 0.2
 """Points, as published."""
@@ -58,22 +58,18 @@ def _wide(setting: Setting) -> dict[str, Mapping[str, Any]]:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when mixed precision loses at most `MOST_LOST` points and is `SPEEDUP` times as fast."""
     judgment = Judgment()
-    with judgment.part():
-        gap = differences(samples[ACCURACY + BF16], samples[ACCURACY + FP32])
-        judgment.figures["accuracy over FP32"] = gap.figure("points")
-        judgment.at_least("accuracy over FP32", gap, -MOST_LOST, " points")
-        judgment.said.append(f"accuracy {gap.mean:+.2f} points beside FP32")
-    with judgment.part():
-        speedup = ratios(samples[PACE + BF16], samples[PACE + FP32])
-        judgment.figures["speed over FP32"] = speedup.figure("x")
-        judgment.at_least("speed over FP32", speedup, SPEEDUP, "x")
-        judgment.said.append(f"{speedup.mean:.2f}x as fast")
+    judgment.ask(
+        "accuracy over FP32", lambda: differences(samples[ACCURACY + BF16], samples[ACCURACY + FP32]), "points", ">=",
+        -MOST_LOST, say="accuracy {0.mean:+.2f} points beside FP32",
+    )  # fmt: skip
+    judgment.ask(
+        "speed over FP32", lambda: ratios(samples[PACE + BF16], samples[PACE + FP32]), "x", ">=", SPEEDUP,
+        say="{0.mean:.2f}x as fast",
+    )  # fmt: skip
     for arm in POLICIES:
-        for what, unit in ((ACCURACY, "%"), (PACE, "/s")):
-            with judgment.beside():
-                judgment.figures[what + arm] = estimate(samples[what + arm]).figure(unit)
+        judgment.show(samples, [ACCURACY + arm], "%")
+        judgment.show(samples, [PACE + arm], "/s")
     return judgment.verdict()
 
 

@@ -74,26 +74,6 @@ class Files:
         return [json.dumps({**fields, "prompt": prompt}) for prompt in self.prompts]
 
 
-def write_files(folder: Path, *, fraction: float) -> Files:
-    """Random weights, as speed does not depend on what they say, of a model that prefers no token that ends an answer.
-    fraction: of the machine's own documentation and code that is read for tokenizer and prompts.
-    """
-    texts = [one.text for one in machine_corpus(fraction=fraction, skip=lambda reason, file: None)]
-    config = recipe("quickstart").model
-    tokenizer = train_tokenizer(texts, TokenizerConfig(vocab_size=config.vocab_size))
-    model = Decoder(config)
-    model.init_weights(0)
-    assert model.head is not None
-    visible = [is_plain(tokenizer, token) for token in range(config.vocab_size)]
-    model.head.weight.data[[token for token, shown in enumerate(visible) if not shown]] = 0
-    save_model_folder(model, tokenizer, folder / MODEL)
-    int8 = folder / "int8" / MODEL
-    save_int8(quantize_model(model, Int8WeightsConfig()), int8)
-    tokenizer.save(int8)
-    gguf = export_gguf(folder / MODEL, folder / GGUF, number_format="q8_0", name=MODEL)
-    return Files(model=folder / MODEL, int8=int8, gguf=gguf, prompts=prompts_of(texts, tokenizer))
-
-
 def is_plain(tokenizer: Tokenizer, token: int) -> bool:
     """Whether a token is printable ASCII and ends nothing."""
     if token >= tokenizer.vocab_size:
@@ -178,17 +158,6 @@ def running(command: Sequence[str], log: Path) -> Iterator[str]:
                 process.wait(60)
             process.kill()
             process.wait()
-
-
-def require_length(side: str, url: str, body: str, num_tokens: int) -> None:
-    """Raise `ModelwrightError` if a server's answer has another number of tokens: it would be compared with others that
-    compute more or less.
-    """
-    request = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=START_TIMEOUT_S) as reply:
-        found = json.load(reply)["usage"]["completion_tokens"]
-    if found != num_tokens:
-        raise ModelwrightError(f"{side}: an answer has {found} tokens, not {num_tokens}")
 
 
 def _await_line(process: subprocess.Popen[str], log: Path) -> str:
@@ -458,7 +427,20 @@ def measure(setting: Setting) -> Measurement:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=setting.folder) as name:
         folder = Path(name)
-        files = write_files(folder, fraction=plan.corpus_fraction)
+        texts = [one.text for one in machine_corpus(fraction=plan.corpus_fraction, skip=lambda reason, file: None)]
+        config = recipe("quickstart").model
+        tokenizer = train_tokenizer(texts, TokenizerConfig(vocab_size=config.vocab_size))
+        model = Decoder(config)
+        model.init_weights(0)
+        assert model.head is not None
+        visible = [is_plain(tokenizer, token) for token in range(config.vocab_size)]
+        model.head.weight.data[[token for token, shown in enumerate(visible) if not shown]] = 0
+        save_model_folder(model, tokenizer, folder / MODEL)
+        int8 = folder / "int8" / MODEL
+        save_int8(quantize_model(model, Int8WeightsConfig()), int8)
+        tokenizer.save(int8)
+        gguf = export_gguf(folder / MODEL, folder / GGUF, number_format="q8_0", name=MODEL)
+        files = Files(model=folder / MODEL, int8=int8, gguf=gguf, prompts=prompts_of(texts, tokenizer))
         num_open = measured_limit(setting, plan, files, folder)
         available = commands(files, num_open)
         sides = {side: command for side, command in available.items() if side in plan.sides}
@@ -468,7 +450,12 @@ def measure(setting: Setting) -> Measurement:
                 for number, (side, command) in enumerate(sides.items())
             }
             for side, url in urls.items():
-                require_length(side, url, files.bodies(SHORT)[0], SHORT)
+                body = files.bodies(SHORT)[0]
+                request = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"})
+                with urllib.request.urlopen(request, timeout=START_TIMEOUT_S) as reply:
+                    found = json.load(reply)["usage"]["completion_tokens"]
+                if found != SHORT:
+                    raise ModelwrightError(f"{side}: an answer has {found} tokens, not {SHORT}")
             bench = Bench(setting, plan, files, urls)
             run_all(bench)
         ceilings = engine_ceilings(files, plan)

@@ -96,6 +96,11 @@ def percent_above(method: Sequence[float], baseline: Sequence[float]) -> Estimat
     return estimate([100 * (one / other - 1) for one, other in zip(method, baseline, strict=True)])
 
 
+def percent_saved(method: Sequence[float], baseline: Sequence[float]) -> Estimate:
+    """Estimate by how many percent `method` is below `baseline`, from paired repeats."""
+    return estimate([100 * (1 - one / other) for one, other in zip(method, baseline, strict=True)])
+
+
 def spread(values: Sequence[float]) -> float:
     """Standard deviation of the sample; 0 for a single value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from modelwright.parallel.config import ParallelConfig
 from modelwright_claims import memory_probe
-from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared, untestable
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.statistics import ratios
 
@@ -82,24 +82,19 @@ def measure(setting: Setting) -> Measurement:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the fastest layout is the published number of times as fast as the baseline on the same devices.
-
-    Fewer devices than that number cannot be as much faster, whatever the layout: they cannot test the claim.
-    """
+    """Fewer devices than the published number cannot be as much faster, whatever the layout: they cannot test it."""
     judgment = Judgment()
     num_ranks = int(str(conditions["devices"]).split()[0])
     layouts = names_between(samples, STEP)
     against = {name: ratios(samples[STEP + BASELINE], samples[STEP + name]) for name in layouts if name != BASELINE}
     best = max(against, key=lambda name: against[name].mean)
-    judgment.figures |= {f"against {BASELINE}: {name}": ratio.figure("x") for name, ratio in against.items()}
+    for name, ratio in against.items():
+        judgment.ask(f"against {BASELINE}: {name}", ratio, "x")
     with judgment.beside():
         each = int(conditions["tokens a step"]) / num_ranks
-        judgment.figures |= {
-            f"tokens per device per second: {name}": Figure(
-                value=each / statistics.median(samples[STEP + name]), unit="tokens/s"
-            )
-            for name in layouts
-        }
+        for name in layouts:
+            pace = each / statistics.median(samples[STEP + name])
+            judgment.ask(f"tokens per device per second: {name}", pace, "tokens/s")
     judgment.said.append(
         f"{against[best].mean:.2f}x tokens per device per second at best ({best}) against {num_ranks} devices that "
         f"work one after the other, of at most {num_ranks}x that {num_ranks} devices allow"

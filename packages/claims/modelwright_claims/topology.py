@@ -175,7 +175,7 @@ def follow(world: World, out: Path, effort: Effort) -> None:
     phases["before"] = [one() for _ in range(3 * config.window_all_reduces)]
     if world.is_first:
         write_atomic(out.with_suffix(".tree"), json.dumps(first_tree[0]))
-    while not any_rank(world, out.with_suffix(".slowed").exists()):
+    while not (world.maxima(float(out.with_suffix(".slowed").exists()))[0] > 0):
         one()
     calls_to_notice, plannings = 0, collectives.num_plannings
     while collectives.num_plannings == plannings:
@@ -201,10 +201,6 @@ def follow(world: World, out: Path, effort: Effort) -> None:
             "ms": {phase: rounded(times) for phase, times in phases.items()},
         }
         write_atomic(out, json.dumps(result))
-
-
-def any_rank(world: World, value: bool) -> bool:
-    return world.maxima(float(value))[0] > 0
 
 
 def scaled(matrix: Sequence[Sequence[float]], factor: float) -> list[list[float]]:

@@ -14,8 +14,6 @@ from modelwright_claims.command import prove
 from modelwright_claims.judging import Judgment
 from modelwright_claims.ledger import CLAIMS, pages, rejudge, select
 from modelwright_claims.page import number, render, render_claim, show
-from modelwright_claims.planned_memory import PLANNED_HEAP_GAPS
-from modelwright_claims.planner_errors import planner_errors
 from modelwright_claims.results import (
     all_figures,
     circumstances,
@@ -30,6 +28,8 @@ from modelwright_claims.results import (
     write_record,
 )
 from modelwright_claims.statistics import estimate
+from modelwright_plan.claims.planned_memory import PLANNED_HEAP_GAPS
+from modelwright_plan.claims.planner_errors import planner_errors
 from modelwright_plan.measured import measured_errors
 
 ROOT = Path(__file__).parents[3]
@@ -403,7 +403,7 @@ def test_machines_have_file_names():
 def test_the_planner_ships_the_errors_that_were_measured():
     errors = planner_errors(read_results(ROOT / "benchmarks/results"))
     assert len(errors) >= 3
-    assert measured_errors() == errors, "run: python -m modelwright_claims.planner_errors"
+    assert measured_errors() == errors, "run: python -m modelwright_plan.claims.planner_errors"
 
 
 def test_planner_errors_leave_out_quick_measurements_and_other_claims():

@@ -33,9 +33,9 @@ from modelwright_claims import (
 )
 from modelwright_claims.claim import Claim, Measurement, Setting, Verdict
 from modelwright_claims.int8 import FP32, INT8, decoding
-from modelwright_claims.interrupted_run import Presence
 from modelwright_claims.judging import judge
 from modelwright_claims.statistics import share
+from modelwright_plan.claims.interrupted_run import Presence
 from modelwright_plan.cost.prices import shipped_prices
 
 

@@ -23,7 +23,7 @@ from modelwright_plan.cost.bill import make_bill, tornado
 from modelwright_plan.cost.prices import PriceTable, shipped_prices
 from modelwright_plan.cost.workload import Workload
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
 TRAINING_SAVED, INFERENCE_SAVED = 67.0, 54.0
 """Percent, as published."""
 VARIED = 0.25

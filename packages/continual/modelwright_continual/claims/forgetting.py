@@ -34,7 +34,7 @@ from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, 
 from modelwright_claims.experiment import open_cache
 from modelwright_claims.judging import Judgment
 from modelwright_claims.product_runs import facts_of, make_run, side_by_side
-from modelwright_claims.statistics import estimate, percent_above, ratios
+from modelwright_claims.statistics import Estimate, estimate, percent_above, ratios
 from modelwright_continual.benchmark import (
     HALVES,
     TASKS,
@@ -373,51 +373,40 @@ def _conditions(scale: Scale) -> Conditions:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when, with the arm that keeps old texts best on the validation half, old texts end at most `MOST_ABOVE`
-    percent above the model from scratch on the test half, and the updates took at most `MOST_COMPUTE` of its compute.
-    """
     judgment = Judgment()
+
+    def above(kind: str, name: str, other: str) -> Estimate:
+        return percent_above(samples[f"{kind}: {name}"], samples[f"{kind}: {other}"])
+
+    def compute(name: str) -> Estimate:
+        """FLOPs of the updates alone, to those of the model from scratch."""
+        pairs = zip(samples[f"FLOPs: {name}"], samples[f"FLOPs: {FIRST}"], strict=True)
+        return ratios([whole - first for whole, first in pairs], samples[f"FLOPs: {SCRATCH}"])
+
     names = [name for arm in ARMS if f"old: {(name := arm.name)}" in samples]
     for name in names:
-        _figures(judgment, samples, name)
+        with judgment.part():
+            for kind in ("old", "new"):
+                judgment.ask(f"{kind} loss above that from scratch, {name}", above(kind, name, SCRATCH), "%")
+            judgment.ask(f"old loss above the first model's, {name}", above("old", name, FIRST), "%")
+            judgment.ask(f"compute of the updates to that from scratch, {name}", compute(name), "x")
+            for number in range(1, len(UPDATES) + 1):
+                after = estimate(samples[f"old after update {number}: {name}"])
+                judgment.ask(f"old bits per byte after update {number}, {name}", after, "bits")
     chosen = min(names, key=lambda name: statistics.fmean(samples[f"old, validation: {name}"]))
     with judgment.part():
-        above = percent_above(samples[f"old: {chosen}"], samples[f"old: {SCRATCH}"])
-        judgment.at_most(f"old loss above that from scratch, {chosen}", above, MOST_ABOVE, "%")
-        judgment.at_most("compute of the updates", _compute(samples, chosen), MOST_COMPUTE, "x")
+        loss, cost = above("old", chosen, SCRATCH), compute(chosen)
+        judgment.ask("", loss, "%", "<=", MOST_ABOVE, what=f"old loss above that from scratch, {chosen}")
+        judgment.ask("", cost, "x", "<=", MOST_COMPUTE, what="compute of the updates")
         judgment.said.append(
-            f"{chosen} (chosen on the validation half): old texts {above.mean:+.2f}% beside training from scratch on "
-            f"everything, with {_compute(samples, chosen).mean:.2f} of its compute"
+            f"{chosen} (chosen on the validation half): old texts {loss.mean:+.2f}% beside training from scratch on "
+            f"everything, with {cost.mean:.2f} of its compute"
         )
     with judgment.part():
-        judgment.said.append(
-            "old texts since the first model: "
-            + ", ".join(
-                f"{name} {percent_above(samples[f'old: {name}'], samples[f'old: {FIRST}']).mean:+.1f}%"
-                for name in (*names, SCRATCH)
-            )
-        )
+        since = ", ".join(f"{name} {above('old', name, FIRST).mean:+.1f}%" for name in (*names, SCRATCH))
+        judgment.said.append(f"old texts since the first model: {since}")
     judgment.said.append(f"{conditions['seeds']} seeds")
     return judgment.verdict()
-
-
-def _figures(judgment: Judgment, samples: Samples, name: str) -> None:
-    with judgment.part():
-        for kind in ("old", "new"):
-            above = percent_above(samples[f"{kind}: {name}"], samples[f"{kind}: {SCRATCH}"])
-            judgment.figures[f"{kind} loss above that from scratch, {name}"] = above.figure("%")
-        since = percent_above(samples[f"old: {name}"], samples[f"old: {FIRST}"])
-        judgment.figures[f"old loss above the first model's, {name}"] = since.figure("%")
-        judgment.figures[f"compute of the updates to that from scratch, {name}"] = _compute(samples, name).figure("x")
-        for number in range(1, len(UPDATES) + 1):
-            after = estimate(samples[f"old after update {number}: {name}"])
-            judgment.figures[f"old bits per byte after update {number}, {name}"] = after.figure("bits")
-
-
-def _compute(samples: Samples, name: str):
-    """FLOPs of the updates alone, to those of the model from scratch."""
-    pairs = zip(samples[f"FLOPs: {name}"], samples[f"FLOPs: {FIRST}"], strict=True)
-    return ratios([whole - first for whole, first in pairs], samples[f"FLOPs: {SCRATCH}"])
 
 
 CLAIM = declared(

@@ -93,7 +93,7 @@ def measure(setting: Setting) -> Measurement:
     predicted = {name: case.trace().peak_bytes for name, case in cases.items()}
     runs = memory_probe.measure_all([case.probe(case.settings) for case in cases.values()])
     measured = {name: ranks[0].peak_bytes for name, ranks in zip(cases, runs, strict=True)}
-    case = planned_case(quick=setting.quick)
+    case = Case(model=base(num_layers=4 if setting.quick else 12), rows=4 if setting.quick else 8, train={})
     pair = measured_pair(setting, case)
     return measurement(predicted, measured, pair, case, large={} if setting.quick else large_model())
 
@@ -136,11 +136,6 @@ def quick_configurations() -> dict[str, Case]:
         "3 layers": Case(model=small, rows=2, train={}),
         "updates in backward": Case(model=small, rows=2, train={"optimizer_in_backward": True}),
     }
-
-
-def planned_case(*, quick: bool) -> Case:
-    """Where activations weigh more than states, as they do at usual batch sizes."""
-    return Case(model=base(num_layers=4 if quick else 12), rows=4 if quick else 8, train={})
 
 
 def measured_pair(setting: Setting, case: Case) -> Pair:
@@ -201,7 +196,14 @@ def measurement(
     errors = [100 * (predicted[name] / measured[name] - 1) for name in measured]
     taken = (statistics.median(run.peak_bytes for run in pair.after), pair.mapped_after.peak_bytes)
     errors += [100 * (pair.planned_bytes / one - 1) for one in taken]
-    sides = _sides(pair)
+    with_disk = {WITH_DISK: pair.on_disk} if pair.on_disk else {}
+    sides = {
+        CONFIGURED: pair.before,
+        PLANNED: pair.after,
+        **with_disk,
+        f"{CONFIGURED}, {GAPLESS}": [pair.mapped],
+        f"{PLANNED}, {GAPLESS}": [pair.mapped_after],
+    }
     return Measurement(
         samples={
             MEMORY_ERRORS: errors,
@@ -233,17 +235,6 @@ def _arena_samples(side: str, step: MemoryTimeline) -> dict[str, Sequence[float]
         f"{ARENA}{side}": [arena.num_bytes],
         f"{LIVE}{side}": [arena.live_bytes],
         f"{MADE}{side}": [sum(one.num_bytes for one in step.of_step)],
-    }
-
-
-def _sides(pair: Pair) -> dict[str, Sequence[Measured]]:
-    with_disk = {WITH_DISK: pair.on_disk} if pair.on_disk else {}
-    return {
-        CONFIGURED: pair.before,
-        PLANNED: pair.after,
-        **with_disk,
-        f"{CONFIGURED}, {GAPLESS}": [pair.mapped],
-        f"{PLANNED}, {GAPLESS}": [pair.mapped_after],
     }
 
 

@@ -62,11 +62,6 @@ class SpotOutcome:
     num_interruptions: int = 0
 
 
-def num_checkpoints(work_s: float, interval_s: float) -> int:
-    """Checkpoints of so much work; one is at its end."""
-    return math.ceil(work_s / interval_s - 1e-9)
-
-
 def simulate(work_s: float, *, interval_s: float, costs: CheckpointCosts, periods: Iterable[Presence]) -> SpotOutcome:
     """Run the job on spot instances until it is done. The first start takes no recovery.
 
@@ -78,7 +73,7 @@ def simulate(work_s: float, *, interval_s: float, costs: CheckpointCosts, period
     for number, period in enumerate(islice(periods, MOST_PERIODS)):
         recovery_s = 0.0 if starts_new else costs.recovery_s
         useful_s = period.up_s - period.notice_s - recovery_s
-        needed_s = left_s + num_checkpoints(left_s, interval_s) * costs.stall_s
+        needed_s = left_s + (math.ceil(left_s / interval_s - 1e-9)) * costs.stall_s
         if useful_s >= needed_s:
             busy_s = recovery_s + needed_s
             return SpotOutcome(wall_s=wall_s + busy_s, spot_s=spot_s + busy_s, lost_s=lost_s, num_interruptions=number)

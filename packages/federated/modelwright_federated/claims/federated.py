@@ -39,7 +39,7 @@ from modelwright_claims import training_run, workbench
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import MAX_EXTENSIONS, best_value, beyond, open_cache
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import estimate, percent_above
+from modelwright_claims.statistics import percent_above
 from modelwright_claims.training_run import HELDOUT_ROWS, loss_on
 from modelwright_claims.workbench import VOCAB_SIZE, Size
 
@@ -372,20 +372,17 @@ def _conditions(plan: Plan, rates: Mapping[Method, float], rows: Mapping[str, in
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when both splits end within their margins of the better central training."""
     judgment = Judgment()
     with judgment.part():
         best = min(CENTRAL, key=lambda method: statistics.fmean(samples[LOSS + method]))
         for split, limit in MOST_ABOVE.items():
+            above = {method: percent_above(samples[LOSS + split], samples[LOSS + method]) for method in CENTRAL}
             for method in CENTRAL:
-                above = percent_above(samples[LOSS + split], samples[LOSS + method])
-                judgment.figures[f"loss above {WORDS[method]}, {WORDS[split]}"] = above.figure("%")
-            above = percent_above(samples[LOSS + split], samples[LOSS + best])
-            judgment.at_most(f"{WORDS[split]}, loss above {WORDS[best]}", above, limit, "%")
-            judgment.said.append(f"{WORDS[split]} ends {above.mean:+.2f}% beside {WORDS[best]}, the better central one")
-    for method in (*METHODS, "first"):
-        with judgment.beside():
-            judgment.figures[LOSS + WORDS[method]] = estimate(samples[LOSS + method]).figure("nats")
+                judgment.ask(f"loss above {WORDS[method]}, {WORDS[split]}", above[method], "%")
+            what, say = f"{WORDS[split]}, loss above {WORDS[best]}", f" beside {WORDS[best]}, the better central one"
+            say = f"{WORDS[split]} ends {{0.mean:+.2f}}%{say}"
+            judgment.ask("", above[best], "%", "<=", limit, what=what, say=say)
+    judgment.show(samples, {LOSS + WORDS[method]: LOSS + method for method in (*METHODS, "first")}, "nats")
     return judgment.verdict()
 
 
