@@ -148,7 +148,6 @@ def measurement(
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when a controller reaches speed, memory and loss, and is faster than every trivial policy."""
     judgment = Judgment()
     arms = beside_fp32(samples, conditions)
     best = max((name for name in ADAPTIVE if name in arms), key=lambda name: arms[name].speed.mean)

@@ -6,21 +6,18 @@ this machine's libraries with their docstrings, held out by image and by module.
 """
 
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from modelwright.core.config import load_yaml, save_yaml
 from modelwright.recipes.load import RECIPES
-from modelwright_claims import product_runs
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
-from modelwright_claims.experiment import open_cache
 from modelwright_claims.judging import Judgment
-from modelwright_claims.product_runs import facts_of, make_run, side_by_side
+from modelwright_claims.product_runs import SeedJob, by_seed, facts_of, make_run, shared_settings
 from modelwright_claims.statistics import differences
 
-AT_ONCE = 2
 TASKS = {"text to image": "image: text to image", "text to code": "code: text to code"}
 """The tasks of the claim, by the names that the stage gives them."""
 RANKS = {"recall@1": "at_1", "recall@5": "at_5"}
@@ -31,41 +28,28 @@ WEIGHTS: Mapping[str, Mapping[str, Any]] = {ON: {"update": "scores", "weights": 
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlignJob:
+class AlignJob(SeedJob):
     """One run. weights: one of `WEIGHTS`."""
 
-    folder: Path
-    seed: int
     weights: str
-    quick: bool
 
 
 def measure(setting: Setting) -> Measurement:
     seeds = range(1 if setting.quick else 3)
-    cache = open_cache(setting, product_runs, name="alignment")
     jobs = [
         AlignJob(folder=setting.folder / "alignment", seed=seed, weights=weights, quick=setting.quick)
         for seed in seeds
         for weights in WEIGHTS
     ]
-    keys = [{"seed": job.seed, "weights": job.weights, "quick": job.quick} for job in jobs]
-    missing = [number for number, key in enumerate(keys) if key not in cache]
-    made = side_by_side(setting, align, [jobs[number] for number in missing], at_once=AT_ONCE)
-    for number, recall in zip(missing, made, strict=True):
-        cache[keys[number]] = recall
-    found = {(job.seed, job.weights): cache[key] for job, key in zip(jobs, keys, strict=True)}
-    return measurement({weights: [found[seed, weights] for seed in seeds] for weights in WEIGHTS})
+    made = list(zip(jobs, by_seed(setting, align, jobs, sys.modules[__name__], name="alignment"), strict=True))
+    return measurement({weights: [found for job, found in made if job.weights == weights] for weights in WEIGHTS})
 
 
 def align(job: AlignJob) -> Mapping[str, Any]:
     """Make one run; its recall by task. A process's whole work."""
-    settings: dict[str, Any] = {
-        "name": "alignment",
-        "seed": job.seed,
-        "hardware": {"device": "cpu", "num_threads": 1},
-        "stages": ["clean", "tokenize", "pack", "pretrain", "align"],
-        "clean": {"num_workers": 1},
-    }
+    settings = shared_settings(job) | {
+        "name": "alignment", "stages": ["clean", "tokenize", "pack", "pretrain", "align"],
+    }  # fmt: skip
     if job.quick:
         short = {"num_steps": 4, "eval_every_steps": 2}
         settings |= {"data": {"stdlib_fraction": 0.05}, "pretrain": {"num_steps": 4}, "align": short}

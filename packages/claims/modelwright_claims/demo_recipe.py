@@ -33,8 +33,9 @@ from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.rows import TEXT_ROWS
 from modelwright_claims import nano_gpt
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
-from modelwright_claims.experiment import MAX_EXTENSIONS, best_value, beyond
+from modelwright_claims.experiment import best_value, tune_grids
 from modelwright_claims.judging import Judgment
+from modelwright_claims.launch import answer_of
 from modelwright_claims.nano_gpt import NanoJob
 from modelwright_claims.product_runs import facts_of
 from modelwright_claims.statistics import Estimate, differences, estimate
@@ -210,25 +211,19 @@ def _nano(
         bf16=_has_bf16(),
         compiles=not setting.quick,
     )
-    losses: dict[float, float] = {}
-    missing = list(NANO_RATES[1:2] if setting.quick else NANO_RATES)
-    for _ in range(1 if setting.quick else MAX_EXTENSIONS):
-        losses |= {rate: _nano_run(setting, replace(job, learning_rate=rate))["loss"] for rate in missing}
-        missing = beyond(losses)
-        if not missing:
-            break
+    grid = NANO_RATES[1:2] if setting.quick else NANO_RATES
+    losses = tune_grids(
+        {NANO: grid},
+        lambda tried: [_nano_run(setting, replace(job, learning_rate=rate))["loss"] for _, rate in tried],
+        "rate",
+    )[NANO]
     best = best_value(losses)
     for seed, text in texts.items():
         found = _nano_run(
             setting, replace(job, rows=str(_rows(text)), learning_rate=best, seconds=scale.seconds, seed=seed)
         )
-        for figure, name in (
-            ("loss", "nats"),
-            ("seconds", "seconds"),
-            ("tokens", "tokens"),
-            ("parameters", "parameters"),
-        ):
-            samples.setdefault(f"{name}, {NANO}", []).append(float(found[figure]))
+        for figure in ("loss", "seconds", "tokens", "parameters"):
+            samples.setdefault(f"{'nats' if figure == 'loss' else figure}, {NANO}", []).append(float(found[figure]))
     return best, losses
 
 
@@ -236,11 +231,7 @@ def _nano_run(setting: Setting, job: NanoJob) -> dict[str, float]:
     file = Path(job.rows).parents[2] / "nano.json"
     file.write_text(json.dumps(asdict(job)), encoding="utf-8")
     environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads)}
-    command = [sys.executable, "-m", nano_gpt.__name__, str(file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise ModelwrightError(f"nanoGPT:\n{done.stderr[-2000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = answer_of([sys.executable, "-m", nano_gpt.__name__, str(file)], NANO, env=environment)
     setting.progress.note(f"{NANO} at {job.learning_rate:g}: {found['loss']:.4f} nats in {found['seconds']:.0f} s")
     return found
 

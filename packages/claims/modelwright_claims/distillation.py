@@ -430,9 +430,6 @@ def measurement(found: Comparison, bench: Bench) -> Measurement:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the share is within the target, the student from scratch is below with p < 0.05 at equal tokens and at
-    equal time, and no other rival is above with p < 0.05.
-    """
     judgment = Judgment()
     teacher, student = samples[PARAMETERS]
     judgment.figures["parameters, student to teacher"] = Figure(value=student / teacher, unit="x")

@@ -72,37 +72,21 @@ ON_TOP = {"one host": ("sparse rows", "adaptive precision"), "two hosts": ()}
 """What is tried on top of the whole stack."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scene:
-    """Arms that are compared at one size, and how many times as fast as the plain one the whole stack should be."""
-
-    arms: Mapping[str, Run]
-    goal: float
-
-    @property
-    def size(self) -> Size:
-        return self.arms[PLAIN].size
-
-    @property
-    def num_hosts(self) -> int:
-        return self.arms[PLAIN].processes.hosts
+Arms = dict[str, Run]
 
 
-def scenes(*, quick: bool) -> dict[str, Scene]:
+def scenes(*, quick: bool) -> dict[str, Arms]:
     """Each stack with all arms, and on a wider model without the single ingredients; in quick mode a short sketch."""
+
+    def ends_of(size: Size) -> dict[str, Arms]:
+        ends, arms = (PLAIN, PLAIN_BY_ONEDNN, FULL), {where: arms_of(where, size) for where in STACKS}
+        return {where: {end: of[end] for end in ends if end in of} for where, of in arms.items()}
+
     if quick:
-        return _scenes(Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=60), only_ends=True)
+        return ends_of(Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=60))
     size = Size(model_dim=128, num_layers=4, seq_len=128, batch_rows=16, num_steps=400)
-    wide = _scenes(replace(size, model_dim=256), only_ends=True)
-    return _scenes(size, only_ends=False) | {f"{name}{WIDE}": scene for name, scene in wide.items()}
-
-
-def _scenes(size: Size, *, only_ends: bool) -> dict[str, Scene]:
-    arms = {where: arms_of(where, size) for where in STACKS}
-    if only_ends:
-        ends = (PLAIN, PLAIN_BY_ONEDNN, FULL)
-        arms = {where: {end: of[end] for end in ends if end in of} for where, of in arms.items()}
-    return {where: Scene(arms=of, goal=GOALS[where]) for where, of in arms.items()}
+    whole = {where: arms_of(where, size) for where in STACKS}
+    return whole | {f"{name}{WIDE}": arms for name, arms in ends_of(replace(size, model_dim=256)).items()}
 
 
 def ingredients_of(where: str) -> list[str]:
@@ -111,7 +95,7 @@ def ingredients_of(where: str) -> list[str]:
     return [name for name in STACKS[where] if name != BF16 or has_bf16]
 
 
-def arms_of(where: str, size: Size) -> dict[str, Run]:
+def arms_of(where: str, size: Size) -> Arms:
     """Return the plain arms, ingredients added one by one, everything, everything without each, and what is on top."""
     plain = Run(size=size, loop="plain", mode="one_per_row", processes=Processes(hosts=NUM_HOSTS[where]))
     names = ingredients_of(where)
@@ -143,9 +127,10 @@ class Tuned:
 
 def measure(setting: Setting) -> Measurement:
     """All scenes, tuned and then timed; two hosts only where networks can be made."""
-    compared = {name: one for name, one in scenes(quick=setting.quick).items() if one.num_hosts == 1 or not missing()}
-    tuned = {name: tune_arms(setting, scene.arms) for name, scene in compared.items()}
-    result = {name: time_arms(setting, scene.arms, tuned[name]) for name, scene in compared.items()}
+    every = scenes(quick=setting.quick)
+    compared = {name: arms for name, arms in every.items() if arms[PLAIN].processes.hosts == 1 or not missing()}
+    tuned = {name: tune_arms(setting, arms) for name, arms in compared.items()}
+    result = {name: time_arms(setting, arms, tuned[name]) for name, arms in compared.items()}
     return measurement(result, tuned, compared)
 
 
@@ -242,7 +227,7 @@ def time_arms(
 def measurement(
     found: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]],
     tuned: Mapping[str, Mapping[str, Tuned]],
-    compared: Mapping[str, Scene],
+    compared: Mapping[str, Mapping[str, Run]],
 ) -> Measurement:
     """Return seconds, losses and steps of every arm in every scene."""
     samples: dict[str, Sequence[float]] = {}
@@ -251,9 +236,10 @@ def measurement(
             samples[f"{where}: seconds, {name}"] = [run["seconds"] for run in runs]
             samples[f"{where}: held-out loss, {name}"] = [run["heldout_loss"] for run in runs]
             samples[f"{where}: steps, {name}"] = [tuned[where][name].size.num_steps]
-    size, *_ = (scene.size for scene in compared.values())
-    widths = {name: scene.size.describe()["parameters"] for name, scene in compared.items() if scene.size != size}
-    alone = all(scene.num_hosts == 1 for scene in compared.values())
+    plain = {name: arms[PLAIN] for name, arms in compared.items()}
+    size, *_ = (run.size for run in plain.values())
+    widths = {name: run.size.describe()["parameters"] for name, run in plain.items() if run.size != size}
+    alone = all(run.processes.hosts == 1 for run in plain.values())
     return Measurement(
         samples=samples,
         conditions=size.describe()
@@ -314,7 +300,7 @@ def fastest_plain(samples: Samples, conditions: Conditions, where: str) -> tuple
 
 
 def loss_above(samples: Samples, where: str, place: str, name: str, arm: str = FULL) -> Estimate:
-    """Held-out loss of an arm above that of another arm, perhaps of another scene, by seed."""
+    """Return the held-out loss of an arm above that of another arm, perhaps of another scene, by seed."""
     return differences(samples[f"{where}: held-out loss, {arm}"], samples[f"{place}: held-out loss, {name}"])
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -89,6 +89,7 @@ RUN_SOURCES = (training_run, workbench, batches, plain_training)
 """Modules of this package that decide what a run does."""
 
 Execute = Callable[..., Outcome]
+Variant = TypeVar("Variant", bound=str)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,30 +171,42 @@ def run_experiment(setting: Setting, experiment: Experiment, execute: Execute = 
 def tune(
     runner: "Runner", variants: Mapping[str, Run], tuning: Tuning, *, at_once: int = 1
 ) -> dict[str, dict[float, float]]:
-    """Return the mean validation loss of each variant by value; the lowest lies inside each variant's grid.
+    """Return the mean validation loss of each variant by value; the lowest lies inside each variant's grid."""
 
-    Raises `ModelwrightError` when it still lies at an edge after `MAX_EXTENSIONS` more values.
-    """
-    losses: dict[str, dict[float, float]] = {variant: {} for variant in variants}
-    missing = {variant: list(tuning.values) for variant in variants}
-    for _ in range(MAX_EXTENSIONS + 1):
-        tried = [(variant, value) for variant, values in missing.items() for value in values]
+    def losses(tried: Sequence[tuple[str, float]]) -> list[float]:
         runs = [
             replace(with_value(variants[variant], tuning.setting, value), seed=seed, heldout="validation")
             for variant, value in tried
             for seed in tuning.seeds
         ]
         outcomes = iter(runner.all(runs, at_once=at_once))
-        for variant, value in tried:
-            loss = statistics.fmean(tuning.criterion(next(outcomes)) for _ in tuning.seeds)
-            losses[variant][value] = loss if math.isfinite(loss) else math.inf
-        missing = {variant: beyond(by_value) for variant, by_value in losses.items()}
-        missing = {variant: values for variant, values in missing.items() if values}
+        return [statistics.fmean(tuning.criterion(next(outcomes)) for _ in tuning.seeds) for _ in tried]
+
+    return tune_grids(dict.fromkeys(variants, tuning.values), losses, tuning.setting)
+
+
+def tune_grids(
+    grids: Mapping[Variant, Sequence[float]],
+    losses: Callable[[Sequence[tuple[Variant, float]]], Sequence[float]],
+    setting: str,
+) -> dict[Variant, dict[float, float]]:
+    """Return the loss of each variant by value, in ascending order. losses: of variants at values; setting: its name.
+
+    A grid whose best value is its first or last one is extended by its own ratio. Raises `ModelwrightError` when the
+    best still lies at an edge after `MAX_EXTENSIONS` more values.
+    """
+    found: dict[Variant, dict[float, float]] = {variant: {} for variant in grids}
+    missing: Mapping[Variant, Sequence[float]] = grids
+    for _ in range(MAX_EXTENSIONS + 1):
+        tried = [(variant, value) for variant, values in missing.items() for value in values]
+        for (variant, value), loss in zip(tried, losses(tried), strict=True):
+            found[variant][value] = loss if math.isfinite(loss) else math.inf
+        missing = {variant: more for variant, of_variant in found.items() if (more := beyond(of_variant))}
         if not missing:
-            return {variant: dict(sorted(by_value.items())) for variant, by_value in losses.items()}
+            return {variant: dict(sorted(of_variant.items())) for variant, of_variant in found.items()}
     variant = next(iter(missing))
     raise ModelwrightError(
-        f"{variant}: the best {tuning.setting} is still at the edge of {sorted(losses[variant])}; start elsewhere"
+        f"{variant}: the best {setting} is still at the edge of {sorted(found[variant])}; start elsewhere"
     )
 
 

@@ -365,10 +365,6 @@ def measurement(
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when INT8 is as fast as published at 8 streams, against our own engine at one, within a tenth of the best
-    other engine everywhere in decoding, and loses as little accuracy as published; and when training on the grid loses
-    less than any rounding after training at 4 bits.
-    """
     judgment = Judgment()
     with judgment.part():
         _at_least(judgment, samples, decoding(8), INT8, EAGER, SPEED_TARGET)

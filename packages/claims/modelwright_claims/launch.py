@@ -1,5 +1,6 @@
 """Start the ranks of a distributed program, on this machine or on the hosts of a `Network`, and wait for them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -110,6 +111,19 @@ def run_ranks(module: str, arguments: Sequence[str], **options: Any) -> list[str
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
+
+
+def answer_of(command: Sequence[str], name: str, *, text: str = "", **options: Any) -> Any:
+    """Run a program to its end and return the JSON in the last line of its output. text: its standard input; options:
+    of `subprocess.run`. Raises `ModelwrightError` with its last words if it fails or takes too long; name: of it.
+    """
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, **options)
+    except subprocess.TimeoutExpired as error:
+        raise ModelwrightError(f"{name}: did not end within {error.timeout:g} s") from None
+    if done.returncode:
+        raise ModelwrightError(f"{name}: failed:\n{done.stderr[-NUM_ERROR_CHARS:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def serve_store() -> TCPStore:

@@ -6,7 +6,6 @@ What each side does is in `loading_worker`, the store in `slow_store`.
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.core.errors import ModelwrightError
 from modelwright.core.resources import num_usable_cores
 from modelwright.data.rows.cache.layout import ROWS_AT
 from modelwright.data.rows.pack import PackConfig, pack
 from modelwright_claims import loading_worker
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.judging import Judgment, names_between
+from modelwright_claims.launch import answer_of
 from modelwright_claims.loading_worker import AHEAD, CACHE, DIRECT, PACKAGES, PEERS, TIERS, Task
 from modelwright_claims.open_loop import percentile
 from modelwright_claims.slow_store import serving
@@ -48,7 +47,6 @@ NUM_EPOCHS = {DIRECT: 1, AHEAD: 1}
 PEERS_PYTHON, DEFAULT_PYTHON = "MODELWRIGHT_LOADING_PEERS", ".venv-loading/bin/python"
 """The variable that names the interpreter of the peers' environment, and where `make .venv-loading/.ready` puts it."""
 TIMEOUT_S = 900.0
-NUM_ERROR_CHARS = 3000
 P50, P99, SHARE, STEP, START = "p50 of the wait, ", "p99 of the wait, ", "computing, ", "step, ", "first batch, "
 
 
@@ -195,9 +193,6 @@ def describe(samples: Samples, side: str) -> str:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the 99th percentile of the wait with tiers and reading ahead is `RATIO_TARGET` times lower than without
-    both in both epochs, below reading ahead alone, and neither it nor a step above that of a peer in the same epoch.
-    """
     judgment, (direct,) = Judgment(), arm_names(DIRECT)
     for arm, epoch in zip(arm_names(CACHE), EPOCHS, strict=True):
         ours = samples[P99 + arm]
@@ -231,7 +226,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 
 def _run(python: str, action: str, task: Task | None = None, side: str = "") -> Any:
-    """Run `loading_worker` and return its result. Raises `ModelwrightError` with its last words if it fails."""
+    """Run `loading_worker` and return its result."""
     words = [action]
     with tempfile.TemporaryDirectory() as place:
         if task is not None:
@@ -240,15 +235,7 @@ def _run(python: str, action: str, task: Task | None = None, side: str = "") -> 
             words += [str(path), side]
         command = [python, "-P", loading_worker.__file__, *words]
         environment = _environment(task.endpoint if task else "", is_ours=python == sys.executable)
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            raise ModelwrightError(f"{side or python}: {action} did not end within {TIMEOUT_S:g} s") from None
-    if done.returncode:
-        raise ModelwrightError(f"{side or python}: {action} failed:\n{done.stderr[-NUM_ERROR_CHARS:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+        return answer_of(command, f"{side or python}: {action}", env=environment, timeout=TIMEOUT_S)
 
 
 def _environment(endpoint: str, *, is_ours: bool) -> dict[str, str]:

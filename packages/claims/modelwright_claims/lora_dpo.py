@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from modelwright.core.config import merge
-from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.data.document import Document
 from modelwright.data.sources.corpora import arithmetic_problems
 from modelwright_claims import product_runs
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
-from modelwright_claims.experiment import MAX_EXTENSIONS, best_rate, best_value, beyond
+from modelwright_claims.experiment import best_rate, best_value, tune_grids
 from modelwright_claims.judging import Judgment
 from modelwright_claims.product_runs import (
     HeldOut,
@@ -136,18 +135,14 @@ class Bench:
         return dict(zip(seeds, made * len(seeds) if self.setting.quick else made, strict=True))
 
     def tune(self, base: Path) -> dict[str, dict[float, float]]:
-        """The held-out loss by rate of each arm, on pairs that are not reported; the lowest lies inside each grid."""
-        found: dict[str, dict[float, float]] = {arm: {} for arm in ARMS}
-        missing = {arm: list(rates[:1] if self.setting.quick else rates) for arm, rates in RATES.items()}
-        for _ in range(MAX_EXTENSIONS + 1):
-            tried = [(arm, rate) for arm, rates in missing.items() for rate in rates]
-            runs = self.dpo([self.job(arm, rate, TUNING_SEED, base, "validation") for arm, rate in tried])
-            for (arm, rate), run in zip(tried, runs, strict=True):
-                found[arm][rate] = run[LOSS]
-            missing = {arm: more for arm, losses in found.items() if (more := beyond(losses))}
-            if not missing:
-                return {arm: dict(sorted(losses.items())) for arm, losses in found.items()}
-        raise ModelwrightError(f"{', '.join(missing)}: the best rate is still at the edge of {found}; start elsewhere")
+        """Return the held-out loss by rate of each arm, on pairs that are not reported."""
+
+        def losses(tried: Sequence[tuple[str, float]]) -> list[float]:
+            jobs = [self.job(arm, rate, TUNING_SEED, base, "validation") for arm, rate in tried]
+            return [run[LOSS] for run in self.dpo(jobs)]
+
+        grids = {arm: rates[:1] if self.setting.quick else rates for arm, rates in RATES.items()}
+        return tune_grids(grids, losses, "rate")
 
     def job(self, arm: str, rate: float, seed: int, base: Path, heldout: HeldOut) -> DpoJob:
         return DpoJob(

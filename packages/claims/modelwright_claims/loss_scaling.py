@@ -107,28 +107,17 @@ class Lost:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stability:
-    """How one run went."""
-
-    stable: int
-    """Updates."""
-    skipped: int
-    """Updates."""
-    lost: float
-    """The mean share of the gradient that was lost; all of it in an update that was skipped."""
-    loss: float
-
-    @classmethod
-    def of(cls, outcome: Outcome) -> "Stability":
-        skipped = set(outcome.skipped)
-        shares = [1.0 if step in skipped else share for step, share in enumerate(outcome.steps[LOST], start=1)]
-        return cls(
-            stable=sum(share <= MOST_LOST for share in shares),
-            skipped=len(skipped),
-            lost=statistics.fmean(shares),
-            loss=outcome.final_loss,
-        )
+def stability(outcome: Outcome) -> dict[str, float]:
+    """Return how a run went: updates that were stable and skipped, the mean share of the gradient that was lost (all of
+    it in an update that was skipped), and the last loss.
+    """
+    skipped = set(outcome.skipped)
+    shares = [1.0 if step in skipped else share for step, share in enumerate(outcome.steps[LOST], start=1)]
+    stable = sum(share <= MOST_LOST for share in shares)
+    return {
+        STABLE: float(stable), SKIPPED: float(len(skipped)), GRADIENT_LOST: statistics.fmean(shares),
+        LOSS: outcome.final_loss,
+    }  # fmt: skip
 
 
 def measure(setting: Setting) -> Measurement:
@@ -136,7 +125,17 @@ def measure(setting: Setting) -> Measurement:
     seeds = range(FIRST_SEED, FIRST_SEED + (2 if setting.quick else 5))
     experiment = Experiment(variants={arm: variant(size, precision) for arm, precision in ARMS.items()}, seeds=seeds)
     samples = run_experiment(setting, experiment, execute_noting_losses)
-    return measurement(size, {arm: [Stability.of(one) for one in of] for arm, of in samples.runs.items()})
+    found = {arm: list(map(stability, of)) for arm, of in samples.runs.items()}
+    whats = (STABLE, SKIPPED, GRADIENT_LOST, LOSS)
+    return Measurement(
+        samples={f"{what}{arm}": [run[what] for run in of] for what in whats for arm, of in found.items()},
+        conditions=size.describe()
+        | {
+            "most of the gradient lost": f"{100 * MOST_LOST:.0f}%",
+            "window": WINDOW,
+            "copies that a process stands for": COPIES,
+        },
+    )
 
 
 def study_size(setting: Setting) -> workbench.Size:
@@ -163,24 +162,6 @@ def execute_noting_losses(setting: Setting, run: Run, **weights: Path | None) ->
     lost = Lost(run.size.num_layers)
     outcome = train_once(setting, run, single(workbench.device()), wrap=OneOfMany, strategy=all_reduce_by(lost))
     return replace(outcome, steps={**outcome.steps, LOST: lost.shares})
-
-
-def measurement(size: workbench.Size, runs: Mapping[str, Sequence[Stability]]) -> Measurement:
-    """Return how the runs of every arm went."""
-    return Measurement(
-        samples={
-            **{f"{STABLE}{arm}": [float(run.stable) for run in of] for arm, of in runs.items()},
-            **{f"{SKIPPED}{arm}": [float(run.skipped) for run in of] for arm, of in runs.items()},
-            **{f"{GRADIENT_LOST}{arm}": [run.lost for run in of] for arm, of in runs.items()},
-            **{f"{LOSS}{arm}": [run.loss for run in of] for arm, of in runs.items()},
-        },
-        conditions=size.describe()
-        | {
-            "most of the gradient lost": f"{100 * MOST_LOST:.0f}%",
-            "window": WINDOW,
-            "copies that a process stands for": COPIES,
-        },
-    )
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:

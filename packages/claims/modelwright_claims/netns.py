@@ -1,6 +1,5 @@
 """Several "hosts" on one Linux machine: network namespaces joined by veth links of chosen speed.
 
-    python -m modelwright_claims.netns_check       build small networks and measure that they do what they say
     python -m modelwright_claims.netns --clean     remove what a crashed program left behind
 
     with Network(star(4, mbit=100)) as net:

@@ -1,7 +1,6 @@
 """Claim: packing documents into full rows trains faster than padding them, and learns the same per token."""
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import replace
 
 from modelwright_claims import workbench
@@ -9,7 +8,7 @@ from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, 
 from modelwright_claims.experiment import Experiment, Tuning, run_experiment
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import differences, paired_t_test, ratios
-from modelwright_claims.training_run import Outcome, Run
+from modelwright_claims.training_run import Run
 from modelwright_claims.workbench import real_token_share
 
 LOSS_TARGET = 0.02
@@ -45,13 +44,22 @@ def measure(setting: Setting) -> Measurement:
     )
     in_time = replace(padded, size=replace(padded.size, num_steps=max(1, round(size.num_steps / slower))))
     equal_time = run_experiment(setting, Experiment(variants={PADDED: in_time}, seeds=seeds))
-    return measurement(
-        result.runs[PACKED],
-        result.runs[PADDED],
-        equal_time.runs[PADDED],
-        shares=(packed_share, padded_share),
-        size=packed.size,
-        padded=in_time.size,
+    return Measurement(
+        samples={
+            PACKED: result.losses(PACKED),
+            EQUAL_TOKENS: result.losses(PADDED),
+            EQUAL_TIME: equal_time.losses(PADDED),
+            **{f"{PACE}{arm}": [run.tokens_per_s for run in of] for arm, of in result.runs.items()},
+            f"{SHARE}{PACKED} rows": [packed_share],
+            f"{SHARE}{PADDED} rows": [padded_share],
+        },
+        conditions=packed.size.describe()
+        | {
+            "rows of a padded batch": in_time.size.batch_rows,
+            "padded steps in equal time": in_time.size.num_steps,
+            "rates tried": ", ".join(f"{rate:g}" for rate in RATES),
+            "rates": f"packed {packed.size.learning_rate:g}, padded {in_time.size.learning_rate:g}",
+        },
     )
 
 
@@ -64,36 +72,6 @@ def equal_batches(batch_rows: int, ratio: float) -> tuple[int, int]:
 
     packed = min((batch_rows * times for times in range(1, MOST_BATCHES + 1)), key=gap)
     return packed, max(1, round(packed * ratio))
-
-
-def measurement(
-    packed: Sequence[Outcome],
-    equal_tokens: Sequence[Outcome],
-    equal_time: Sequence[Outcome],
-    *,
-    shares: tuple[float, float],
-    size: workbench.Size,
-    padded: workbench.Size,
-) -> Measurement:
-    """Return losses, pace and shares of real tokens. padded: size of the runs in equal time."""
-    return Measurement(
-        samples={
-            PACKED: [run.heldout_loss for run in packed],
-            EQUAL_TOKENS: [run.heldout_loss for run in equal_tokens],
-            EQUAL_TIME: [run.heldout_loss for run in equal_time],
-            f"{PACE}{PACKED}": [run.tokens_per_s for run in packed],
-            f"{PACE}{PADDED}": [run.tokens_per_s for run in equal_tokens],
-            f"{SHARE}{PACKED} rows": [shares[0]],
-            f"{SHARE}{PADDED} rows": [shares[1]],
-        },
-        conditions=size.describe()
-        | {
-            "rows of a padded batch": padded.batch_rows,
-            "padded steps in equal time": padded.num_steps,
-            "rates tried": ", ".join(f"{rate:g}" for rate in RATES),
-            "rates": f"packed {size.learning_rate:g}, padded {padded.learning_rate:g}",
-        },
-    )
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:

@@ -275,8 +275,6 @@ def step_shares(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when 1F1B reaches the published share at the most microbatches in a shorter step than with one, and no case
-    is far below its bound."""
     judgment = Judgment()
     ranks = max(map(int, str(conditions["ranks"]).split(", ")))
     prefix = f"1F1B, {ranks} ranks, "

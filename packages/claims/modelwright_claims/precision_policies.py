@@ -171,7 +171,6 @@ def say_products(judgment: Judgment, samples: Samples) -> None:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when a 16-bit policy reaches the published speed, memory and loss, and none costs more loss than it may."""
     judgment = Judgment()
     arms = beside_fp32(samples, conditions)
     policies = {name: arm for name, arm in arms.items() if name not in (*EIGHT_BITS, BY_ONEDNN)}

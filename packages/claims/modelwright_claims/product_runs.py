@@ -63,14 +63,20 @@ class SeedJob:
 
 
 def by_seed(
-    setting: Setting, work: Callable[[AnySeedJob], Result], jobs: Sequence[AnySeedJob], *sources: ModuleType, name: str
+    setting: Setting,
+    work: Callable[[AnySeedJob], Result],
+    jobs: Sequence[AnySeedJob],
+    *sources: ModuleType,
+    name: str,
+    before: Callable[[Sequence[AnySeedJob]], object] = bool,
 ) -> list[Result]:
     """Return the results of jobs in their order; what an earlier call finished is kept, also if it was killed.
 
-    sources: modules that decide the results; name: of the cache.
+    sources: modules that decide the results; name: of the cache; before: makes what the missing jobs start from.
     """
     cache = open_cache(setting, sys.modules[__name__], *sources, name=name)
     missing = [job for job in jobs if job.key not in cache]
+    before(missing)
     for first in range(0, len(missing), AT_ONCE):
         together = missing[first : first + AT_ONCE]
         for job, result in zip(together, make(setting, work, together), strict=True):

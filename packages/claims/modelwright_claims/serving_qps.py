@@ -529,9 +529,6 @@ def engine_rate(model: Decoder, num_requests: int) -> float:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when our INT8 server bears `RATIO_TARGET` times the naive one's rate and no smaller rate than each rival that
-    was measured, and an overload is refused in order.
-    """
     judgment = Judgment()
     naive, int8 = samples[f"{RATE}{NAIVE}{USUAL.suffix}"], samples[f"{RATE}{INT8}{USUAL.suffix}"]
     ratio = ratios(int8, naive)

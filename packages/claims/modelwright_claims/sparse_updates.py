@@ -340,8 +340,6 @@ class Regime:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when in the uncleaned update FLOPs, time, and the losses of the new text and of both are within their
-    targets, and every rival is worse in both, in the new text with p < 0.05."""
     judgment = Judgment()
     update = Regime(name=UPDATE, samples=samples)
     gap, both = update.above_dense(METHOD), update.both_above_dense(METHOD)

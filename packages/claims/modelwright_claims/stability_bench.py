@@ -56,18 +56,10 @@ class Comparison:
         longest = self.samples.tuned[arm].size.num_steps
         return [min(outcome.steps_to(self.target), longest) for outcome in self.samples.runs[arm]]
 
-    def num_missed(self, arm: str) -> int:
-        return sum(math.isinf(outcome.steps_to(self.target)) for outcome in self.samples.runs[arm])
-
 
 def study_size(setting: Setting) -> workbench.Size:
     """Some 0.1 million parameters: some seconds a run on one core."""
     return workbench.Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=25 if setting.quick else 500)
-
-
-def eval_every(size: workbench.Size) -> int:
-    """Steps."""
-    return max(5, size.num_steps // NUM_EVALUATIONS)
 
 
 def compare(setting: Setting, study: Study, size: workbench.Size) -> dict[str, Comparison]:
@@ -121,8 +113,6 @@ def measurement(size: workbench.Size, study: Study, found: Mapping[str, Comparis
 
 
 def judge(study: Study, gain: float, samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the main arm needs fewer steps than the plain one and than each rival by a factor of `gain` and with
-    p < 0.05 where batches are wild, and no more than the plain one where all is calm."""
     judgment = Judgment()
     for regime, wild in study.regimes.items():
         for arm in study.arms:

@@ -20,7 +20,7 @@ from modelwright.parallel.topology.links import Links, LinksConfig, measure_link
 from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.launch import Rank, finish_ranks, start_ranks
-from modelwright_claims.netns import Network, Topology, full_mesh, missing, racks
+from modelwright_claims.netns import Network, full_mesh, missing, racks
 from modelwright_claims.statistics import ratios
 
 KIB = 1024
@@ -55,7 +55,7 @@ def measure_racks(effort: Effort, *, delay_ms: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, Network(topology) as net:
         out = Path(folder) / "found.json"
         finish_ranks(start(net, order, "compare", out, effort))
-        return {"network": described(topology), "order_of_arrival": order, **json.loads(out.read_text())}
+        return {"network": topology.links, **json.loads(out.read_text())}
 
 
 def measure_degraded(effort: Effort) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def measure_degraded(effort: Effort) -> dict[str, Any]:
         await_file(out.with_suffix(".around"), ranks)
         net.shape(f"h{a}", f"h{b}", 100)
         finish_ranks(ranks)
-        return {"network": described(topology), "slowed_link": [a, b], **json.loads(out.read_text())}
+        return {"network": topology.links, **json.loads(out.read_text())}
 
 
 def await_file(path: Path, ranks: Sequence[Rank]) -> None:
@@ -80,10 +80,6 @@ def await_file(path: Path, ranks: Sequence[Rank]) -> None:
         if any(rank.process.poll() for rank in ranks):
             finish_ranks(ranks)
         time.sleep(0.01)
-
-
-def described(topology: Topology) -> list[dict[str, Any]]:
-    return [{"ends": link.ends, "mbit": link.mbit, "delay_ms": link.delay_ms} for link in topology.links]
 
 
 def compare(world: World, out: Path, effort: Effort) -> None:
@@ -97,13 +93,7 @@ def compare(world: World, out: Path, effort: Effort) -> None:
     placed = replace(links, hosts=tuple(links.hosts[rank] for rank in order))
     plans |= measure_arms(world, placed, "placed", arms, effort)
     if world.is_first:
-        result = {
-            "measured_links": {"latency_ms": scaled(links.latency_s, 1e3), "mbit": scaled(links.bytes_per_s, 8e-6)},
-            "placed_order": order,
-            "plans": plans,
-            "ms": {arm: rounded(times) for arm, times in arms.items()},
-        }
-        write_atomic(out, json.dumps(result))
+        write_atomic(out, json.dumps({"plans": plans, "ms": {arm: rounded(times) for arm, times in arms.items()}}))
 
 
 def measure_arms(
@@ -163,25 +153,22 @@ def follow(world: World, out: Path, effort: Effort) -> None:
     collectives = Collectives(world, measure_links(world, LinksConfig(budget_s=2.0)), config)
     message = torch.zeros(64 * KIB // 4)
 
-    def edges() -> list[tuple[int, int]]:
-        steps = [step for steps in collectives.plan_for(64 * KIB).plan.rounds for step in steps]
-        return [(step.source, step.target) for step in steps if not step.adds]
+    steps = [step for steps in collectives.plan_for(64 * KIB).plan.rounds for step in steps]
+    first_edge = next((step.source, step.target) for step in steps if not step.adds)
 
     def one() -> float:
         return 1e3 * timed(world, lambda: collectives.all_reduce(message), 1)
 
     phases: dict[str, list[float]] = {"before": [], "slowed": [], "around": [], "recovered": []}
-    first_tree = edges()
     phases["before"] = [one() for _ in range(3 * config.window_all_reduces)]
     if world.is_first:
-        write_atomic(out.with_suffix(".tree"), json.dumps(first_tree[0]))
+        write_atomic(out.with_suffix(".tree"), json.dumps(first_edge))
     while not (world.maxima(float(out.with_suffix(".slowed").exists()))[0] > 0):
         one()
     calls_to_notice, plannings = 0, collectives.num_plannings
     while collectives.num_plannings == plannings:
         phases["slowed"].append(one())
         calls_to_notice += 1
-    second_tree = edges()
     phases["around"] = [one() for _ in range(2 * config.window_all_reduces)]
     if world.is_first:
         out.with_suffix(".around").touch()
@@ -193,18 +180,11 @@ def follow(world: World, out: Path, effort: Effort) -> None:
     phases["recovered"] = [one() for _ in range(2 * config.window_all_reduces)]
     if world.is_first:
         result = {
-            "first_tree": first_tree,
-            "second_tree": second_tree,
-            "third_tree": edges(),
             "recovery_noticed": deadline > 0,
             "calls_to_notice": calls_to_notice,
             "ms": {phase: rounded(times) for phase, times in phases.items()},
         }
         write_atomic(out, json.dumps(result))
-
-
-def scaled(matrix: Sequence[Sequence[float]], factor: float) -> list[list[float]]:
-    return [[round(value * factor, 4) for value in row] for row in matrix]
 
 
 def rounded(times: Sequence[float]) -> list[float]:
@@ -247,8 +227,9 @@ def measurement(found: Mapping[str, Mapping[str, Any]]) -> Measurement:
     """Return the milliseconds of every arm by repeat. found: what each of `SETTINGS` has measured."""
     conditions: dict[str, str | int | float | bool] = {"threads of each host": 1}
     for name, measured in found.items():
-        links = {f"{link['mbit']:g} Mbit/s" + f", {link['delay_ms']:g} ms" * bool(link["delay_ms"]) for link in
-                 measured["network"]}  # fmt: skip
+        links = {
+            f"{link.mbit:g} Mbit/s" + f", {link.delay_ms:g} ms" * bool(link.delay_ms) for link in measured["network"]
+        }
         conditions[f"links, {name}"] = "; ".join(sorted(links))
         if "plans" in measured:
             conditions[f"algorithms, {name}"] = ", ".join(f"{size}: {plan}" for size, plan in measured["plans"].items())

@@ -14,7 +14,7 @@ from modelwright.data.rows.examples import PromptRecord
 from modelwright.data.sources import corpora
 from modelwright.objectives.rollouts import Rollout
 from modelwright.pipeline import resolve
-from modelwright_claims import alignment_runs, grpo_arithmetic, lora_dpo, ppo_true_reward
+from modelwright_claims import grpo_arithmetic, lora_dpo, ppo_true_reward, product_runs
 from modelwright_claims.claim import Claim, Measurement, Setting, Verdict
 from modelwright_claims.judging import judge
 from modelwright_claims.product_runs import Answers, Asker, pairs_file
@@ -196,7 +196,7 @@ def test_pairs_of_tuning_are_not_reported(folder: Path) -> None:
 
 
 def test_a_pair_is_the_right_answer_and_the_one_without_the_carry(tmp_path: Path) -> None:
-    documents = {one: list(map(Document.from_json, file(tmp_path, one))) for one in alignment_runs.SHARES}
+    documents = {one: list(map(Document.from_json, file(tmp_path, one))) for one in product_runs.SHARES}
     for document in documents["test"]:
         assert str(eval(document.meta["question"])) == document.meta["answer"]
         assert abs(int(document.rejected[0]["content"]) - int(document.meta["answer"])) == 10
@@ -212,7 +212,7 @@ def test_a_pair_is_the_right_answer_and_the_one_without_the_carry(tmp_path: Path
     assert len(demonstrations) == 2 * sum(pair.split == "train" for pair in documents["test"])
 
 
-def file(folder: Path, heldout: alignment_runs.HeldOut) -> list[str]:
+def file(folder: Path, heldout: product_runs.HeldOut) -> list[str]:
     return lora_dpo.pairs_file(folder, heldout).read_text().splitlines()
 
 
@@ -281,4 +281,4 @@ def test_rates_are_tuned_on_another_seed_until_the_best_lies_inside(
     assert {(job.seed, job.heldout) for job in jobs} == {(lora_dpo.TUNING_SEED, "validation")}
     assert lora_dpo.TUNING_SEED not in lora_dpo.SEEDS
     assert len({str(job.key) for job in jobs}) == len(jobs)
-    assert alignment_runs.SHARES["test"][1] <= alignment_runs.SHARES["validation"][0]
+    assert product_runs.SHARES["test"][1] <= product_runs.SHARES["validation"][0]

@@ -16,8 +16,8 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.distillation import Distillation
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import single
+from modelwright_claims import distillation as arms
 from modelwright_claims import distillation as claim
-from modelwright_claims import distillation_arms as arms
 from modelwright_claims.claim import Setting, Verdict
 from modelwright_claims.judging import judge
 from modelwright_claims.training_run import Outcome, Processes

@@ -21,7 +21,6 @@ from modelwright_claims.efficiency_20x import (
     PLAIN_BY_ONEDNN,
     SEEDS,
     TUNING_SEEDS,
-    Scene,
     Tuned,
     arms_of,
     measurement,
@@ -98,10 +97,10 @@ def test_each_stack_is_also_compared_on_a_wider_model(monkeypatch):
     assert list(found) == ["one host", "two hosts", "one host, wide", "two hosts, wide"]
     for name in ("one host", "two hosts"):
         whole, wide = found[name], found[f"{name}, wide"]
-        assert wide.size == replace(whole.size, model_dim=2 * whole.size.model_dim)
-        assert wide.arms == {end: replace(whole.arms[end], size=wide.size) for end in (PLAIN, FULL)}
-        assert wide.goal == whole.goal
-    assert {name: list(scene.arms) for name, scene in scenes(quick=True).items()} == {
+        size = whole[PLAIN].size
+        size = replace(size, model_dim=2 * size.model_dim)
+        assert wide == {end: replace(whole[end], size=size) for end in (PLAIN, FULL)}
+    assert {name: list(arms) for name, arms in scenes(quick=True).items()} == {
         name: [PLAIN, FULL] for name in ("one host", "two hosts")
     }
 
@@ -192,8 +191,7 @@ def verdict_on(found: dict[str, Runs], conditions: dict[str, str]) -> Verdict:
         for where, arms in found.items()
     }
     compared = {
-        where: Scene(arms={PLAIN: Run(size=SIZE, processes=Processes(hosts=2 if "two" in where else 1))}, goal=5.0)
-        for where in found
+        where: {PLAIN: Run(size=SIZE, processes=Processes(hosts=2 if "two" in where else 1))} for where in found
     }
     made = measurement(found, tuned, compared)
     kept = {name: value for name, value in made.conditions.items() if name != NO_ONEDNN}

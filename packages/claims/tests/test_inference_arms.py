@@ -11,7 +11,7 @@ from modelwright.core.errors import ModelwrightError
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
-from modelwright_claims import inference_arms
+from modelwright_claims import int8 as inference_arms
 from modelwright_claims.inference_worker import survives
 from modelwright_claims.int8 import ARMS, EAGER, INT4_CODES, INT8, PEERS_PYTHON, paces, running, write_models
 

@@ -18,25 +18,21 @@ from modelwright.serve.ab.statistics import ratio_interval
 from modelwright_claims import (
     ab_false_alarms,
     alignment_retrieval,
-    architecture_search,
     efficiency_20x,
-    federated,
-    federated_runs,
-    forgetting,
     int8,
-    interrupted_run,
     mixup_cutmix,
-    planned_cost,
     resnet_precision,
-    update_texts,
-    update_time,
 )
 from modelwright_claims.claim import Claim, Measurement, Setting, Verdict
 from modelwright_claims.int8 import FP32, INT8, decoding
 from modelwright_claims.judging import judge
 from modelwright_claims.statistics import share
+from modelwright_continual.claims import forgetting, update_time
+from modelwright_federated.claims import federated
+from modelwright_plan.claims import interrupted_run, planned_cost
 from modelwright_plan.claims.interrupted_run import Presence
 from modelwright_plan.cost.prices import shipped_prices
+from modelwright_search.claims import architecture_search
 
 
 def verdict(claim: Claim, samples: dict, conditions: dict | None = None) -> Verdict:
@@ -157,10 +153,10 @@ def documents(num_modules: int) -> list[Document]:
 
 
 @pytest.mark.parametrize("split", ["iid", "module"])
-def test_clients_get_equally_much_and_modules_stay_whole(split: federated_runs.Split) -> None:
+def test_clients_get_equally_much_and_modules_stay_whole(split: federated.Split) -> None:
     every = documents(200)
-    clients = federated_runs.dealt(every, split)
-    assert len(clients) == federated_runs.NUM_CLIENTS
+    clients = federated.dealt(every, split)
+    assert len(clients) == federated.NUM_CLIENTS
     assert sorted(one.id for own in clients for one in own) == sorted(one.id for one in every)
     sizes = [sum(len(one.text) for one in own) for own in clients]
     assert max(sizes) < 1.1 * min(sizes)
@@ -179,9 +175,9 @@ def test_federated_loss_is_compared_with_the_better_central_training() -> None:
 
 def test_each_method_of_averaging_is_tuned_until_its_best_rate_lies_inside() -> None:
     best = {"iid": 0.3, "module": 3.0, "sgd": 1.0, "adamw": 1e-4}
-    made: list[federated_runs.FederatedRun] = []
+    made: list[federated.FederatedRun] = []
 
-    def losses(runs: Sequence[federated_runs.FederatedRun]) -> list[float]:
+    def losses(runs: Sequence[federated.FederatedRun]) -> list[float]:
         made.extend(runs)
         return [abs(math.log(run.learning_rate / best[run.method])) for run in runs]
 
@@ -221,9 +217,9 @@ def test_the_share_of_replay_is_chosen_on_other_documents_than_it_is_judged_on()
 
 def test_pieces_of_code_are_whole_lines_and_lose_nothing() -> None:
     code = "".join(f"line {number} = {'x' * (number % 90)}\n" for number in range(400))
-    pieces = list(update_texts._pieces(code))
+    pieces = list(forgetting._pieces(code))
     assert "".join(pieces) == code
-    assert all(update_texts.FEWEST_CHARS <= len(piece) <= update_texts.PIECE_CHARS for piece in pieces)
+    assert all(forgetting.FEWEST_CHARS <= len(piece) <= forgetting.PIECE_CHARS for piece in pieces)
     assert all(piece.endswith("\n") for piece in pieces)
 
 

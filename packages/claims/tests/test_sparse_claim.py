@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from modelwright.core.progress import SilentProgress
-from modelwright_claims import sparse_arms as arms
+from modelwright_claims import sparse_updates as arms
 from modelwright_claims import sparse_updates as claim
 from modelwright_claims.batches import Mixture
 from modelwright_claims.claim import Measurement, Setting, Verdict

@@ -14,7 +14,7 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,9 @@ from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.records import record_costs
 from modelwright.model.hf import load_model
 from modelwright.pipeline.models import find_model
-from modelwright_claims import product_runs
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
-from modelwright_claims.experiment import open_cache
 from modelwright_claims.judging import Judgment
-from modelwright_claims.product_runs import facts_of, make_run, side_by_side
+from modelwright_claims.product_runs import SeedJob, by_seed, facts_of, make, make_run
 from modelwright_claims.statistics import Estimate, estimate, percent_above, ratios
 from modelwright_continual.benchmark import (
     HALVES,
@@ -138,7 +136,6 @@ MOST_ABOVE = 1.0
 """Percent of the loss of training from scratch on everything."""
 MOST_COMPUTE = 0.5
 """The largest share of the compute of training from scratch on everything."""
-AT_ONCE = 2
 SCRATCH, FIRST = "from scratch on everything", "first model"
 GROUPS: tuple[tuple[Half, Task], ...] = tuple((half, task) for half in HALVES for task in TASKS)
 """Held-out documents that are measured by themselves."""
@@ -177,12 +174,10 @@ ARMS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChainJob:
+class ChainJob(SeedJob):
     """The work of one process. name: of the arm, `FIRST` or `SCRATCH`."""
 
-    folder: Path
     scale: Scale
-    seed: int
     name: str
     num_steps: int = 0
     """Steps of the model that is trained from scratch."""
@@ -225,12 +220,14 @@ def measure(setting: Setting) -> Measurement:
     )
     _benchmark(folder)
     arms = ARMS[:1] + ARMS[-2:] if setting.quick else ARMS
-    first = _make(setting, [ChainJob(folder=folder, scale=scale, seed=seed, name=FIRST) for seed in scale.seeds])
+    one = ChainJob(folder=folder, seed=0, quick=setting.quick, scale=scale, name=FIRST)
+    first = _make(setting, [replace(one, seed=seed) for seed in scale.seeds])
     names = [arm.name for arm in arms]
-    jobs = [ChainJob(folder=folder, scale=scale, seed=seed, name=name) for seed in scale.seeds for name in names]
+    jobs = [replace(one, seed=seed, name=name) for seed in scale.seeds for name in names]
     made = dict(zip(((job.seed, job.name) for job in jobs), _make(setting, jobs), strict=True))
+    # The model from scratch has at least the compute of a first model and its updates.
     whole = [
-        ChainJob(folder=folder, scale=scale, seed=seed, name=SCRATCH, num_steps=_steps_of_all(seed, names, made))
+        replace(one, seed=seed, name=SCRATCH, num_steps=max(made[seed, name].num_steps for name in names))
         for seed in scale.seeds
     ]
     chains: dict[str, list[Chain]] = {FIRST: first, SCRATCH: _make(setting, whole)}
@@ -239,24 +236,15 @@ def measure(setting: Setting) -> Measurement:
     return Measurement(samples=samples, conditions=_conditions(scale))
 
 
-def _steps_of_all(seed: int, names: Sequence[str], made: Mapping[tuple[int, str], Chain]) -> int:
-    """The most steps of a first model and its updates, so that the model from scratch has at least that compute."""
-    return max(made[seed, name].num_steps for name in names)
-
-
 def _make(setting: Setting, jobs: Sequence[ChainJob]) -> list[Chain]:
     """What the jobs give; what an earlier call has made is kept. Updates need their first model in the folder."""
-    cache = open_cache(setting, product_runs, sys.modules[__name__], name="forgetting")
-    keys = [{"scale": asdict(job.scale), "seed": job.seed, "name": job.name, "steps": job.num_steps} for job in jobs]
-    missing = [number for number, key in enumerate(keys) if key not in cache]
-    if missing and jobs[0].name not in (FIRST, SCRATCH):
-        seeds = sorted({jobs[number].seed for number in missing})
-        side_by_side(setting, run_chain, [replace(jobs[0], seed=one, name=FIRST) for one in seeds], at_once=AT_ONCE)
-    for number, chain in zip(
-        missing, side_by_side(setting, run_chain, [jobs[number] for number in missing], at_once=AT_ONCE), strict=True
-    ):
-        cache[keys[number]] = chain
-    return [Chain(**cache[key]) for key in keys]
+
+    def make_first(missing: Sequence[ChainJob]) -> None:
+        updates = {job.seed: replace(job, name=FIRST) for job in missing if job.name not in (FIRST, SCRATCH)}
+        make(setting, run_chain, list(updates.values()))
+
+    here = sys.modules[__name__]
+    return [Chain(**chain) for chain in by_seed(setting, run_chain, jobs, here, name="forgetting", before=make_first)]
 
 
 def run_chain(job: ChainJob) -> Chain:

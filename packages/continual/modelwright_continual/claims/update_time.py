@@ -96,8 +96,6 @@ def samples_of(results: Sequence[DemoResult], verdict: GateVerdict) -> dict[str,
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the new model serves within `MOST_HOURS`, no request failed, and old texts are at most `MOST_FORGOTTEN`
-    percent worse by the gate's upper bound."""
     judgment = Judgment()
     judgment.require(all(samples[ENDED]), f"the loop ended with {conditions['ended']}, so no new model is served")
     judgment.require(not sum(samples[FAILED]), f"{sum(samples[FAILED]):.0f} requests failed")

@@ -37,7 +37,7 @@ from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
 from modelwright_claims import training_run, workbench
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
-from modelwright_claims.experiment import MAX_EXTENSIONS, best_value, beyond, open_cache
+from modelwright_claims.experiment import best_value, open_cache, tune_grids
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import percent_above
 from modelwright_claims.training_run import HELDOUT_ROWS, loss_on
@@ -290,7 +290,7 @@ MOST_ABOVE: Mapping[str, float] = {"iid": 2.0, "module": 5.0}
 """Percent of the loss of central training, by how the clients' samples were dealt."""
 LOSS = "held-out loss, "
 METHODS: tuple[Method, ...] = get_args(Method)
-RATES: Mapping[str, Sequence[float]] = {
+RATES: Mapping[Method, Sequence[float]] = {
     "iid": (0.1, 0.3, 1.0), "module": (0.1, 0.3, 1.0), "sgd": (0.1, 0.3, 1.0), "adamw": (3e-4, 1e-3, 3e-3),
 }  # fmt: skip
 TUNING_SEED = 100
@@ -337,23 +337,13 @@ def measure(setting: Setting) -> Measurement:
 
 
 def _best_rates(plan: Plan, losses: Callable[[Sequence[FederatedRun]], list[float]]) -> dict[Method, float]:
-    """The rate of each method with the lowest loss on the validation split; a grid whose best is at an edge is
-    extended. losses: makes runs.
-    """
-    by_rate: dict[Method, dict[float, float]] = {method: {} for method in METHODS}
-    missing: Mapping[Method, Sequence[float]] = {method: RATES[method] for method in METHODS}
-    for _ in range(MAX_EXTENSIONS):
-        runs = [
-            FederatedRun(plan=plan, method=method, learning_rate=rate, seed=TUNING_SEED, heldout="validation")
-            for method, rates in missing.items()
-            for rate in rates
-        ]
-        for run, loss in zip(runs, losses(runs), strict=True):
-            by_rate[run.method][run.learning_rate] = loss
-        missing = {method: beyond(of_method) for method, of_method in by_rate.items()}
-        if not any(missing.values()):
-            break
-    return {method: best_value(of_method) for method, of_method in by_rate.items()}
+    """Return the rate of each method with the lowest loss on the validation split. losses: makes runs."""
+
+    def tuning(method: Method, rate: float) -> FederatedRun:
+        return FederatedRun(plan=plan, method=method, learning_rate=rate, seed=TUNING_SEED, heldout="validation")
+
+    tuned = tune_grids(RATES, lambda tried: losses([tuning(method, rate) for method, rate in tried]), "rate")
+    return {method: best_value(of_method) for method, of_method in tuned.items()}
 
 
 def _conditions(plan: Plan, rates: Mapping[Method, float], rows: Mapping[str, int], num_seeds: int) -> Conditions:

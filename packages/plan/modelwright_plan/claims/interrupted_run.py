@@ -264,8 +264,6 @@ def _conditions(course: Course, whole_s: float, costs: CheckpointCosts, num_stal
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when every predicted wall time is within `MOST_OFF` percent of the measured one, and all runs end with the
-    weights of the run without interruptions."""
     judgment = Judgment()
     with judgment.part():
         errors = list(_errors(samples))

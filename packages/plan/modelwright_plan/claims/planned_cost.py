@@ -188,7 +188,6 @@ def _conditions(prices: PriceTable) -> Conditions:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when training and inference save what is published, without counting spot instances."""
     judgment = Judgment()
     targets = {"training": TRAINING_SAVED, "inference": INFERENCE_SAVED}
     for part, target in targets.items():

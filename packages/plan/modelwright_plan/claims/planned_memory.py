@@ -239,7 +239,6 @@ def _arena_samples(side: str, step: MemoryTimeline) -> dict[str, Sequence[float]
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when predictions, savings and the reuse of the executed plan all reach their targets."""
     judgment = Judgment()
     errors = samples[MEMORY_ERRORS]
     worst = max(map(abs, errors))

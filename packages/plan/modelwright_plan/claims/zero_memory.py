@@ -125,7 +125,6 @@ def measurement(
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when states are within `TARGET` percent of theory in every case, and so is the planner's peak."""
     judgment = Judgment()
     cases = names_between(samples, STATES)
     off = []
