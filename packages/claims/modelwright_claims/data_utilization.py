@@ -135,9 +135,7 @@ def spoil_and_clean(setting: Setting, texts: Texts, seed: int) -> Cleaned:
     kept, dropped = clean_entries(entries, config)
     by_arm = {RAW: [document.text for document, _ in entries], CLEANED: list(kept.values()), UNSPOILED: texts.corpus}
     return Cleaned(
-        texts=by_arm,
-        result=compare(entries, kept, dropped, config),
-        by_default=judge_cleaning(entries, CleanConfig()),
+        texts=by_arm, result=compare(entries, kept, dropped, config), by_default=judge_cleaning(entries, CleanConfig())
     )
 
 

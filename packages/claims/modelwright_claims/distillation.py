@@ -35,10 +35,10 @@ from modelwright.parallel.mesh import World
 from modelwright.pipeline.stages.distill import DistillConfig
 from modelwright.pipeline.stages.student import StudentConfig
 from modelwright.train.objective import Objective, forward
-from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Runner, Tuning, best_value, tune, with_value
 from modelwright_claims.judging import Judgment, names_between
-from modelwright_claims.statistics import Estimate, differences, estimate, exact, paired_t_test
+from modelwright_claims.statistics import Estimate, differences, estimate, paired_t_test
 from modelwright_claims.training_run import (
     Outcome,
     Processes,
@@ -270,13 +270,7 @@ def execute_student(setting: Setting, run: Run, *, begin: Path | None = None, ke
 
 
 def train_student(
-    setting: Setting,
-    run: StudentRun,
-    world: World,
-    *,
-    begin: Path,
-    keep: Path | None = None,
-    stage: Path | None = None,
+    setting: Setting, run: StudentRun, world: World, *, begin: Path, keep: Path | None = None, stage: Path | None = None
 ) -> Outcome:
     """Make the student and train it; its held-out loss is that of the labels, whatever it learns from."""
     vocab_size = prepare_text(setting).vocab_size
@@ -430,30 +424,39 @@ def measurement(found: Comparison, bench: Bench) -> Measurement:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """The student from scratch has to be below the method; what other rivals must not be is above it."""
     judgment = Judgment()
     teacher, student = samples[PARAMETERS]
-    judgment.figures["parameters, student to teacher"] = Figure(value=student / teacher, unit="x")
-    judgment.at_most("parameters of the student", exact(student / teacher), TARGET_SIZE, "x")
-    share = share_of_teacher(samples, METHOD)
-    judgment.figures[f"share of the teacher's score, {METHOD}"] = share.figure("x")
-    judgment.said.append(f"{share.mean:.1%} of the teacher's score above chance")
-    judgment.at_least("share of the teacher's score", share, TARGET_SHARE, "x")
+    size, share = "parameters, student to teacher", "share of the teacher's score"
+    judgment.ask(size, student / teacher, "x", "<=", TARGET_SIZE, what="parameters of the student")
+    own, say = share_of_teacher(samples, METHOD), "{0.mean:.1%} of the teacher's score above chance"
+    judgment.ask(f"{share}, {METHOD}", own, "x", ">=", TARGET_SHARE, what=share, say=say)
     for rival in (name + time for time in ("", IN_TIME) for name in RIVALS):
         with judgment.part():
-            _compare(judgment, samples, rival)
+            method, other = samples[ACCURACY + METHOD], samples[ACCURACY + rival]
+            judgment.ask(f"{share}, {rival}", share_of_teacher(samples, rival), "x")
+            limit = (">", 0.0) if rival.startswith(SCRATCH) else ()
+            gap, say = differences(method, other), "accuracy {0.mean:+.4f} from " + rival
+            judgment.ask(f"accuracy above {rival}", gap, "", *limit, say=say)
+            figure = f"p-value against {rival}"
+            if limit:
+                otherwise = f"not different from {rival} with p < 0.05 (p = {{p}})"
+                judgment.differs(method, other, figure, otherwise)
+            elif gap.count > 1:
+                p_value = paired_t_test(method, other).p_value
+                judgment.ask(figure, p_value)
+                is_better = gap.mean < 0 and p_value < SIGNIFICANT
+                judgment.require(not is_better, f"{rival} is better: {-gap.mean:+.4f} (p = {p_value:.2g})")
     for arm in (METHOD, *RIVALS):
-        with judgment.beside():
-            share = share_of_teacher(samples, arm, NEW_TEXT)
-            judgment.figures[f"share of the teacher's score, {arm}{NEW_TEXT}"] = share.figure("x")
-            judgment.said.append(f"on new text {arm} {share.mean:.1%}")
-    with judgment.beside():
-        judgment.figures[GUESS] = Figure(value=samples[GUESS][0], unit="")
+        say = f"on new text {arm} {{0.mean:.1%}}"
+        judgment.note(
+            f"{share}, {arm}{NEW_TEXT}", lambda arm=arm: share_of_teacher(samples, arm, NEW_TEXT), "x", say=say
+        )
+    judgment.show(samples, [GUESS])
     for name in names_between(samples, ACCURACY):
-        judgment.figures[ACCURACY + name] = estimate(samples[ACCURACY + name]).figure("")
-        with judgment.beside():
-            judgment.figures[LOSS + name] = estimate(samples[LOSS + name]).figure("nats")
-    for name in names_between(samples, STEP):
-        judgment.figures[STEP + name] = estimate(samples[STEP + name]).figure("s")
+        judgment.show(samples, [ACCURACY + name])
+        judgment.show(samples, [LOSS + name], "nats")
+    judgment.show(samples, [STEP + name for name in names_between(samples, STEP)], "s")
     return judgment.verdict()
 
 
@@ -461,28 +464,6 @@ def share_of_teacher(samples: Samples, arm: str, text: str = "") -> Estimate:
     """The arm's part of what its teacher's accuracy is above the best constant guess. text: NEW_TEXT or nothing."""
     (guess,), (teacher,) = samples[GUESS], samples[ACCURACY + TEACHER + text]
     return estimate([(accuracy - guess) / (teacher - guess) for accuracy in samples[ACCURACY + arm + text]])
-
-
-def _compare(judgment: Judgment, samples: Samples, rival: str) -> None:
-    """The student from scratch has to be below the method; what other rivals must not be is above it."""
-    own, other = samples[ACCURACY + METHOD], samples[ACCURACY + rival]
-    judgment.figures[f"share of the teacher's score, {rival}"] = share_of_teacher(samples, rival).figure("x")
-    gap = differences(own, other)
-    judgment.figures[f"accuracy above {rival}"] = gap.figure("")
-    judgment.said.append(f"accuracy {gap.mean:+.4f} from {rival}")
-    is_scratch = rival.startswith(SCRATCH)
-    if is_scratch:
-        judgment.above(f"accuracy above {rival}", gap, 0.0)
-    if gap.count < 2:
-        return
-    p_value = paired_t_test(own, other).p_value
-    judgment.figures[f"p-value against {rival}"] = Figure(value=p_value, unit="")
-    if is_scratch:
-        judgment.require(p_value < SIGNIFICANT, f"not different from {rival} with p < 0.05 (p = {p_value:.2g})")
-    else:
-        judgment.require(
-            gap.mean >= 0 or p_value >= SIGNIFICANT, f"{rival} is better: {-gap.mean:+.4f} (p = {p_value:.2g})"
-        )
 
 
 CLAIM = declared(

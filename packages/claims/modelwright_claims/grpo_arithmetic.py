@@ -119,10 +119,7 @@ def verified_answers(asker: Asker, model: Path, num_samples: int, seed: int) -> 
     than a number are left out."""
     problems = asker.prompts("train")
     answers = asker.ask(
-        model,
-        problems,
-        num_answers=max(1, num_samples // len(problems)),
-        seed=derive_seed(seed, "verified"),
+        model, problems, num_answers=max(1, num_samples // len(problems)), seed=derive_seed(seed, "verified")
     )
     documents: list[Document] = []
     for problem, texts, right_G in zip(problems, answers.texts, answers.rewards_PG[RIGHT].tolist(), strict=True):

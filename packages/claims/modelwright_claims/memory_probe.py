@@ -63,12 +63,7 @@ class Probe:
 
 
 def fp32_probe(
-    model: ModelConfig,
-    *,
-    rows: int,
-    parallel: ParallelConfig = _ONE_COPY,
-    count_flops: bool = False,
-    **settings: Any,
+    model: ModelConfig, *, rows: int, parallel: ParallelConfig = _ONE_COPY, count_flops: bool = False, **settings: Any
 ) -> Probe:
     """Return a probe of FP32 training on rows of the model's whole context, without checkpoints.
 

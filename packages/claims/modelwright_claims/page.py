@@ -10,15 +10,7 @@ from urllib.parse import quote
 from modelwright_claims.age import Age, Ages
 from modelwright_claims.claim import Claim
 from modelwright_claims.promises import CAUSES, NO_CLAIM_CAUSES, Answer, Promise, answer, claims_named
-from modelwright_claims.results import (
-    FIGURES,
-    FILE,
-    answers_present_claim,
-    is_dirty,
-    is_loaded,
-    newest,
-    shown_kind,
-)
+from modelwright_claims.results import FIGURES, FILE, answers_present_claim, is_dirty, is_loaded, newest, shown_kind
 
 HEADER = """# Claims
 

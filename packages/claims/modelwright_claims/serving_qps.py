@@ -36,15 +36,7 @@ from modelwright.pipeline.stages.init import save_model_folder
 from modelwright.recipes.load import recipe
 from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.judging import Judgment, names_between
-from modelwright_claims.open_loop import (
-    BURSTY,
-    POISSON,
-    Load,
-    LoadResult,
-    most_missing,
-    percentile,
-    run_elsewhere,
-)
+from modelwright_claims.open_loop import BURSTY, POISSON, Load, LoadResult, most_missing, percentile, run_elsewhere
 from modelwright_claims.statistics import estimate, ratios
 
 START_TIMEOUT_S = 180.0

@@ -12,13 +12,14 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from modelwright_claims.batches import Mixture
-from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, Runner, Tuning, run_experiment
 from modelwright_claims.judging import Judgment, names_between
-from modelwright_claims.statistics import Estimate, differences, estimate, paired_t_test, percent_above, ratios
+from modelwright_claims.statistics import Estimate, differences, estimate, percent_above, ratios
 from modelwright_claims.training_run import Outcome, Processes, Run
 from modelwright_claims.workbench import KINDS, Size, TextKind
 
@@ -72,13 +73,7 @@ BY_CHANGE = {"signal": "loss_change", "keep_fraction": 1 / 3, "probe_tokens": 8,
 WITHIN = {**BY_CHANGE, "signal": "random"}
 FILTERED = Arm(settings={"batch_selection": {**WITHIN, "keep_fraction": 0.5}}, num_batches=2)
 """Twice the rows, of which about half pass and all of these are learned: dense batches of what the limit leaves."""
-BY_LOSS = {
-    "signal": "loss",
-    "keep_fraction": 1 / 3,
-    "probe_tokens": 16,
-    "random_fraction": 0.2,
-    "dense_fraction": 0.03,
-}
+BY_LOSS = {"signal": "loss", "keep_fraction": 1 / 3, "probe_tokens": 16, "random_fraction": 0.2, "dense_fraction": 0.03}
 
 BASELINE_FORMS = {
     "dense, fewer steps": Arm(),
@@ -120,11 +115,7 @@ ARMS: dict[str, dict[str, Arm]] = {
         CLEANED: Arm(flops=TARGET_FLOPS, cleaned=True),
         METHOD: Arm(settings={"batch_selection": BY_CHANGE}),
     },
-    CLEAN: {
-        DENSE: Arm(),
-        AS_MUCH_TIME: Arm(equal_time=True),
-        METHOD: Arm(settings={"batch_selection": BY_CHANGE}),
-    },
+    CLEAN: {DENSE: Arm(), AS_MUCH_TIME: Arm(equal_time=True), METHOD: Arm(settings={"batch_selection": BY_CHANGE})},
     PRETRAIN: {
         DENSE: Arm(),
         **{at_budget(name, budget): replace(arm, flops=budget) for name, arm in FORMS.items() for budget in BUDGETS},
@@ -340,93 +331,61 @@ class Regime:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when in the uncleaned update FLOPs, time, and the losses of the new text and of both are within their
+    targets, and every rival is worse in both, in the new text with p < 0.05."""
     judgment = Judgment()
-    update = Regime(name=UPDATE, samples=samples)
+    update, clean, pretraining = (Regime(name=name, samples=samples) for name in (UPDATE, CLEAN, PRETRAIN))
     gap, both = update.above_dense(METHOD), update.both_above_dense(METHOD)
     judgment.said.append(
         f"{UPDATE} from a stream of which {SHARE_OF_GARBAGE[UPDATE]:.0%} is garbage: held-out loss of the new text "
         f"{gap.mean:+.2f}% from dense at equal tokens, of new and old text {both.mean:+.2f}%"
     )
-    judgment.at_most("loss of the new text above dense", gap, TARGET_LOSS, "%")
-    judgment.at_most("loss of both texts above dense", both, TARGET_LOSS, "%")
-    judgment.figures["held-out loss above dense"] = gap.figure("%")
-    judgment.figures["loss of both texts above dense"] = both.figure("%")
-    with judgment.part():
-        flops = update.flops(METHOD)
-        judgment.figures["executed FLOPs, method to dense"] = flops.figure("x")
-        judgment.said.append(f"{flops.mean:.2f} of the FLOPs")
-        judgment.at_most("executed FLOPs", flops, TARGET_FLOPS, "x")
-    with judgment.part():
-        time = ratios(samples[STEP + "method"], samples[STEP + "dense"])
-        judgment.figures["time of a step, method to dense"] = time.figure("x")
-        judgment.said.append(f"{time.mean:.2f} of the time of a step")
-        judgment.at_most("time of a step", time, TARGET_TIME, "x")
+    what = "loss of the new text above dense"
+    judgment.ask("held-out loss above dense", gap, "%", "<=", TARGET_LOSS, what=what)
+    judgment.ask("loss of both texts above dense", both, "%", "<=", TARGET_LOSS)
+    name, say = "executed FLOPs, method to dense", "{0.mean:.2f} of the FLOPs"
+    flops = partial(update.flops, METHOD)
+    judgment.ask(name, flops, "x", "<=", TARGET_FLOPS, what="executed FLOPs", say=say)
+    name, what, say = "time of a step, method to dense", "time of a step", "{0.mean:.2f} of the time of a step"
+    judgment.ask(
+        name, lambda: ratios(samples[STEP + "method"], samples[STEP + "dense"]), "x", "<=", TARGET_TIME, what=what,
+        say=say,
+    )  # fmt: skip
     for rival in (*BASELINES, *BEHIND_THE_FILTER):
         with judgment.part():
-            _compare(judgment, update, rival)
-    for add in (_add_cleaned, _add_clean_text, _add_pretraining, _add_before):
-        with judgment.beside():
-            add(judgment, samples)
-    for regime in (UPDATE, CLEAN, PRETRAIN):
-        _add_arms(judgment, Regime(name=regime, samples=samples))
+            own, other = update.losses(METHOD), update.losses(rival)
+            gap, both = differences(own, other), differences(update.both(METHOD), update.both(rival))
+            what = f"difference to {rival}"
+            judgment.ask(f"against {rival}", gap, "nats", "<", 0.0, what=f"new text: {what}")
+            judgment.ask(f"against {rival}, both texts", both, "nats", "<", 0.0, what=f"both texts: {what}")
+            otherwise = f"new text: not different from {rival} with p < 0.05 (p = {{p}})"
+            judgment.differs(own, other, f"p-value against {rival}", otherwise)
+    with judgment.beside():
+        alone = ", ".join(f"{arm} {update.gaps(arm)}" for arm in BEHIND_THE_FILTER)
+        judgment.said.append(f"the filter without the choice (new text, both texts): {alone}")
+        cleaned = update.both_above_dense(CLEANED).mean
+        judgment.said.append(f"a perfect cleaner before dense training would leave {cleaned:+.2f}%")
+    with judgment.beside():
+        others = [name for name in ARMS[CLEAN] if name not in (METHOD, DENSE)]
+        beside = ", ".join(f"{name} {clean.gaps(name)}" for name in others)
+        judgment.said.append(f"{CLEAN}: {clean.gaps(METHOD)} from dense ({beside})")
+    with judgment.beside():
+        said = []
+        for budget in BUDGETS:
+            gaps = {form: pretraining.above_dense(at_budget(form, budget)).mean for form in FORMS}
+            best = min(gaps, key=gaps.__getitem__)
+            said.append(f"at {budget:g} of the FLOPs {best}, {gaps[best]:+.2f}% from dense")
+        judgment.said.append(f"{PRETRAIN}, best: {', '.join(said)}")
+    for name in (f"{kind} before the update" for kind in KINDS):
+        judgment.show(samples, {f"loss of the {name}": name}, "nats")
+    for regime in (update, clean, pretraining):
+        for arm in regime.arms:
+            judgment.ask(f"held-out loss, {arm}, {regime.name}", estimate(regime.losses(arm)), "nats")
+            judgment.note(f"executed FLOPs, {arm}, {regime.name}", partial(regime.flops, arm), "x dense")
+            if regime.name != PRETRAIN:
+                above = regime.both_above_dense(arm)
+                judgment.ask(f"loss of both texts above dense, {arm}, {regime.name}", above, "%")
     return judgment.verdict()
-
-
-def _compare(judgment: Judgment, update: Regime, rival: str) -> None:
-    """Judge the method against one rival: it has to be below it in both losses."""
-    local, other = update.losses(METHOD), update.losses(rival)
-    gap, both = differences(local, other), differences(update.both(METHOD), update.both(rival))
-    judgment.figures[f"against {rival}"] = gap.figure("nats")
-    judgment.figures[f"against {rival}, both texts"] = both.figure("nats")
-    judgment.below(f"new text: difference to {rival}", gap, 0.0, " nats")
-    judgment.below(f"both texts: difference to {rival}", both, 0.0, " nats")
-    if gap.count > 1:
-        p_value = paired_t_test(local, other).p_value
-        judgment.figures[f"p-value against {rival}"] = Figure(value=p_value, unit="")
-        judgment.require(p_value < 0.05, f"new text: not different from {rival} with p < 0.05 (p = {p_value:.2g})")
-
-
-def _add_arms(judgment: Judgment, regime: Regime) -> None:
-    for arm in regime.arms:
-        judgment.figures[f"held-out loss, {arm}, {regime.name}"] = estimate(regime.losses(arm)).figure("nats")
-        with judgment.beside():
-            judgment.figures[f"executed FLOPs, {arm}, {regime.name}"] = regime.flops(arm).figure("x dense")
-        if regime.name != PRETRAIN:
-            above = regime.both_above_dense(arm)
-            judgment.figures[f"loss of both texts above dense, {arm}, {regime.name}"] = above.figure("%")
-
-
-def _add_cleaned(judgment: Judgment, samples: Samples) -> None:
-    """What the filter alone, and a perfect one, would give."""
-    update = Regime(name=UPDATE, samples=samples)
-    alone = ", ".join(f"{arm} {update.gaps(arm)}" for arm in BEHIND_THE_FILTER)
-    judgment.said.append(f"the filter without the choice (new text, both texts): {alone}")
-    cleaned = update.both_above_dense(CLEANED).mean
-    judgment.said.append(f"a perfect cleaner before dense training would leave {cleaned:+.2f}%")
-
-
-def _add_clean_text(judgment: Judgment, samples: Samples) -> None:
-    """What the same method costs where there is nothing to leave out."""
-    clean = Regime(name=CLEAN, samples=samples)
-    others = [name for name in ARMS[CLEAN] if name not in (METHOD, DENSE)]
-    beside = ", ".join(f"{name} {clean.gaps(name)}" for name in others)
-    judgment.said.append(f"{CLEAN}: {clean.gaps(METHOD)} from dense ({beside})")
-
-
-def _add_pretraining(judgment: Judgment, samples: Samples) -> None:
-    """Which form loses least at each budget."""
-    regime, said = Regime(name=PRETRAIN, samples=samples), []
-    for budget in BUDGETS:
-        gaps = {form: regime.above_dense(at_budget(form, budget)).mean for form in FORMS}
-        best = min(gaps, key=gaps.__getitem__)
-        said.append(f"at {budget:g} of the FLOPs {best}, {gaps[best]:+.2f}% from dense")
-    judgment.said.append(f"{PRETRAIN}, best: {', '.join(said)}")
-
-
-def _add_before(judgment: Judgment, samples: Samples) -> None:
-    for kind in KINDS:
-        loss = samples[f"{kind} before the update"][0]
-        judgment.figures[f"loss of the {kind} before the update"] = Figure(value=loss, unit="nats")
 
 
 CLAIM = declared(

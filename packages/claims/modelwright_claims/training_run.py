@@ -301,12 +301,7 @@ def _objective(setting: Setting, run: Run) -> tuple[Any, Sequence[TechniqueBuild
     order = derive_seed(run.seed, "order" if run.start_from is None else "order of more training")
     if run.augmentation:
         loader, techniques = augmented_batches(
-            setting,
-            run.augmentation,
-            seq_len=size.seq_len,
-            batch_rows=size.batch_rows,
-            seed=run.seed,
-            order=order,
+            setting, run.augmentation, seq_len=size.seq_len, batch_rows=size.batch_rows, seed=run.seed, order=order
         )
         return NextToken(loader), techniques
     objective = NextToken(batch_loader(rows_of("prose"), size, run.mode, order))

@@ -103,9 +103,7 @@ def test_what_never_gets_there_is_counted_and_named():
 
 def test_a_rival_that_was_never_measured_is_lacking():
     measurement = bench.measurement(
-        LONG,
-        adaptive_clipping.STUDY,
-        {"calm": comparison(PLAIN, PLAIN), "wild batches": comparison(PLAIN, FASTER)},
+        LONG, adaptive_clipping.STUDY, {"calm": comparison(PLAIN, PLAIN), "wild batches": comparison(PLAIN, FASTER)}
     )
     samples = {name: of for name, of in measurement.samples.items() if "fixed at 0.3" not in name}
     lacking = judge(adaptive_clipping.CLAIM, replace(measurement, samples=samples))

@@ -2,14 +2,7 @@ import math
 
 import pytest
 
-from modelwright_claims.statistics import (
-    differences,
-    estimate,
-    exact,
-    paired_t_test,
-    percent_above,
-    ratios,
-)
+from modelwright_claims.statistics import differences, estimate, exact, paired_t_test, percent_above, ratios
 
 
 def test_paired_test_looks_at_differences_only():

@@ -33,15 +33,7 @@ from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, 
 from modelwright_claims.judging import Judgment
 from modelwright_claims.product_runs import SeedJob, by_seed, facts_of, make, make_run
 from modelwright_claims.statistics import Estimate, estimate, percent_above, ratios
-from modelwright_continual.benchmark import (
-    HALVES,
-    TASKS,
-    Benchmark,
-    Half,
-    Task,
-    freeze_benchmark,
-    load_benchmark,
-)
+from modelwright_continual.benchmark import HALVES, TASKS, Benchmark, Half, Task, freeze_benchmark, load_benchmark
 from modelwright_continual.update import UpdateRequest, run_update
 
 OLD = "old"

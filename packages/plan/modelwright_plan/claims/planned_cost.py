@@ -116,11 +116,7 @@ def find_factor(gain: Gain, records: Sequence[Mapping[str, Any]]) -> Factor | No
     figure = record["figures"][gain.figure]
     where = f"{gain.claim} on {machine_slug(record['machine'])} of {record['date']}, commit {record['commit'][:12]}"
     value = float(figure["value"])
-    return Factor(
-        value=value,
-        lower=float(figure.get("lower", value)),
-        origin=f"{value:.3g}x: {gain.figure} ({where})",
-    )
+    return Factor(value=value, lower=float(figure.get("lower", value)), origin=f"{value:.3g}x: {gain.figure} ({where})")
 
 
 def saved(assumed: Assumptions, prices: PriceTable) -> dict[str, float]:

@@ -11,7 +11,7 @@ from modelwright.pipeline.estimate.layout import TrainingJob
 from modelwright.train.memory.activations import Segment, block_shape
 from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
-from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.memory_probe import Measured, Probe
 from modelwright_claims.statistics import estimate
@@ -136,39 +136,26 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     sizes = list(map(abs, samples[MEMORY_ERRORS]))
     errors = [estimate(sizes[start : start + repeats]) for start in range(0, len(sizes), repeats)]
     worst, worst_error = (max(each, key=lambda one: one.mean) for each in (off, errors))
-    judgment.figures |= {
-        "largest error of states against theory": worst.figure("%"),
-        "planner's largest error": worst_error.figure("%"),
-        **{
-            f"states on a rank, {case}": estimate([value / 2**20 for value in samples[STATES + case]]).figure("MiB")
-            for case in cases
-        },
-    }
+    what = "largest error of states"
+    judgment.ask("largest error of states against theory", worst, "%", "<=", TARGET, what=what)
+    judgment.ask("planner's largest error", worst_error, "%", "<=", TARGET)
+    judgment.show(samples, {f"states on a rank, {case}": STATES + case for case in cases}, "MiB", 1 / 2**20)
     judgment.said.append(
         f"states at most {worst.mean:.1f}% off theory over {len(cases)} cases, the planner's peaks "
         f"{worst_error.mean:.1f}% (resident memory)"
     )
-    judgment.at_most("largest error of states", worst, TARGET, "%")
-    judgment.at_most("planner's largest error", worst_error, TARGET, "%")
-    with judgment.beside():
-        _say_large(judgment, samples)
+    with judgment.beside():  # what the planner says of a model of the published size
+        states = samples[PLANNED + "states"][0] / 1e12
+        judgment.ask("175B, states in all, planned", states, "TB")
+        judgment.said.append(
+            f"a model of {MODELS[LARGE].num_parameters / 1e9:.0f} billion parameters has {states:.2f} TB of states "
+            "here (16 bytes a parameter: FP32 weights, gradients and Adam), which dividing does not make less in all"
+        )
+        devices, each = samples[PLANNED + "devices"][0], samples[PLANNED + "per device"][0]
+        judgment.ask("175B, 80 GB devices needed, planned", devices)
+        judgment.ask("175B, on each device, planned", each / 1e9, "GB")
+        judgment.ask("175B, in all, planned", devices * each / 1e12, "TB")
     return judgment.verdict()
-
-
-def _say_large(judgment: Judgment, samples: Samples) -> None:
-    """What the planner says of a model of the published size."""
-    states = samples[PLANNED + "states"][0]
-    judgment.figures["175B, states in all, planned"] = Figure(value=states / 1e12, unit="TB")
-    judgment.said.append(
-        f"a model of {MODELS[LARGE].num_parameters / 1e9:.0f} billion parameters has {states / 1e12:.2f} TB of states "
-        "here (16 bytes a parameter: FP32 weights, gradients and Adam), which dividing does not make less in all"
-    )
-    devices, each = samples[PLANNED + "devices"][0], samples[PLANNED + "per device"][0]
-    judgment.figures |= {
-        "175B, 80 GB devices needed, planned": Figure(value=devices, unit=""),
-        "175B, on each device, planned": Figure(value=each / 1e9, unit="GB"),
-        "175B, in all, planned": Figure(value=devices * each / 1e12, unit="TB"),
-    }
 
 
 CLAIM = declared(

@@ -146,8 +146,5 @@ CLAIM = declared(
     target=f"a lower held-out loss than each of them on {NUM_UNSEEN} unseen seeds, random draws and halving having "
     f"spent at least {100 * LEAST_SPENT:.0f}% of the budget, and the winner's latency within "
     f"{100 * PROMISE_MARGIN:.0f}% of the promise",
-    headline=(
-        *(f"loss of the searched shape above that of {rival}" for rival in RIVALS),
-        "latency beside the promise",
-    ),
+    headline=(*(f"loss of the searched shape above that of {rival}" for rival in RIVALS), "latency beside the promise"),
 )
