@@ -1,6 +1,6 @@
 """Claim: three-level compression removes 98% of the bytes of gradient exchange, and the model learns as well."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ from modelwright.core.errors import ModelwrightError
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Runner
 from modelwright_claims.judging import Judgment, names_between
-from modelwright_claims.statistics import Estimate, percent_above, percent_saved
+from modelwright_claims.statistics import Compare, Estimate, percent_above, percent_saved
 from modelwright_claims.training_run import Processes, Run
 from modelwright_claims.workbench import Size
 
@@ -53,7 +53,6 @@ NUM_RANKS = 2
 SEEDS = (101, 102, 103)
 """Not among those that the method was chosen on."""
 FRESH, CONTINUED = "from drawn weights", "continued"
-Compare = Callable[[Sequence[float], Sequence[float]], Estimate]
 RunName = tuple[str, int, str]
 """Method, seed and regime."""
 RATE, CONTINUED_RATE = 8e-3, 8e-4

@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,9 +49,9 @@ from modelwright.parallel.mesh import single
 from modelwright.recipes.load import recipe
 from modelwright.train.techniques.fake_quantization import QuantizationAwareConfig, fake_quantization
 from modelwright_claims import workbench
-from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment, Lacks
-from modelwright_claims.statistics import Estimate, differences, estimate, exact, ratios
+from modelwright_claims.statistics import Compare, Estimate, differences, percent_saved, ratios
 from modelwright_claims.training_run import Run, train_once
 
 GRIDS = {"8 bits": WeightGrid(), "4 bits": WeightGrid(bits=4, granularity="group_32")}
@@ -364,79 +364,56 @@ def measurement(
     return Measurement(samples=samples, conditions={**conditions, "held-out tokens": served[0].num_tokens})
 
 
-def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    judgment = Judgment()
-    with judgment.part():
-        _at_least(judgment, samples, decoding(8), INT8, EAGER, SPEED_TARGET)
-    with judgment.part():
-        _at_least(judgment, samples, decoding(1), INT8, FP32, OWN_TARGET)
-    for count in STREAMS:
-        with judgment.part():
-            _beside_rivals(judgment, samples, decoding(count), (INT8,), tuple(EIGHT_BIT_RIVALS))
-        with judgment.part():
-            _beside_rivals(judgment, samples, decoding(count), (INT4, INT4_CODES), tuple(FOUR_BIT_RIVALS))
-    _judge_quality(judgment, samples)
-    with judgment.part():
-        fp32, int8, int4 = (samples[f"{BYTES}{name}"][0] for name in ("fp32", "int8", "int4"))
-        judgment.figures["size ratio"] = Figure(value=fp32 / int8, unit="x")
-        judgment.figures["size ratio, INT4"] = Figure(value=fp32 / int4, unit="x")
-        judgment.said.append(f"{fp32 / int8:.2f}x smaller")
-        judgment.at_least("size", exact(fp32 / int8), SIZE_TARGET, "x")
-    for case in CASES:
-        for name in ARMS:
-            with judgment.beside():
-                judgment.figures[f"{case}, {name}"] = estimate(samples[f"{case}, {name}"]).figure("tokens/s")
-    missing = [name for name in ARMS if f"not at hand: {name}" in conditions]
-    if missing:
-        judgment.said.append(f"not at hand: {', '.join(missing)}")
-    return judgment.verdict()
-
-
-def _at_least(judgment: Judgment, samples: Samples, case: str, name: str, other: str, limit: float) -> None:
-    ratio = ratios(samples[f"{case}, {name}"], samples[f"{case}, {other}"])
-    judgment.figures[f"{name} over {other}, {case}"] = ratio.figure("x")
-    judgment.said.append(f"{name} is {ratio.mean:.2f}x {other} in {case}")
-    judgment.at_least(f"{name} over {other} in {case}", ratio, limit, "x")
-
-
-def _fastest(samples: Samples, case: str, names: Sequence[str]) -> str:
-    """The name of the fastest of those that were measured. Raises `Lacks` if none was."""
-    means = {name: estimate(samples[f"{case}, {name}"]).mean for name in names if f"{case}, {name}" in samples}
+def _fastest(samples: Samples, case: str, names: Iterable[str]) -> str:
+    """Return the name of the fastest of those that were measured. Raises `Lacks` if none was."""
+    means = {name: statistics.fmean(samples[f"{case}, {name}"]) for name in names if f"{case}, {name}" in samples}
     if not means:
         raise Lacks(f"another engine in {case}: none of {', '.join(names)} was at hand (see {PEERS_PYTHON})")
     return max(means, key=lambda name: means[name])
 
 
-def _beside_rivals(judgment: Judgment, samples: Samples, case: str, own: Sequence[str], rivals: Sequence[str]) -> None:
-    _at_least(judgment, samples, case, _fastest(samples, case, own), _fastest(samples, case, rivals), RIVAL_TARGET)
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    judgment = Judgment()
 
+    def faster(case: str, own: Iterable[str], others: Iterable[str], limit: float) -> None:
+        """Ask that the fastest of our engines is so many times as fast as the fastest of the others."""
+        with judgment.part():
+            name, other = _fastest(samples, case, own), _fastest(samples, case, others)
+            ratio, say = ratios(samples[f"{case}, {name}"], samples[f"{case}, {other}"]), f"{name} is {{0.mean:.2f}}x"
+            what, say = f"{name} over {other} in {case}", f"{say} {other} in {case}"
+            judgment.ask(f"{name} over {other}, {case}", ratio, "x", ">=", limit, what=what, say=say)
 
-def _judge_quality(judgment: Judgment, samples: Samples) -> None:
-    with judgment.part():
-        lost = _lost(samples, SERVED)
-        judgment.said.append(f"INT8 as served loses {lost.mean:.2f}% of the accuracy")
-        judgment.at_most("accuracy that INT8 loses", lost, ACCURACY_TARGET, "%")
+    def beside_fp32(compare: Compare, what: str, name: str) -> Estimate:
+        return compare(samples[f"{what}{name}"], samples[f"{what}{ORIGINAL}"])
+
+    faster(decoding(8), [INT8], [EAGER], SPEED_TARGET)
+    faster(decoding(1), [INT8], [FP32], OWN_TARGET)
+    for count in STREAMS:
+        faster(decoding(count), [INT8], EIGHT_BIT_RIVALS, RIVAL_TARGET)
+        faster(decoding(count), [INT4, INT4_CODES], FOUR_BIT_RIVALS, RIVAL_TARGET)
+    what, say = "accuracy that INT8 loses", "INT8 as served loses {0.mean:.2f}% of the accuracy"
+    lost = partial(beside_fp32, percent_saved, ACCURACY, SERVED)
+    judgment.ask("", lost, "%", "<=", ACCURACY_TARGET, what=what, say=say)
     for name in VARIANTS:
-        with judgment.beside():
-            judgment.figures[f"accuracy lost, {name}"] = _lost(samples, name).figure("%")
-            gap = differences(samples[f"{LOSS}{name}"], samples[f"{LOSS}{ORIGINAL}"])
-            judgment.figures[f"held-out loss above FP32, {name}"] = gap.figure("nats")
+        judgment.note(f"accuracy lost, {name}", partial(beside_fp32, percent_saved, ACCURACY, name), "%")
+        judgment.note(f"held-out loss above FP32, {name}", partial(beside_fp32, differences, LOSS, name), "nats")
     with judgment.part():
         trained = TRAINED["4 bits"]
         for rounding in (NEAREST, GPTQ):
             gain = differences(samples[f"{LOSS}{rounding}"], samples[f"{LOSS}{trained}"])
-            judgment.figures[f"held-out loss below that of {rounding}, {trained}"] = gain.figure("nats")
+            name, what = f"held-out loss below that of {rounding}, {trained}", "what training on the grid gains over"
+            judgment.ask(name, gain, "nats", ">", 0.0, what=f"{what} {rounding}")
             judgment.said.append(f"{trained}: {-gain.mean:+.4f} nats beside {rounding}")
-            judgment.above(f"what training on the grid gains over {rounding}", gain, 0.0, " nats")
-    for name in BESIDE:
-        with judgment.beside():
-            judgment.figures[name] = estimate(samples[name]).figure("")
-
-
-def _lost(samples: Samples, name: str) -> Estimate:
-    """Percent of the accuracy."""
-    pairs = zip(samples[f"{ACCURACY}{name}"], samples[f"{ACCURACY}{ORIGINAL}"], strict=True)
-    return estimate([100 * (1 - one / before) for one, before in pairs])
+    judgment.show(samples, BESIDE)
+    with judgment.part():
+        fp32, int8, int4 = (samples[f"{BYTES}{name}"][0] for name in ("fp32", "int8", "int4"))
+        judgment.ask("size ratio", fp32 / int8, "x", ">=", SIZE_TARGET, what="size", say="{0.mean:.2f}x smaller")
+        judgment.ask("size ratio, INT4", fp32 / int4, "x")
+    judgment.show(samples, [f"{case}, {name}" for case in CASES for name in ARMS], "tokens/s")
+    missing = [name for name in ARMS if f"not at hand: {name}" in conditions]
+    if missing:
+        judgment.said.append(f"not at hand: {', '.join(missing)}")
+    return judgment.verdict()
 
 
 CLAIM = declared(

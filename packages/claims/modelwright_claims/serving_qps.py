@@ -34,7 +34,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.pipeline.stages.init import save_model_folder
 from modelwright.recipes.load import recipe
-from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared, untestable
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.open_loop import BURSTY, POISSON, Load, LoadResult, most_missing, percentile, run_elsewhere
 from modelwright_claims.statistics import estimate, ratios
@@ -523,56 +523,42 @@ def engine_rate(model: Decoder, num_requests: int) -> float:
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
     judgment = Judgment()
     naive, int8 = samples[f"{RATE}{NAIVE}{USUAL.suffix}"], samples[f"{RATE}{INT8}{USUAL.suffix}"]
-    ratio = ratios(int8, naive)
-    judgment.figures["times the naive rate, INT8"] = ratio.figure("x")
-    judgment.said.append(f"{ratio.mean:.2f}x the naive server's rate at p99 < {1000 * BOUND_S:.0f} ms")
-    judgment.at_least("rate", ratio, RATIO_TARGET, "x")
-    with judgment.beside():
-        ours = ratios(samples[f"{RATE}{FP32}{USUAL.suffix}"], naive)
-        judgment.figures["times the naive rate, FP32"] = ours.figure("x")
+    say = f"{{0.mean:.2f}}x the naive server's rate at p99 < {1000 * BOUND_S:.0f} ms"
+    judgment.ask("times the naive rate, INT8", ratios(int8, naive), "x", ">=", RATIO_TARGET, what="rate", say=say)
+    name = "times the naive rate, FP32"
+    judgment.note(name, lambda: ratios(samples[f"{RATE}{FP32}{USUAL.suffix}"], naive), "x")
     for rival in RIVALS:
         with judgment.beside():
-            against = ratios(int8, samples[f"{RATE}{rival}{USUAL.suffix}"])
-            judgment.figures[f"times the rate of {rival}, INT8"] = against.figure("x")
-            judgment.at_least(f"INT8 over the rate of {rival}", against, 1.0, "x")
-    for kind in KINDS:
-        for side in names_between(samples, RATE, kind.suffix):
-            judgment.figures[f"{RATE}{side}{kind.suffix}"] = estimate(samples[f"{RATE}{side}{kind.suffix}"]).figure(
-                "/s"
-            )
+            against, what = ratios(int8, samples[f"{RATE}{rival}{USUAL.suffix}"]), f"INT8 over the rate of {rival}"
+            judgment.ask(f"times the rate of {rival}, INT8", against, "x", ">=", 1.0, what=what)
+    for suffix in (kind.suffix for kind in KINDS):
+        judgment.show(samples, [f"{RATE}{side}{suffix}" for side in names_between(samples, RATE, suffix)], "/s")
     with judgment.part():
-        judge_overload(judgment, samples)
+        accepted, after = "overload: p99 of accepted answers", "overload: seconds until recovery"
+        usual, over = samples["overload: p99 at the largest rate"][0], samples[accepted][0]
+        others, recovered = samples["overload: anything else"][0], samples[after][0]
+        judgment.ask(accepted, 1000 * over, "ms")
+        judgment.ask(f"{accepted}, times that at the largest rate", over / usual, "x")
+        judgment.ask("overload: until recovery", recovered, "s")
+        judgment.show(samples, ["overload: accepted", "overload: refused with 429"])
+        judgment.require(others == 0, f"{others:.0f} requests of an overload had neither 200 nor 429")
+        judgment.require(
+            over <= OVERLOAD_FACTOR * usual,
+            f"p99 of accepted answers in an overload {over / usual:.2f}x, not at most {OVERLOAD_FACTOR:g}x",
+        )
+        judgment.require(
+            recovered <= RECOVERY_TARGET_S, f"recovery took {recovered:.1f} s, not at most {RECOVERY_TARGET_S:g} s"
+        )
     for name in names_between(samples, "time to first token, "):
         for share in (0.5, 0.99):
             value = 1000 * percentile(samples[f"time to first token, {name}"], share)
-            judgment.figures[f"time to first token, p{100 * share:.0f}, {name}"] = Figure(value=value, unit="ms")
+            judgment.ask(f"time to first token, p{100 * share:.0f}, {name}", value, "ms")
     for name, values in samples.items():
         if name.startswith(("p50, ", "p99, ")):
-            judgment.figures[name] = Figure(value=1000 * values[0], unit="ms")
+            judgment.ask(name, 1000 * values[0], "ms")
         elif name.startswith(("goodput, ", "engine alone, ")):
-            judgment.figures[name] = Figure(value=values[0], unit="/s")
+            judgment.ask(name, values[0], "/s")
     return judgment.verdict()
-
-
-def judge_overload(judgment: Judgment, samples: Samples) -> None:
-    """Only 200 and 429; accepted answers within `OVERLOAD_FACTOR`; normal again within `RECOVERY_TARGET_S`."""
-    usual, over = samples["overload: p99 at the largest rate"][0], samples["overload: p99 of accepted answers"][0]
-    others, recovered = samples["overload: anything else"][0], samples["overload: seconds until recovery"][0]
-    judgment.figures |= {
-        "overload: p99 of accepted answers": Figure(value=1000 * over, unit="ms"),
-        "overload: p99 of accepted answers, times that at the largest rate": Figure(value=over / usual, unit="x"),
-        "overload: until recovery": Figure(value=recovered, unit="s"),
-    }
-    for name in ("accepted", "refused with 429"):
-        judgment.figures[f"overload: {name}"] = Figure(value=samples[f"overload: {name}"][0], unit="")
-    judgment.require(others == 0, f"{others:.0f} requests of an overload had neither 200 nor 429")
-    judgment.require(
-        over <= OVERLOAD_FACTOR * usual,
-        f"p99 of accepted answers in an overload {over / usual:.2f}x, not at most {OVERLOAD_FACTOR:g}x",
-    )
-    judgment.require(
-        recovered <= RECOVERY_TARGET_S, f"recovery took {recovered:.1f} s, not at most {RECOVERY_TARGET_S:g} s"
-    )
 
 
 CLAIM = declared(

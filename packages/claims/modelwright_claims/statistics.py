@@ -5,7 +5,7 @@ Every margin of a target is judged by these bounds (`judging.Judgment`), not by 
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from scipy.stats import beta, t
@@ -79,6 +79,10 @@ def estimate(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimat
 def exact(value: float) -> Estimate:
     """Return the estimate of a deterministic count, such as bytes or FLOPs: it needs no repeats."""
     return Estimate(mean=value, spread=0.0, count=1, lower=value, upper=value, exact=True)
+
+
+Compare = Callable[[Sequence[float], Sequence[float]], Estimate]
+"""How a method and its baseline are compared, from paired repeats."""
 
 
 def differences(method: Sequence[float], baseline: Sequence[float]) -> Estimate:

@@ -17,7 +17,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, build_mesh, join_world
 from modelwright.parallel.topology.collectives import Collectives, TopologyConfig
 from modelwright.parallel.topology.links import Links, LinksConfig, measure_links, place, take_places
-from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared, untestable
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.launch import Rank, finish_ranks, start_ranks
 from modelwright_claims.netns import Network, full_mesh, missing, racks
@@ -243,25 +243,23 @@ def measurement(found: Mapping[str, Mapping[str, Any]]) -> Measurement:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the smallest message between delayed racks is `TARGET` times as fast, placed and by a chosen algorithm,
-    as by the faster of the algorithms that know no topology. Without the delayed racks, those without delay decide."""
+    """Without the delayed racks, those without delay decide."""
     judgment = Judgment()
     deciding = "racks" if names_between(samples, "ms, racks: ") else "shaped"
     method = samples[f"ms, {deciding}: {METHOD}"]
     uninformed = {name: samples[f"ms, {deciding}: {name}"] for name in UNINFORMED}
-    for name in names_between(samples, "ms, "):
-        judgment.figures[name] = Figure(value=statistics.median(samples[f"ms, {name}"]), unit="ms")
     fastest = min(uninformed, key=lambda name: statistics.fmean(uninformed[name]))
-    shorter = {name: ratios(times, method) for name, times in uninformed.items()}
-    judgment.figures = {
-        f"4 KiB shorter than by {name}": ratio.figure("x") for name, ratio in shorter.items()
-    } | judgment.figures
+    for name, times in uninformed.items():
+        limit = (">=", TARGET) if name == fastest else ()
+        what = f"shorter than by {fastest}"
+        judgment.ask(f"4 KiB shorter than by {name}", ratios(times, method), "x", *limit, what=what)
+    for name in names_between(samples, "ms, "):
+        judgment.ask(name, statistics.median(samples[f"ms, {name}"]), "ms")
     judgment.said.append(
         f"a 4 KiB all-reduce over eight hosts in two racks takes {statistics.fmean(method):.3g} ms, placed and by a "
         "chosen algorithm, instead of "
         + " and ".join(f"{statistics.fmean(times):.3g} ms ({name})" for name, times in uninformed.items())
     )
-    judgment.at_least(f"shorter than by {fastest}", shorter[fastest], TARGET, "x")
     return judgment.verdict()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from modelwright.core.progress import SilentProgress
 from modelwright.pipeline.config import RunConfig
 from modelwright.recipes.load import load
-from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import Estimate, estimate
 from modelwright_continual.benchmark import Task
@@ -101,25 +101,19 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     judgment.require(not sum(samples[FAILED]), f"{sum(samples[FAILED]):.0f} requests failed")
     with judgment.part():
         hours = estimate([seconds / 3600 for seconds in samples[HANDSOFF]])
-        judgment.figures["hands-off time"] = hours.figure("h")
-        judgment.figures["shorter than a week"] = Figure(value=BEFORE_HOURS / hours.mean, unit="x")
-        judgment.at_most("hands-off time", hours, MOST_HOURS, " h")
+        judgment.ask("hands-off time", hours, "h", "<=", MOST_HOURS)
+        judgment.ask("shorter than a week", BEFORE_HOURS / hours.mean, "x")
         judgment.said.append(f"{60 * hours.mean:.1f} minutes from the changed traffic to the new model in service")
-    with judgment.beside():
-        judgment.figures["whole demonstration"] = Figure(value=samples[WHOLE][0] / 60, unit="min")
+    judgment.note("whole demonstration", lambda: samples[WHOLE][0] / 60, "min")
     for name in CHANGES:
         with judgment.part():
             change, lower, upper = samples[f"change of {name}"]
             found = Estimate(mean=change, spread=0.0, count=2, lower=lower, upper=upper)
-            judgment.figures[f"change of {name}"] = found.figure("%")
-            judgment.said.append(f"{name} {change:+.2f}%")
-            if name == OLD:
-                judgment.at_most(f"change of {name}", found, MOST_FORGOTTEN, "%")
-            else:
-                judgment.below(f"change of {name}", found, 0.0, "%")
+            limit = ("<=", MOST_FORGOTTEN) if name == OLD else ("<", 0.0)
+            judgment.ask(f"change of {name}", found, "%", *limit, say=name + " {0.mean:+.2f}%")
         with judgment.beside():
             for which, bits in zip(MODELS, samples[f"bits per byte, {name}"], strict=True):
-                judgment.figures[f"{name}, {which}"] = Figure(value=bits, unit="bits per byte")
+                judgment.ask(f"{name}, {which}", bits, "bits per byte")
     return judgment.verdict()
 
 

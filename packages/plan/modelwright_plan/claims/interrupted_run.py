@@ -29,7 +29,7 @@ from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.pipeline.run import execute
 from modelwright.recipes.load import load
-from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import estimate
 from modelwright_plan.intervals import CheckpointCosts
@@ -265,35 +265,31 @@ def _conditions(course: Course, whole_s: float, costs: CheckpointCosts, num_stal
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
     judgment = Judgment()
+
+    def errors_without(left_out: Sequence[float]) -> list[float]:
+        """Percent of the measured times, without some seconds of each run in both of its times."""
+        runs = zip(samples[PREDICTED], samples[MEASURED], left_out, strict=True)
+        return [100 * ((predicted - fixed) / (measured - fixed) - 1) for predicted, measured, fixed in runs]
+
+    def shown(errors: Sequence[float]) -> str:
+        return ", ".join(f"{error:+.1f}%" for error in errors)
+
     with judgment.part():
-        errors = list(_errors(samples))
+        errors = errors_without([0.0] * len(samples[MEASURED]))
         worst = max(map(abs, errors))
-        judgment.figures["largest error of the predicted wall time"] = Figure(value=worst, unit="%")
-        judgment.figures["predicted above measured"] = estimate(errors).figure("%")
+        judgment.ask("largest error of the predicted wall time", worst, "%")
+        judgment.ask("predicted above measured", estimate(errors), "%")
         judgment.require(worst <= MOST_OFF, f"a predicted wall time is {worst:.1f}% off, not at most {MOST_OFF:g}%")
-        judgment.said.append(
-            ", ".join(f"{error:+.1f}%" for error in errors) + " beside the measured wall time of interrupted runs"
-        )
+        judgment.said.append(f"{shown(errors)} beside the measured wall time of interrupted runs")
     with judgment.beside():
-        own = list(_errors(samples, without=samples[FIXED]))
-        judgment.figures["largest error without notices and absences"] = Figure(value=max(map(abs, own)), unit="%")
-        judgment.said.append(
-            ", ".join(f"{error:+.1f}%" for error in own) + " without the notices and absences that both times contain"
-        )
+        own = errors_without(samples[FIXED])
+        judgment.ask("largest error without notices and absences", max(map(abs, own)), "%")
+        judgment.said.append(f"{shown(own)} without the notices and absences that both times contain")
     with judgment.part():
         judgment.require(all(samples[SAME]), "an interrupted run ended with other weights")
         judgment.said.append(f"{sum(samples[INTERRUPTIONS]):.0f} interruptions, same weights")
-    for name in (PREDICTED, MEASURED):
-        with judgment.beside():
-            judgment.figures[name] = estimate(samples[name]).figure("s")
+    judgment.show(samples, [PREDICTED, MEASURED], "s")
     return judgment.verdict()
-
-
-def _errors(samples: Samples, without: Sequence[float] = ()) -> Iterator[float]:
-    """Percent of the measured times. without: seconds of each run that are left out of both of its times."""
-    left_out = without or [0.0] * len(samples[MEASURED])
-    for predicted, measured, fixed in zip(samples[PREDICTED], samples[MEASURED], left_out, strict=True):
-        yield 100 * ((predicted - fixed) / (measured - fixed) - 1)
 
 
 CLAIM = declared(

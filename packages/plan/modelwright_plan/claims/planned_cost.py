@@ -16,9 +16,9 @@ from typing import Any
 from modelwright.core.config import parse
 from modelwright_claims.claim import UNTESTABLE, Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.int8 import FP32, INT8, decoding
-from modelwright_claims.judging import Judgment
+from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.results import machine, machine_slug, read_records
-from modelwright_claims.statistics import Estimate, exact
+from modelwright_claims.statistics import Estimate
 from modelwright_plan.cost.bill import make_bill, tornado
 from modelwright_plan.cost.prices import PriceTable, shipped_prices
 from modelwright_plan.cost.workload import Workload
@@ -184,32 +184,29 @@ def _conditions(prices: PriceTable) -> Conditions:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """The factors' lower bounds stand in for those of what is saved."""
     judgment = Judgment()
-    targets = {"training": TRAINING_SAVED, "inference": INFERENCE_SAVED}
-    for part, target in targets.items():
+
+    def saved_part(part: str) -> Estimate:
+        value, lower = samples[SAVED + part]
+        return Estimate(mean=value, spread=0.0, count=2, lower=lower, upper=math.inf)
+
+    for part, target in (("training", TRAINING_SAVED), ("inference", INFERENCE_SAVED)):
         with judgment.part():
-            share = _estimate(samples[SAVED + part])
-            judgment.figures[f"cost saved, {part}"] = share.figure("%")
-            judgment.at_least(f"cost saved, {part}", share, target, "%")
+            share = saved_part(part)
+            judgment.ask(f"cost saved, {part}", share, "%", ">=", target)
             origin = conditions[f"{part} is faster by"]
             judgment.said.append(f"{part} costs {-share.mean:+.0f}% at {origin}")
         prefix = f"{part} saved, at the ends of: "
-        for name in (name for name in samples if name.startswith(prefix)):
-            for end, value in zip(("lower", "higher"), samples[name], strict=True):
-                bar = f"{part} saved with {name.removeprefix(prefix)} a quarter {end}"
-                judgment.figures[bar] = exact(value).figure("%")
+        for name in names_between(samples, prefix):
+            for end, value in zip(("lower", "higher"), samples[prefix + name], strict=True):
+                judgment.ask(f"{part} saved with {name} a quarter {end}", value, "%")
     with judgment.part():
-        spot = _estimate(samples[SAVED + PARTS[2]])
-        judgment.figures[f"cost saved, {PARTS[2]}"] = spot.figure("%")
+        spot = saved_part(PARTS[2])
+        judgment.ask(f"cost saved, {PARTS[2]}", spot, "%")
         judgment.said.append(f"with spot instances training costs {-spot.mean:+.0f}%")
     judgment.said.append(f"assumed: {conditions['instance']}; {conditions['assumed']}")
     return judgment.verdict()
-
-
-def _estimate(ends: Sequence[float]) -> Estimate:
-    """What is saved at the measured factor, and at its lower confidence bound."""
-    value, lower = ends
-    return Estimate(mean=value, spread=0.0, count=2, lower=lower, upper=math.inf)
 
 
 CLAIM = declared(
