@@ -122,7 +122,12 @@ class Stream:
             row = loader.rows.gather(loader.order(number, number + 1))
             rows.append(self.shuffled_row(row, place) if kind == SHUFFLED else row)
             numbers[source] += 1
-        return _joined(rows)
+        return TokenBatch(
+            input_ids_BT=torch.cat([row.input_ids_BT for row in rows]),
+            labels_BT=torch.cat([row.labels_BT for row in rows]),
+            positions_BT=torch.cat([row.positions_BT for row in rows]),
+            segments_BT=torch.cat([row.segments_BT for row in rows]),
+        )
 
     def random_row(self, place: int) -> TokenBatch:
         """Draw tokens evenly from the vocabulary."""
@@ -167,15 +172,6 @@ def _one_document(ids_1T: Tensor) -> TokenBatch:
         labels_BT=labels_1T,
         positions_BT=torch.arange(ids_1T.shape[1])[None],
         segments_BT=torch.zeros(ids_1T.shape, dtype=torch.int32),
-    )
-
-
-def _joined(rows: Sequence[TokenBatch]) -> TokenBatch:
-    return TokenBatch(
-        input_ids_BT=torch.cat([row.input_ids_BT for row in rows]),
-        labels_BT=torch.cat([row.labels_BT for row in rows]),
-        positions_BT=torch.cat([row.positions_BT for row in rows]),
-        segments_BT=torch.cat([row.segments_BT for row in rows]),
     )
 
 

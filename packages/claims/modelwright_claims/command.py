@@ -77,7 +77,7 @@ def judge(options: argparse.Namespace) -> int:
 
     folder = options.results or PUBLISHED
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: is no folder of results; name one with --results")
+        raise ConfigError(f"{folder}: is not a folder of results; name one with --results")
     page = PAGE if folder == PUBLISHED else folder / PAGE.name
     for claim, before, after in ledger.rejudge(options.names, results=folder, page=page):
         change = describe_change(*(results.shown_kind(claim, record) for record in (before, after)))

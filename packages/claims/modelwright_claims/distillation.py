@@ -154,19 +154,6 @@ class Bench:
             SCRATCH: replace(method, learns="labels", init="scratch"),
         }
 
-    def times(self, runner: Runner) -> dict[str, list[float]]:
-        """Seconds of a step by round, in runs that alternate and have the machine alone. Their teacher is hardly
-        trained, which changes no time.
-        """
-        teacher = with_steps(self.teacher_run(self.teacher_rates[0]), 1)
-        arms = {name: with_steps(run, self.num_timed_steps) for name, run in self.arms(teacher).items()}
-        found: dict[str, list[float]] = {name: [] for name in arms}
-        for number in range(self.num_rounds):
-            runs = [replace(run, seed=FIRST_TIMED_SEED + number) for run in arms.values()]
-            for name, outcome in zip(arms, runner.timed(runs), strict=True):
-                found[name].append(mean_step_s(outcome))
-        return found
-
     def in_time(self, arms: Mapping[str, StudentRun], step_s: Mapping[str, Sequence[float]]) -> dict[str, StudentRun]:
         """The rivals with as many steps as take the method's time, rounded up to twentieths of its steps."""
         seconds = {name: statistics.median(of) for name, of in step_s.items()}
@@ -175,7 +162,15 @@ class Bench:
 
     def compare(self) -> Comparison:
         """On the small text all arms, on new text those of equal tokens; the seconds of a step are the same."""
-        step_s = self.times(Runner(self.setting, execute_student))
+        runner = Runner(self.setting, execute_student)
+        # Timed runs alternate and have the machine alone. Their teacher is hardly trained, which changes no time.
+        teacher = with_steps(self.teacher_run(self.teacher_rates[0]), 1)
+        arms = {name: with_steps(run, self.num_timed_steps) for name, run in self.arms(teacher).items()}
+        step_s: dict[str, list[float]] = {name: [] for name in arms}
+        for number in range(self.num_rounds):
+            runs = [replace(run, seed=FIRST_TIMED_SEED + number) for run in arms.values()]
+            for name, outcome in zip(arms, runner.timed(runs), strict=True):
+                step_s[name].append(mean_step_s(outcome))
         small = replace(self, setting=with_small_text(self.setting)).scored(step_s, in_time=True)
         size = replace(self.teacher, num_steps=self.new_text_steps)
         new = replace(self, teacher=size).scored(step_s, in_time=False, teacher_tuning=TEACHER_TUNING)

@@ -276,7 +276,12 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         judgment.at_least(f"{where}: speed over the plain loop", own, goal, "x")
         judgment.at_most(f"{where}: held-out loss above the plain loop's", gap, 0.0, " nats")
         with judgment.part():
-            place, name = fastest_plain(samples, conditions, where)
+            hosts, wide = where.removesuffix(WIDE), WIDE if where.endswith(WIDE) else ""
+            # Two hosts have to beat one of them alone, too.
+            places = [where] if NUM_HOSTS[hosts] == 1 else [where, f"one host{wide}"]
+            names = [PLAIN] if NO_ONEDNN in conditions else [PLAIN, PLAIN_BY_ONEDNN]
+            plain = {(place, name): samples[f"{place}: seconds, {name}"] for place in places for name in names}
+            place, name = min(plain, key=lambda arm, plain=plain: statistics.fmean(plain[arm]))
             if (place, name) != (where, PLAIN):
                 against = ratios(samples[f"{place}: seconds, {name}"], samples[f"{where}: seconds, {FULL}"])
                 gap = loss_above(samples, where, place, name)
@@ -288,15 +293,6 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     if not any(NUM_HOSTS[where.removesuffix(WIDE)] > 1 for where in scenes):
         judgment.lacking.append(f"two hosts: {conditions[NO_NETWORK]}")
     return judgment.verdict()
-
-
-def fastest_plain(samples: Samples, conditions: Conditions, where: str) -> tuple[str, str]:
-    """Return the scene and the name of the plain loop to beat. Two hosts have to beat one of them alone, too."""
-    hosts, wide = where.removesuffix(WIDE), WIDE if where.endswith(WIDE) else ""
-    places = [where] if NUM_HOSTS[hosts] == 1 else [where, f"one host{wide}"]
-    names = [PLAIN] if NO_ONEDNN in conditions else [PLAIN, PLAIN_BY_ONEDNN]
-    result = {(place, name): samples[f"{place}: seconds, {name}"] for place in places for name in names}
-    return min(result, key=lambda arm: statistics.fmean(result[arm]))
 
 
 def loss_above(samples: Samples, where: str, place: str, name: str, arm: str = FULL) -> Estimate:

@@ -50,7 +50,7 @@ class RunCache:
         try:
             return json.loads(path.read_text(encoding="utf-8"))["value"]
         except (ValueError, LookupError, TypeError) as error:
-            raise ArtifactError(f"{path}: is no result of a run ({error!r}); delete it to make the run again") from None
+            raise ArtifactError(f"{path}: is not the result of a run ({error!r}); delete it to make the run again") from None
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

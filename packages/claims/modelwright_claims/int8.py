@@ -76,18 +76,6 @@ class Trained:
     on_grid: Mapping[str, Decoder]
 
 
-def measure_quality(setting: Setting, size: workbench.Size, num_seeds: int) -> list[dict[str, Agreement]]:
-    """Each variant beside the plain end of its seed."""
-    heldout = workbench.packed_rows(setting, seq_len=size.seq_len, mode="best_fit", split="test")
-    tokens_BT = next(heldout.batches(16 if setting.quick else HELDOUT_ROWS)).input_ids_BT
-    found = []
-    for seed in range(num_seeds):
-        trained = _train(setting, size, seed)
-        variants = {name: make() for name, make in _variants(setting, size, trained).items()}
-        found.append({name: measure_agreement(trained.plain, one, tokens_BT) for name, one in variants.items()})
-    return found
-
-
 def _train(setting: Setting, size: workbench.Size, seed: int) -> Trained:
     first = Run(size=size, seed=seed)
     rate = MORE_RATE * size.learning_rate
@@ -311,7 +299,13 @@ BESIDE = ("largest logit difference", "divergence", "likeliest token the same")
 def measure(setting: Setting) -> Measurement:
     """Quality on models that are trained here; speed and size at the quickstart's shape, where they are its own."""
     size, threads = workbench.size(setting), torch.get_num_threads()
-    quality = measure_quality(setting, size, 1 if setting.quick else NUM_SEEDS)
+    heldout = workbench.packed_rows(setting, seq_len=size.seq_len, mode="best_fit", split="test")
+    tokens_BT = next(heldout.batches(16 if setting.quick else HELDOUT_ROWS)).input_ids_BT
+    quality = []  # each variant beside the plain end of its seed
+    for seed in range(1 if setting.quick else NUM_SEEDS):
+        trained = _train(setting, size, seed)
+        variants = {name: make() for name, make in _variants(setting, size, trained).items()}
+        quality.append({name: measure_agreement(trained.plain, one, tokens_BT) for name, one in variants.items()})
     shape = recipe("quickstart").model
     num_rounds, num_steps = (2, 6) if setting.quick else (NUM_ROUNDS, NUM_STEPS)
     with tempfile.TemporaryDirectory(dir=setting.folder) as place:

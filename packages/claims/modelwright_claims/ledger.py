@@ -92,7 +92,7 @@ def select(names: Sequence[str]) -> list[Claim]:
     known = {claim.name: claim for claim in CLAIMS}
     for name in names:
         if name not in known:
-            raise ConfigError(f"{name}: is no claim; the ledger has {', '.join(known)}")
+            raise ConfigError(f"{name}: is not a claim; the ledger has {', '.join(known)}")
     return [known[name] for name in names] if names else list(CLAIMS)
 
 

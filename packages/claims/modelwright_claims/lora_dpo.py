@@ -188,7 +188,30 @@ def measure(setting: Setting) -> Measurement:
     for job, run in zip(jobs, bench.dpo(jobs), strict=True):
         found[job.arm].append(run)
     wide = bases[TUNING_SEED] if setting.quick else wide_base(bench.folder)
-    return measurement(bench, tuned, found, bench.paces(wide))
+    paces = bench.paces(wide)
+    samples: dict[str, list[float]] = {}
+    for arm in ARMS:
+        samples |= {what + arm: [run[what] for run in found[arm]] for what in (ACCURACY, LOSS)}
+        samples |= {what + arm: [run[what] for run in paces[arm]] for what in (PACE, PEAK)}
+        samples |= {f"rates, {arm}": list(tuned[arm]), f"tuning, {arm}": list(tuned[arm].values())}
+    return Measurement(
+        samples=samples,
+        conditions={
+            "recipe": "arithmetic up to sft on right and wrong demonstrations, then dpo on pairs of the two",
+            "seeds": ", ".join(map(str, bench.seeds)),
+            "steps of DPO": bench.num_steps,
+            NUM_PAIRS: int(found[FULL][0][NUM_PAIRS]),
+            "rates": f"tuned for each arm by held-out loss, on seed {TUNING_SEED} and pairs that are not reported",
+            "problems": f"{product_runs.SPLITS}; a sum in either order is one problem",
+            "LoRA": f"rank {RANK}, alpha {2 * RANK}, all projections",
+            "memory and pace": f"a model of {WIDE['num_layers']} layers of {WIDE['model_dim']} after one step of "
+            f"training, {WIDE_BATCH} tokens a step in four microbatches, {torch.get_num_threads()} threads, arms in "
+            f"turn, median of {NUM_TIMED_STEPS} steps",
+            "peak": "resident memory of the stage dpo above that of the stage pack in the same process, with the "
+            "reference model, the last checkpoint and, of LoRA, merging",
+            "instruction set": torch.backends.cpu.get_cpu_capability(),
+        },
+    )
 
 
 def demonstrations_file(folder: Path) -> Path:
@@ -279,38 +302,6 @@ def pace_of(job: PaceJob) -> dict[str, float]:
 def peak_of(run: RunDir, stage: str) -> int:
     """The most memory that was resident while the stage ran, as its journal has it."""
     return int(read_attempts(run.stage(stage))[-1]["peak_bytes"])
-
-
-def measurement(
-    bench: Bench,
-    tuned: Mapping[str, Mapping[float, float]],
-    found: Mapping[str, Sequence[Mapping[str, float]]],
-    paces: Mapping[str, Sequence[Mapping[str, float]]],
-) -> Measurement:
-    """tuned: losses by rate; found: held-out figures by seed; paces: those of the wide model by repeat; all by arm."""
-    samples: dict[str, list[float]] = {}
-    for arm in ARMS:
-        samples |= {what + arm: [run[what] for run in found[arm]] for what in (ACCURACY, LOSS)}
-        samples |= {what + arm: [run[what] for run in paces[arm]] for what in (PACE, PEAK)}
-        samples |= {f"rates, {arm}": list(tuned[arm]), f"tuning, {arm}": list(tuned[arm].values())}
-    return Measurement(
-        samples=samples,
-        conditions={
-            "recipe": "arithmetic up to sft on right and wrong demonstrations, then dpo on pairs of the two",
-            "seeds": ", ".join(map(str, bench.seeds)),
-            "steps of DPO": bench.num_steps,
-            NUM_PAIRS: int(found[FULL][0][NUM_PAIRS]),
-            "rates": f"tuned for each arm by held-out loss, on seed {TUNING_SEED} and pairs that are not reported",
-            "problems": f"{product_runs.SPLITS}; a sum in either order is one problem",
-            "LoRA": f"rank {RANK}, alpha {2 * RANK}, all projections",
-            "memory and pace": f"a model of {WIDE['num_layers']} layers of {WIDE['model_dim']} after one step of "
-            f"training, {WIDE_BATCH} tokens a step in four microbatches, {torch.get_num_threads()} threads, arms in "
-            f"turn, median of {NUM_TIMED_STEPS} steps",
-            "peak": "resident memory of the stage dpo above that of the stage pack in the same process, with the "
-            "reference model, the last checkpoint and, of LoRA, merging",
-            "instruction set": torch.backends.cpu.get_cpu_capability(),
-        },
-    )
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:

@@ -325,7 +325,7 @@ class Network:
 
     def _link(self, a: str, b: str) -> tuple[tuple[str, str], tuple[str, str]]:
         if (a, b) not in self._interfaces:
-            raise NetworkError(f"there is no link between {a} and {b}")
+            raise NetworkError(f"{a} and {b} are not linked")
         return (a, b), (b, a)
 
     def _space(self, node: str) -> str:

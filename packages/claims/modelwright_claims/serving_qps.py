@@ -123,12 +123,6 @@ def _limits(num_open: int, num_engines: int) -> list[str]:
     return [*engines, f"--engine.max_num_seqs={num_seqs}", f"--max_queued={max(0, num_open - num_engines * num_seqs)}"]
 
 
-def missing_for_naive() -> str:
-    """What has to be installed for the naive server, "" if nothing."""
-    lacking = [name for name in ("fastapi", "transformers") if importlib.util.find_spec(name) is None]
-    return f"the naive server needs {', '.join(lacking)} (pip install 'modelwright[peers]')" if lacking else ""
-
-
 _ADDRESS = re.compile(r"https?://[\d.]+:\d+")
 
 
@@ -412,7 +406,8 @@ def recovery_s(misses: Sequence[float]) -> float:
 
 def measure(setting: Setting) -> Measurement:
     """Every side's server runs all the time, and one at a time gets load."""
-    problem = missing_for_naive()
+    lacking = [name for name in ("fastapi", "transformers") if importlib.util.find_spec(name) is None]
+    problem = f"the naive server needs {', '.join(lacking)} (pip install 'modelwright[peers]')" if lacking else ""
     if problem:
         return untestable(problem)
     plan = QUICK if setting.quick else FULL
@@ -450,7 +445,11 @@ def measure(setting: Setting) -> Measurement:
                     raise ModelwrightError(f"{side}: an answer has {found} tokens, not {SHORT}")
             bench = Bench(setting, plan, files, urls)
             run_all(bench)
-        ceilings = engine_ceilings(files, plan)
+        models = {"FP32": load_model(files.model), "BF16": load_model(files.model, dtype=torch.bfloat16)}
+        models["INT8"] = quantize_model(models["FP32"], Int8WeightsConfig())
+        count = max(32, round(20 * plan.trial_s))
+        # Answers of `SHORT` tokens per second without HTTP and tokenization, with 32 at a time.
+        ceilings = {f"engine alone, {name}": [engine_rate(model.eval(), count)] for name, model in models.items()}
     return Measurement(
         samples=bench.samples | ceilings,
         conditions={
@@ -493,14 +492,6 @@ def run_all(bench: Bench) -> None:
     for side in (NAIVE, INT8):
         bench.curve(side)
         bench.first_tokens(side)
-
-
-def engine_ceilings(files: Files, plan: Plan) -> dict[str, list[float]]:
-    """Answers of `SHORT` tokens per second of the engine alone, without HTTP and tokenization, with 32 at a time."""
-    models = {"FP32": load_model(files.model), "BF16": load_model(files.model, dtype=torch.bfloat16)}
-    models["INT8"] = quantize_model(models["FP32"], Int8WeightsConfig())
-    count = max(32, round(20 * plan.trial_s))
-    return {f"engine alone, {name}": [engine_rate(model.eval(), count)] for name, model in models.items()}
 
 
 def engine_rate(model: Decoder, num_requests: int) -> float:

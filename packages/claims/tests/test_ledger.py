@@ -98,7 +98,7 @@ def test_every_claim_says_what_it_says():
 def test_selection_by_name():
     assert select([]) == list(CLAIMS)
     assert [claim.name for claim in select(["packing"])] == ["packing"]
-    with pytest.raises(ConfigError, match=r"nonsense: is no claim; the ledger has .*packing"):
+    with pytest.raises(ConfigError, match=r"nonsense: is not a claim; the ledger has .*packing"):
         select(["nonsense"])
 
 
@@ -299,9 +299,9 @@ def test_the_command_judges_and_says_what_changed(tmp_path, small_ledger, capsys
     assert "met -> short: speed 1.5x" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--judge measures nothing"):
         prove(["--judge", "--quick", *folder])
-    with pytest.raises(ConfigError, match="is no claim"):
+    with pytest.raises(ConfigError, match="is not a claim"):
         prove(["--judge", "nonsense", *folder])
-    with pytest.raises(ConfigError, match="is no folder of results"):
+    with pytest.raises(ConfigError, match="is not a folder of results"):
         prove(["--judge", "--results", str(tmp_path / "none")])
 
 

@@ -31,7 +31,7 @@ def test_values_are_there_for_the_next_call(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     cache = RunCache(tmp_path)
     cache.path("key").write_text(text)
-    with pytest.raises(ArtifactError, match=r"\.json: is no result of a run .*delete it"):
+    with pytest.raises(ArtifactError, match=r"\.json: is not the result of a run .*delete it"):
         cache["key"]
     assert cache.path("key").read_text() == text
 
