@@ -1,9 +1,9 @@
 """Claim: A/B tests of equal versions, looked at after every event, raise a false alarm in at most 5% of runs.
 
-The traffic is made up; every decision is the server's own code: who gets which arm (`arm_of`), what is counted
-(`ExperimentState`), when a version is taken away (`verdict`), and the intervals that the page shows. Both arms
-are the same, with sessions whose requests resemble each other, outages that hit both, and in half of the runs a share
-of B that grows while the test runs.
+The traffic is made up; every decision is the server's own code: who gets which arm (`arm_of`), the counting
+(`ExperimentState`), when a version is withdrawn (`verdict`), and the intervals on the page shows. Both arms are the
+same, with sessions whose requests resemble each other, outages that hit both, and in half of the runs a share of B
+that grows while the test runs.
 """
 
 import math
@@ -35,7 +35,7 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class Sign:
-    """Whether a test would be stopped with a finding now. count: changes whenever what it depends on does."""
+    """A sign that a test would be stopped with a finding now. count: changes whenever its inputs do."""
 
     count: Callable[[ExperimentState], int]
     fires: Callable[[ExperimentState], bool]
@@ -86,7 +86,7 @@ def outcome_of(run: AaRun) -> dict[str, float]:
 
 
 def made_up_traffic(number: int, num_requests: int) -> Traffic:
-    """Sessions of 1 to about 10 requests that overlap; what is drawn for a session holds for all of its requests."""
+    """Sessions of 1 to about 10 requests that overlap; draws for a session hold for all of its requests."""
     draw = np.random.default_rng(derive_seed(number, "A/A traffic"))
     begins = np.sort(draw.random(num_requests) * num_requests)
     lengths = draw.geometric(0.4, num_requests)
@@ -113,8 +113,8 @@ def made_up_traffic(number: int, num_requests: int) -> Traffic:
 def look_at_every_event(traffic: Traffic) -> dict[str, float]:
     """Count a run's requests and look after each event: 1 for each sign that ever alarmed, 0 for the others.
 
-    Everything goes on being counted after an alarm. A sign is a function of one part of the state, so it is asked when
-    that part has changed.
+    Counting continues after an alarm. A sign is a function of one part of the state, so it is asked when that part has
+    changed.
     """
     state, had = ExperimentState(), dict[str, int]()
     fired, seen = dict.fromkeys(SIGNS, 0.0), dict.fromkeys(SIGNS, -1)

@@ -58,7 +58,7 @@ def samples_of(found: Mapping[str, Sequence[Measured]], estimates: Mapping[str, 
 
 
 def configs(model: ModelConfig, num_tokens: int) -> dict[str, ActivationCheckpointingConfig]:
-    """What is compared, by name; units from 1 to all layers."""
+    """Return the compared configurations by name; units from 1 to all layers."""
     fused = cpu_kernels.are_used_on("cpu")
     shape = block_shape(model, compute="fp32", mean_context=model.max_seq_len / 2, fused=fused)
     whole = num_tokens * (model.num_layers * shape.whole_bytes + shape.workspace_bytes)
@@ -76,7 +76,7 @@ def probe(model: ModelConfig, rows: int, config: ActivationCheckpointingConfig, 
 
 
 def estimated_bytes(model: ModelConfig, num_tokens: int, config: ActivationCheckpointingConfig) -> int:
-    """What the planner says of the same run."""
+    """Return the planner's estimate of the same run."""
     memory = training_memory(
         model,
         tokens_per_microbatch=num_tokens,
@@ -89,7 +89,7 @@ def estimated_bytes(model: ModelConfig, num_tokens: int, config: ActivationCheck
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """What a unit saves is of the memory above the states, repeat by repeat."""
+    """Savings are shares of the memory above the states, repeat by repeat."""
     judgment = Judgment()
     names = [name for name in names_between(samples, PEAK) if name != NONE]
     units = [name for name in names if name.startswith("unit")]

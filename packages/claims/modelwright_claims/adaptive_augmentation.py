@@ -1,8 +1,8 @@
 """Claim: augmentation whose strength follows the loss ends lower than none and than a constant strength.
 
-On little data, which is trained on many times over, so that there is something to gain. The published thresholds are in
-nats, and a small model's loss stays above the upper one to the end: the rule is then a constant strength of 0.45, which
-is one of the arms. The arm that follows the loss has the thresholds as fractions of the first losses.
+On little data, which is trained on many times over, so that something can be gained. The published thresholds are in
+nats, and a small model's loss stays above the upper one to the end: the rule is then a constant strength of 0.45,
+which is one of the arms. The arm that follows the loss has the thresholds as fractions of the first losses.
 """
 
 import random

@@ -1,8 +1,8 @@
 """Claim: formats that are chosen layer by layer while a model trains make it 3.8 times as fast in 42% less memory.
 
-The adaptive controllers against FP32 and against what anybody can have without them: all BF16, and INT8 with FP32 ends,
-each also with the stream in BF16 that the controllers' runs have: what that gains is no controller's merit. What a
-controller can win at best follows from the formats' measured speeds, which are part of the result.
+The adaptive controllers against FP32 and against what anybody can have without them: all BF16, and INT8 with FP32
+ends, each also with the stream in BF16 that the controllers' runs have: its gain is not a controller's merit. The most
+that a controller can win follows from the formats' measured speeds, which are part of the result.
 """
 
 import json
@@ -76,7 +76,7 @@ def arms_with(changing: Mapping[str, int]) -> dict[str, PrecisionConfig]:
 
 
 def measure(setting: Setting) -> Measurement:
-    """Losses on a small model; pace and memory on one of 39 million parameters, memory in processes of its own."""
+    """Losses on a small model; pace and memory on one of 39 million parameters, memory in separate processes."""
     num_steps, seeds = (120, range(1)) if setting.quick else (600, range(3))
     size = Size(model_dim=128, num_layers=2, seq_len=128, batch_rows=4, num_steps=num_steps, learning_rate=3e-3)
     if setting.quick:

@@ -29,7 +29,7 @@ WEIGHTS: Mapping[str, Mapping[str, Any]] = {ON: {"update": "scores", "weights": 
 
 @dataclass(frozen=True, kw_only=True)
 class AlignJob(SeedJob):
-    """One run. weights: one of `WEIGHTS`."""
+    """A single run. weights: one of `WEIGHTS`."""
 
     weights: str
 

@@ -34,7 +34,7 @@ from modelwright_claims.workbench import TOKENIZER, TRAIN_TEXTS, TextKind
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """Documents of a run that are changed. methods: names, of which each document gets one."""
+    """Documents of a run that are changed. methods: names, one of which is drawn for each document."""
 
     methods: tuple[str, ...]
     probability: float = 0.3
@@ -189,7 +189,7 @@ class Wild:
 
 @dataclass
 class WildBatches(Objective):
-    """An objective with wild batches in training; evaluation stays as it is."""
+    """An objective with wild batches in training; evaluation is unchanged."""
 
     inner: NextToken
     wild: Wild

@@ -1,4 +1,4 @@
-"""What a claim is: a published statement, the comparison that tests it, and the rule that judges what was measured.
+"""A claim: a published statement, the comparison that tests it, and the rule that judges what was measured.
 
 A claim's target is written down before it is measured. `measure` returns raw samples and conditions; `judge` is a pure
 function of these, so that a stored measurement can be judged again. Records on disk are in `results`.
@@ -21,11 +21,11 @@ UNTESTABLE = "cannot be tested here"
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where and how thoroughly to measure.
+    """The place and the thoroughness of a measurement.
 
     `quick`: a smaller measurement of under a minute, for a smoke test rather than for publication; `folder`: scratch
     space that the claims of one call share (the tokenized text is made once); `kept`: folder for what later calls may
-    go on from, None for nothing.
+    continue from, None for nothing.
     """
 
     quick: bool
@@ -36,7 +36,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One number computed from the samples."""
+    """A single number computed from the samples."""
 
     value: float
     unit: str
@@ -79,7 +79,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A published statement and how it is tested."""
+    """A published statement and its test."""
 
     name: str
     statement: str

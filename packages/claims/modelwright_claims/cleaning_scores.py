@@ -60,7 +60,7 @@ _TYPOGRAPHIC = str.maketrans({"'": "’", '"': "”", "-": "–"})
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """What was done to a document. right: the text without the mistake; values: (kind, value) of personal data; of: the
+    """The spoiling of a document. right: the text without the mistake; values: (kind, value) of personal data; of: the
     original of a copy; similarity: exact Jaccard similarity to it.
     """
 
@@ -75,7 +75,7 @@ class Label:
 def spoil(
     texts: Sequence[str], share: float, seed: int, *, forms: Sequence[str] = FORMS
 ) -> Iterator[tuple[str, Label]]:
-    """Each text as it is or spoiled, and copies of some. share: of the texts that are spoiled or copied, in equal
+    """Each text unchanged or spoiled, and copies of some. share: of the texts that are spoiled or copied, in equal
     parts by form.
     """
     order = random.Random(seed).sample(range(len(texts)), len(texts))
@@ -181,7 +181,7 @@ _MARKER = re.compile(r"<[A-Z_]+_\d+>")
 
 @dataclass
 class Score:
-    """found, missed: of what the step should find; false: what it took for it."""
+    """found, missed: of those that the step should find; false: those that it found by mistake."""
 
     found: int = 0
     missed: int = 0
@@ -200,7 +200,7 @@ class Score:
 
 @dataclass
 class Result:
-    """By step; recall by step and form; documents: of the corpus; before, after: usable ones of all and of those
+    """Scores by step, and by step and form; documents: of the corpus; before, after: usable ones of all and of those
     kept; kept: documents.
     """
 
@@ -234,7 +234,7 @@ def document_of(name: str, text: str) -> Document:
 
 
 def judge_cleaning(entries: Sequence[tuple[Document, Label]], config: CleanConfig) -> Result:
-    """Clean the documents and compare what was done with their labels."""
+    """Clean the documents and compare the result with their labels."""
     kept, dropped = clean_entries(entries, config)
     return compare(entries, kept, dropped, config)
 

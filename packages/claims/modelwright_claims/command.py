@@ -94,7 +94,7 @@ def listing(rows: Sequence[published.Published]) -> str:
 
 
 def side_by_side(row: published.Published | None, record: Mapping[str, Any]) -> str:
-    """Return the published figures beside those of a new record, one a line."""
+    """Return the published figures next to those of a new record, one a line."""
     from modelwright_claims.page import show
 
     theirs: Mapping[str, str] = row.figures if row else {}

@@ -2,7 +2,7 @@
 steps.
 
 Prose of this machine's libraries is spoiled in labeled ways until 62% of the documents are usable. Three arms train on
-the corpus as it is, on what cleaning keeps of it, and on the texts as they were before: what perfect cleaning would
+the corpus unchanged, on what cleaning keeps of it, and on the texts as they were before: what perfect cleaning would
 give. Corpus, weights and order of rows belong to the seed; the step noise knows documents that are not in the corpus.
 Cleaning by default settings, without that step, is compared by its usable share alone.
 """
@@ -54,7 +54,9 @@ NUM_TRUSTED = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """Prose of this machine, without duplicates and in random order. trusted: what the step noise learns from."""
+    """Prose of this machine, without duplicates and in random order. trusted: the texts that the step noise learns
+    from.
+    """
 
     corpus: Sequence[str]
     trusted: Sequence[str]

@@ -2,10 +2,10 @@
 
 All sides train on the same machine for the same time with all cores, on the rows that the recipe quickstart packs (the
 recipe before it packed no conversations), and are scored on the same held-out documents. A seed is that of everything
-random, the choice of held-out documents among it, so that each seed has a text of its own, on which all sides are
-compared. A training's number of steps is its time over the median of timed steps. nanoGPT (`nano_gpt.py`) has a model
-of the same width and layers, trains at the best of several rates, and reads the same tokens as one stream; its loss and
-ours are over the same targets.
+random, the choice of held-out documents among it, so that each seed has its own text, on which all sides are compared.
+A training's number of steps is its time over the median of timed steps. nanoGPT (`nano_gpt.py`) has a model of the
+same width and layers, trains at the best of several rates, and reads the same tokens as one stream; its loss and ours
+are over the same targets.
 """
 
 import json
@@ -75,7 +75,7 @@ RECIPE_BEFORE: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large a measurement is. seconds: of a training that is compared; demo_seconds: of the one as in the demo."""
+    """The size of a measurement. seconds: of a training that is compared; demo_seconds: of the one as in the demo."""
 
     seconds: float
     demo_seconds: float
@@ -133,7 +133,7 @@ def measure(setting: Setting) -> Measurement:
 
 
 def _run(folder: Path, settings: Mapping[str, Any]) -> RunDir:
-    """`modelwright run` on the quickstart with other settings, in a process of its own."""
+    """`modelwright run` on the quickstart with other settings, in a separate process."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder.with_name(folder.name + ".yaml")
     save_yaml(file, {"recipe": "quickstart", "name": folder.name, **settings})
@@ -146,7 +146,7 @@ def _run(folder: Path, settings: Mapping[str, Any]) -> RunDir:
 
 
 def _trained(text: RunDir, folder: Path, recipe: Mapping[str, Any], num_steps: int) -> RunDir:
-    """A run that trains for some steps on what is prepared, as far as its settings agree with it, with its seed."""
+    """A run that trains for some steps on prepared rows, where its settings agree with it, with its seed."""
     shutil.copytree(text.path, folder, symlinks=True)
     lengths = {"num_steps": num_steps, "eval_every_steps": num_steps}
     seed = read_run_config(text.config).seed
@@ -163,7 +163,7 @@ def _step_s(setting: Setting, text: RunDir, recipe: Mapping[str, Any], scale: Sc
 
 
 def _take(setting: Setting, samples: dict[str, list[float]], name: str, run: RunDir, text: RunDir) -> None:
-    """Add what a run reached to the samples. Its loss is that on the held-out rows of `text`, so that it needs the
+    """Add the figures of a run to the samples. Its loss is that on the held-out rows of `text`, so that it needs the
     tokenizer of them.
     """
     if _tokenizer(run) != _tokenizer(text):

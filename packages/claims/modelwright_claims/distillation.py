@@ -1,8 +1,8 @@
 """Claim: progressive distillation leaves a student of a quarter of the parameters 97.4% of its teacher's score.
 
-The method is the product's stage `distill` with its defaults (`objectives/distillation.py`): logits throughout, beside
+The method is the product's stage `distill` with its defaults (`objectives/distillation.py`): logits throughout, next to
 them hidden states and then attention relations at the beginning, in a student that is pruned from the teacher. It
-stands beside the same student with logits alone and with labels alone, and a student of the same shape from random
+stands next to the same student with logits alone and with labels alone, and a student of the same shape from random
 weights; each at its own best rate, at equal tokens and at equal time. The defaults were chosen on the validation split:
 the published phases, one after the other at temperature 2.5, ended below labels alone there.
 """
@@ -95,7 +95,7 @@ class StudentRun(Run):
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a model does on held-out text. accuracy: the share of tokens that are its likeliest next one."""
+    """The scores of a model on held-out text. accuracy: the share of tokens that are its likeliest next one."""
 
     accuracy: float
     loss: float
@@ -161,7 +161,9 @@ class Bench:
         return {name + IN_TIME: with_steps(arms[name], round(shares[name] * self.num_steps)) for name in RIVALS}
 
     def compare(self) -> Comparison:
-        """On the small text all arms, on new text those of equal tokens; the seconds of a step are the same."""
+        """Compare all arms on the small text, and those of equal tokens on new text; the seconds of a step are the
+        same.
+        """
         runner = Runner(self.setting, execute_student)
         # Timed runs alternate and have the machine alone. Their teacher is hardly trained, which changes no time.
         teacher = with_steps(self.teacher_run(self.teacher_rates[0]), 1)
@@ -230,7 +232,7 @@ class Bench:
 
 
 def with_small_text(setting: Setting) -> Setting:
-    """The setting with a part of its text to train on; what is held out stays."""
+    """The setting with a part of its text to train on; the held-out text stays."""
     folder = setting.folder / "small_text"
     if not folder.exists():
         text = prepare_text(setting)
@@ -456,7 +458,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 
 def share_of_teacher(samples: Samples, arm: str, text: str = "") -> Estimate:
-    """The arm's part of what its teacher's accuracy is above the best constant guess. text: NEW_TEXT or nothing."""
+    """Return the arm's share of its teacher's accuracy above the best constant guess. text: NEW_TEXT or nothing."""
     (guess,), (teacher,) = samples[GUESS], samples[ACCURACY + TEACHER + text]
     return estimate([(accuracy - guess) / (teacher - guess) for accuracy in samples[ACCURACY + arm + text]])
 

@@ -1,6 +1,6 @@
 """Claim: weight decay that eases off while gradients are large reaches a loss in fewer steps than a constant one.
 
-Beside both stands what papers leave out: simply the lower decay, all the time.
+Next to both is the rival that papers leave out: simply the lower decay, all the time.
 """
 
 from modelwright.core.config import dump

@@ -3,8 +3,8 @@
 Wall time of training to the same held-out loss on the same text: a competent plain loop against the whole stack, on one
 host and on two that a link of 100 Mbit/s joins. Every arm has its own learning rate and the fewest steps that reach the
 plain loop's loss, both found on seeds that are not reported. Ingredients are added one at a time, and left out one at a
-time; those that the statement names and that do not pay here are added to the whole stack, to show what they cost. A
-model twice as wide is trained by the plain loop and by the whole stack alone.
+time; those that the statement names and that do not pay here are added to the whole stack, to show their cost. A model
+twice as wide is trained by the plain loop and by the whole stack alone.
 """
 
 import statistics
@@ -96,7 +96,9 @@ def ingredients_of(where: str) -> list[str]:
 
 
 def arms_of(where: str, size: Size) -> Arms:
-    """Return the plain arms, ingredients added one by one, everything, everything without each, and what is on top."""
+    """Return the plain arms, ingredients added one by one, everything, everything without each, and the stack with
+    more on top.
+    """
     plain = Run(size=size, loop="plain", mode="one_per_row", processes=Processes(hosts=NUM_HOSTS[where]))
     names = ingredients_of(where)
     arms = {PLAIN: plain}
@@ -312,7 +314,7 @@ def _add_figures(judgment: Judgment, samples: Samples, where: str) -> None:
 
 
 def _arms_in_words(tuned: Mapping[str, Mapping[str, Tuned]]) -> dict[str, str]:
-    """What everything is, the rates that were chosen, and which arms never reach the plain loop's loss."""
+    """Return the parts of the whole stack, the rates that were chosen, and which arms never reach the plain loop's loss."""
     rates, beyond = [], []
     for where, arms in tuned.items():
         rates.append(f"{where}: {', '.join(f'{name} {one.size.learning_rate:g}' for name, one in arms.items())}")

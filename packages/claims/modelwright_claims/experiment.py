@@ -1,7 +1,7 @@
 """Experiments: variants of a training run, each at its own tuned setting, compared on paired seeds.
 
-Values are tuned on the seeds of `Tuning` by the loss on the validation split; what is reported comes from other seeds
-and the test split. Finished runs are kept (`RunCache`), so that an interrupted measurement goes on where it stopped.
+Values are tuned on the seeds of `Tuning` by the loss on the validation split; reported figures come from other seeds
+and the test split. Finished runs are kept (`RunCache`), so that an interrupted measurement continues where it stopped.
 """
 
 import hashlib
@@ -50,23 +50,25 @@ class RunCache:
         try:
             return json.loads(path.read_text(encoding="utf-8"))["value"]
         except (ValueError, LookupError, TypeError) as error:
-            raise ArtifactError(f"{path}: is not the result of a run ({error!r}); delete it to make the run again") from None
+            raise ArtifactError(
+                f"{path}: is not the result of a run ({error!r}); delete it to make the run again"
+            ) from None
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path(key), json.dumps({"key": dump(key), "value": dump(value)}) + "\n")
 
     def get(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the value of a key; make and keep it first where there is none."""
+        """Return the value of a key; make and keep it first where it is missing."""
         if key not in self:
             self[key] = make()
         return self[key]
 
 
 def setup_digest(modules: Sequence[ModuleType]) -> str:
-    """Return 12 digits of what all runs of one measurement share.
+    """Return 12 digits of the setup that all runs of one measurement share.
 
-    That is the sources of the product and of these modules, the versions of what they depend on, the machine and the
+    It covers the sources of the product and of these modules, the versions of their dependencies, the machine and the
     number of threads.
     """
     setup = [machine(), torch.get_num_threads(), versions(*PACKAGES)]
@@ -94,7 +96,7 @@ Variant = TypeVar("Variant", bound=str)
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """A search for the best value of one setting, for each variant by itself."""
+    """A search for the best value of one setting, for each variant separately."""
 
     values: Sequence[float]
     """Two or more in a geometric order. A grid whose best value is the first or the last is extended by its own ratio;
@@ -128,7 +130,7 @@ class Experiment:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """What an experiment gave, by variant."""
+    """The outcomes of an experiment, by variant."""
 
     runs: Mapping[str, Sequence[Outcome]]
     """One outcome for each seed."""
@@ -193,7 +195,7 @@ def tune_grids(
     """Return the loss of each variant by value, in ascending order. losses: of variants at values; setting: its name.
 
     A grid whose best value is its first or last one is extended by its own ratio. Raises `ModelwrightError` when the
-    best still lies at an edge after `MAX_EXTENSIONS` more values.
+    best is still at an edge after `MAX_EXTENSIONS` more values.
     """
     found: dict[Variant, dict[float, float]] = {variant: {} for variant in grids}
     missing: Mapping[Variant, Sequence[float]] = grids
@@ -252,7 +254,7 @@ def open_cache(setting: Setting, *sources: ModuleType, name: str = "measured") -
 
 
 class Runner:
-    """Makes runs, each of them once: what an earlier call finished with the same sources on this machine is kept."""
+    """Makes runs, each once: a run that an earlier call finished with the same sources on this machine is kept."""
 
     def __init__(self, setting: Setting, execute: Execute = execute) -> None:
         self.setting = setting
@@ -266,7 +268,7 @@ class Runner:
         return [self.outcome(run) for run in runs]
 
     def timed(self, runs: Sequence[Run]) -> list[Outcome]:
-        """Return the outcomes of runs that are compared by time: made one after the other, unless all are there."""
+        """Return the outcomes of runs that are compared by time: made one after the other, unless all are kept."""
         if any(run not in self.cache for run in runs):
             self.make_weights(runs)
             self.make(runs, keep=False, at_once=1)

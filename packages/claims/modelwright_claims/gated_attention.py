@@ -1,8 +1,8 @@
 """Claim: dynamic gated attention computes 35% less attention at 98% of the quality.
 
-The method is learned selection of heads (`model/head_selection.py`). It stands beside what a user would do for the same
-saving: fewer heads from the start, heads that are pruned half-way (by what they contribute), and a sliding window in
-three of four layers. All read as many tokens, each at its own best rate, chosen on a seed and a split of their own.
+The method is learned selection of heads (`model/head_selection.py`). It is compared with usual ways to the same
+saving: fewer heads from the start, heads that are pruned half-way (by contribution), and a sliding window in three of
+four layers. All read as many tokens, each at its own best rate, chosen on a seed and a split of their own.
 """
 
 import tempfile
@@ -179,7 +179,7 @@ class Bench:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What attention costs: FLOPs of a forward pass, seconds of a training step's, and the share of open heads."""
+    """The cost of attention: FLOPs of a forward pass, seconds of a training step's, and the share of open heads."""
 
     flops: float
     seconds: float
@@ -238,7 +238,7 @@ def attention_flops(model: Decoder, batches: Sequence[TokenBatch]) -> float:
 
 
 def heads_of_tokens(model: Decoder, batch: TokenBatch) -> dict[int, Tensor]:
-    """How many heads of each layer are computed for each token, int64 [N], padding left out."""
+    """Return how many heads of each layer are computed for each token, int64 [N], padding left out."""
     is_real_BT = batch.segments_BT >= 0
     every_N = torch.full((int(is_real_BT.sum()),), model.config.num_heads)
     heads = dict.fromkeys(range(model.config.num_layers), every_N)
@@ -347,7 +347,7 @@ def one_thread() -> Iterator[None]:
 
 
 def describe_shape(size: Size, vocab_size: int) -> str:
-    """For a result's conditions."""
+    """Return words for a result's conditions."""
     shape: ModelConfig = Run(size=size, model=SHAPE).model_config(vocab_size)
     return (
         f"{shape.num_layers} layers, {shape.num_heads} heads of {shape.head_dim}, width {shape.model_dim}; as many "

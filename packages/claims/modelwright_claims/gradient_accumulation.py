@@ -1,8 +1,8 @@
 """Claim: gradient accumulation with the right normalizer gives the gradient of the whole batch, ragged or not.
 
 The loop's gradient is caught where it would leave for the network, after its own microbatching and normalizing. It is
-compared with autograd on the whole batch at once, and beside it stands the usual mistake: the mean of the
-microbatches' mean losses. What accumulation means for the way to a fixed loss is measured beside it.
+compared with autograd on the whole batch at once, and next to it stands the usual mistake: the mean of the
+microbatches' mean losses. The cost of accumulation on the way to a fixed loss is measured, too.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Claim: GRPO from a verifiable reward raises held-out accuracy, over fine-tuning on the same number of samples.
 
-The recipe `arithmetic`, whose demonstrations are half wrong. Fine-tuning goes on from the model that GRPO starts from,
-once on demonstrations and once on the model's own answers that the reward has verified (rejection sampling).
+The recipe `arithmetic`, whose demonstrations are half wrong. Fine-tuning continues from the model that GRPO starts
+from, once on demonstrations and once on the model's own answers that the reward has verified (rejection sampling).
 About 13 minutes on two AVX-512 cores, by the CPU time of the parts of one seed.
 """
 
@@ -46,7 +46,7 @@ QUICK: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What one seed gave. accuracies: in percent of the held-out problems, by arm; sizes: counts, by name."""
+    """The results of one seed. accuracies: in percent of the held-out problems, by arm; sizes: counts, by name."""
 
     accuracies: Mapping[str, float]
     sizes: Mapping[str, int]

@@ -1,8 +1,8 @@
-"""Claim: lock-free workers on shared weights are nearly as many times faster as there are workers.
+"""Claim: lock-free workers on shared weights speed training up nearly by their number.
 
-Hogwild against synchronous data parallel with as many processes of one thread each, and against one process: tokens per
-second of the whole run, and the held-out loss at equal tokens and at equal time. The published figure is for 8 workers,
-which 16 cores are asked for here; 2 workers are measured wherever there are 2 cores.
+Hogwild against synchronous data parallel with as many processes of one thread each, and against one process: tokens
+per second of the whole run, and the held-out loss at equal tokens and at equal time. The published figure is for 8
+workers, which 16 cores are asked for here; 2 workers are measured wherever there are 2 cores.
 """
 
 import os

@@ -96,7 +96,7 @@ def _train(setting: Setting, size: workbench.Size, seed: int) -> Trained:
 
 
 def _variants(setting: Setting, size: workbench.Size, trained: Trained) -> dict[str, Callable[[], Decoder]]:
-    """How each model is made. All but the served one keep embedding and head as they are."""
+    """Return how each model is made. All but the served one keep embedding and head unchanged."""
 
     def calibration() -> list[TokenBatch]:
         rows = workbench.packed_rows(setting, seq_len=size.seq_len, mode="best_fit", split="train")
@@ -337,8 +337,8 @@ def measurement(
     num_bytes: Mapping[str, int],
     conditions: Conditions,
 ) -> Measurement:
-    """Return speeds, sizes and what the models say of the same text. quality: of each seed, by variant; rounds: tokens
-    per second by case and engine.
+    """Return speeds, sizes and the models' agreement on the same text. quality: of each seed, by variant; rounds:
+    tokens per second by case and engine.
     """
     samples: dict[str, list[float]] = {}
     for case in rounds[0]:

@@ -1,4 +1,4 @@
-"""Judge a record: check each part of a target against its bound, and note what the record lacks.
+"""Judge a record: check each part of a target against its bound, and note missing parts of the record.
 
 The rule for all claims: a part of the target that the samples miss makes the verdict "short", whatever else is
 missing; otherwise a part that the samples cannot answer makes it "not judged"; only when all parts hold is it "met".
@@ -22,7 +22,7 @@ Source = float | Estimate | Callable[[], Estimate | float]
 
 
 class Lacks(KeyError):
-    """The record does not hold what the rule asks for; the text says what."""
+    """The record lacks something that the rule asks for, which the text names."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -88,7 +88,7 @@ class Judgment:
     ) -> None:
         """Add a figure, and ask for a bound of it where there is a relation: a part of the target.
 
-        found: a number is exact; a function is a part by itself, which ends where the record lacks something.
+        found: a number is exact; a function is a part of its target, which ends where the record lacks something.
         what: the words for a bound that is missed, the figure's name by default; say: a clause of the reason, in which
         `{0}` is the estimate. No name adds no figure.
         """
@@ -132,7 +132,7 @@ class Judgment:
         return self.check(what, found, limit, unit, "<")
 
     def check(self, what: str, found: Estimate, limit: float, unit: str, relation: Relation) -> bool:
-        """Whether the bound stands in the relation to the limit; what is missed, or lacks repeats, is noted."""
+        """Return whether the bound has the relation to the limit; a miss, or a lack of repeats, is noted."""
         is_floor = relation.startswith(">")
         side, bound = ("lower", found.lower) if is_floor else ("upper", found.upper)
         if RELATIONS[relation](bound, limit):
@@ -147,8 +147,8 @@ class Judgment:
         return False
 
     def differs(self, method: Sequence[float], rival: Sequence[float], figure: str, otherwise: str) -> None:
-        """Ask for p < 0.05 in a paired test, where there are pairs enough; `otherwise` says what was missed, with the
-        p-value for `{p}`.
+        """Ask for p < 0.05 in a paired test, with two pairs or more; `otherwise` names the miss, with the p-value for
+        `{p}`.
         """
         if len(method) > 1:
             p_value = paired_t_test(method, rival).p_value
@@ -156,7 +156,7 @@ class Judgment:
             self.require(p_value < 0.05, otherwise.format(p=f"{p_value:.2g}"))
 
     def require(self, holds: bool, otherwise: str) -> None:
-        """Ask for anything else; `otherwise` says what was missed."""
+        """Ask for anything else; `otherwise` names the miss."""
         if not holds:
             self.missed.append(otherwise)
 

@@ -24,7 +24,7 @@ NO_ONEDNN = "FP32 by oneDNN"
 
 
 def onednn_is_exact() -> bool:
-    """Whether oneDNN's FP32 products are another way to the same values here."""
+    """Return whether oneDNN's FP32 products are another way to the same values here."""
     if workbench.device().type != "cpu":
         return False
     try:
@@ -35,7 +35,7 @@ def onednn_is_exact() -> bool:
 
 
 def baseline_conditions() -> dict[str, str]:
-    """Return the condition to record where there is no second exact FP32."""
+    """Return the condition to record without a second exact FP32."""
     return {} if onednn_is_exact() else {NO_ONEDNN: "not compared: oneDNN has no exact FP32 products here"}
 
 
@@ -86,7 +86,7 @@ def paces(setting: Setting, arms: Mapping[str, Paced], seeds: Sequence[int]) -> 
 
 
 def peaks(setting: Setting, arms: Mapping[str, PrecisionConfig], *, batch_rows: int) -> dict[str, list[float]]:
-    """Return each arm's peaks of memory above the start, in processes of its own. batch_rows: of a full measurement."""
+    """Return each arm's peaks of memory above the start, in separate processes. batch_rows: of a full measurement."""
     size = large_size(setting) if setting.quick else replace(large_size(setting), batch_rows=batch_rows)
     return repeated_peaks(setting, {arm: (size, precision) for arm, precision in arms.items()})
 
@@ -104,7 +104,9 @@ def repeated_peaks(setting: Setting, arms: Mapping[str, tuple[Size, PrecisionCon
 
 
 def peak_bytes(size: Size, precision: PrecisionConfig) -> int:
-    """The most that steps take above what the process held before the model, with two decisions of a controller."""
+    """The most that steps take above the memory that the process held before the model, with two decisions of a
+    controller.
+    """
     (result,) = memory_probe.measure(
         memory_probe.Probe(
             model=size.model_config(workbench.VOCAB_SIZE),

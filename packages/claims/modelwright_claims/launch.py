@@ -22,7 +22,7 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Rank:
-    """One process and the files that take its output.
+    """A single process and the files that take its output.
 
     store: where the ranks find each other, served by this process while it is referred to; None where the first rank
     serves it.
@@ -135,7 +135,7 @@ def serve_store() -> TCPStore:
 
 
 def store_environment(store: TCPStore) -> dict[str, str]:
-    """What `torchrun` sets for ranks whose store is served by another process, on this machine."""
+    """Return the variables that `torchrun` sets for ranks whose store is served by another process, on this machine."""
     return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),

@@ -1,7 +1,7 @@
 """The ledger: which claims there are, and measuring them by name.
 
-`prove` measures and judges, `rejudge` judges what is stored. A measurement is written once; verdicts follow from it by
-the present rules whenever the pages are written. Each technique is in its claim's module.
+`prove` measures and judges, `rejudge` judges stored measurements. A measurement is written once; verdicts follow from
+it by the present rules whenever the pages are written. Each technique is in its claim's module.
 """
 
 import importlib
@@ -102,8 +102,7 @@ def prove(
     """Measure the claims called `names` (all for none), one after the other; return them with their records.
 
     Writes one JSON file per claim into `results`, and the pages of that folder. A claim that the folder has of these
-    sources is not measured again, so that an interrupted call goes on; what a claim has tuned is kept in
-    `results`/tuning.
+    sources is not measured again, so that an interrupted call continues; tuned values are kept in `results`/tuning.
     """
     outcomes = []
     try:  # before hours of measuring
@@ -146,7 +145,7 @@ def rejudge(
 
 
 def write_pages(results: Path, page: Path) -> None:
-    """Renew the claims page from the result files, and a page for each claim in the folder of its name beside it."""
+    """Renew the claims page from the result files, and a page for each claim in the folder of its name next to it."""
     for path, text in pages(results, page).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text)
@@ -167,7 +166,7 @@ def pages(results: Path, page: Path, *, aged: bool = True) -> dict[Path, str]:
 
 
 def publish(results: Path) -> None:
-    """Renew what the package ships of the records: `published.FILE`, for listings and comparisons without them."""
+    """Renew the package's summary of the records: `published.FILE`, for listings and comparisons without them."""
     claims = {claim.name: claim for claim in CLAIMS}
     records = [judged_for_page(claims[record["name"]], record) for record in read_results(results)]
     write_atomic(published.PATH, published.as_json(CLAIMS, records, read_promises()))

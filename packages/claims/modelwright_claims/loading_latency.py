@@ -1,4 +1,4 @@
-"""Claim: tiers and reading ahead shorten the wait for a batch from a slow store, beside litData and mosaicml-streaming.
+"""Claim: tiers and reading ahead shorten the wait for a batch of a slow store, next to litData and mosaicml-streaming.
 
 What each side does is in `loading_worker`, the store in `slow_store`.
 """
@@ -52,7 +52,9 @@ P50, P99, SHARE, STEP, START = "p50 of the wait, ", "p99 of the wait, ", "comput
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much to measure. num_batches: of an epoch; sides: those of the product; all installed peers are added."""
+    """The extent of a measurement. num_batches: of an epoch; sides: those of the product; all installed peers are
+    added.
+    """
 
     rounds: int
     num_batches: int
@@ -83,7 +85,7 @@ def find_interpreters() -> Interpreters:
 
 
 def measure(setting: Setting) -> Measurement:
-    """Every side reads one epoch or two in a process of its own with nothing kept from before, in rounds."""
+    """Every side reads one epoch or two in a separate process with nothing kept from before, in rounds."""
     if find_spec("s3fs") is None:
         return untestable("the product reads S3 with s3fs (pip install 'modelwright[remote]')")
     plan, started = QUICK if setting.quick else FULL, time.perf_counter()
@@ -155,7 +157,7 @@ def prepare(folder: Path, plan: Plan, interpreters: Interpreters, endpoint: str)
 
 
 def read_side(side: str, task: Task, interpreters: Interpreters) -> Mapping[str, list[list[float]]]:
-    """What `loading_worker.read_epochs` returns for a side that begins with an empty folder."""
+    """Return the result of `loading_worker.read_epochs` for a side that begins with an empty folder."""
     with tempfile.TemporaryDirectory(dir=Path(task.rows).parent) as scratch:
         num_epochs = NUM_EPOCHS.get(side, len(EPOCHS))
         own = dataclasses.replace(task, scratch=scratch, num_epochs=num_epochs)
@@ -168,8 +170,8 @@ def arm_names(side: str) -> list[str]:
 
 
 def add_samples(samples: dict[str, list[float]], side: str, measured: Mapping[str, Sequence[Sequence[float]]]) -> None:
-    """Add the figures of one round. The first batch of an epoch, before which processes and connections start, has a
-    figure of its own.
+    """Add the figures of one round. The first batch of an epoch, before which processes and connections start, has its
+    own figure.
     """
     for arm, waits, computed in zip(arm_names(side), measured["waits_s"], measured["computed_s"], strict=True):
         total_s = sum(waits[1:]) + sum(computed[1:])
@@ -239,7 +241,7 @@ def _run(python: str, action: str, task: Task | None = None, side: str = "") -> 
 
 
 def _environment(endpoint: str, *, is_ours: bool) -> dict[str, str]:
-    """One thread for computing, and the address of the store under the name that each library reads."""
+    """A single thread for computing, and the address of the store under the name that each library reads."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if is_ours:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))

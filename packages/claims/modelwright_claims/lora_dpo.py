@@ -78,7 +78,7 @@ class BaseJob(SeedJob):
 
 @dataclass(frozen=True, kw_only=True)
 class DpoJob(SeedJob):
-    """One run of DPO. base: folder of the model; pairs: the file of the pairs, whose held-out ones are of `heldout`."""
+    """A single run of DPO. base: folder of the model; pairs: file of the pairs, whose held-out part is `heldout`."""
 
     arm: str
     rate: float
@@ -94,7 +94,7 @@ class DpoJob(SeedJob):
 
 @dataclass(frozen=True, kw_only=True)
 class PaceJob:
-    """One timed run of the wide model, of which a process of its own takes the peak."""
+    """A single timed run of the wide model, whose peak a separate process takes."""
 
     folder: Path
     arm: str
@@ -220,17 +220,17 @@ def demonstrations_file(folder: Path) -> Path:
 
 
 def pairs_file(folder: Path, heldout: HeldOut) -> Path:
-    """One pair of each problem."""
+    """A single pair of each problem."""
     return split_file(folder, "pairs", heldout, arithmetic_pairs, problem_of)
 
 
 def problem_of(document: Document) -> str:
-    """The same for a sum in either order."""
+    """Return a key that is equal for a sum in either order."""
     return " ".join(sorted(document.meta["question"].split()))
 
 
 def arithmetic_pairs() -> Iterator[Document]:
-    """For each problem the right answer, chosen, and the one that forgets the carry, rejected."""
+    """Yield for each problem the right answer, chosen, and the one that forgets the carry, rejected."""
     every = list(arithmetic_problems())
     wrong = {one.meta["question"]: one.meta["answer"] for one in every if one.meta["answer"] != one.meta["solution"]}
     for document in every:
@@ -276,7 +276,7 @@ def dpo_settings(base: Path, pairs: str, dpo: Mapping[str, Any]) -> dict[str, An
 
 
 def wide_base(folder: Path) -> Path:
-    """A wide model after one step; its speed does not depend on what it has learned."""
+    """A wide model after one step; its speed does not depend on its training."""
     settings = {
         "name": "dpo-wide", "stages": ["clean", "tokenize", "pack", "pretrain"], "model": WIDE,
         "data": {"sources": [str(demonstrations_file(folder))]}, "pretrain": {"num_steps": 1},
@@ -305,7 +305,7 @@ def peak_of(run: RunDir, stage: str) -> int:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Where training all weights orders no more pairs than chance does, there is nothing to keep."""
+    """Return where training all weights orders no more pairs than chance does, there is nothing to keep."""
     judgment = Judgment()
     judgment.ask("", lambda: estimate(samples[ACCURACY + FULL]), "%", ">", CHANCE, what=f"{ACCURACY}{FULL}")
     for figure, compare, what, unit, *limit, say in (

@@ -1,11 +1,11 @@
 """Claim: a dynamic loss scale keeps FP16 training stable where no scale and a static one do not.
 
-The run is what one process sees of a batch of half a million tokens: its rows stand for those of 1,024 processes, whose
-shares of the gradient are summed after they were computed in FP16. So each share is a thousandth of the gradient, and
-underflows without a scale; under a static scale that is too large every update overflows. The dynamic one starts as far
-off. An update is stable when it is made and its gradient is there: not skipped for an overflow, and at most a tenth of
-the elements of the blocks' matrices lost to underflow (exactly zero; in FP32 none is). FP16 products are computed as
-FP16 on any processor, on most CPUs slowly.
+The run is the part of one process in a batch of half a million tokens: its rows stand for those of 1,024 processes,
+whose shares of the gradient are summed after they were computed in FP16. So each share is a thousandth of the
+gradient, and underflows without a scale; under a static scale that is too large every update overflows. The dynamic
+one starts as far off. An update is stable when it is made and its gradient survives: not skipped for an overflow, and
+at most a tenth of the elements of the blocks' matrices lost to underflow (exactly zero; in FP32 none is). FP16
+products are computed as FP16 on any processor, on most CPUs slowly.
 """
 
 import statistics
@@ -67,7 +67,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class OneOfMany(Objective):
-    """An objective whose batches are one process's part of larger ones; evaluation stays as it is."""
+    """An objective whose batches are one process's part of larger ones; evaluation is unchanged."""
 
     inner: NextToken
 

@@ -1,8 +1,8 @@
 """Claim: cutting a batch into microbatches keeps the ranks of a pipeline busy.
 
 Measured: how long each rank computes (spans around every stage's forward, loss and backward passes) over the length of
-the step, for every schedule and number of microbatches, beside two bounds: the schedule's own with equal stages
-(`equal_durations`), and what its order allows with the stage times that were measured (`measured_durations`). What is
+the step, for every schedule and number of microbatches, next to two bounds: the schedule's own with equal stages
+(`equal_durations`), and the bound of its order with the stage times that were measured (`measured_durations`). What is
 missing to the second is communication and waiting that the schedule does not ask for.
 """
 
@@ -49,8 +49,8 @@ def measure_layer_times(
 ) -> LayerCosts:
     """Seconds of forward and backward of each part of a plain model on `batch`, the median of the repeats.
 
-    One layer is in memory at a time. Parameters' gradients are taken away again. The first run of every part is not
-    counted. A rank's own figures; `agree` makes one of all ranks'.
+    One layer is in memory at a time. Parameters' gradients are restored. The first run of every part is not counted. A
+    rank's own figures; `agree` makes one of all ranks'.
     """
     attend = packed_attend(batch.segments_BT)
     hidden_BTD = model.embedding(batch.input_ids_BT).detach()
@@ -156,7 +156,7 @@ EQUAL: dict[Kind, float] = {"forward": 1.0, "loss": 0.0, "backward": 2.0, "backw
 
 
 def order_taken(spans: Sequence[Sequence[StageSpan]]) -> list[list[Action]]:
-    """What each rank did; a stage's spans of one kind come in the order of microbatches."""
+    """Return the actions of each rank; a stage's spans of one kind come in the order of microbatches."""
     return [_order_of(rank) for rank in spans]
 
 
@@ -252,7 +252,7 @@ def case_name(label: str, num_ranks: int, num_microbatches: int) -> str:
 def measure_cases(
     setting: Setting, size: ProbeSize, cases: Sequence[Mapping[str, Any]], num_ranks: int
 ) -> dict[str, list[list[dict[str, Any]]]]:
-    """For each case its steps, for each step what every rank recorded."""
+    """Return the steps of each case, each with the record of every rank."""
     with tempfile.TemporaryDirectory(dir=setting.folder) as scratch:
         folder = Path(scratch)
         (folder / "probe.json").write_text(json.dumps({"size": asdict(size), "cases": cases}))
@@ -262,7 +262,7 @@ def measure_cases(
 
 
 def step_shares(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """One step: busy share measured, allowed by the order and the measured stage times, and with equal stages."""
+    """A single step: busy share measured, allowed by the order and the measured stage times, and with equal stages."""
     spans = [[StageSpan(**span) for span in rank["spans"]] for rank in ranks]
     step_s = max(rank["end"] for rank in ranks) - min(rank["start"] for rank in ranks)
     busy_s = [sum(span.busy_s for span in rank) for rank in spans]

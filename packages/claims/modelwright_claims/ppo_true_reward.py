@@ -1,7 +1,7 @@
 """Claim: PPO from a learned reward model raises the true reward over supervised fine-tuning.
 
 The recipe `preference`, in which the true reward is a program: it orders the pairs that the reward model learns from,
-and PPO never sees it. Beside it the cheaper use of the same reward model: the best of several answers of the
+and PPO never sees it. Next to it the cheaper use of the same reward model: the best of several answers of the
 fine-tuned model. PPO is shorter than in the recipe: what pleases only the reward model is learned later on.
 About 10 minutes on two AVX-512 cores, by the CPU time of the parts of one seed.
 """
@@ -60,7 +60,7 @@ QUICK: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PpoJob(SeedJob):
-    """One run. pairs: the file of the pairs."""
+    """A single run. pairs: the file of the pairs."""
 
     pairs: str
     num_updates: int

@@ -1,8 +1,8 @@
 """Claim: mixed precision trains 2.3 to 2.8 times as fast in 40 to 55% less memory, without loss of quality.
 
 Every policy from the same weights on the same batches: held-out loss, tokens per second and peak memory, and the bare
-products of each format beside them, which say what this machine could gain at best. That a format is really computed in
-is read from the operators in `tests/train/precision/test_model.py`.
+products of each format next to them, which say what this machine could gain at best. That a format is really computed
+in is read from the operators in `tests/train/precision/test_model.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -114,7 +114,7 @@ def samples_beside_fp32(
 
 @dataclass(frozen=True, kw_only=True)
 class BesideFp32:
-    """One arm against exact FP32. What the record lacks raises `Lacks` when it is asked for."""
+    """A single arm against exact FP32. A missing sample raises `Lacks` when it is asked for."""
 
     name: str
     samples: Samples
@@ -195,7 +195,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 
 def _reaches_all(arm: BesideFp32) -> bool:
-    """Whether a policy has the published speed, memory and loss, as far as the record can tell."""
+    """Return whether a policy has the published speed, memory and loss, by the samples of the record."""
     try:
         return arm.fair_speed.lower >= SPEED and arm.saved.lower >= MEMORY and arm.gap.upper <= PUBLISHED_GAP
     except Lacks:

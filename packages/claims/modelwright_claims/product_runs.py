@@ -51,7 +51,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class SeedJob:
-    """What one process does. folder: of its runs; everything else decides the result."""
+    """The work of one process. folder: of its runs; everything else decides the result."""
 
     folder: Path
     seed: int
@@ -70,7 +70,8 @@ def by_seed(
     name: str,
     before: Callable[[Sequence[AnySeedJob]], object] = bool,
 ) -> list[Result]:
-    """Return the results of jobs in their order; what an earlier call finished is kept, also if it was killed.
+    """Return the results of jobs in their order; results that an earlier call finished are kept, also if it was
+    killed.
 
     sources: modules that decide the results; name: of the cache; before: makes what the missing jobs start from.
     """
@@ -114,7 +115,7 @@ def side_by_side(
 
 
 def make_run(target: str, settings: Mapping[str, Any], folder: Path) -> RunDir:
-    """Carry out a recipe with other settings in `folder`, or what is left of it."""
+    """Carry out a recipe with other settings in `folder`, or the rest of it."""
     request = load(target, settings, str(folder))
     words = ["run", target, "--run-dir", str(folder)]
     execute(request.config, request.run, only=(), origin=request.origin, words=words, progress=SilentProgress())
@@ -127,7 +128,7 @@ def facts_of(run: RunDir, stage: str) -> Mapping[str, Any]:
 
 
 def shared_settings(job: SeedJob) -> dict[str, Any]:
-    """Return what all runs have."""
+    """Return the settings of all runs."""
     return {"seed": job.seed, "hardware": {"device": "cpu", "num_threads": 1}, "clean": {"num_workers": 1}}
 
 
@@ -242,7 +243,7 @@ Arms = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class VisionJob(SeedJob):
-    """One run of the recipe `vision`. settings: of the stage, over the recipe's."""
+    """A single run of the recipe `vision`. settings: of the stage, over the recipe's."""
 
     arm: str
     settings: Mapping[str, Any]

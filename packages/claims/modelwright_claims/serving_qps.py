@@ -53,7 +53,9 @@ GGUF = "q8_0.gguf"
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """What the sides serve. model: a folder in the Hugging Face layout; prompts: texts of 16 to 48 tokens."""
+    """The models and prompts of the sides. model: a folder in the Hugging Face layout; prompts: texts of 16 to 48
+    tokens.
+    """
 
     model: Path
     int8: Path
@@ -67,7 +69,7 @@ class Files:
 
 
 def is_plain(tokenizer: Tokenizer, token: int) -> bool:
-    """Whether a token is printable ASCII and ends nothing."""
+    """Return whether a token is printable ASCII and ends nothing."""
     if token >= tokenizer.vocab_size:
         return False
     text = tokenizer.token_text(token)
@@ -88,8 +90,8 @@ def prompts_of(texts: Sequence[str], tokenizer: Tokenizer) -> list[str]:
 
 
 def commands(files: Files, num_open: int = 0) -> dict[str, list[str]]:
-    """How each server that can be started here is started. num_open: answers that ours may have open at once, 0 for as
-    many as by default. A `{port}` is a free one.
+    """Return the command of each server that can be started here. num_open: answers that ours may have open at once, 0
+    for its default. A `{port}` is a free one.
     """
     python = sys.executable
     serve = [python, "-m", "modelwright.cli.main", "serve"]
@@ -161,7 +163,7 @@ def _await_line(process: subprocess.Popen[str], log: Path) -> str:
 
 
 def _await_answers(process: subprocess.Popen[str], port: int, log: Path) -> str:
-    """The address of a server that was given a port, when it says that it is well."""
+    """The address of a server that was given a port, when it reports its health."""
     url = f"http://127.0.0.1:{port}"
 
     def is_well() -> bool:
@@ -185,14 +187,14 @@ def _await(condition: Callable[[], bool], process: subprocess.Popen[str], log: P
 
 
 def _free_port() -> int:
-    """Another program could take it meanwhile; only for servers that cannot take one by themselves."""
+    """Another program could take it meanwhile; only for servers that cannot choose one."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
 
 
 def versions_of_peers() -> Mapping[str, str]:
-    """For the record's conditions."""
+    """Return the versions for the record's conditions."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}
@@ -226,8 +228,8 @@ CURVE = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long to measure. trial_s: of one rate, longer where it needs `min_requests`; sides: the servers that are
-    compared, as far as they are installed; the largest rate of each is measured in every round.
+    """The length of a measurement. trial_s: of one rate, longer where it needs `min_requests`; sides: the servers that
+    are compared, as far unchanged installed; the largest rate of each is measured in every round.
     """
 
     rounds: int
@@ -303,7 +305,7 @@ class Bench:
         return result
 
     def holds(self, side: str, kind: Kind, rate: float) -> bool:
-        """Whether the 99th percentile stays within the bound at this rate, and every answer is there."""
+        """Return whether the 99th percentile stays within the bound at this rate, and every answer arrives."""
         load = self.load(side, kind, rate, self.plan.trial_s)
         result = self.run(dataclasses.replace(load, most_missing=most_missing(load.num_requests)))
         if result.was_stopped:
@@ -311,7 +313,7 @@ class Bench:
         return not result.was_stopped
 
     def settle(self, side: str) -> None:
-        """Wait until a server has worked off what is left of an overload, which the naive one computes for nobody."""
+        """Wait until a server has worked off an overload, which the naive one computes for nobody."""
         body = self.files.bodies(1)[:1]
         self.run(Load(url=self.urls[side], bodies=body, rate=0, num_requests=2, num_connections=1, timeout_s=120))
 
@@ -356,7 +358,7 @@ class Bench:
         self.samples[f"time to first token, {side}"] = list(self.run(load).first_bytes)
 
     def overload(self, side: str) -> None:
-        """Three times what it bears, and then less than it bears."""
+        """Offer three times the largest rate, and then less than it."""
         largest, seconds = self.largest(side), self.plan.overload_s
         usual = self.run(self.load(side, USUAL, largest, self.plan.trial_s))
         over = self.run(self.load(side, USUAL, OVERLOAD * largest, seconds))
@@ -470,7 +472,7 @@ def measure(setting: Setting) -> Measurement:
 
 
 def measured_limit(setting: Setting, plan: Plan, files: Files, folder: Path) -> int:
-    """How many answers our server may have open: as many as it finishes in `OPEN_S`, by its INT8 model."""
+    """Return how many answers our server may have open: the number that it finishes in `OPEN_S`, by its INT8 model."""
     with running(commands(files)[INT8], folder / "limits.log") as url:
         rate = Bench(setting, plan, files, {INT8: url}).saturate(INT8, USUAL)
     return max(4, round(OPEN_S * rate))

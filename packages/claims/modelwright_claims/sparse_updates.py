@@ -1,11 +1,11 @@
 """Claim: dynamic sparse updates need 60% fewer FLOPs at less than 0.5% of quality.
 
 In three regimes, because the answer depends on it. A continual update takes new text, and old text against forgetting;
-what counts is what is learned of the new and that the old is not forgotten. In a stream that nobody has cleaned half of
-the rows are garbage, and choosing rows by what a short look at them tells leaves that out; in a clean stream every row
-is worth something. In pretraining every row is new. Every form stands beside what it has to beat at equal compute and
-at equal time: dense with fewer steps, a smaller dense model, rows drawn at random, plain freezing; each at its own best
-rate, chosen on a seed of its own.
+the measure is that the new is learned and the old not forgotten. In a stream that nobody has cleaned half of the rows
+are garbage, and choosing rows by what a short look at them tells leaves that out; in a clean stream every row is worth
+something. In pretraining every row is new. Every form stands next to that which it has to beat at equal compute and at
+equal time: dense with fewer steps, a smaller dense model, rows drawn at random, plain freezing; each at its own best
+rate, chosen on its own seed.
 """
 
 import math
@@ -53,12 +53,12 @@ NUM_TIMED_STEPS, NUM_ROUNDS, FIRST_TIMED_SEED = 60, 3, 900
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One way to train.
+    """A single way to train.
 
     settings: as in a configuration file; shape: changes to the model; flops: it makes as many steps as this share of
-    the dense run's FLOPs pays for, at most all; 0: all; equal_time: as many as take the method's time; num_batches: of
-    rows that a step looks at, so that fewer steps read the same stream; cleaned: its stream is without garbage, and
-    only as much shorter.
+    the dense run's FLOPs pays for, at most all; 0: all; equal_time: the steps that fit into the method's time;
+    num_batches: of rows that a step looks at, so that fewer steps read the same stream; cleaned: its stream is without
+    garbage, and only as much shorter.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -125,7 +125,7 @@ ARMS: dict[str, dict[str, Arm]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One regime: the arms at their best rates, one outcome for each seed."""
+    """A single regime: the arms at their best rates, one outcome for each seed."""
 
     regime: str
     rates: Mapping[str, float]
@@ -168,7 +168,7 @@ class Bench:
         )
 
     def num_steps(self, regime: str) -> dict[str, int]:
-        """Return the steps of each arm's run: all that read the stream, or what its FLOPs or its time pay for."""
+        """Return the steps of each arm's run: all that read the stream, or those that its FLOPs or its time pay for."""
         most, arms = self.sizes[regime].num_steps, ARMS[regime]
         names = [name for name, arm in arms.items() if arm.flops or name == DENSE]
         looks = Runner(self.setting).all([self.run(regime, name, num_steps=5) for name in names], at_once=self.at_once)
@@ -295,7 +295,7 @@ def measurement(
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """The samples of one regime. What the record lacks raises `Lacks` when it is asked for."""
+    """The samples of one regime. A missing sample raises `Lacks` when it is asked for."""
 
     name: str
     samples: Samples

@@ -1,6 +1,7 @@
 """The bench of claims on stable training: the steps to a fixed held-out loss, in calm runs and among wild batches.
 
-The target is what the plain variant reaches after three quarters of its steps, at its best rate, on the tuning seed.
+The target is the loss that the plain variant reaches after three quarters of its steps, at its best rate, on the
+tuning seed.
 """
 
 import math
@@ -31,8 +32,9 @@ RATES = (5e-4, 1e-3, 2e-3, 6e-3)
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What is compared: settings by arm, the first of which is the plain one; `main`, the arm that the verdict is
-    about; rivals: arms that it has to beat among wild batches as it does the plain one."""
+    """A comparison: settings by arm, the first of which is the plain one; `main`, the arm that the verdict is about;
+    rivals: arms that it has to beat among wild batches as it does the plain one.
+    """
 
     arms: Mapping[str, Mapping[str, Any]]
     main: str
@@ -46,7 +48,7 @@ class Study:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One regime: the loss to be reached, and the samples of its experiment."""
+    """A single regime: the loss to be reached, and the samples of its experiment."""
 
     target: float
     samples: experiment.Samples

@@ -24,7 +24,7 @@ NUM_MICROBATCHES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a number of ranks is laid out, and into how many microbatches each copy cuts its rows."""
+    """The layout of a number of ranks, and into how many microbatches each copy cuts its rows."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     num_microbatches: int = 1
@@ -49,7 +49,7 @@ def layouts(num_ranks: int) -> dict[str, Layout]:
 
 
 def measure(setting: Setting) -> Measurement:
-    """As many ranks as there are cores (2, 4 or 8), one thread each, the same global batch under every layout."""
+    """Measure one rank for each core (2, 4 or 8), one thread each, the same global batch under every layout."""
     cores = os.cpu_count() or 1
     if cores < 2:
         return untestable("one core: there is no second device to wait for")

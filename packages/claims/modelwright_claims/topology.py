@@ -59,7 +59,7 @@ def measure_racks(effort: Effort, *, delay_ms: float) -> dict[str, Any]:
 
 
 def measure_degraded(effort: Effort) -> dict[str, Any]:
-    """A cable of the tree slows down and recovers while the ranks go on."""
+    """A cable of the tree slows down and recovers while the ranks continue."""
     topology = full_mesh([[100.0] * 4] * 4)
     with tempfile.TemporaryDirectory() as folder, Network(topology) as net:
         out = Path(folder) / "found.json"

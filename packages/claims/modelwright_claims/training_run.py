@@ -1,7 +1,7 @@
-"""One training run on the text of the workbench, described by plain data, and its outcome.
+"""A single training run on the text of the workbench, described by plain data, and its outcome.
 
 Runs of the same seed start from the same weights and take the rows in the same order. A run goes through the product's
-training loop, or through the plain one (`plain_training`), in this process or in processes of its own.
+training loop, or through the plain one (`plain_training`), in this process or in separate processes.
 """
 
 import json
@@ -309,7 +309,7 @@ def _objective(setting: Setting, run: Run) -> tuple[Any, Sequence[TechniqueBuild
 
 
 def batch_loader(rows: PackedRows, size: Size, mode: Mode, seed: int) -> PackedLoader | PlannedLoader:
-    """Return the batches of a run; of rows in length buckets, as many as fit into `size.batch_tokens` with padding."""
+    """Return the batches of a run; of rows in length buckets, those that fit into `size.batch_tokens` with padding."""
     return build_loader(
         rows,
         BatchingConfig(),

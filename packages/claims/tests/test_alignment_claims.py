@@ -1,4 +1,4 @@
-"""The claims about alignment: their verdicts, what they measure with, and a quick measurement of each."""
+"""The claims about alignment: their verdicts, their instruments, and a quick measurement of each."""
 
 import itertools
 import math
@@ -89,7 +89,7 @@ def test_grpo_must_beat_its_start_and_demonstrations_and_not_lose_to_verified_an
 
 
 def dpo_samples(**changes: list[float]) -> dict[str, list[float]]:
-    """Samples of `lora_dpo`, by what is measured and whose it is."""
+    """Samples of `lora_dpo`, by quantity and arm."""
     values = {
         "accuracy_full": around(90.0, 0.3), "accuracy_lora": around(89.5, 0.3), "pace_full": around(300.0, 1.0),
         "pace_lora": around(360.0, 1.0), "peak_full": around(7e8, 1e6), "peak_lora": around(4e8, 1e6),
@@ -176,7 +176,7 @@ def test_verified_answers_are_right_and_kept_once() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With few pairs."""
+    """A folder with few pairs."""
     folder = tmp_path_factory.mktemp("claims")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpora, "MODULES_FRACTION", 0.05)
@@ -218,7 +218,7 @@ def file(folder: Path, heldout: product_runs.HeldOut) -> list[str]:
 
 @pytest.fixture
 def setting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
-    """For measurements of few problems, by runs that do not measure the machine."""
+    """A setting for measurements of few problems, by runs that do not measure the machine."""
     monkeypatch.setattr(corpora, "NUM_TERMS", 20)
     monkeypatch.setattr(resolve, "measure_rates", lambda *words, **settings: RATES)
     return Setting(quick=True, folder=folder, progress=SilentProgress())
@@ -234,7 +234,7 @@ def test_a_quick_measurement_of_ppo(setting: Setting) -> None:
 
 
 def test_the_kl_of_a_model_from_itself_is_zero_and_from_another_one_is_not(setting: Setting) -> None:
-    """On the run of the quick measurement, which is not made again."""
+    """Compare models of the run of the quick measurement, which is not made again."""
     ppo_true_reward.CLAIM.measure(setting)
     run = RunDir(setting.folder / "alignment" / f"ppo-{ppo_true_reward.SEEDS[0]}")
     asker, start = Asker.of(run, "ppo"), run.stage("sft").artifact

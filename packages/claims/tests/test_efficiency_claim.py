@@ -211,7 +211,7 @@ def test_both_settings_have_to_reach_their_goal_at_no_higher_loss(one, two, loss
 
 
 def test_the_fastest_plain_loop_has_to_be_beaten():
-    """By oneDNN's products, and on two hosts by one of them that leaves the other idle."""
+    """Rivals are the loop by oneDNN's products, and on two hosts by one of them that leaves the other idle."""
     fast = {PLAIN_BY_ONEDNN: 50.0}
     beaten = verdict_on({"one host": timed(19.0, **fast), "two hosts": timed(4.0, **fast)}, {})
     assert beaten.kind == "short"

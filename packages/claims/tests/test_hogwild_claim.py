@@ -1,4 +1,4 @@
-"""The claim on Hogwild: its verdict, what it compares, and one small run of real processes."""
+"""The claim on Hogwild: its verdict, its comparison, and one small run of real processes."""
 
 from dataclasses import replace
 

@@ -368,7 +368,7 @@ MEASURED = {record["name"] for record in read_results(ROOT / "benchmarks/results
 
 @pytest.mark.parametrize("claim", [one for one in CLAIMS if one.name in MEASURED], ids=lambda claim: claim.name)
 def test_headlines_are_figures_that_were_measured(claim):
-    """Those of claims without a record are checked where their verdicts are, on made-up samples."""
+    """Headlines of claims without a record are checked where their verdicts are, on made-up samples."""
     records = [one for one in read_results(ROOT / "benchmarks/results") if one["name"] == claim.name]
     assert set(claim.headline) <= {name for record in records for name in all_figures(record)}
 

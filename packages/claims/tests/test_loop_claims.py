@@ -1,4 +1,4 @@
-"""The rules of the claims about A/B tests, images and retrieval, and what they measure with."""
+"""The rules of the claims about A/B tests, images and retrieval, and the instruments of their measurements."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Verdicts of the claims on number formats, and that their arms are what they say."""
+"""Verdicts of the claims on number formats, and that their arms match their names."""
 
 from dataclasses import replace
 

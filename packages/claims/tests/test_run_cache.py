@@ -1,4 +1,4 @@
-"""What a long measurement keeps for later calls."""
+"""The results that a long measurement keeps for later calls."""
 
 from pathlib import Path
 from types import ModuleType

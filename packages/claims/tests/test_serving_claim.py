@@ -87,7 +87,9 @@ def test_arrivals_have_the_rate_and_the_spread_that_is_asked_for() -> None:
 
 
 def test_latencies_count_from_the_planned_time() -> None:
-    """At twice its capacity the last of 25 requests waits for about 12 others, though each is sent at once."""
+    """The server has half the capacity, so the last of 25 requests waits for about 12 others, though each is sent at
+    once.
+    """
     with one_at_a_time() as url:
         result = run_elsewhere(load_on(url, rate=100.0))
     assert result.statuses == {"200": 25}

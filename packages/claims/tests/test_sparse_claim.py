@@ -149,7 +149,7 @@ def test_sparse_runs_say_what_they_executed(text_folder):
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path, monkeypatch, quick):
-    """The plan of a whole measurement, with runs that only say what they would cost; the rate of 1e-3 is best."""
+    """The plan of a whole measurement, with runs that only say their cost; the rate of 1e-3 is best."""
     made: list[Run] = []
 
     def cost(run: Run) -> float:

@@ -1,4 +1,4 @@
-"""Claims on stable training: their verdicts, the target of a comparison, and what a loss scale loses."""
+"""Claims on stable training: their verdicts, the target of a comparison, and the losses of a loss scale."""
 
 from dataclasses import replace
 

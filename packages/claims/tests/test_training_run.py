@@ -1,4 +1,4 @@
-"""One training run of the claims: what decides it, how its processes are started, and what it tells."""
+"""A single training run of the claims: its determinants, the start of its processes, and that it tells."""
 
 import math
 from dataclasses import replace

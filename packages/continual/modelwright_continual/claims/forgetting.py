@@ -2,11 +2,11 @@
 half of its compute at most.
 
 A model learns the documentation of the standard library; then three updates bring that of NumPy, that of PyTorch, and
-code, each by the product's own update (`continual.update`) with a share of rows that it replays by itself from all runs
-before: the update after the first has texts of two bodies to draw from, the next of three. Beside them stands one model
-of the same size that learned all four bodies from random weights with the compute of the first model and its updates
-together: the capacity floor. Losses are bits per byte of held-out modules; the share of replay is chosen on one half of
-these documents and reported on the other.
+code, each by the product's own update (`continual.update`) with a share of rows that it replays without help from all
+runs before: the update after the first has texts of two bodies to draw from, the next of three. Next to them is one
+model of the same size that learned all four bodies from random weights with the compute of the first model and its
+updates together: the capacity floor. Losses are bits per byte of held-out modules; the share of replay is chosen on
+one half of these documents and reported on the other.
 """
 
 import json
@@ -62,7 +62,7 @@ class UpdateTexts:
 
 
 def write_texts(folder: Path, *, fraction: float, most_old: int, most_new: int, most_heldout: int) -> UpdateTexts:
-    """Write the files, unless they are there. fraction: of the modules; most: documents of a body, drawn by hash."""
+    """Write the files, unless they exist. fraction: of the modules; most: documents of a body, drawn by hash."""
     texts = UpdateTexts(folder)
     if (folder / "done").exists():
         return texts
@@ -135,7 +135,7 @@ GROUPS: tuple[tuple[Half, Task], ...] = tuple((half, task) for half in HALVES fo
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large a measurement is."""
+    """The size of a measurement."""
 
     seeds: tuple[int, ...]
     fraction: float
@@ -149,7 +149,7 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """How the updates are made."""
+    """The way in which updates are made."""
 
     replay: float
     average: bool = False
@@ -229,7 +229,9 @@ def measure(setting: Setting) -> Measurement:
 
 
 def _make(setting: Setting, jobs: Sequence[ChainJob]) -> list[Chain]:
-    """What the jobs give; what an earlier call has made is kept. Updates need their first model in the folder."""
+    """Return the results of the jobs; results of an earlier call are kept. Updates need their first model in the
+    folder.
+    """
 
     def make_first(missing: Sequence[ChainJob]) -> None:
         updates = {job.seed: replace(job, name=FIRST) for job in missing if job.name not in (FIRST, SCRATCH)}
@@ -328,7 +330,7 @@ def _chain(runs: Sequence[RunDir], bits: Mapping[str, float], after: Sequence[fl
 
 
 def _samples(name: str, chains: Sequence[Chain]) -> dict[str, list[float]]:
-    """By what is measured and the name of the chain."""
+    """Return samples by quantity and the name of the chain."""
     kinds = {"old": "test/old", "new": "test/new", "old, validation": "validation/old"}
     samples = {f"{kind}: {name}": [chain.bits[key] for chain in chains] for kind, key in kinds.items()}
     samples[f"FLOPs: {name}"] = [chain.flops for chain in chains]

@@ -76,7 +76,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class FederatedRun:
-    """One training. heldout: the split on which its loss is taken."""
+    """A single training. heldout: the split on which its loss is taken."""
 
     plan: Plan
     method: Method
@@ -86,7 +86,7 @@ class FederatedRun:
 
 
 def prepare(folder: Path, plan: Plan) -> None:
-    """Write the rows of all sides and the first model into `folder`, unless they are there."""
+    """Write the rows of all sides and the first model into `folder`, unless they exist."""
     if (folder / "done").exists():
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -263,7 +263,7 @@ def _federated_config(run: FederatedRun) -> "FederatedConfig":
 
 
 def _local_training(folder: Path, run: FederatedRun, name: str) -> "LocalTraining":
-    """What a client trains with, in a process of the simulation."""
+    """Return the training of a client, in a process of the simulation."""
     from modelwright_federated.local_training import LocalTraining
 
     torch.set_num_threads(1)

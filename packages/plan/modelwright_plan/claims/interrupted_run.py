@@ -1,10 +1,10 @@
 """Claim: the plan of a job on spot instances predicts the wall time of a real, interrupted run within 15%.
 
 `modelwright run` trains in a process that is interrupted by a script: killed by SIGKILL at once, or told by SIGTERM 30
-seconds before. What a checkpoint and a recovery cost is measured first, on a run without and on one with a single
-interruption, as `modelwright plan spot --run` takes it; a simulation of the same checkpoints, losses and recoveries
-then gets the script's periods, and its wall time is compared with the measured one. Notices that are waited out and
-absences are as long in both, so the error without them stands beside it.
+seconds before. The costs of a checkpoint and of a recovery are measured first, on a run without and on one with a
+single interruption, as `modelwright plan spot --run` takes it; a simulation of the same checkpoints, losses and
+recoveries then gets the script's periods, and its wall time is compared with the measured one. Notices that are waited
+out and absences are as long in both, so the error without them stands next to it.
 """
 
 import math
@@ -41,8 +41,8 @@ MOST_PERIODS = 200_000
 
 @dataclass(frozen=True)
 class Presence:
-    """Instances are there for `up_s` seconds, then missing for `down_s`. Of the former, the job knows for the last
-    `notice_s` seconds that they end: it saves what it has and stops.
+    """Instances run for `up_s` seconds, then missing for `down_s`. Of the former, the job knows for the last
+    `notice_s` seconds that they end: it saves that which it has and stops.
     """
 
     up_s: float
@@ -52,7 +52,7 @@ class Presence:
 
 @dataclass(frozen=True, kw_only=True)
 class SpotOutcome:
-    """Where the time of a job went, in seconds."""
+    """The uses of the time of a job, in seconds."""
 
     wall_s: float
     spot_s: float
@@ -216,7 +216,7 @@ def run_through(folder: Path, periods: Sequence[Presence]) -> tuple[float, int]:
 
 @contextmanager
 def _started(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that runs what is left in a folder; killed at the end of the block."""
+    """A process that runs the rest of a folder; killed at the end of the block."""
     command = [sys.executable, "-m", "modelwright.cli.main", "run", str(folder)]
     with open(folder.with_suffix(".log"), "ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -228,8 +228,8 @@ def _started(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _ends(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    """Wait until a moment for the process to end by itself. Raises `ModelwrightError` if it ended with an error that is
-    not the answer to SIGTERM.
+    """Wait until a moment for the process to end without a signal. Raises `ModelwrightError` if it ended with an error
+    that is not the answer to SIGTERM.
     """
     try:
         code = process.wait(max(0.0, deadline - time.monotonic()))

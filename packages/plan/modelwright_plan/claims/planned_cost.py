@@ -1,9 +1,10 @@
-"""Claim: what the measured techniques save of the bill of training and of serving, by the product's cost model.
+"""Claim: the share that the measured techniques save of the bill of training and of serving, by the product's cost
+model.
 
 The workload is stated here; how much faster training and serving get comes from stored measurements of other claims
-(`benchmarks/results`), of this machine where there are some. Training takes fewer hours by the measured factor. Serving
-takes fewer instances by the measured speed-up of decoding. Storage and traffic stay as they are. The sensitivity is the
-product's tornado: each factor and each assumption by itself a quarter lower and higher.
+(`benchmarks/results`), of this machine where there are some. Training takes fewer hours by the measured factor.
+Serving takes fewer instances by the measured speed-up of decoding. Storage and traffic stay unchanged. The sensitivity
+is the product's tornado: each factor and each assumption separately a quarter lower and higher.
 """
 
 import json
@@ -98,7 +99,7 @@ def measure(setting: Setting) -> Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """A stored figure: its value, its lower confidence bound (the value where there is none), where it comes from."""
+    """A stored figure: its value, its lower confidence bound (the value where it is missing), where it comes from."""
 
     value: float
     lower: float
@@ -162,7 +163,7 @@ def costs(assumed: Assumptions, prices: PriceTable) -> dict[str, float]:
 
 
 def swings(assumed: Assumptions, prices: PriceTable, part: str) -> dict[str, tuple[float, float]]:
-    """What is saved of a part at both ends of each assumption that matters, the widest first."""
+    """Return the savings of a part at both ends of each assumption that matters, the widest first."""
     ranges = {name: (value * (1 - VARIED), value * (1 + VARIED)) for name, value in assumed.named.items()}
     bars = tornado(ranges, lambda name, value: saved(assumed.changed(name, value), prices)[part])
     return {bar.name: (bar.at_low, bar.at_high) for bar in bars[:NUM_BARS] if bar.width > 0}
@@ -184,7 +185,7 @@ def _conditions(prices: PriceTable) -> Conditions:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """The factors' lower bounds stand in for those of what is saved."""
+    """The factors' lower bounds give those of the savings."""
     judgment = Judgment()
 
     def saved_part(part: str) -> Estimate:

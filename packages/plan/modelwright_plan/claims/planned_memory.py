@@ -1,8 +1,8 @@
-"""Claim: a plan made before the first step says what a step will take, and makes it take much less.
+"""Claim: a plan made before the first step predicts the memory of a step, and makes it take much less.
 
-Predicted peaks come from traces on fake tensors, measured ones from steps of THE loop in processes of their own. What
-is planned is what is executed: recomputation, moving and updates in backward, as settings of the loop. What is saved is
-judged in the product as it is: both steps in training's heap, which keeps freed memory and has gaps. Predictions are
+Predicted peaks come from traces on fake tensors, measured ones from steps of THE loop in separate processes. What is
+planned is what is executed: recomputation, moving and updates in backward, as settings of the loop. What is saved is
+judged in the product unchanged: both steps in training's heap, which keeps freed memory and has gaps. Predictions are
 held against a heap without gaps (mapped tensor by tensor, and slow), and for the planned step against training's, too.
 """
 
@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The same training as configured and as planned.
+    """A training as configured and as planned.
 
     In training's heap, run by run: before, as configured; after, as planned; on_disk, the same of the plan whose
     activations may also wait in a file, empty where it moves nothing. In a heap without gaps: mapped, as configured,
@@ -167,12 +167,12 @@ def measured_pair(setting: Setting, case: Case) -> Pair:
 
 
 def _in_training(case: Case, train: TrainConfig) -> Measured:
-    """With the heap that training has, for as many steps as its gaps take to appear."""
+    """Measure with the heap of training, for the steps that its gaps take to appear."""
     return memory_probe.measure(replace(case.probe(train), num_steps=HEAP_STEPS), own_heap=True)[0]
 
 
 def disk(setting: Setting, case: Case) -> OffloadTarget:
-    """A file beside the measurement's own, at the pace measured now."""
+    """A file next to the measurement's own, at the pace measured now."""
     rates = measure_rates(case.model, num_tokens=case.rows * case.model.max_seq_len, budget_s=2.0)["effective"]
     pace = measure_flops_per_byte(DiskStore(setting.folder), torch.device("cpu"), rates["fp32"])
     return OffloadTarget(tier="disk", flops_per_byte=pace)

@@ -47,7 +47,7 @@ def measure(setting: Setting) -> Measurement:
 
 
 def probe(model: ModelConfig, zero_stage: ZeroStage, num_ranks: int) -> Probe:
-    """One row for each rank."""
+    """A single row for each rank."""
     return memory_probe.fp32_probe(
         model, rows=num_ranks, parallel=ParallelConfig(zero_stage=zero_stage, shared_memory=False)
     )
@@ -59,7 +59,7 @@ def theory_bytes(num_parameters: int, sharded: str, num_ranks: int) -> float:
 
 
 def estimated_bytes(model: ModelConfig, zero_stage: ZeroStage, num_ranks: int) -> int:
-    """What the planner says of the peak."""
+    """Return the planner's estimate of the peak."""
     part = RankPart(
         segments=(Segment(num_layers=1, recompute=False),) * model.num_layers,
         shape=block_shape(

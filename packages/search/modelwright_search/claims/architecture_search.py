@@ -72,7 +72,7 @@ def samples_of(result: SearchResult) -> dict[str, list[float]]:
 
 
 def _samples_of(contender: Contender) -> dict[str, list[float]]:
-    """A training that failed has an infinite loss; a strategy that has trained nothing has no losses."""
+    """A training that failed has an infinite loss; a strategy that has trained nothing is without losses."""
     name, losses = contender.bench.strategy, [math.inf if loss is None else loss for loss in contender.losses]
     spent = {SPENT + name: [contender.bench.spent]}
     return spent | ({SEARCHED + name: losses[:1], UNSEEN + name: losses[1:]} if losses else {})
@@ -94,13 +94,13 @@ def conditions_of(result: SearchResult, wish: SearchConfig) -> Conditions:
 
 
 def _spent_enough(samples: Samples, rival: str) -> tuple[bool, str]:
-    """Whether a rival spent `LEAST_SPENT` of the budget, and what to say if it did not."""
+    """Return whether a rival spent `LEAST_SPENT` of the budget, and what to say if it did not."""
     (spent,), (budget,) = samples[SPENT + rival], samples[BUDGET]
     return spent >= LEAST_SPENT * budget, f"{rival} spent {spent:.2f} trainings of {budget:g}"
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """`scaled` ends when it has no further shape; the reason says so where it left much of its budget."""
+    """`scaled` ends when its shapes are exhausted; the reason says so where it left much of its budget."""
     judgment = Judgment()
     for rival in RIVALS:
         judgment.ask(
