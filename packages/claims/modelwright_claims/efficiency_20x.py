@@ -314,7 +314,7 @@ def _add_figures(judgment: Judgment, samples: Samples, where: str) -> None:
 
 
 def _arms_in_words(tuned: Mapping[str, Mapping[str, Tuned]]) -> dict[str, str]:
-    """Return the parts of the whole stack, the rates that were chosen, and which arms never reach the plain loop's loss."""
+    """Return the parts of the whole stack, the chosen rates, and the arms that never reach the plain loop's loss."""
     rates, beyond = [], []
     for where, arms in tuned.items():
         rates.append(f"{where}: {', '.join(f'{name} {one.size.learning_rate:g}' for name, one in arms.items())}")

@@ -3,7 +3,7 @@
 In three regimes, because the answer depends on it. A continual update takes new text, and old text against forgetting;
 the measure is that the new is learned and the old not forgotten. In a stream that nobody has cleaned half of the rows
 are garbage, and choosing rows by what a short look at them tells leaves that out; in a clean stream every row is worth
-something. In pretraining every row is new. Every form stands next to that which it has to beat at equal compute and at
+something. In pretraining every row is new. Every form is compared with its rivals at equal compute and at
 equal time: dense with fewer steps, a smaller dense model, rows drawn at random, plain freezing; each at its own best
 rate, chosen on its own seed.
 """

@@ -44,7 +44,7 @@ def paired_t_test(method: Sequence[float], baseline: Sequence[float]) -> Paired:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The mean of repeats, and that which it can be said to be at least and at most."""
+    """The mean of repeats and its bounds."""
 
     mean: float
     spread: float

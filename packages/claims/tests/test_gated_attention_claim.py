@@ -1,4 +1,4 @@
-"""The claim on selected heads: its verdict from given samples, that which it counts, and its arms as tiny runs."""
+"""The claim on selected heads: its verdict from given samples, its counts, and its arms as tiny runs."""
 
 import math
 from dataclasses import replace

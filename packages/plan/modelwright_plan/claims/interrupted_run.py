@@ -42,7 +42,7 @@ MOST_PERIODS = 200_000
 @dataclass(frozen=True)
 class Presence:
     """Instances run for `up_s` seconds, then missing for `down_s`. Of the former, the job knows for the last
-    `notice_s` seconds that they end: it saves that which it has and stops.
+    `notice_s` seconds that they end: it saves its state and stops.
     """
 
     up_s: float

@@ -4,7 +4,7 @@ model.
 The workload is stated here; how much faster training and serving get comes from stored measurements of other claims
 (`benchmarks/results`), of this machine where there are some. Training takes fewer hours by the measured factor.
 Serving takes fewer instances by the measured speed-up of decoding. Storage and traffic stay unchanged. The sensitivity
-is the product's tornado: each factor and each assumption separately a quarter lower and higher.
+is the product's tornado: each factor and each assumption alone a quarter lower and higher.
 """
 
 import json
