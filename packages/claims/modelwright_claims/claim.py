@@ -12,7 +12,7 @@ from typing import Literal
 
 from modelwright.core.progress import Progress
 
-Kind = Literal["met", "short", "cannot be tested here", "not judged"]
+Kind = Literal["met", "short", "cannot be tested here", "not judged", "quick, not a verdict"]
 Samples = Mapping[str, Sequence[float]]
 Conditions = Mapping[str, str | int | float | bool]
 UNTESTABLE = "cannot be tested here"

@@ -28,7 +28,9 @@ def parser() -> argparse.ArgumentParser:
         help="judge the published measurements (of NAME, or all) by the present rules and renew docs/claims.md",
     )
     parser.add_argument("--all", action="store_true", help="measure all of them, those that decide most first; resumes")
-    parser.add_argument("--quick", action="store_true", help="a smaller measurement, for a smoke test")
+    parser.add_argument(
+        "--quick", action="store_true", help="a smaller measurement, for a smoke test; it gives no verdict"
+    )
     parser.add_argument(
         "--results",
         type=Path,

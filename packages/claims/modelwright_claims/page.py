@@ -167,7 +167,7 @@ def _claim_row(claim: Claim, records: Sequence[Mapping[str, Any]], ages: Ages, l
     if record is None:
         return f"| {link(claim.name)} | {claim.published} | not measured yet | | |"
     here = "; ".join(f"{name} {show(figure)}" for name, figure in list(headline(claim, record).items())[:2])
-    kind = shown_kind(claim, record) + (" (quick)" if record["quick"] else "")
+    kind = shown_kind(claim, record)
     return f"| {link(claim.name)} | {claim.published} | {here} | {kind} | {_age_cell(record, ages)} |"
 
 

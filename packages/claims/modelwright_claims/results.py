@@ -179,9 +179,8 @@ def judged(claim: Claim, record: Mapping[str, Any]) -> dict[str, Any]:
 def verdict_on(claim: Claim, record: Mapping[str, Any]) -> Verdict:
     """Judge samples and conditions of a record by the claim's present rule."""
     verdict = judge(claim, Measurement(samples=record["samples"], conditions=record["conditions"]))
-    if record["quick"]:
-        reason = f"a quick measurement only shows that the measurement runs; {verdict.line}"
-        verdict = dataclasses.replace(verdict, kind="not judged", reason=reason)
+    if record["quick"] and verdict.kind != "cannot be tested here":
+        verdict = dataclasses.replace(verdict, kind="quick, not a verdict", reason=f"the rule gives {verdict.line}")
     return verdict
 
 

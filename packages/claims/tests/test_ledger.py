@@ -9,7 +9,7 @@ import pytest
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright_claims import ledger, published, results
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
-from modelwright_claims.claim import Claim, Measurement, Samples, Verdict
+from modelwright_claims.claim import Claim, Measurement, Samples, Verdict, untestable
 from modelwright_claims.command import prove
 from modelwright_claims.judging import Judgment
 from modelwright_claims.ledger import CLAIMS, pages, rejudge, select
@@ -134,8 +134,10 @@ def test_a_quick_measurement_never_replaces_a_full_one(written, tmp_path):
 
 def test_a_quick_measurement_is_no_verdict():
     quick = record_of(EASY, quick=True)
-    assert quick["kind"] == "not judged"
-    assert "only shows that the measurement runs; met: as expected" in quick["reason"]
+    assert (quick["kind"], quick["reason"]) == ("quick, not a verdict", "the rule gives met: as expected")
+    assert "| quick, not a verdict |" in row_of(overview(EASY, quick))
+    elsewhere = measured(EASY, untestable("no network"), quick=True, wall_s=1.0, around=circumstances() | QUIET)
+    assert elsewhere["kind"] == "cannot be tested here"
 
 
 def test_damaged_results_are_named(tmp_path):
