@@ -13,7 +13,7 @@ from modelwright_plan.cost.prices import shipped_prices
 
 
 def test_a_factor_of_two_halves_the_cost_of_training() -> None:
-    assumed = planned_cost.Assumptions(values=planned_cost.ASSUMED, training_gain=2.0, serving_gain=1.0)
+    assumed = {**planned_cost.ASSUMED, planned_cost.TRAINING_FACTOR: 2.0, planned_cost.SERVING_FACTOR: 1.0}
     found = planned_cost.saved(assumed, shipped_prices())
     assert found["training"] == pytest.approx(50)
     assert found["inference"] == 0

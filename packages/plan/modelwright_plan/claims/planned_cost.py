@@ -10,7 +10,7 @@ is the product's tornado: each factor and each assumption alone a quarter lower 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,25 +57,9 @@ SAVED = "saved, "
 PARTS = ("training", "inference", "training on spot instances too")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Assumptions:
-    """Values by name, and how many times faster training and serving are."""
-
-    values: Mapping[str, float]
-    training_gain: float
-    serving_gain: float
-
-    def changed(self, name: str, value: float) -> "Assumptions":
-        if name == "measured factor of training":
-            return replace(self, training_gain=value)
-        if name == "measured factor of serving":
-            return replace(self, serving_gain=value)
-        return replace(self, values={**self.values, name: value})
-
-    @property
-    def named(self) -> dict[str, float]:
-        factors = {"measured factor of training": self.training_gain, "measured factor of serving": self.serving_gain}
-        return {**self.values, **factors}
+TRAINING_FACTOR, SERVING_FACTOR = "measured factor of training", "measured factor of serving"
+"""How many times faster training and serving are: two more of the assumptions."""
+Assumptions = Mapping[str, float]
 
 
 def measure(setting: Setting) -> Measurement:
@@ -86,8 +70,8 @@ def measure(setting: Setting) -> Measurement:
         text = f"no stored full measurement of {missing.claim} has {missing.figure!r}"
         return Measurement(conditions={UNTESTABLE: text})
     prices = shipped_prices()
-    assumed = Assumptions(values=ASSUMED, training_gain=training.value, serving_gain=serving.value)
-    lowest = replace(assumed, training_gain=training.lower, serving_gain=serving.lower)
+    assumed = {**ASSUMED, TRAINING_FACTOR: training.value, SERVING_FACTOR: serving.value}
+    lowest = {**ASSUMED, TRAINING_FACTOR: training.lower, SERVING_FACTOR: serving.lower}
     found, at_least = saved(assumed, prices), saved(lowest, prices)
     samples: dict[str, list[float]] = {SAVED + part: [found[part], at_least[part]] for part in PARTS}
     for part in PARTS[:2]:
@@ -122,29 +106,28 @@ def find_factor(gain: Gain, records: Sequence[Mapping[str, Any]]) -> Factor | No
 
 def saved(assumed: Assumptions, prices: PriceTable) -> dict[str, float]:
     """Percent of each part of the bill that is saved."""
-    plain, better = costs(replace(assumed, training_gain=1.0, serving_gain=1.0), prices), costs(assumed, prices)
+    plain, better = costs({**assumed, TRAINING_FACTOR: 1.0, SERVING_FACTOR: 1.0}, prices), costs(assumed, prices)
     beside = dict(zip(PARTS, ("training", "inference", "training"), strict=True))
     return {part: 100 * (1 - better[part] / plain[other]) for part, other in beside.items()}
 
 
 def costs(assumed: Assumptions, prices: PriceTable) -> dict[str, float]:
     """US dollars of each part, by the product's cost model."""
-    values = assumed.values
-    hours = values["training hours, plain"] / assumed.training_gain
+    hours = assumed["training hours, plain"] / assumed[TRAINING_FACTOR]
     spot = {
         "purchase": "spot",
-        "interruptions_per_hour": values["interruptions an hour on spot instances"],
-        "checkpoint_stall_s": values["stall of a checkpoint, s"],
-        "recovery_s": values["recovery, s"],
+        "interruptions_per_hour": assumed["interruptions an hour on spot instances"],
+        "checkpoint_stall_s": assumed["stall of a checkpoint, s"],
+        "recovery_s": assumed["recovery, s"],
     }
     training = {"instance": INSTANCE, "hours": hours}
     serving = {
         "name": "inference",
         "instance": INSTANCE,
         "months": MONTHS,
-        "tokens_per_month": values["tokens served a month"],
-        "tokens_per_s": values["tokens a second of an instance, plain"] * assumed.serving_gain,
-        "utilization": min(1.0, values["utilization"]),
+        "tokens_per_month": assumed["tokens served a month"],
+        "tokens_per_s": assumed["tokens a second of an instance, plain"] * assumed[SERVING_FACTOR],
+        "utilization": min(1.0, assumed["utilization"]),
     }
     workload = parse(
         Workload,
@@ -164,8 +147,8 @@ def costs(assumed: Assumptions, prices: PriceTable) -> dict[str, float]:
 
 def swings(assumed: Assumptions, prices: PriceTable, part: str) -> dict[str, tuple[float, float]]:
     """Return the savings of a part at both ends of each assumption that matters, the widest first."""
-    ranges = {name: (value * (1 - VARIED), value * (1 + VARIED)) for name, value in assumed.named.items()}
-    bars = tornado(ranges, lambda name, value: saved(assumed.changed(name, value), prices)[part])
+    ranges = {name: (value * (1 - VARIED), value * (1 + VARIED)) for name, value in assumed.items()}
+    bars = tornado(ranges, lambda name, value: saved({**assumed, name: value}, prices)[part])
     return {bar.name: (bar.at_low, bar.at_high) for bar in bars[:NUM_BARS] if bar.width > 0}
 
 
