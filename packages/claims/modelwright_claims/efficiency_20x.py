@@ -18,7 +18,7 @@ import torch
 from modelwright.core.config import merge
 from modelwright.core.resources import num_usable_cores
 from modelwright.ops.matmul import is_emulated
-from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, Runner, Tuning, best_value, run_experiment, tune, with_value
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.large_runs import NO_ONEDNN, baseline_conditions, onednn_is_exact
@@ -263,54 +263,43 @@ def measurement(
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when every scene reaches its goal, two hosts the published number of times as fast, at no higher loss.
-
-    The baseline is the fastest plain loop: by PyTorch's products or by oneDNN's, and for two hosts also on one of them.
-    """
+    """The baseline is the fastest plain loop: by PyTorch's products or by oneDNN's, and for two hosts also on one."""
     judgment = Judgment()
     scenes = [where for where in SCENES if f"{where}: seconds, {PLAIN}" in samples]
     for where in scenes:
-        goal = GOALS[where.removesuffix(WIDE)]
-        _add_figures(judgment, samples, where)
-        own = ratios(samples[f"{where}: seconds, {PLAIN}"], samples[f"{where}: seconds, {FULL}"])
-        gap = loss_above(samples, where, where, PLAIN)
-        judgment.said.append(f"{where}: {own.mean:.1f}x the plain loop, held-out loss {gap.mean:+.3f} nats")
-        judgment.at_least(f"{where}: speed over the plain loop", own, goal, "x")
-        judgment.at_most(f"{where}: held-out loss above the plain loop's", gap, 0.0, " nats")
+        goal, rival = GOALS[where.removesuffix(WIDE)], "the plain loop"
+
+        def faster(place: str, name: str, arm: str = FULL, where: str = where) -> Estimate:
+            return ratios(samples[f"{place}: seconds, {name}"], samples[f"{where}: seconds, {arm}"])
+
+        def loss_above(place: str, name: str, arm: str = FULL, where: str = where) -> Estimate:
+            return differences(samples[f"{where}: held-out loss, {arm}"], samples[f"{place}: held-out loss, {name}"])
+
+        for arm in names_between(samples, f"{where}: seconds, "):
+            if arm != PLAIN:
+                judgment.ask(f"{where}: faster, {arm}", faster(where, PLAIN, arm), "x")
+                judgment.ask(f"{where}: held-out loss above plain, {arm}", loss_above(where, PLAIN, arm), "nats")
+            judgment.show(samples, [f"{where}: steps, {arm}"])
+        own, gap = faster(where, PLAIN), loss_above(where, PLAIN)
+        say = f"{where}: {{0.mean:.1f}}x {rival}, held-out loss {gap.mean:+.3f} nats"
+        judgment.ask("", own, "x", ">=", goal, what=f"{where}: speed over {rival}", say=say)
+        judgment.ask("", gap, "nats", "<=", 0.0, what=f"{where}: held-out loss above {rival}'s")
         with judgment.part():
             hosts, wide = where.removesuffix(WIDE), WIDE if where.endswith(WIDE) else ""
             # Two hosts have to beat one of them alone, too.
             places = [where] if NUM_HOSTS[hosts] == 1 else [where, f"one host{wide}"]
             names = [PLAIN] if NO_ONEDNN in conditions else [PLAIN, PLAIN_BY_ONEDNN]
             plain = {(place, name): samples[f"{place}: seconds, {name}"] for place in places for name in names}
-            place, name = min(plain, key=lambda arm, plain=plain: statistics.fmean(plain[arm]))
-            if (place, name) != (where, PLAIN):
-                against = ratios(samples[f"{place}: seconds, {name}"], samples[f"{where}: seconds, {FULL}"])
-                gap = loss_above(samples, where, place, name)
-                rival = f"the fastest plain loop ({name}, {place})"
-                judgment.figures[f"{where}: faster than the fastest plain loop"] = against.figure("x")
-                judgment.said.append(f"{against.mean:.1f}x {rival}")
-                judgment.at_least(f"{where}: speed over {rival}", against, goal, "x")
-                judgment.at_most(f"{where}: held-out loss above {rival}", gap, 0.0, " nats")
+            fastest = min(plain, key=lambda arm, plain=plain: statistics.fmean(plain[arm]))
+            if fastest != (where, PLAIN):
+                rival = f"the fastest plain loop ({fastest[1]}, {fastest[0]})"
+                name, what = f"{where}: faster than the fastest plain loop", f"{where}: speed over {rival}"
+                judgment.ask(name, faster(*fastest), "x", ">=", goal, what=what, say=f"{{0.mean:.1f}}x {rival}")
+                above = loss_above(*fastest)
+                judgment.ask("", above, "nats", "<=", 0.0, what=f"{where}: held-out loss above {rival}")
     if not any(NUM_HOSTS[where.removesuffix(WIDE)] > 1 for where in scenes):
         judgment.lacking.append(f"two hosts: {conditions[NO_NETWORK]}")
     return judgment.verdict()
-
-
-def loss_above(samples: Samples, where: str, place: str, name: str, arm: str = FULL) -> Estimate:
-    """Return the held-out loss of an arm above that of another arm, perhaps of another scene, by seed."""
-    return differences(samples[f"{where}: held-out loss, {arm}"], samples[f"{place}: held-out loss, {name}"])
-
-
-def _add_figures(judgment: Judgment, samples: Samples, where: str) -> None:
-    for name in names_between(samples, f"{where}: seconds, "):
-        if name != PLAIN:
-            ratio = ratios(samples[f"{where}: seconds, {PLAIN}"], samples[f"{where}: seconds, {name}"])
-            judgment.figures[f"{where}: faster, {name}"] = ratio.figure("x")
-            gap = loss_above(samples, where, where, PLAIN, name)
-            judgment.figures[f"{where}: held-out loss above plain, {name}"] = gap.figure("nats")
-        with judgment.beside():
-            judgment.figures[f"{where}: steps, {name}"] = Figure(value=samples[f"{where}: steps, {name}"][0], unit="")
 
 
 def _arms_in_words(tuned: Mapping[str, Mapping[str, Tuned]]) -> dict[str, str]:

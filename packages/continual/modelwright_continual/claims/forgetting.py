@@ -224,8 +224,30 @@ def measure(setting: Setting) -> Measurement:
     ]
     chains: dict[str, list[Chain]] = {FIRST: first, SCRATCH: _make(setting, whole)}
     chains |= {name: [made[seed, name] for seed in scale.seeds] for name in names}
-    samples = {sample: values for name, of in chains.items() for sample, values in _samples(name, of).items()}
-    return Measurement(samples=samples, conditions=_conditions(scale))
+    samples: dict[str, list[float]] = {}
+    kinds = {"old": "test/old", "new": "test/new", "old, validation": "validation/old"}
+    for name, of in chains.items():
+        samples |= {f"{kind}: {name}": [chain.bits[key] for chain in of] for kind, key in kinds.items()}
+        samples[f"FLOPs: {name}"] = [chain.flops for chain in of]
+        for number in range(1, 1 + min(len(chain.after) for chain in of)):
+            samples[f"old after update {number}: {name}"] = [chain.after[number - 1] for chain in of]
+    return Measurement(
+        samples=samples,
+        conditions={
+            "seeds": len(scale.seeds),
+            "updates": len(UPDATES),
+            "steps of the first model": scale.num_steps,
+            "model": f"{scale.model['num_layers']} layers of width {scale.model['model_dim']}",
+            "rate": "4e-3 from scratch and 2e-3 in updates, warmup and decay each time, as in the recipe "
+            "continual-demo",
+            "texts": "documentation of the standard library, then of NumPy, of PyTorch, then the standard "
+            "library's code",
+            "from scratch": "all texts together, as many steps as the first model and its updates with the most of "
+            "them",
+            "replayed": "by the product itself: drawn from all bodies before, each by its size",
+            "compute of the updates": "FLOPs of the three updates, without those of the first model, which exists",
+        },
+    )
 
 
 def _make(setting: Setting, jobs: Sequence[ChainJob]) -> list[Chain]:
@@ -327,31 +349,6 @@ def _chain(runs: Sequence[RunDir], bits: Mapping[str, float], after: Sequence[fl
         bits=bits,
         after=after,
     )
-
-
-def _samples(name: str, chains: Sequence[Chain]) -> dict[str, list[float]]:
-    """Return samples by quantity and the name of the chain."""
-    kinds = {"old": "test/old", "new": "test/new", "old, validation": "validation/old"}
-    samples = {f"{kind}: {name}": [chain.bits[key] for chain in chains] for kind, key in kinds.items()}
-    samples[f"FLOPs: {name}"] = [chain.flops for chain in chains]
-    if name not in (FIRST, SCRATCH):
-        for number in range(1, len(UPDATES) + 1):
-            samples[f"old after update {number}: {name}"] = [chain.after[number - 1] for chain in chains]
-    return samples
-
-
-def _conditions(scale: Scale) -> Conditions:
-    return {
-        "seeds": len(scale.seeds),
-        "updates": len(UPDATES),
-        "steps of the first model": scale.num_steps,
-        "model": f"{scale.model['num_layers']} layers of width {scale.model['model_dim']}",
-        "rate": "4e-3 from scratch and 2e-3 in updates, warmup and decay each time, as in the recipe continual-demo",
-        "texts": "documentation of the standard library, then of NumPy, of PyTorch, then the standard library's code",
-        "from scratch": "all texts together, as many steps as the first model and its updates with the most of them",
-        "replayed": "by the product itself: drawn from all bodies before, each by its size",
-        "compute of the updates": "FLOPs of the three updates, without those of the first model, which exists",
-    }
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:

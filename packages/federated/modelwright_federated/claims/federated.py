@@ -333,7 +333,24 @@ def measure(setting: Setting) -> Measurement:
         samples[LOSS + run.method].append(loss)
     untrained = FederatedRun(plan=replace(plan, num_rounds=0), method="sgd", learning_rate=0.0, seed=0)
     samples[LOSS + "first"] = [cache.get(untrained, lambda: first_loss(folder, untrained))]
-    return Measurement(samples=samples, conditions=_conditions(plan, rates, sizes(folder), len(seeds)))
+    rows, num_seeds = sizes(folder), len(seeds)
+    return Measurement(
+        samples=samples,
+        conditions=plan.model.describe()
+        | {
+            "clients": NUM_CLIENTS,
+            "rounds": plan.num_rounds,
+            "local steps": plan.local_steps,
+            "samples": f"{plan.num_central_steps * plan.model.batch_rows} rows in every arm",
+            "rates": ", ".join(f"{WORDS[method]} {rate:g}" for method, rate in rates.items()),
+            "tuned on": "another seed and another half of the held-out modules",
+            "text": "documentation of the standard library first; of PyTorch and NumPy at the clients, held out by "
+            "module",
+            "rows of clients": ", ".join(f"{name} {count}" for name, count in rows.items()),
+            "seeds": num_seeds,
+            "optimizer": "plain SGD at a constant rate at the clients; central SGD alike, AdamW with warmup and decay",
+        },
+    )
 
 
 def _best_rates(plan: Plan, losses: Callable[[Sequence[FederatedRun]], list[float]]) -> dict[Method, float]:
@@ -344,21 +361,6 @@ def _best_rates(plan: Plan, losses: Callable[[Sequence[FederatedRun]], list[floa
 
     tuned = tune_grids(RATES, lambda tried: losses([tuning(method, rate) for method, rate in tried]), "rate")
     return {method: best_value(of_method) for method, of_method in tuned.items()}
-
-
-def _conditions(plan: Plan, rates: Mapping[Method, float], rows: Mapping[str, int], num_seeds: int) -> Conditions:
-    return plan.model.describe() | {
-        "clients": NUM_CLIENTS,
-        "rounds": plan.num_rounds,
-        "local steps": plan.local_steps,
-        "samples": f"{plan.num_central_steps * plan.model.batch_rows} rows in every arm",
-        "rates": ", ".join(f"{WORDS[method]} {rate:g}" for method, rate in rates.items()),
-        "tuned on": "another seed and another half of the held-out modules",
-        "text": "documentation of the standard library first; of PyTorch and NumPy at the clients, held out by module",
-        "rows of clients": ", ".join(f"{name} {count}" for name, count in rows.items()),
-        "seeds": num_seeds,
-        "optimizer": "plain SGD at a constant rate at the clients; central SGD alike, AdamW with warmup and decay",
-    }
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
