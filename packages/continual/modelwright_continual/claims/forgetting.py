@@ -374,8 +374,9 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
                 judgment.ask(f"old bits per byte after update {number}, {name}", after, "bits")
     chosen = min(names, key=lambda name: statistics.fmean(samples[f"old, validation: {name}"]))
     with judgment.part():
-        loss, cost = above("old", chosen, SCRATCH), compute(chosen)
+        loss = above("old", chosen, SCRATCH)
         judgment.ask("", loss, "%", "<=", MOST_ABOVE, what=f"old loss above that from scratch, {chosen}")
+        cost = compute(chosen)
         judgment.ask("", cost, "x", "<=", MOST_COMPUTE, what="compute of the updates")
         judgment.said.append(
             f"{chosen} (chosen on the validation half): old texts {loss.mean:+.2f}% beside training from scratch on "
