@@ -44,9 +44,8 @@ from modelwright.data.clean.fingerprints import SHINGLE_WORDS, DuplicatesConfig
 from modelwright.data.clean.folder import read_dropped
 from modelwright.data.clean.steps.duplicates import Duplicates
 from modelwright.data.document import Document
-from modelwright_claims.cleaning_scores import document_of
+from modelwright_claims.cleaning_scores import COPIES, clean_texts, document_of, spoil
 from modelwright_claims.results import circumstances, machine_slug
-from modelwright_claims.spoiled_corpus import COPIES, clean_texts, spoil
 from personal_data import run_modelwright, run_presidio, score, wrong
 from personal_data_set import labeled, negatives
 from quality_sets import HALVES, dropped, dropped_by_datatrove

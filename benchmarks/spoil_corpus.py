@@ -4,13 +4,13 @@
     python benchmarks/spoil_corpus.py stdlib --out spoiled --most 5000 --share 0.5 --seed 3
     python benchmarks/judge_cleaning.py spoiled                             then measures cleaning on it
 
-`modelwright_claims.spoiled_corpus` describes the files and the forms of spoiling.
+`modelwright_claims.cleaning_scores` describes the files and the forms of spoiling.
 """
 
 import argparse
 from pathlib import Path
 
-from modelwright_claims.spoiled_corpus import clean_texts, spoil, write
+from modelwright_claims.cleaning_scores import clean_texts, spoil, write
 
 
 def main() -> None:

@@ -15,13 +15,23 @@ from modelwright.data.clean.fingerprints import SHINGLE_WORDS, DuplicatesConfig
 from modelwright.data.clean.steps.privacy import PrivacyConfig
 from modelwright.data.clean.steps.quality import QualityConfig
 from modelwright.data.document import Document
-from modelwright_claims.cleaning_scores import judge_cleaning, read_spoiled
-from modelwright_claims.spoiled_corpus import BROKEN, COPY, JUNK, PERSONAL, Label, clean_texts, spoil, write
+from modelwright_claims.cleaning_scores import (
+    BROKEN,
+    COPY,
+    JUNK,
+    PERSONAL,
+    Label,
+    clean_texts,
+    judge_cleaning,
+    read_spoiled,
+    spoil,
+    write,
+)
 
 SCRIPT = """
 import sys
 from pathlib import Path
-from modelwright_claims.spoiled_corpus import clean_texts, spoil, write
+from modelwright_claims.cleaning_scores import clean_texts, spoil, write
 write(Path(sys.argv[1]), spoil(clean_texts(("stdlib",), 200), 0.8, 3))
 """
 LENIENT = QualityConfig(

@@ -1,9 +1,9 @@
 """Claim: A/B tests of equal versions, looked at after every event, raise a false alarm in at most 5% of runs.
 
-The traffic is made up; every decision is the server's own code: who gets which arm (`arm_of`), what is counted
-(`ExperimentState`), when a version is taken away (`verdict`), and the intervals that the page shows. Both arms
-are the same, with sessions whose requests resemble each other, outages that hit both, and in half of the runs a share
-of B that grows while the test runs.
+The traffic is made up; every decision is the server's own code: who gets which arm (`arm_of`), the counting
+(`ExperimentState`), when a version is withdrawn (`verdict`), and the intervals on the page shows. Both arms are the
+same, with sessions whose requests resemble each other, outages that hit both, and in half of the runs a share of B
+that grows while the test runs.
 """
 
 import math
@@ -13,17 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from modelwright.core.seeds import derive_seed
-from modelwright.serve.ab.state import (
-    CONTROL,
-    REPORT_ALPHA,
-    TREATMENT,
-    ExperimentState,
-    RequestEvent,
-    arm_of,
-    verdict,
-)
+from modelwright.serve.ab.state import CONTROL, REPORT_ALPHA, TREATMENT, ExperimentState, RequestEvent, arm_of, verdict
 from modelwright.serve.ab.statistics import BURN_IN, difference_interval, log_e_value, two_proportions, welch
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
 from modelwright_claims.product_runs import side_by_side
 from modelwright_claims.statistics import share
@@ -43,7 +35,7 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class Sign:
-    """Whether a test would be stopped with a finding now. count: changes whenever what it depends on does."""
+    """A sign that a test would be stopped with a finding now. count: changes whenever its inputs do."""
 
     count: Callable[[ExperimentState], int]
     fires: Callable[[ExperimentState], bool]
@@ -94,7 +86,7 @@ def outcome_of(run: AaRun) -> dict[str, float]:
 
 
 def made_up_traffic(number: int, num_requests: int) -> Traffic:
-    """Sessions of 1 to about 10 requests that overlap; what is drawn for a session holds for all of its requests."""
+    """Sessions of 1 to about 10 requests that overlap; draws for a session hold for all of its requests."""
     draw = np.random.default_rng(derive_seed(number, "A/A traffic"))
     begins = np.sort(draw.random(num_requests) * num_requests)
     lengths = draw.geometric(0.4, num_requests)
@@ -121,8 +113,8 @@ def made_up_traffic(number: int, num_requests: int) -> Traffic:
 def look_at_every_event(traffic: Traffic) -> dict[str, float]:
     """Count a run's requests and look after each event: 1 for each sign that ever alarmed, 0 for the others.
 
-    Everything goes on being counted after an alarm. A sign is a function of one part of the state, so it is asked when
-    that part has changed.
+    Counting continues after an alarm. A sign is a function of one part of the state, so it is asked when that part has
+    changed.
     """
     state, had = ExperimentState(), dict[str, int]()
     fired, seen = dict.fromkeys(SIGNS, 0.0), dict.fromkeys(SIGNS, -1)
@@ -204,26 +196,21 @@ SIGNS: Mapping[str, Sign] = {
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when each interval misses the truth at any look in at most `MOST_ALARMS` percent of the runs, and the guards
-    take B away in at most `MOST_ROLLBACKS`."""
     judgment = Judgment()
     limits = {**dict.fromkeys((ALARM + name for name in SEQUENTIAL), MOST_ALARMS), ROLLED_BACK: MOST_ROLLBACKS}
     for name, limit in limits.items():
         with judgment.part():
             alarms = share(samples[name])
             judgment.figures[name] = alarms.figure("% of runs")
-            judgment.at_most(name, alarms, limit, "%")
-            judgment.said.append(f"{name} in {alarms.mean:.1f}% of {alarms.count} runs")
+            judgment.ask("", alarms, "%", "<=", limit, what=name, say=name + " in {0.mean:.1f}% of {0.count} runs")
     for name in (ERRORS, SCORES):
-        with judgment.beside():
-            repeated = share(samples[REPEATED + name])
-            judgment.figures[REPEATED + name] = repeated.figure("% of runs")
-            judgment.said.append(f"a repeated fixed-number test of {name} alarms in {repeated.mean:.0f}%")
+        say = f"a repeated fixed-number test of {name} alarms in {{0.mean:.0f}}%"
+        judgment.note(REPEATED + name, lambda name=name: share(samples[REPEATED + name]), "% of runs", say=say)
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="ab_false_alarms",
+CLAIM = declared(
+    __name__,
     statement="A/B tests of equal versions, looked at after every event, raise a false alarm in at most 5% of runs.",
     source="Johari et al., Peeking at A/B Tests, KDD 2017; Lindon and Malek, Anytime-Valid Inference for Multinomial "
     "Count Data, NeurIPS 2022; Waudby-Smith et al., Time-uniform central limit theory, 2021 (arXiv:2103.06476)",
@@ -233,6 +220,4 @@ CLAIM = Claim(
     target=f"each interval alarms in at most {MOST_ALARMS:g}% of runs, and the guards take a version away in at most "
     f"{MOST_ROLLBACKS:g}% (exact upper bounds)",
     headline=(ALARM + ERRORS, ALARM + SCORES, ROLLED_BACK, REPEATED + ERRORS, REPEATED + SCORES),
-    measure=measure,
-    judge=judge,
 )

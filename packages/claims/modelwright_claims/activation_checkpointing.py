@@ -8,10 +8,10 @@ from modelwright.ops import cpu_kernels
 from modelwright.pipeline.estimate.cost import training_memory
 from modelwright.train.memory.activations import ActivationCheckpointingConfig, block_shape
 from modelwright_claims import memory_probe
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.memory_probe import Measured, Probe
-from modelwright_claims.statistics import Estimate, estimate, exact, ratios
+from modelwright_claims.statistics import percent_saved, ratios
 
 SAVED_TARGET = 70.0
 COMPUTE_TARGET = 33.0
@@ -58,7 +58,7 @@ def samples_of(found: Mapping[str, Sequence[Measured]], estimates: Mapping[str, 
 
 
 def configs(model: ModelConfig, num_tokens: int) -> dict[str, ActivationCheckpointingConfig]:
-    """What is compared, by name; units from 1 to all layers."""
+    """Return the compared configurations by name; units from 1 to all layers."""
     fused = cpu_kernels.are_used_on("cpu")
     shape = block_shape(model, compute="fp32", mean_context=model.max_seq_len / 2, fused=fused)
     whole = num_tokens * (model.num_layers * shape.whole_bytes + shape.workspace_bytes)
@@ -76,7 +76,7 @@ def probe(model: ModelConfig, rows: int, config: ActivationCheckpointingConfig, 
 
 
 def estimated_bytes(model: ModelConfig, num_tokens: int, config: ActivationCheckpointingConfig) -> int:
-    """What the planner says of the same run."""
+    """Return the planner's estimate of the same run."""
     memory = training_memory(
         model,
         tokens_per_microbatch=num_tokens,
@@ -89,15 +89,20 @@ def estimated_bytes(model: ModelConfig, num_tokens: int, config: ActivationCheck
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when a unit saves `SAVED_TARGET` of what a step takes above the states for at most `COMPUTE_TARGET` more."""
+    """Savings are shares of the memory above the states, repeat by repeat."""
     judgment = Judgment()
     names = [name for name in names_between(samples, PEAK) if name != NONE]
     units = [name for name in names if name.startswith("unit")]
-    saved = {name: saved_by(samples, name) for name in names}
-    judgment.figures |= {f"memory saved, {name}": one.figure("%") for name, one in saved.items()}
-    judgment.figures |= {f"time of a step, {name}": time_of(samples, name).figure("x") for name in names}
-    errors = samples[MEMORY_ERRORS]
-    judgment.figures["planner's largest error"] = Figure(value=max(map(abs, errors)), unit="%")
+    above = {
+        name: [peak - states for peak, states in zip(samples[PEAK + name], samples[STATES + name], strict=True)]
+        for name in (NONE, *names)
+    }
+    saved = {name: percent_saved(above[name], above[NONE]) for name in names}
+    for name in names:
+        judgment.ask(f"memory saved, {name}", saved[name], "%")
+    for name in names:
+        judgment.ask(f"time of a step, {name}", ratios(samples[STEP + name], samples[STEP + NONE]), "x")
+    judgment.ask("planner's largest error", max(map(abs, samples[MEMORY_ERRORS])), "%")
     best = max(units, key=lambda name: saved[name].mean)
     published = PUBLISHED_UNIT if PUBLISHED_UNIT in units else units[-1]
     judgment.said.append(
@@ -109,30 +114,17 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         judgment.at_least(f"memory saved by {best}", saved[best], SAVED_TARGET, "%")
     with judgment.part():
         more = {name: 100 * (samples[FLOPS + name][0] / samples[FLOPS + NONE][0] - 1) for name in names}
-        judgment.figures |= {f"more FLOPs, {name}": Figure(value=value, unit="%") for name, value in more.items()}
+        for name in names:
+            judgment.ask(f"more FLOPs, {name}", more[name], "%")
         judgment.said.append(f"{more[best]:.0f}% and {more[published]:.0f}% more FLOPs (counted)")
         enough = [name for name in units if saved[name].lower >= SAVED_TARGET] or units
         cheapest = min(enough, key=lambda name: more[name])
-        judgment.at_most(f"more FLOPs of {cheapest}", exact(more[cheapest]), COMPUTE_TARGET, "%")
+        judgment.ask("", more[cheapest], "%", "<=", COMPUTE_TARGET, what=f"more FLOPs of {cheapest}")
     return judgment.verdict()
 
 
-def saved_by(samples: Samples, name: str) -> Estimate:
-    """Percent of the memory above the states that a setting saves, repeat by repeat."""
-    above, none = (
-        [peak - states for peak, states in zip(samples[PEAK + one], samples[STATES + one], strict=True)]
-        for one in (name, NONE)
-    )
-    return estimate([100 * (1 - own / other) for own, other in zip(above, none, strict=True)])
-
-
-def time_of(samples: Samples, name: str) -> Estimate:
-    """Seconds of a step over those without checkpointing, repeat by repeat."""
-    return ratios(samples[STEP + name], samples[STEP + NONE])
-
-
-CLAIM = Claim(
-    name="activation_checkpointing",
+CLAIM = declared(
+    __name__,
     statement="Keeping only the input of each unit of layers and computing the rest again in the backward pass saves "
     "most of the memory of activations for at most a third more compute.",
     source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174); Korthikanti et al., "
@@ -142,6 +134,4 @@ CLAIM = Claim(
     "weights and optimizer states (gradients and workspaces count), FLOPs counted by PyTorch, time alternated",
     target=f"a unit size that saves {SAVED_TARGET:.0f}% or more for at most {COMPUTE_TARGET:.0f}% more FLOPs",
     headline=("memory saved, unit of 1", "more FLOPs, unit of 1", "memory saved, unit of 8", "more FLOPs, unit of 8"),
-    measure=measure,
-    judge=judge,
 )

@@ -1,8 +1,8 @@
 """Claim: augmentation whose strength follows the loss ends lower than none and than a constant strength.
 
-On little data, which is trained on many times over, so that there is something to gain. The published thresholds are in
-nats, and a small model's loss stays above the upper one to the end: the rule is then a constant strength of 0.45, which
-is one of the arms. The arm that follows the loss has the thresholds as fractions of the first losses.
+On little data, which is trained on many times over, so that something can be gained. The published thresholds are in
+nats, and a small model's loss stays above the upper one to the end: the rule is then a constant strength of 0.45,
+which is one of the arms. The arm that follows the loss has the thresholds as fractions of the first losses.
 """
 
 import random
@@ -13,11 +13,11 @@ from dataclasses import replace
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright_claims import experiment
-from modelwright_claims.augmented_text import Augmentation
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.batches import Augmentation
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, Tuning, best_rate, run_experiment
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import differences, estimate, paired_t_test
+from modelwright_claims.statistics import differences
 from modelwright_claims.training_run import Outcome, Run
 from modelwright_claims.workbench import VOCAB_SIZE, Size, store_text
 
@@ -47,7 +47,20 @@ FRACTION = 0.4
 
 
 def measure(setting: Setting) -> Measurement:
-    setting = with_little_text(setting)
+    # A setting whose text is a few pages of this machine's prose.
+    folder = setting.folder / "adaptive_augmentation"
+    if not folder.exists():
+        found: dict[str, dict[str, None]] = {"train": {}, "heldout": {}}
+        for document in machine_corpus(fraction=FRACTION, skip=lambda reason, file: None):
+            if document.kind == "prose" and len(document.text) >= FEWEST_CHARS:
+                found[document.split][document.text[:MOST_CHARS]] = None
+        rng = random.Random(0)
+        train = rng.sample(list(found["train"]), NUM_TEXTS)
+        others = list(found["heldout"])
+        heldout = rng.sample(others, min(len(others), 2 * NUM_HELDOUT))
+        tokenizer = train_tokenizer(list(found["train"]), TokenizerConfig(vocab_size=VOCAB_SIZE))
+        store_text(folder, {"train": train, "validation": heldout[0::2], "test": heldout[1::2]}, tokenizer)
+    setting = replace(setting, folder=folder, kept=None)
     size = Size(model_dim=128, num_layers=2, seq_len=64, batch_rows=8, num_steps=20 if setting.quick else 600)
     settings = {"eval_every_steps": max(5, size.num_steps // NUM_EVALUATIONS)}
     variants = {
@@ -62,23 +75,6 @@ def measure(setting: Setting) -> Measurement:
 def lowest_loss(outcome: Outcome) -> float:
     """The held-out loss where one would have stopped."""
     return min([loss for _, loss in outcome.curve] or [outcome.heldout_loss])
-
-
-def with_little_text(setting: Setting) -> Setting:
-    """A setting whose text is a few pages of this machine's prose."""
-    folder = setting.folder / "adaptive_augmentation"
-    if not folder.exists():
-        found: dict[str, dict[str, None]] = {"train": {}, "heldout": {}}
-        for document in machine_corpus(fraction=FRACTION, skip=lambda reason, file: None):
-            if document.kind == "prose" and len(document.text) >= FEWEST_CHARS:
-                found[document.split][document.text[:MOST_CHARS]] = None
-        rng = random.Random(0)
-        train = rng.sample(list(found["train"]), NUM_TEXTS)
-        others = list(found["heldout"])
-        heldout = rng.sample(others, min(len(others), 2 * NUM_HELDOUT))
-        tokenizer = train_tokenizer(list(found["train"]), TokenizerConfig(vocab_size=VOCAB_SIZE))
-        store_text(folder, {"train": train, "validation": heldout[0::2], "test": heldout[1::2]}, tokenizer)
-    return replace(setting, folder=folder, kept=None)
 
 
 def measurement(size: Size, found: experiment.Samples) -> Measurement:
@@ -105,29 +101,26 @@ def measurement(size: Size, found: experiment.Samples) -> Measurement:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the lowest held-out loss is below that without augmentation and that of each constant strength, each
-    with p < 0.05 in a paired test."""
     judgment = Judgment()
     with judgment.part():
         for other in (NONE, WEAK, STRONG):
             own, its = samples[f"lowest loss, {ADAPTIVE}"], samples[f"lowest loss, {other}"]
-            gap, p_value = differences(own, its), paired_t_test(own, its).p_value
-            judgment.figures[f"loss difference to {other}"] = gap.figure("nats")
-            judgment.figures[f"p-value, {other}"] = Figure(value=p_value, unit="")
-            judgment.said.append(f"{gap.mean:+.4f} nats to {other} (p = {p_value:.2g})")
-            judgment.below(f"difference to {other}", gap, 0.0, " nats")
-            judgment.require(p_value < 0.05, f"{other}: p = {p_value:.2g}, not below 0.05")
-    with judgment.beside():
-        for arm in ARMS:
-            judgment.figures[f"lowest held-out loss, {arm}"] = estimate(samples[f"lowest loss, {arm}"]).figure("nats")
-            judgment.figures[f"loss at the end, {arm}"] = estimate(samples[f"final loss, {arm}"]).figure("nats")
-            judgment.figures[f"mean strength, {arm}"] = estimate(samples[f"strength, {arm}"]).figure("")
+            figure, what = f"loss difference to {other}", f"difference to {other}"
+            judgment.ask(figure, differences(own, its), "nats", "<", 0.0, what=what)
+            judgment.differs(own, its, f"p-value, {other}", f"{other}: p = {{p}}, not below 0.05")
+            p_value = judgment.figures[f"p-value, {other}"].value
+            judgment.said.append(f"{judgment.figures[figure].value:+.4f} nats to {other} (p = {p_value:.2g})")
+    for arm in ARMS:
+        judgment.show(samples, {f"lowest held-out loss, {arm}": f"lowest loss, {arm}"}, "nats")
+        judgment.show(samples, {f"loss at the end, {arm}": f"final loss, {arm}"}, "nats")
+        judgment.show(samples, {f"mean strength, {arm}": f"strength, {arm}"})
+        with judgment.beside():
             judgment.figures[f"best rate, {arm}"] = best_rate(samples, arm)
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="adaptive_augmentation",
+CLAIM = declared(
+    __name__,
     statement="Text augmentation whose strength follows the loss (0.3, times 1.5 while the loss is high, times 0.7 "
     "when it is low) ends at a lower held-out loss than none and than a constant strength, on little data.",
     source="the data pipeline that was published with the system's guides; methods: EDA, Wei and Zou 2019 "
@@ -139,6 +132,4 @@ CLAIM = Claim(
     "held-out split that are not reported",
     target="a lowest held-out loss below that of each other arm, p < 0.05 in a paired test",
     headline=tuple(f"loss difference to {other}" for other in (NONE, WEAK, STRONG)),
-    measure=measure,
-    judge=judge,
 )

@@ -4,7 +4,7 @@ In calm runs and among wild batches: in calm ones any limit does, so that a gain
 """
 
 from modelwright_claims import stability_bench as bench
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 
 PERCENTILE = {"kind": "percentile", "window_steps": 50, "percentile": 90.0}
 Z_SCORE = {"kind": "zscore", "window_steps": 50, "num_stddev": 2.0}
@@ -32,8 +32,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return bench.judge(STUDY, GAIN, samples, conditions)
 
 
-CLAIM = Claim(
-    name="adaptive_clipping",
+CLAIM = declared(
+    __name__,
     statement="A clipping limit at a percentile of the gradient norms of late reaches a held-out loss in fewer steps "
     "than any fixed limit when some batches are wild, and costs nothing when none is.",
     source="Seetharaman et al., AutoClip: Adaptive Gradient Clipping for Source Separation Networks, MLSP 2020 "
@@ -44,6 +44,4 @@ CLAIM = Claim(
     "each at its own best rate, chosen from the same ones on a seed and a held-out split that are not reported",
     target=f"{GAIN:g}x fewer steps to the loss than each fixed limit with p < 0.05 among wild batches, and no more "
     "steps than a limit of 1.0 in calm runs",
-    measure=measure,
-    judge=judge,
 )

@@ -1,8 +1,8 @@
 """Claim: formats that are chosen layer by layer while a model trains make it 3.8 times as fast in 42% less memory.
 
-The adaptive controllers against FP32 and against what anybody can have without them: all BF16, and INT8 with FP32 ends,
-each also with the stream in BF16 that the controllers' runs have: what that gains is no controller's merit. What a
-controller can win at best follows from the formats' measured speeds, which are part of the result.
+The adaptive controllers against FP32 and against what anybody can have without them: all BF16, and INT8 with FP32
+ends, each also with the stream in BF16 that the controllers' runs have: its gain is not a controller's merit. The most
+that a controller can win follows from the formats' measured speeds, which are part of the result.
 """
 
 import json
@@ -18,11 +18,19 @@ from modelwright.train.precision.apply import ModelPrecision
 from modelwright.train.precision.policy import PrecisionConfig
 from modelwright.train.techniques.adaptive_precision import MACHINE, machine_for
 from modelwright_claims import memory_probe, workbench
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, run_experiment
-from modelwright_claims.fp32_baseline import BY_ONEDNN, FP32, baseline_conditions, onednn_is_exact
 from modelwright_claims.judging import Judgment
-from modelwright_claims.large_runs import Paced, large_size, paces, peaks
+from modelwright_claims.large_runs import (
+    BY_ONEDNN,
+    FP32,
+    Paced,
+    baseline_conditions,
+    large_size,
+    onednn_is_exact,
+    paces,
+    peaks,
+)
 from modelwright_claims.precision_policies import (
     PACE,
     BesideFp32,
@@ -68,7 +76,7 @@ def arms_with(changing: Mapping[str, int]) -> dict[str, PrecisionConfig]:
 
 
 def measure(setting: Setting) -> Measurement:
-    """Losses on a small model; pace and memory on one of 39 million parameters, memory in processes of its own."""
+    """Losses on a small model; pace and memory on one of 39 million parameters, memory in separate processes."""
     num_steps, seeds = (120, range(1)) if setting.quick else (600, range(3))
     size = Size(model_dim=128, num_layers=2, seq_len=128, batch_rows=4, num_steps=num_steps, learning_rate=3e-3)
     if setting.quick:
@@ -140,7 +148,6 @@ def measurement(
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when a controller reaches speed, memory and loss, and is faster than every trivial policy."""
     judgment = Judgment()
     arms = beside_fp32(samples, conditions)
     best = max((name for name in ADAPTIVE if name in arms), key=lambda name: arms[name].speed.mean)
@@ -185,8 +192,8 @@ def _percent_in(run: Outcome, chosen: Format, num_parts: int) -> float:
     return 100 * ends.count(chosen) / num_parts
 
 
-CLAIM = Claim(
-    name="adaptive_precision",
+CLAIM = declared(
+    __name__,
     statement="Choosing the number format of each layer while training saves 42% of the memory and makes iterations "
     "3.8 times as fast.",
     source="published guides to DeepSeek-style training",
@@ -203,6 +210,4 @@ CLAIM = Claim(
         for name in (*ADAPTIVE, "all INT8, BF16 stream")
         for what in ("speed over FP32", "memory saved", "held-out loss above FP32")
     ),
-    measure=measure,
-    judge=judge,
 )

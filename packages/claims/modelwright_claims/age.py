@@ -1,4 +1,4 @@
-"""How old a record is, and whether the code that it measured has changed since: decided by git, not by the record.
+"""The age of a record, and whether the code that it measured has changed since: decided by git, not by the record.
 
 Measured code is the claim's module with the modules of this package that it imports, and the modules of the product
 and of its packages that these name. What those import in turn is left out, or every change of the product would mark
@@ -117,7 +117,7 @@ def _source(module: str) -> Path | None:
 
 
 def _git(folder: Path, *words: str) -> str:
-    """What git prints; "" if it fails."""
+    """Return the output of git; "" if it fails."""
     command = ["git", "-C", str(folder), "-c", "core.quotepath=off", *words]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()

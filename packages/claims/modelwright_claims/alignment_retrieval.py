@@ -5,21 +5,19 @@ this machine's libraries with their docstrings, held out by image and by module.
 (a share for each modality by its score) differ in nothing else.
 """
 
+import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from modelwright.core.config import load_yaml, save_yaml
 from modelwright.recipes.load import RECIPES
-from modelwright_claims import product_runs
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
-from modelwright_claims.experiment import open_cache
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
-from modelwright_claims.product_runs import facts_of, make_run, side_by_side
-from modelwright_claims.statistics import differences, estimate
+from modelwright_claims.product_runs import SeedJob, by_seed, facts_of, make_run, shared_settings
+from modelwright_claims.statistics import differences
 
-AT_ONCE = 2
 TASKS = {"text to image": "image: text to image", "text to code": "code: text to code"}
 """The tasks of the claim, by the names that the stage gives them."""
 RANKS = {"recall@1": "at_1", "recall@5": "at_5"}
@@ -30,41 +28,28 @@ WEIGHTS: Mapping[str, Mapping[str, Any]] = {ON: {"update": "scores", "weights": 
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlignJob:
-    """One run. weights: one of `WEIGHTS`."""
+class AlignJob(SeedJob):
+    """A single run. weights: one of `WEIGHTS`."""
 
-    folder: Path
-    seed: int
     weights: str
-    quick: bool
 
 
 def measure(setting: Setting) -> Measurement:
     seeds = range(1 if setting.quick else 3)
-    cache = open_cache(setting, product_runs, name="alignment")
     jobs = [
         AlignJob(folder=setting.folder / "alignment", seed=seed, weights=weights, quick=setting.quick)
         for seed in seeds
         for weights in WEIGHTS
     ]
-    keys = [{"seed": job.seed, "weights": job.weights, "quick": job.quick} for job in jobs]
-    missing = [number for number, key in enumerate(keys) if key not in cache]
-    made = side_by_side(setting, align, [jobs[number] for number in missing], at_once=AT_ONCE)
-    for number, recall in zip(missing, made, strict=True):
-        cache[keys[number]] = recall
-    found = {(job.seed, job.weights): cache[key] for job, key in zip(jobs, keys, strict=True)}
-    return measurement({weights: [found[seed, weights] for seed in seeds] for weights in WEIGHTS})
+    made = list(zip(jobs, by_seed(setting, align, jobs, sys.modules[__name__], name="alignment"), strict=True))
+    return measurement({weights: [found for job, found in made if job.weights == weights] for weights in WEIGHTS})
 
 
 def align(job: AlignJob) -> Mapping[str, Any]:
     """Make one run; its recall by task. A process's whole work."""
-    settings: dict[str, Any] = {
-        "name": "alignment",
-        "seed": job.seed,
-        "hardware": {"device": "cpu", "num_threads": 1},
-        "stages": ["clean", "tokenize", "pack", "pretrain", "align"],
-        "clean": {"num_workers": 1},
-    }
+    settings = shared_settings(job) | {
+        "name": "alignment", "stages": ["clean", "tokenize", "pack", "pretrain", "align"],
+    }  # fmt: skip
     if job.quick:
         short = {"num_steps": 4, "eval_every_steps": 2}
         settings |= {"data": {"stdlib_fraction": 0.05}, "pretrain": {"num_steps": 4}, "align": short}
@@ -101,34 +86,29 @@ def measurement(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Measurement
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when, with weights, both tasks reach a recall@1 and @5 above chance and above the bag of words."""
     judgment = Judgment()
-    for task in TASKS:
-        for rank in RANKS:
-            with judgment.part():
-                own = samples[f"{task}, {rank}, aligned, {ON}"]
-                for rival in ("chance", "bag of words"):
-                    gain = differences(own, samples[f"{task}, {rank}, {rival}, {ON}"])
-                    judgment.above(f"{task}, {rank} over {rival}", gain, 0.0, " points")
-            with judgment.part():
-                effect = differences(own, samples[f"{task}, {rank}, aligned, {OFF}"])
-                judgment.figures[f"{task}, {rank}, weights on over off"] = effect.figure("points")
-            for method in METHODS:
-                with judgment.beside():
-                    found = estimate(samples[f"{task}, {rank}, {method}, {ON}"])
-                    judgment.figures[f"{task}, {rank}, {method}"] = found.figure("%")
+    for name in (f"{task}, {rank}" for task in TASKS for rank in RANKS):
+        with judgment.part():
+            own = samples[f"{name}, aligned, {ON}"]
+            for rival in ("chance", "bag of words"):
+                gain = differences(own, samples[f"{name}, {rival}, {ON}"])
+                judgment.ask("", gain, "points", ">", 0.0, what=f"{name} over {rival}")
+        judgment.ask(
+            f"{name}, weights on over off",
+            lambda name=name: differences(samples[f"{name}, aligned, {ON}"], samples[f"{name}, aligned, {OFF}"]),
+            "points",
+        )
+        judgment.show(samples, {f"{name}, {method}": f"{name}, {method}, {ON}" for method in METHODS}, "%")
     with judgment.part():
         for task in TASKS:
-            means = {method: estimate(samples[f"{task}, recall@1, {method}, {ON}"]).mean for method in METHODS}
-            number = conditions[f"{task}: candidates"]
-            judgment.said.append(
-                f"{task} among {number}: " + ", ".join(f"{method} {mean:.1f}%" for method, mean in means.items())
-            )
+            means = {method: statistics.fmean(samples[f"{task}, recall@1, {method}, {ON}"]) for method in METHODS}
+            shown = ", ".join(f"{method} {mean:.1f}%" for method, mean in means.items())
+            judgment.said.append(f"{task} among {conditions[f'{task}: candidates']}: {shown}")
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="alignment_retrieval",
+CLAIM = declared(
+    __name__,
     statement="Contrastive alignment finds the right image and the right code for a text, beyond chance and bags of "
     "words.",
     source="Radford et al., CLIP, ICML 2021 (arXiv:2103.00020); Husain et al., CodeSearchNet, 2019 (arXiv:1909.09436)",
@@ -138,6 +118,4 @@ CLAIM = Claim(
     target="with modality weights, recall@1 and @5 of text to image and of text to code above chance and above the bag "
     "of words",
     headline=tuple(f"{task}, recall@1, {method}" for task in TASKS for method in METHODS),
-    measure=measure,
-    judge=judge,
 )

@@ -9,11 +9,20 @@ from modelwright.core.config import dump
 from modelwright.ops.microbenchmark import matmul_rate
 from modelwright.train.precision.policy import Policy, PrecisionConfig
 from modelwright_claims import memory_probe, workbench
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, run_experiment
-from modelwright_claims.fp32_baseline import BY_ONEDNN, FP32, baseline_conditions, fastest_exact, onednn_is_exact
 from modelwright_claims.judging import Judgment
-from modelwright_claims.large_runs import Paced, large_size, paces, peaks
+from modelwright_claims.large_runs import (
+    BY_ONEDNN,
+    FP32,
+    Paced,
+    baseline_conditions,
+    fastest_exact,
+    large_size,
+    onednn_is_exact,
+    paces,
+    peaks,
+)
 from modelwright_claims.statistics import differences, paired_t_test, ratios
 from modelwright_claims.training_run import Run
 
@@ -64,40 +73,33 @@ def measure(setting: Setting) -> Measurement:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when faster by `SPEED_TARGET`, no worse by more than `LOSS_TARGET` nats, and in less memory."""
     judgment = Judgment()
     speed_up = ratios(samples[f"{PACE}bf16"], samples[f"{PACE}{FP32}"])
-    judgment.figures["speed-up"] = speed_up.figure("x")
-    judgment.said.append(f"{speed_up.mean:.2f}x the speed of FP32 by PyTorch's own products")
+    judgment.ask("speed-up", speed_up, "x", say="{0.mean:.2f}x the speed of FP32 by PyTorch's own products")
     with judgment.part():
         fastest = fastest_exact(samples, conditions, PACE)
         against = ratios(samples[f"{PACE}bf16"], samples[f"{PACE}{fastest}"])
-        judgment.figures["speed-up over the faster FP32"] = against.figure("x")
-        if fastest == BY_ONEDNN:
-            judgment.said.append(f"{against.mean:.2f}x that by oneDNN's, which BF16 uses, too")
-        judgment.at_least(f"speed over {fastest}", against, SPEED_TARGET, "x")
+        say = "{0.mean:.2f}x that by oneDNN's, which BF16 uses, too" if fastest == BY_ONEDNN else ""
+        figure, what = "speed-up over the faster FP32", f"speed over {fastest}"
+        judgment.ask(figure, against, "x", ">=", SPEED_TARGET, what=what, say=say)
     with judgment.part():
         method, baseline = samples[f"{LOSS}bf16"], samples[f"{LOSS}{FP32}"]
-        gap = differences(method, baseline)
-        judgment.figures["loss gap"] = gap.figure("nats")
-        p_value = f" (p = {paired_t_test(method, baseline).p_value:.2g})" if gap.count > 1 else ""
-        judgment.said.append(f"loss {gap.mean:+.4f} nats{p_value}")
-        judgment.at_most("held-out loss above FP32", gap, LOSS_TARGET, " nats")
-    with judgment.part():
-        memory = ratios(samples[f"{PEAK}bf16"], samples[f"{PEAK}{FP32}"])
-        judgment.figures["memory ratio"] = memory.figure("x")
-        judgment.said.append(f"{memory.mean:.2f}x the memory")
-        judgment.below("memory", memory, 1.0, "x")
+        p_value = f" (p = {paired_t_test(method, baseline).p_value:.2g})" if len(method) > 1 else ""
+        gap, what = differences(method, baseline), "held-out loss above FP32"
+        judgment.ask("loss gap", gap, "nats", "<=", LOSS_TARGET, what=what, say="loss {0.mean:+.4f} nats" + p_value)
+    judgment.ask(
+        "memory ratio", lambda: ratios(samples[f"{PEAK}bf16"], samples[f"{PEAK}{FP32}"]), "x", "<", 1.0,
+        what="memory", say="{0.mean:.2f}x the memory",
+    )  # fmt: skip
     with judgment.beside():
         product = samples[f"{PRODUCTS}bf16"][0] / samples[f"{PRODUCTS}{FP32}"][0]
-        judgment.figures["matrix product speed-up"] = Figure(value=product, unit="x")
+        judgment.ask("matrix product speed-up", product, "x")
         if judgment.missed:
             judgment.said.append(_explain(product, str(conditions["instruction set"])))
-    with judgment.beside():
-        for name in FORMATS:
-            pace, peak = statistics.median(samples[PACE + name]), statistics.median(samples[PEAK + name])
-            judgment.figures[f"tokens per second, {name.upper()}"] = Figure(value=pace, unit="/s")
-            judgment.figures[f"peak memory above start, {name.upper()}"] = Figure(value=peak / 2**20, unit="MiB")
+    for name in FORMATS:
+        pace, peak = f"tokens per second, {name.upper()}", f"peak memory above start, {name.upper()}"
+        judgment.note(pace, lambda name=name: statistics.median(samples[PACE + name]), "/s")
+        judgment.note(peak, lambda name=name: statistics.median(samples[PEAK + name]) / 2**20, "MiB")
     return judgment.verdict()
 
 
@@ -115,8 +117,8 @@ def _explain(product: float, instruction_set: str) -> str:
     )
 
 
-CLAIM = Claim(
-    name="bf16_mixed",
+CLAIM = declared(
+    __name__,
     statement="Training with BF16 compute and FP32 master weights is faster than FP32, takes less memory and reaches "
     "the same loss.",
     source="Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019 (arXiv:1905.12322); PyTorch and "
@@ -128,6 +130,4 @@ CLAIM = Claim(
     "matrix product beside it",
     target=f"at least {SPEED_TARGET}x the tokens per second of the faster FP32, at most {LOSS_TARGET} nats more "
     "held-out loss, less memory",
-    measure=measure,
-    judge=judge,
 )

@@ -1,9 +1,10 @@
-"""What a claim is: a published statement, the comparison that tests it, and the rule that judges what was measured.
+"""A claim: a published statement, the comparison that tests it, and the rule that judges what was measured.
 
 A claim's target is written down before it is measured. `measure` returns raw samples and conditions; `judge` is a pure
 function of these, so that a stored measurement can be judged again. Records on disk are in `results`.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Literal
 
 from modelwright.core.progress import Progress
 
-Kind = Literal["met", "short", "cannot be tested here", "not judged"]
+Kind = Literal["met", "short", "cannot be tested here", "not judged", "quick, not a verdict"]
 Samples = Mapping[str, Sequence[float]]
 Conditions = Mapping[str, str | int | float | bool]
 UNTESTABLE = "cannot be tested here"
@@ -20,11 +21,11 @@ UNTESTABLE = "cannot be tested here"
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where and how thoroughly to measure.
+    """The place and the thoroughness of a measurement.
 
     `quick`: a smaller measurement of under a minute, for a smoke test rather than for publication; `folder`: scratch
     space that the claims of one call share (the tokenized text is made once); `kept`: folder for what later calls may
-    go on from, None for nothing.
+    continue from, None for nothing.
     """
 
     quick: bool
@@ -35,7 +36,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One number computed from the samples."""
+    """A single number computed from the samples."""
 
     value: float
     unit: str
@@ -78,7 +79,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A published statement and how it is tested."""
+    """A published statement and its test."""
 
     name: str
     statement: str
@@ -94,3 +95,28 @@ class Claim:
     measure: Callable[[Setting], Measurement]
     judge: Callable[[Samples, Conditions], Verdict]
     """A pure function of a record. It raises `judging.Lacks` where the record does not hold what it needs at all."""
+
+
+def declared(
+    module: str,
+    *,
+    statement: str,
+    source: str,
+    published: str,
+    compared: str,
+    target: str,
+    headline: Sequence[str] = (),
+) -> Claim:
+    """Return the claim of a module: it has the module's name and is measured and judged by its functions."""
+    own = vars(sys.modules[module])
+    return Claim(
+        name=module.rpartition(".")[2],
+        statement=statement,
+        source=source,
+        published=published,
+        compared=compared,
+        target=target,
+        headline=headline,
+        measure=own["measure"],
+        judge=own["judge"],
+    )

@@ -28,7 +28,9 @@ def parser() -> argparse.ArgumentParser:
         help="judge the published measurements (of NAME, or all) by the present rules and renew docs/claims.md",
     )
     parser.add_argument("--all", action="store_true", help="measure all of them, those that decide most first; resumes")
-    parser.add_argument("--quick", action="store_true", help="a smaller measurement, for a smoke test")
+    parser.add_argument(
+        "--quick", action="store_true", help="a smaller measurement, for a smoke test; it gives no verdict"
+    )
     parser.add_argument(
         "--results",
         type=Path,
@@ -77,7 +79,7 @@ def judge(options: argparse.Namespace) -> int:
 
     folder = options.results or PUBLISHED
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: is no folder of results; name one with --results")
+        raise ConfigError(f"{folder}: is not a folder of results; name one with --results")
     page = PAGE if folder == PUBLISHED else folder / PAGE.name
     for claim, before, after in ledger.rejudge(options.names, results=folder, page=page):
         change = describe_change(*(results.shown_kind(claim, record) for record in (before, after)))
@@ -94,7 +96,7 @@ def listing(rows: Sequence[published.Published]) -> str:
 
 
 def side_by_side(row: published.Published | None, record: Mapping[str, Any]) -> str:
-    """Return the published figures beside those of a new record, one a line."""
+    """Return the published figures next to those of a new record, one a line."""
     from modelwright_claims.page import show
 
     theirs: Mapping[str, str] = row.figures if row else {}

@@ -1,15 +1,14 @@
 """Claim: compressed gradients make the all-reduce on a slow link dozens of times shorter."""
 
 import statistics
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict, untestable
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.experiment import Experiment, run_experiment
 from modelwright_claims.gradient_compression import METHOD, METHODS
 from modelwright_claims.judging import Judgment
 from modelwright_claims.netns import missing
-from modelwright_claims.statistics import Estimate, estimate, ratios
+from modelwright_claims.statistics import Estimate, estimate, percent_saved, ratios
 from modelwright_claims.training_run import Outcome, Processes, Run
 from modelwright_claims.workbench import Size
 
@@ -23,9 +22,6 @@ NUM_HOSTS = 2
 WARM_UP = 20
 """Steps."""
 REMOVED, SHORTER, THROUGHPUT = 98.0, 20.0, 0.9
-QUANTITIES = ("bytes_per_step", "exchange_ms", "step_ms", "tokens_per_s")
-Runs = Mapping[str, Mapping[float, Sequence[Mapping[str, float]]]]
-"""Method -> Mbit/s of the links -> its repeats."""
 
 
 def measure(setting: Setting) -> Measurement:
@@ -39,11 +35,24 @@ def measure(setting: Setting) -> Measurement:
     variants = {f"{name}, {mbit:g} Mbit/s": variant(name, mbit, size) for name in names for mbit in links}
     rounds = range(1 if setting.quick else 3)
     samples = run_experiment(setting, Experiment(variants=variants, seeds=rounds, timed=True))
-    runs: dict[str, dict[float, list[dict[str, float]]]] = {
-        name: {mbit: list(map(after_warm_up, samples.runs[f"{name}, {mbit:g} Mbit/s"])) for mbit in links}
-        for name in names
-    }
-    return measurement(runs, size)
+    found: dict[str, list[float]] = {}
+    for name in names:
+        for mbit in links:
+            for run in map(after_warm_up, samples.runs[f"{name}, {mbit:g} Mbit/s"]):
+                for what, value in run.items():
+                    found.setdefault(sample_name(what, name, mbit), []).append(value)
+    return Measurement(
+        samples=found,
+        conditions=size.describe()
+        | {
+            "hosts": f"{NUM_HOSTS} network namespaces, one process of one thread each",
+            "bytes": "counted by the sending interface, from step 21 to the last but one",
+            "communication": "what a step waits for transport and meetings, compression included; of exact sums that "
+            "begin after backward, so that none of it is hidden",
+            "history": "exact sums that begin after backward were added after a first look, at which those that "
+            "overlap were the only ones to compare with: there int8-local-20 came to 17.8x",
+        },
+    )
 
 
 def variant(name: str, mbit: float, size: Size) -> Run:
@@ -66,63 +75,8 @@ def after_warm_up(outcome: Outcome) -> dict[str, float]:
     }
 
 
-def measurement(runs: Runs, size: Size) -> Measurement:
-    """Return the means of every round."""
-    return Measurement(
-        samples={
-            sample_name(what, name, mbit): [run[what] for run in several]
-            for name, on in runs.items()
-            for mbit, several in on.items()
-            for what in QUANTITIES
-        },
-        conditions=size.describe()
-        | {
-            "hosts": f"{NUM_HOSTS} network namespaces, one process of one thread each",
-            "bytes": "counted by the sending interface, from step 21 to the last but one",
-            "communication": "what a step waits for transport and meetings, compression included; of exact sums that "
-            "begin after backward, so that none of it is hidden",
-            "history": "exact sums that begin after backward were added after a first look, at which those that "
-            "overlap were the only ones to compare with: there int8-local-20 came to 17.8x",
-        },
-    )
-
-
 def sample_name(what: str, name: str, mbit: float) -> str:
     return f"{what}, {name}, {f'{mbit:g} Mbit/s' if mbit else 'unlimited'}"
-
-
-def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the three-level method removes enough bytes, shortens communication enough and keeps the unlimited
-    throughput, all on the slow links. The reason names the best of the methods, too."""
-    judgment = Judgment()
-    reached: dict[str, dict[str, Estimate]] = {}
-    for name in NAMES:
-        for mbit in (MBIT, FAST_MBIT):
-            if sample_name("exchange_ms", name, mbit) not in samples:
-                continue
-            exchange = estimate(samples[sample_name("exchange_ms", name, mbit)])
-            judgment.figures[f"exchange, {name}, {mbit:g} Mbit/s"] = exchange.figure("ms a step")
-            result = beside_exact(samples, name, mbit)
-            for what, one in result.items():
-                unit = "x" if what in (_SHORTER, _OVER_EXACT) else "%"
-                judgment.figures[f"{what}, {name}, {mbit:g} Mbit/s"] = one.figure(unit)
-            if mbit == MBIT and name not in (EXACT, AFTER):
-                reached[name] = result
-    method = reached[METHOD]
-    hidden = ratios(*(samples[sample_name("exchange_ms", name, MBIT)] for name in (EXACT, METHOD))).mean
-    judgment.said += [
-        f"{METHOD} at {MBIT:g} Mbit/s: {_in_words(method)}; {hidden:.1f}x shorter than what exact sums that overlap "
-        "with backward leave visible",
-        _best_of(reached),
-    ]
-    judgment.at_least("bytes removed", method[_REMOVED], REMOVED, "%")
-    judgment.at_least("communication shorter", method[_SHORTER], SHORTER, "x")
-    judgment.at_least("throughput of the unlimited link's", method[_THROUGHPUT], 100 * THROUGHPUT, "%")
-    return judgment.verdict()
-
-
-_REMOVED, _SHORTER, _THROUGHPUT = "bytes removed", "communication shorter", "throughput of the unlimited link's"
-_OVER_EXACT = "throughput over exact"
 
 
 def beside_exact(samples: Samples, name: str, mbit: float) -> dict[str, Estimate]:
@@ -131,38 +85,58 @@ def beside_exact(samples: Samples, name: str, mbit: float) -> dict[str, Estimate
     def of(what: str, other: str, link: float = mbit) -> list[float]:
         return list(samples[sample_name(what, other, link)])
 
-    unlimited = ratios(of("tokens_per_s", name), of("tokens_per_s", name, UNLIMITED))
-    result = {_THROUGHPUT: _percent(unlimited)}
-    result[_OVER_EXACT] = ratios(of("tokens_per_s", name), of("tokens_per_s", EXACT))
+    own = of("tokens_per_s", name)
+    pairs = zip(own, of("tokens_per_s", name, UNLIMITED), strict=True)
+    result = {_THROUGHPUT: estimate([100 * (one / other) for one, other in pairs])}
+    result[_OVER_EXACT] = ratios(own, of("tokens_per_s", EXACT))
     if name not in (EXACT, AFTER):
-        pairs = zip(of("bytes_per_step", name), of("bytes_per_step", EXACT), strict=True)
-        result[_REMOVED] = estimate([100 * (1 - sent / exact) for sent, exact in pairs])
+        result[_REMOVED] = percent_saved(of("bytes_per_step", name), of("bytes_per_step", EXACT))
         result[_SHORTER] = ratios(of("exchange_ms", AFTER), of("exchange_ms", name))
     return result
 
 
-def _percent(share: Estimate) -> Estimate:
-    return replace(
-        share, mean=100 * share.mean, spread=100 * share.spread, lower=100 * share.lower, upper=100 * share.upper
-    )
-
-
-def _in_words(found: Mapping[str, Estimate]) -> str:
-    return (
-        f"{found[_REMOVED].mean:.2f}% of the bytes removed, communication {found[_SHORTER].mean:.1f}x shorter, "
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """The reason names the best of the methods that remove enough bytes, too."""
+    judgment = Judgment()
+    reached: dict[str, dict[str, Estimate]] = {}
+    for name in NAMES:
+        for mbit in (MBIT, FAST_MBIT):
+            if sample_name("exchange_ms", name, mbit) not in samples:
+                continue
+            sample = sample_name("exchange_ms", name, mbit)
+            judgment.show(samples, {f"exchange, {name}, {mbit:g} Mbit/s": sample}, "ms a step")
+            result = beside_exact(samples, name, mbit)
+            for what, one in result.items():
+                unit = "x" if what in (_SHORTER, _OVER_EXACT) else "%"
+                judgment.ask(f"{what}, {name}, {mbit:g} Mbit/s", one, unit)
+            if mbit == MBIT and name not in (EXACT, AFTER):
+                reached[name] = result
+    method = reached[METHOD]
+    hidden = ratios(*(samples[sample_name("exchange_ms", name, MBIT)] for name in (EXACT, METHOD))).mean
+    words = {
+        name: f"{found[_REMOVED].mean:.2f}% of the bytes removed, communication {found[_SHORTER].mean:.1f}x shorter, "
         f"{found[_THROUGHPUT].mean:.0f}% of the unlimited link's throughput"
-    )
-
-
-def _best_of(reached: Mapping[str, Mapping[str, Estimate]]) -> str:
-    """Name the method with the shortest communication among those that remove enough bytes."""
+        for name, found in reached.items()
+    }
     enough = {name: result for name, result in reached.items() if result[_REMOVED].mean >= REMOVED} or reached
     best = max(enough, key=lambda name: enough[name][_SHORTER].mean)
-    return f"best of those tried: {best}, {_in_words(reached[best])}"
+    judgment.said += [
+        f"{METHOD} at {MBIT:g} Mbit/s: {words[METHOD]}; {hidden:.1f}x shorter than what exact sums that overlap with "
+        "backward leave visible",
+        f"best of those tried: {best}, {words[best]}",
+    ]
+    judgment.at_least(_REMOVED, method[_REMOVED], REMOVED, "%")
+    judgment.at_least(_SHORTER, method[_SHORTER], SHORTER, "x")
+    judgment.at_least(_THROUGHPUT, method[_THROUGHPUT], 100 * THROUGHPUT, "%")
+    return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="compressed_links",
+_REMOVED, _SHORTER, _THROUGHPUT = "bytes removed", "communication shorter", "throughput of the unlimited link's"
+_OVER_EXACT = "throughput over exact"
+
+
+CLAIM = declared(
+    __name__,
     statement="Three-level gradient compression makes the all-reduce 42 times shorter; PowerSGD of rank 8 takes 35 "
     "instead of 120 ms.",
     source="published guides to DeepSeek-style training; Vogels, Karimireddy and Jaggi 2019, PowerSGD "
@@ -174,6 +148,4 @@ CLAIM = Claim(
     target=f"the three-level method with at least {REMOVED:g}% of the bytes removed, communication at least "
     f"{SHORTER:g} times shorter and at least {100 * THROUGHPUT:g}% of the unlimited link's throughput",
     headline=tuple(f"{what}, {METHOD}, {MBIT:g} Mbit/s" for what in (_REMOVED, _SHORTER, _THROUGHPUT)),
-    measure=measure,
-    judge=judge,
 )

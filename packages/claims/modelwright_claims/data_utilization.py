@@ -2,7 +2,7 @@
 steps.
 
 Prose of this machine's libraries is spoiled in labeled ways until 62% of the documents are usable. Three arms train on
-the corpus as it is, on what cleaning keeps of it, and on the texts as they were before: what perfect cleaning would
+the corpus unchanged, on what cleaning keeps of it, and on the texts as they were before: what perfect cleaning would
 give. Corpus, weights and order of rows belong to the seed; the step noise knows documents that are not in the corpus.
 Cleaning by default settings, without that step, is compared by its usable share alone.
 """
@@ -21,12 +21,20 @@ from modelwright.data.clean.steps.noise import NoiseConfig
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright_claims import stability_bench as bench
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
-from modelwright_claims.cleaning_scores import Result, Score, clean_entries, compare, document_of, judge_cleaning
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.cleaning_scores import (
+    FORMS,
+    Result,
+    Score,
+    clean_entries,
+    compare,
+    document_of,
+    judge_cleaning,
+    spoil,
+)
 from modelwright_claims.experiment import Runner, Tuning, best_rate, best_value, tune, with_value
 from modelwright_claims.judging import Judgment
-from modelwright_claims.spoiled_corpus import FORMS, spoil
-from modelwright_claims.statistics import estimate, ratios
+from modelwright_claims.statistics import Estimate, estimate, ratios
 from modelwright_claims.training_run import Outcome, Run
 from modelwright_claims.workbench import VOCAB_SIZE, Size, store_text
 
@@ -46,7 +54,9 @@ NUM_TRUSTED = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """Prose of this machine, without duplicates and in random order. trusted: what the step noise learns from."""
+    """Prose of this machine, without duplicates and in random order. trusted: the texts that the step noise learns
+    from.
+    """
 
     corpus: Sequence[str]
     trusted: Sequence[str]
@@ -127,9 +137,7 @@ def spoil_and_clean(setting: Setting, texts: Texts, seed: int) -> Cleaned:
     kept, dropped = clean_entries(entries, config)
     by_arm = {RAW: [document.text for document, _ in entries], CLEANED: list(kept.values()), UNSPOILED: texts.corpus}
     return Cleaned(
-        texts=by_arm,
-        result=compare(entries, kept, dropped, config),
-        by_default=judge_cleaning(entries, CleanConfig()),
+        texts=by_arm, result=compare(entries, kept, dropped, config), by_default=judge_cleaning(entries, CleanConfig())
     )
 
 
@@ -188,45 +196,38 @@ def measurement(
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when at least `USABLE` percent of a corpus of 62% are usable after cleaning, and the steps to the target are
-    `GAIN` times fewer than on the corpus as it is."""
     judgment = Judgment()
     with judgment.part():
         before, after = estimate(samples["usable before"]), estimate(samples["usable after"])
-        judgment.figures |= {"usable before": before.figure("%"), "usable after": after.figure("%")}
-        judgment.said.append(f"usable {before.mean:.1f}% before and {after.mean:.1f}% after")
+        judgment.ask("usable before", before, "%")
         judgment.require(
             abs(before.mean - BEFORE) <= BEFORE_MARGIN, f"the corpus was {before.mean:.1f}% usable, not {BEFORE:g}%"
         )
-        judgment.at_least("usable after cleaning", after, USABLE, "%")
+        judgment.ask("usable after", after, "%", ">=", USABLE, what="usable after cleaning")
+        judgment.said.append(f"usable {before.mean:.1f}% before and {after.mean:.1f}% after")
+
+    def fewer(arm: str) -> Estimate:
+        return ratios(samples[f"steps, {RAW}"], samples[f"steps, {arm}"])
+
     with judgment.part():
-        gain = ratios(samples[f"steps, {RAW}"], samples[f"steps, {CLEANED}"])
-        judgment.figures["fewer steps"] = gain.figure("x")
-        judgment.said.append(f"{gain.mean:.2f}x fewer steps to a held-out loss of {conditions['target']}")
-        judgment.at_least("fewer steps", gain, GAIN, "x")
+        say = f"{{0.mean:.2f}}x fewer steps to a held-out loss of {conditions['target']}"
+        judgment.ask("fewer steps", fewer(CLEANED), "x", ">=", GAIN, say=say)
+    say = "{0.mean:.2f}x is what perfect cleaning would give"
+    judgment.note("fewer steps on texts never spoiled", lambda: fewer(UNSPOILED), "x", say=say)
+    name, say = f"usable after{BY_DEFAULT}", "{0.mean:.1f}% usable after default settings, without the step noise"
+    judgment.note(name, lambda: estimate(samples[name]), "%", say=say)
+    for one in samples:
+        if one.startswith(("precision, ", "recall, ", "documents kept")):
+            judgment.show(samples, [one], "%")
+        if one.startswith("final loss, "):
+            judgment.show(samples, {f"held-out loss at the end, {one.removeprefix('final loss, ')}": one}, "nats")
     with judgment.beside():
-        most = ratios(samples[f"steps, {RAW}"], samples[f"steps, {UNSPOILED}"])
-        judgment.figures["fewer steps on texts never spoiled"] = most.figure("x")
-        judgment.said.append(f"{most.mean:.2f}x is what perfect cleaning would give")
-    with judgment.beside():
-        plain = estimate(samples[f"usable after{BY_DEFAULT}"])
-        judgment.figures[f"usable after{BY_DEFAULT}"] = plain.figure("%")
-        judgment.said.append(f"{plain.mean:.1f}% usable after default settings, without the step noise")
-    for name in samples:
-        if name.startswith(("precision, ", "recall, ", "documents kept")):
-            judgment.figures[name] = estimate(samples[name]).figure("%")
-        if name.startswith("final loss, "):
-            judgment.figures[f"held-out loss at the end, {name.removeprefix('final loss, ')}"] = estimate(
-                samples[name]
-            ).figure("nats")
-    with judgment.beside():
-        for arm in ARMS:
-            judgment.figures[f"best rate, {arm}"] = best_rate(samples, arm)
+        judgment.figures |= {f"best rate, {arm}": best_rate(samples, arm) for arm in ARMS}
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="data_utilization",
+CLAIM = declared(
+    __name__,
     statement="Cleaning raises the usable share of a corpus from 62% to 89%, and a model reaches a held-out loss in "
     "1.4 times fewer steps on what is kept.",
     source="the data pipeline that was published with the system's guides",
@@ -238,6 +239,4 @@ CLAIM = Claim(
     target=f"at least {USABLE:g}% usable after cleaning a corpus of {BEFORE:g} ± {BEFORE_MARGIN:g}%, and {GAIN:g}x "
     "fewer steps to the loss that the raw corpus reaches in three quarters of a run",
     headline=("usable before", "usable after", "fewer steps"),
-    measure=measure,
-    judge=judge,
 )

@@ -2,10 +2,10 @@
 
 All sides train on the same machine for the same time with all cores, on the rows that the recipe quickstart packs (the
 recipe before it packed no conversations), and are scored on the same held-out documents. A seed is that of everything
-random, the choice of held-out documents among it, so that each seed has a text of its own, on which all sides are
-compared. A training's number of steps is its time over the median of timed steps. nanoGPT (`nano_gpt.py`) has a model
-of the same width and layers, trains at the best of several rates, and reads the same tokens as one stream; its loss and
-ours are over the same targets.
+random, the choice of held-out documents among it, so that each seed has its own text, on which all sides are compared.
+A training's number of steps is its time over the median of timed steps. nanoGPT (`nano_gpt.py`) has a model of the
+same width and layers, trains at the best of several rates, and reads the same tokens as one stream; its loss and ours
+are over the same targets.
 """
 
 import json
@@ -14,7 +14,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,13 @@ from modelwright.ops.matmul import is_emulated
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.rows import TEXT_ROWS
 from modelwright_claims import nano_gpt
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
-from modelwright_claims.experiment import MAX_EXTENSIONS, best_value, beyond
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.experiment import best_value, tune_grids
 from modelwright_claims.judging import Judgment
+from modelwright_claims.launch import answer_of
 from modelwright_claims.nano_gpt import NanoJob
 from modelwright_claims.product_runs import facts_of
-from modelwright_claims.statistics import differences, estimate
+from modelwright_claims.statistics import Estimate, differences, estimate
 from modelwright_claims.training_run import HELDOUT_ROWS, loss_on
 
 STAGE = "pretrain"
@@ -74,7 +75,7 @@ RECIPE_BEFORE: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large a measurement is. seconds: of a training that is compared; demo_seconds: of the one as in the demo."""
+    """The size of a measurement. seconds: of a training that is compared; demo_seconds: of the one as in the demo."""
 
     seconds: float
     demo_seconds: float
@@ -132,7 +133,7 @@ def measure(setting: Setting) -> Measurement:
 
 
 def _run(folder: Path, settings: Mapping[str, Any]) -> RunDir:
-    """`modelwright run` on the quickstart with other settings, in a process of its own."""
+    """`modelwright run` on the quickstart with other settings, in a separate process."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder.with_name(folder.name + ".yaml")
     save_yaml(file, {"recipe": "quickstart", "name": folder.name, **settings})
@@ -145,7 +146,7 @@ def _run(folder: Path, settings: Mapping[str, Any]) -> RunDir:
 
 
 def _trained(text: RunDir, folder: Path, recipe: Mapping[str, Any], num_steps: int) -> RunDir:
-    """A run that trains for some steps on what is prepared, as far as its settings agree with it, with its seed."""
+    """A run that trains for some steps on prepared rows, where its settings agree with it, with its seed."""
     shutil.copytree(text.path, folder, symlinks=True)
     lengths = {"num_steps": num_steps, "eval_every_steps": num_steps}
     seed = read_run_config(text.config).seed
@@ -162,7 +163,7 @@ def _step_s(setting: Setting, text: RunDir, recipe: Mapping[str, Any], scale: Sc
 
 
 def _take(setting: Setting, samples: dict[str, list[float]], name: str, run: RunDir, text: RunDir) -> None:
-    """Add what a run reached to the samples. Its loss is that on the held-out rows of `text`, so that it needs the
+    """Add the figures of a run to the samples. Its loss is that on the held-out rows of `text`, so that it needs the
     tokenizer of them.
     """
     if _tokenizer(run) != _tokenizer(text):
@@ -210,25 +211,19 @@ def _nano(
         bf16=_has_bf16(),
         compiles=not setting.quick,
     )
-    losses: dict[float, float] = {}
-    missing = list(NANO_RATES[1:2] if setting.quick else NANO_RATES)
-    for _ in range(1 if setting.quick else MAX_EXTENSIONS):
-        losses |= {rate: _nano_run(setting, replace(job, learning_rate=rate))["loss"] for rate in missing}
-        missing = beyond(losses)
-        if not missing:
-            break
+    grid = NANO_RATES[1:2] if setting.quick else NANO_RATES
+    losses = tune_grids(
+        {NANO: grid},
+        lambda tried: [_nano_run(setting, replace(job, learning_rate=rate))["loss"] for _, rate in tried],
+        "rate",
+    )[NANO]
     best = best_value(losses)
     for seed, text in texts.items():
         found = _nano_run(
             setting, replace(job, rows=str(_rows(text)), learning_rate=best, seconds=scale.seconds, seed=seed)
         )
-        for figure, name in (
-            ("loss", "nats"),
-            ("seconds", "seconds"),
-            ("tokens", "tokens"),
-            ("parameters", "parameters"),
-        ):
-            samples.setdefault(f"{name}, {NANO}", []).append(float(found[figure]))
+        for figure in ("loss", "seconds", "tokens", "parameters"):
+            samples.setdefault(f"{'nats' if figure == 'loss' else figure}, {NANO}", []).append(float(found[figure]))
     return best, losses
 
 
@@ -236,11 +231,7 @@ def _nano_run(setting: Setting, job: NanoJob) -> dict[str, float]:
     file = Path(job.rows).parents[2] / "nano.json"
     file.write_text(json.dumps(asdict(job)), encoding="utf-8")
     environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads)}
-    command = [sys.executable, "-m", nano_gpt.__name__, str(file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise ModelwrightError(f"nanoGPT:\n{done.stderr[-2000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = answer_of([sys.executable, "-m", nano_gpt.__name__, str(file)], NANO, env=environment)
     setting.progress.note(f"{NANO} at {job.learning_rate:g}: {found['loss']:.4f} nats in {found['seconds']:.0f} s")
     return found
 
@@ -273,40 +264,31 @@ def _conditions(
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the recipe is below the one before it by `LEAST_BITS` on prose and on code, below nanoGPT by
-    `LEAST_NATS`, below the one before it at as many tokens, and, with BF16 instructions, at most at `MOST_BITS`.
-    """
     judgment = Judgment()
+
+    def below(kind: str, arm: str, other: str) -> Callable[[], Estimate]:
+        return lambda: differences(samples[f"{kind}, {other}"], samples[f"{kind}, {arm}"])
+
     for kind in KINDS:
-        with judgment.part():
-            gain = differences(samples[f"{kind}, {BEFORE}"], samples[f"{kind}, {TODAY}"])
-            judgment.figures[f"{kind}, below the recipe before"] = gain.figure("bits per byte")
-            judgment.at_least(f"{kind}, below the recipe before", gain, LEAST_BITS, " bits per byte")
-            judgment.said.append(f"{kind} {gain.mean:.3f} bits per byte below the recipe before")
-        with judgment.part():
-            gain = differences(samples[f"{kind}, {BEFORE}"], samples[f"{kind}, {EQUAL}"])
-            judgment.figures[f"{kind}, below the recipe before at equal tokens"] = gain.figure("bits per byte")
-            judgment.above(f"{kind}, below the recipe before at equal tokens", gain, 0.0, " bits per byte")
+        name, unit = f"{kind}, below the recipe before", "bits per byte"
+        say = kind + " {0.mean:.3f} bits per byte below the recipe before"
+        judgment.ask(name, below(kind, TODAY, BEFORE), unit, ">=", LEAST_BITS, say=say)
+        judgment.ask(f"{name} at equal tokens", below(kind, EQUAL, BEFORE), unit, ">", 0.0)
         with judgment.part():
             reached = estimate(samples[f"{kind}, {WHOLE}"])
-            judgment.figures[f"{kind}, {WHOLE}"] = reached.figure("bits per byte")
-            if conditions["BF16 instructions"]:
-                judgment.at_most(f"{kind}", reached, MOST_BITS[kind], " bits per byte")
-    with judgment.part():
-        gain = differences(samples[f"nats, {NANO}"], samples[f"nats, {TODAY}"])
-        judgment.figures["below nanoGPT"] = gain.figure("nats per token")
-        judgment.at_least("below nanoGPT", gain, LEAST_NATS, " nats per token")
-        judgment.said.append(f"{gain.mean:.2f} nats per token below nanoGPT")
-    for name in (TODAY, BEFORE, EQUAL, WHOLE, NANO):
-        with judgment.beside():
-            judgment.figures[f"seconds, {name}"] = estimate(samples[f"seconds, {name}"]).figure("s")
-            judgment.figures[f"tokens, {name}"] = estimate(samples[f"tokens, {name}"]).figure("")
-            judgment.figures[f"held-out loss, {name}"] = estimate(samples[f"nats, {name}"]).figure("nats per token")
+            limit = ("<=", MOST_BITS[kind]) if conditions["BF16 instructions"] else ()
+            judgment.ask(f"{kind}, {WHOLE}", reached, unit, *limit, what=kind)
+    say = "{0.mean:.2f} nats per token below nanoGPT"
+    judgment.ask("below nanoGPT", below("nats", TODAY, NANO), "nats per token", ">=", LEAST_NATS, say=say)
+    for arm in (TODAY, BEFORE, EQUAL, WHOLE, NANO):
+        judgment.show(samples, [f"seconds, {arm}"], "s")
+        judgment.show(samples, [f"tokens, {arm}"])
+        judgment.show(samples, {f"held-out loss, {arm}": f"nats, {arm}"}, "nats per token")
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="demo_recipe",
+CLAIM = declared(
+    __name__,
     statement="In the time of the demo the recipe quickstart learns more than the recipe before it and than nanoGPT.",
     source="Karpathy, nanoGPT (https://github.com/karpathy/nanoGPT); the recipe before it is this project's own",
     published="no figure at this size",
@@ -322,6 +304,4 @@ CLAIM = Claim(
         *(f"{kind}, {WHOLE}" for kind in KINDS),
         "below nanoGPT",
     ),
-    measure=measure,
-    judge=judge,
 )

@@ -12,10 +12,10 @@ from dataclasses import replace
 from modelwright.core.seeds import derive_seed
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, run_experiment
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import differences, estimate, exact, ratios
+from modelwright_claims.statistics import differences, ratios
 from modelwright_claims.training_run import Outcome, Run, batch_loader
 from modelwright_claims.workbench import VOCAB_SIZE, Mode, Size, packed_rows, store_text
 
@@ -31,20 +31,7 @@ PACE = "real tokens per second, "
 
 
 def measure(setting: Setting) -> Measurement:
-    setting = with_docstrings(setting)
-    size = Size(model_dim=128, num_layers=2, seq_len=512, batch_rows=16, num_steps=60, learning_rate=2e-3)
-    if setting.quick:
-        size = Size(model_dim=64, num_layers=1, seq_len=128, batch_rows=8, num_steps=12, learning_rate=2e-3)
-    sizes = equal_updates(setting, size)
-    variants = {arm: Run(size=sizes[arm], mode=mode, heldout_batches=4) for arm, mode in MODES.items()}
-    seeds = SEEDS[:2] if setting.quick else SEEDS
-    result = run_experiment(setting, Experiment(variants=variants, seeds=seeds, timed=True))
-    padding = {arm: padding_share(setting, sizes[arm], MODES[arm], sizes[arm].num_steps) for arm in ARMS}
-    return measurement(size, sizes, result.runs, padding)
-
-
-def with_docstrings(setting: Setting) -> Setting:
-    """A setting whose text is the short prose documents of this machine."""
+    # A setting whose text is the short prose documents of this machine.
     folder = setting.folder / "dynamic_batching"
     if not folder.exists():
         found: dict[str, dict[str, None]] = {"train": {}, "heldout": {}}
@@ -57,7 +44,16 @@ def with_docstrings(setting: Setting) -> Setting:
         random.Random(0).shuffle(heldout)
         tokenizer = train_tokenizer(train, TokenizerConfig(vocab_size=VOCAB_SIZE))
         store_text(folder, {"train": train, "validation": heldout[0::2], "test": heldout[1::2]}, tokenizer)
-    return replace(setting, folder=folder, kept=None)
+    setting = replace(setting, folder=folder, kept=None)
+    size = Size(model_dim=128, num_layers=2, seq_len=512, batch_rows=16, num_steps=60, learning_rate=2e-3)
+    if setting.quick:
+        size = Size(model_dim=64, num_layers=1, seq_len=128, batch_rows=8, num_steps=12, learning_rate=2e-3)
+    sizes = equal_updates(setting, size)
+    variants = {arm: Run(size=sizes[arm], mode=mode, heldout_batches=4) for arm, mode in MODES.items()}
+    seeds = SEEDS[:2] if setting.quick else SEEDS
+    result = run_experiment(setting, Experiment(variants=variants, seeds=seeds, timed=True))
+    padding = {arm: padding_share(setting, sizes[arm], MODES[arm], sizes[arm].num_steps) for arm in ARMS}
+    return measurement(size, sizes, result.runs, padding)
 
 
 def equal_updates(setting: Setting, size: Size) -> dict[str, Size]:
@@ -113,34 +109,28 @@ def measurement(
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when length buckets have at most `MOST_PADDING` percent of padding, train more real tokens per second than
-    padded rows, are no slower than packed ones, and lose at most `LOSS_TARGET` per token to padded ones."""
     judgment = Judgment()
     with judgment.part():
-        padding = {arm: exact(samples[f"padding, {arm}"][0]) for arm in ARMS}
-        judgment.figures |= {f"padding, {arm}": share.figure("%") for arm, share in padding.items()}
-        judgment.said.append(", ".join(f"{arm} {share.mean:.1f}% padding" for arm, share in padding.items()))
-        judgment.at_most("padding in length buckets", padding[DYNAMIC], MOST_PADDING, "%")
+        padding = {arm: samples[f"padding, {arm}"][0] for arm in ARMS}
+        for arm, share in padding.items():
+            limit = ("<=", MOST_PADDING) if arm == DYNAMIC else ()
+            judgment.ask(f"padding, {arm}", share, "%", *limit, what="padding in length buckets")
+        judgment.said.append(", ".join(f"{arm} {share:.1f}% padding" for arm, share in padding.items()))
     for arm in (PADDED, PACKED):
         with judgment.part():
             speed_up = ratios(samples[f"{PACE}{DYNAMIC}"], samples[f"{PACE}{arm}"])
             loss = differences(samples[f"held-out loss, {DYNAMIC}"], samples[f"held-out loss, {arm}"])
-            judgment.figures[f"speed in real tokens against {arm}"] = speed_up.figure("x")
-            judgment.figures[f"loss difference to {arm}"] = loss.figure("nats")
+            figure, what = f"speed in real tokens against {arm}", f"speed against {arm} rows"
+            judgment.ask(figure, speed_up, "x", ">" if arm == PADDED else ">=", 1.0, what=what)
+            limit = ("<=", LOSS_TARGET) if arm == PADDED else ()
+            judgment.ask(f"loss difference to {arm}", loss, "nats", *limit, what="loss difference to padded rows")
             judgment.said.append(f"{speed_up.mean:.2f}x the real tokens per second of {arm}, {loss.mean:+.3f} nats")
-            if arm == PADDED:
-                judgment.above("speed against padded rows", speed_up, 1.0, "x")
-                judgment.at_most("loss difference to padded rows", loss, LOSS_TARGET, " nats")
-            else:
-                judgment.at_least("speed against packed rows", speed_up, 1.0, "x")
-    with judgment.beside():
-        for arm in ARMS:
-            judgment.figures[f"{PACE}{arm}"] = estimate(samples[f"{PACE}{arm}"]).figure("tokens/s")
+    judgment.show(samples, [f"{PACE}{arm}" for arm in ARMS], "tokens/s")
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="dynamic_batching",
+CLAIM = declared(
+    __name__,
     statement="Batches by a token budget with length buckets waste less on padding and train more real tokens per "
     "second than rows padded to a fixed length, and are no slower than packed rows.",
     source="the data pipeline that was published with the system's guides; token budgets: fairseq, Ott et al. 2019 "
@@ -156,6 +146,4 @@ CLAIM = Claim(
         f"speed in real tokens against {PADDED}",
         f"speed in real tokens against {PACKED}",
     ),
-    measure=measure,
-    judge=judge,
 )

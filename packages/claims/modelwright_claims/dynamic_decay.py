@@ -1,12 +1,12 @@
 """Claim: weight decay that eases off while gradients are large reaches a loss in fewer steps than a constant one.
 
-Beside both stands what papers leave out: simply the lower decay, all the time.
+Next to both is the rival that papers leave out: simply the lower decay, all the time.
 """
 
 from modelwright.core.config import dump
 from modelwright.train.techniques.weight_decay import WeightDecayScheduleConfig
 from modelwright_claims import stability_bench as bench
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 
 GAIN = 1.05
 STUDY = bench.Study(
@@ -32,8 +32,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return bench.judge(STUDY, GAIN, samples, conditions)
 
 
-CLAIM = Claim(
-    name="dynamic_decay",
+CLAIM = declared(
+    __name__,
     statement="Weight decay of 0.01 that falls to 0.001 while the gradient norm is above 5 reaches a held-out loss in "
     "fewer steps than 0.01 throughout when some batches are wild, and costs nothing when none is.",
     source="the optimizer that was published as DeepSeekAdam; weight decay apart from the gradient: Loshchilov and "
@@ -43,6 +43,4 @@ CLAIM = Claim(
     "its own best rate, chosen from the same ones on a seed and a held-out split that are not reported",
     target=f"{GAIN:g}x fewer steps to the loss than either with p < 0.05 among wild batches, and no more steps than "
     "0.01 in calm runs",
-    measure=measure,
-    judge=judge,
 )

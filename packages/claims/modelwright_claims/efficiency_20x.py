@@ -3,8 +3,8 @@
 Wall time of training to the same held-out loss on the same text: a competent plain loop against the whole stack, on one
 host and on two that a link of 100 Mbit/s joins. Every arm has its own learning rate and the fewest steps that reach the
 plain loop's loss, both found on seeds that are not reported. Ingredients are added one at a time, and left out one at a
-time; those that the statement names and that do not pay here are added to the whole stack, to show what they cost. A
-model twice as wide is trained by the plain loop and by the whole stack alone.
+time; those that the statement names and that do not pay here are added to the whole stack, to show their cost. A model
+twice as wide is trained by the plain loop and by the whole stack alone.
 """
 
 import statistics
@@ -18,10 +18,10 @@ import torch
 from modelwright.core.config import merge
 from modelwright.core.resources import num_usable_cores
 from modelwright.ops.matmul import is_emulated
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, Runner, Tuning, best_value, run_experiment, tune, with_value
-from modelwright_claims.fp32_baseline import NO_ONEDNN, baseline_conditions, onednn_is_exact
 from modelwright_claims.judging import Judgment, names_between
+from modelwright_claims.large_runs import NO_ONEDNN, baseline_conditions, onednn_is_exact
 from modelwright_claims.netns import missing
 from modelwright_claims.statistics import Estimate, differences, ratios
 from modelwright_claims.training_run import Processes, Run
@@ -72,37 +72,21 @@ ON_TOP = {"one host": ("sparse rows", "adaptive precision"), "two hosts": ()}
 """What is tried on top of the whole stack."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scene:
-    """Arms that are compared at one size, and how many times as fast as the plain one the whole stack should be."""
-
-    arms: Mapping[str, Run]
-    goal: float
-
-    @property
-    def size(self) -> Size:
-        return self.arms[PLAIN].size
-
-    @property
-    def num_hosts(self) -> int:
-        return self.arms[PLAIN].processes.hosts
+Arms = dict[str, Run]
 
 
-def scenes(*, quick: bool) -> dict[str, Scene]:
+def scenes(*, quick: bool) -> dict[str, Arms]:
     """Each stack with all arms, and on a wider model without the single ingredients; in quick mode a short sketch."""
+
+    def ends_of(size: Size) -> dict[str, Arms]:
+        ends, arms = (PLAIN, PLAIN_BY_ONEDNN, FULL), {where: arms_of(where, size) for where in STACKS}
+        return {where: {end: of[end] for end in ends if end in of} for where, of in arms.items()}
+
     if quick:
-        return _scenes(Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=60), only_ends=True)
+        return ends_of(Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=60))
     size = Size(model_dim=128, num_layers=4, seq_len=128, batch_rows=16, num_steps=400)
-    wide = _scenes(replace(size, model_dim=256), only_ends=True)
-    return _scenes(size, only_ends=False) | {f"{name}{WIDE}": scene for name, scene in wide.items()}
-
-
-def _scenes(size: Size, *, only_ends: bool) -> dict[str, Scene]:
-    arms = {where: arms_of(where, size) for where in STACKS}
-    if only_ends:
-        ends = (PLAIN, PLAIN_BY_ONEDNN, FULL)
-        arms = {where: {end: of[end] for end in ends if end in of} for where, of in arms.items()}
-    return {where: Scene(arms=of, goal=GOALS[where]) for where, of in arms.items()}
+    whole = {where: arms_of(where, size) for where in STACKS}
+    return whole | {f"{name}{WIDE}": arms for name, arms in ends_of(replace(size, model_dim=256)).items()}
 
 
 def ingredients_of(where: str) -> list[str]:
@@ -111,8 +95,10 @@ def ingredients_of(where: str) -> list[str]:
     return [name for name in STACKS[where] if name != BF16 or has_bf16]
 
 
-def arms_of(where: str, size: Size) -> dict[str, Run]:
-    """Return the plain arms, ingredients added one by one, everything, everything without each, and what is on top."""
+def arms_of(where: str, size: Size) -> Arms:
+    """Return the plain arms, ingredients added one by one, everything, everything without each, and the stack with
+    more on top.
+    """
     plain = Run(size=size, loop="plain", mode="one_per_row", processes=Processes(hosts=NUM_HOSTS[where]))
     names = ingredients_of(where)
     arms = {PLAIN: plain}
@@ -143,9 +129,10 @@ class Tuned:
 
 def measure(setting: Setting) -> Measurement:
     """All scenes, tuned and then timed; two hosts only where networks can be made."""
-    compared = {name: one for name, one in scenes(quick=setting.quick).items() if one.num_hosts == 1 or not missing()}
-    tuned = {name: tune_arms(setting, scene.arms) for name, scene in compared.items()}
-    result = {name: time_arms(setting, scene.arms, tuned[name]) for name, scene in compared.items()}
+    every = scenes(quick=setting.quick)
+    compared = {name: arms for name, arms in every.items() if arms[PLAIN].processes.hosts == 1 or not missing()}
+    tuned = {name: tune_arms(setting, arms) for name, arms in compared.items()}
+    result = {name: time_arms(setting, arms, tuned[name]) for name, arms in compared.items()}
     return measurement(result, tuned, compared)
 
 
@@ -242,7 +229,7 @@ def time_arms(
 def measurement(
     found: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]],
     tuned: Mapping[str, Mapping[str, Tuned]],
-    compared: Mapping[str, Scene],
+    compared: Mapping[str, Mapping[str, Run]],
 ) -> Measurement:
     """Return seconds, losses and steps of every arm in every scene."""
     samples: dict[str, Sequence[float]] = {}
@@ -251,9 +238,10 @@ def measurement(
             samples[f"{where}: seconds, {name}"] = [run["seconds"] for run in runs]
             samples[f"{where}: held-out loss, {name}"] = [run["heldout_loss"] for run in runs]
             samples[f"{where}: steps, {name}"] = [tuned[where][name].size.num_steps]
-    size, *_ = (scene.size for scene in compared.values())
-    widths = {name: scene.size.describe()["parameters"] for name, scene in compared.items() if scene.size != size}
-    alone = all(scene.num_hosts == 1 for scene in compared.values())
+    plain = {name: arms[PLAIN] for name, arms in compared.items()}
+    size, *_ = (run.size for run in plain.values())
+    widths = {name: run.size.describe()["parameters"] for name, run in plain.items() if run.size != size}
+    alone = all(run.processes.hosts == 1 for run in plain.values())
     return Measurement(
         samples=samples,
         conditions=size.describe()
@@ -275,62 +263,47 @@ def measurement(
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when every scene reaches its goal, two hosts the published number of times as fast, at no higher loss.
-
-    The baseline is the fastest plain loop: by PyTorch's products or by oneDNN's, and for two hosts also on one of them.
-    """
+    """The baseline is the fastest plain loop: by PyTorch's products or by oneDNN's, and for two hosts also on one."""
     judgment = Judgment()
     scenes = [where for where in SCENES if f"{where}: seconds, {PLAIN}" in samples]
     for where in scenes:
-        goal = GOALS[where.removesuffix(WIDE)]
-        _add_figures(judgment, samples, where)
-        own = ratios(samples[f"{where}: seconds, {PLAIN}"], samples[f"{where}: seconds, {FULL}"])
-        gap = loss_above(samples, where, where, PLAIN)
-        judgment.said.append(f"{where}: {own.mean:.1f}x the plain loop, held-out loss {gap.mean:+.3f} nats")
-        judgment.at_least(f"{where}: speed over the plain loop", own, goal, "x")
-        judgment.at_most(f"{where}: held-out loss above the plain loop's", gap, 0.0, " nats")
+        goal, rival = GOALS[where.removesuffix(WIDE)], "the plain loop"
+
+        def faster(place: str, name: str, arm: str = FULL, where: str = where) -> Estimate:
+            return ratios(samples[f"{place}: seconds, {name}"], samples[f"{where}: seconds, {arm}"])
+
+        def loss_above(place: str, name: str, arm: str = FULL, where: str = where) -> Estimate:
+            return differences(samples[f"{where}: held-out loss, {arm}"], samples[f"{place}: held-out loss, {name}"])
+
+        for arm in names_between(samples, f"{where}: seconds, "):
+            if arm != PLAIN:
+                judgment.ask(f"{where}: faster, {arm}", faster(where, PLAIN, arm), "x")
+                judgment.ask(f"{where}: held-out loss above plain, {arm}", loss_above(where, PLAIN, arm), "nats")
+            judgment.show(samples, [f"{where}: steps, {arm}"])
+        own, gap = faster(where, PLAIN), loss_above(where, PLAIN)
+        say = f"{where}: {{0.mean:.1f}}x {rival}, held-out loss {gap.mean:+.3f} nats"
+        judgment.ask("", own, "x", ">=", goal, what=f"{where}: speed over {rival}", say=say)
+        judgment.ask("", gap, "nats", "<=", 0.0, what=f"{where}: held-out loss above {rival}'s")
         with judgment.part():
-            place, name = fastest_plain(samples, conditions, where)
-            if (place, name) != (where, PLAIN):
-                against = ratios(samples[f"{place}: seconds, {name}"], samples[f"{where}: seconds, {FULL}"])
-                gap = loss_above(samples, where, place, name)
-                rival = f"the fastest plain loop ({name}, {place})"
-                judgment.figures[f"{where}: faster than the fastest plain loop"] = against.figure("x")
-                judgment.said.append(f"{against.mean:.1f}x {rival}")
-                judgment.at_least(f"{where}: speed over {rival}", against, goal, "x")
-                judgment.at_most(f"{where}: held-out loss above {rival}", gap, 0.0, " nats")
+            hosts, wide = where.removesuffix(WIDE), WIDE if where.endswith(WIDE) else ""
+            # Two hosts have to beat one of them alone, too.
+            places = [where] if NUM_HOSTS[hosts] == 1 else [where, f"one host{wide}"]
+            names = [PLAIN] if NO_ONEDNN in conditions else [PLAIN, PLAIN_BY_ONEDNN]
+            plain = {(place, name): samples[f"{place}: seconds, {name}"] for place in places for name in names}
+            fastest = min(plain, key=lambda arm, plain=plain: statistics.fmean(plain[arm]))
+            if fastest != (where, PLAIN):
+                rival = f"the fastest plain loop ({fastest[1]}, {fastest[0]})"
+                name, what = f"{where}: faster than the fastest plain loop", f"{where}: speed over {rival}"
+                judgment.ask(name, faster(*fastest), "x", ">=", goal, what=what, say=f"{{0.mean:.1f}}x {rival}")
+                above = loss_above(*fastest)
+                judgment.ask("", above, "nats", "<=", 0.0, what=f"{where}: held-out loss above {rival}")
     if not any(NUM_HOSTS[where.removesuffix(WIDE)] > 1 for where in scenes):
         judgment.lacking.append(f"two hosts: {conditions[NO_NETWORK]}")
     return judgment.verdict()
 
 
-def fastest_plain(samples: Samples, conditions: Conditions, where: str) -> tuple[str, str]:
-    """Return the scene and the name of the plain loop to beat. Two hosts have to beat one of them alone, too."""
-    hosts, wide = where.removesuffix(WIDE), WIDE if where.endswith(WIDE) else ""
-    places = [where] if NUM_HOSTS[hosts] == 1 else [where, f"one host{wide}"]
-    names = [PLAIN] if NO_ONEDNN in conditions else [PLAIN, PLAIN_BY_ONEDNN]
-    result = {(place, name): samples[f"{place}: seconds, {name}"] for place in places for name in names}
-    return min(result, key=lambda arm: statistics.fmean(result[arm]))
-
-
-def loss_above(samples: Samples, where: str, place: str, name: str, arm: str = FULL) -> Estimate:
-    """Held-out loss of an arm above that of another arm, perhaps of another scene, by seed."""
-    return differences(samples[f"{where}: held-out loss, {arm}"], samples[f"{place}: held-out loss, {name}"])
-
-
-def _add_figures(judgment: Judgment, samples: Samples, where: str) -> None:
-    for name in names_between(samples, f"{where}: seconds, "):
-        if name != PLAIN:
-            ratio = ratios(samples[f"{where}: seconds, {PLAIN}"], samples[f"{where}: seconds, {name}"])
-            judgment.figures[f"{where}: faster, {name}"] = ratio.figure("x")
-            gap = loss_above(samples, where, where, PLAIN, name)
-            judgment.figures[f"{where}: held-out loss above plain, {name}"] = gap.figure("nats")
-        with judgment.beside():
-            judgment.figures[f"{where}: steps, {name}"] = Figure(value=samples[f"{where}: steps, {name}"][0], unit="")
-
-
 def _arms_in_words(tuned: Mapping[str, Mapping[str, Tuned]]) -> dict[str, str]:
-    """What everything is, the rates that were chosen, and which arms never reach the plain loop's loss."""
+    """Return the parts of the whole stack, the chosen rates, and the arms that never reach the plain loop's loss."""
     rates, beyond = [], []
     for where, arms in tuned.items():
         rates.append(f"{where}: {', '.join(f'{name} {one.size.learning_rate:g}' for name, one in arms.items())}")
@@ -343,8 +316,8 @@ def _arms_in_words(tuned: Mapping[str, Mapping[str, Tuned]]) -> dict[str, str]:
     }
 
 
-CLAIM = Claim(
-    name="efficiency_20x",
+CLAIM = declared(
+    __name__,
     statement="Dynamic sparse activation, adaptive precision and gradient compression together train twenty times as "
     "efficiently.",
     source="published guides to DeepSeek-style training",
@@ -363,6 +336,4 @@ CLAIM = Claim(
         "one host, wide: faster, everything",
         "two hosts, wide: faster, everything",
     ),
-    measure=measure,
-    judge=judge,
 )

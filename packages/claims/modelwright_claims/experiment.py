@@ -1,9 +1,11 @@
 """Experiments: variants of a training run, each at its own tuned setting, compared on paired seeds.
 
-Values are tuned on the seeds of `Tuning` by the loss on the validation split; what is reported comes from other seeds
-and the test split. Finished runs are kept (`RunCache`), so that an interrupted measurement goes on where it stopped.
+Values are tuned on the seeds of `Tuning` by the loss on the validation split; reported figures come from other seeds
+and the test split. Finished runs are kept (`RunCache`), so that an interrupted measurement continues where it stopped.
 """
 
+import hashlib
+import json
 import math
 import statistics
 import sys
@@ -12,25 +14,89 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeVar
 
-from modelwright.core.config import set_dotted
-from modelwright.core.errors import ModelwrightError
-from modelwright_claims import augmented_text, mixed_text, plain_training, training_run, wild_batches, workbench
+import torch
+
+import modelwright
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.config import digest, dump, set_dotted
+from modelwright.core.errors import ArtifactError, ModelwrightError
+from modelwright.core.resources import versions
+from modelwright_claims import batches, plain_training, training_run, workbench
 from modelwright_claims.claim import Figure, Setting
-from modelwright_claims.run_cache import RunCache, setup_digest
+from modelwright_claims.results import PACKAGES, machine
 from modelwright_claims.training_run import Outcome, Run, execute, prepare
+
+
+class RunCache:
+    """Plain data by key, one JSON file each; the key says everything that the value depends on.
+
+    Any thread may read and write.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, key: Any, suffix: str = ".json") -> Path:
+        """Return the file that belongs to a key; other suffixes are for what cannot be JSON, such as weights."""
+        return self.folder / f"{digest(key)[:24]}{suffix}"
+
+    def __contains__(self, key: Any) -> bool:
+        return self.path(key).exists()
+
+    def __getitem__(self, key: Any) -> Any:
+        path = self.path(key)
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))["value"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise ArtifactError(
+                f"{path}: is not the result of a run ({error!r}); delete it to make the run again"
+            ) from None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.path(key), json.dumps({"key": dump(key), "value": dump(value)}) + "\n")
+
+    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return the value of a key; make and keep it first where it is missing."""
+        if key not in self:
+            self[key] = make()
+        return self[key]
+
+
+def setup_digest(modules: Sequence[ModuleType]) -> str:
+    """Return 12 digits of the setup that all runs of one measurement share.
+
+    It covers the sources of the product and of these modules, the versions of their dependencies, the machine and the
+    number of threads.
+    """
+    setup = [machine(), torch.get_num_threads(), versions(*PACKAGES)]
+    text = hashlib.sha256(json.dumps(setup, sort_keys=True).encode())
+    package = Path(modelwright.__file__).parent
+    sources = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".cpp", ".h"))
+    for module in modules:
+        assert module.__file__ is not None
+        sources.append(Path(module.__file__))
+    for path in sources:
+        name = path.relative_to(package) if path.is_relative_to(package) else path.name
+        text.update(f"{name}\n".encode())
+        text.update(path.read_bytes())
+    return text.hexdigest()[:12]
+
 
 MAX_EXTENSIONS = 8
 """Values that a grid may be extended by until its best one lies inside."""
-RUN_SOURCES = (training_run, workbench, mixed_text, wild_batches, augmented_text, plain_training)
+RUN_SOURCES = (training_run, workbench, batches, plain_training)
 """Modules of this package that decide what a run does."""
 
 Execute = Callable[..., Outcome]
+Variant = TypeVar("Variant", bound=str)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """A search for the best value of one setting, for each variant by itself."""
+    """A search for the best value of one setting, for each variant separately."""
 
     values: Sequence[float]
     """Two or more in a geometric order. A grid whose best value is the first or the last is extended by its own ratio;
@@ -64,7 +130,7 @@ class Experiment:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """What an experiment gave, by variant."""
+    """The outcomes of an experiment, by variant."""
 
     runs: Mapping[str, Sequence[Outcome]]
     """One outcome for each seed."""
@@ -107,30 +173,42 @@ def run_experiment(setting: Setting, experiment: Experiment, execute: Execute = 
 def tune(
     runner: "Runner", variants: Mapping[str, Run], tuning: Tuning, *, at_once: int = 1
 ) -> dict[str, dict[float, float]]:
-    """Return the mean validation loss of each variant by value; the lowest lies inside each variant's grid.
+    """Return the mean validation loss of each variant by value; the lowest lies inside each variant's grid."""
 
-    Raises `ModelwrightError` when it still lies at an edge after `MAX_EXTENSIONS` more values.
-    """
-    losses: dict[str, dict[float, float]] = {variant: {} for variant in variants}
-    missing = {variant: list(tuning.values) for variant in variants}
-    for _ in range(MAX_EXTENSIONS + 1):
-        tried = [(variant, value) for variant, values in missing.items() for value in values]
+    def losses(tried: Sequence[tuple[str, float]]) -> list[float]:
         runs = [
             replace(with_value(variants[variant], tuning.setting, value), seed=seed, heldout="validation")
             for variant, value in tried
             for seed in tuning.seeds
         ]
         outcomes = iter(runner.all(runs, at_once=at_once))
-        for variant, value in tried:
-            loss = statistics.fmean(tuning.criterion(next(outcomes)) for _ in tuning.seeds)
-            losses[variant][value] = loss if math.isfinite(loss) else math.inf
-        missing = {variant: beyond(by_value) for variant, by_value in losses.items()}
-        missing = {variant: values for variant, values in missing.items() if values}
+        return [statistics.fmean(tuning.criterion(next(outcomes)) for _ in tuning.seeds) for _ in tried]
+
+    return tune_grids(dict.fromkeys(variants, tuning.values), losses, tuning.setting)
+
+
+def tune_grids(
+    grids: Mapping[Variant, Sequence[float]],
+    losses: Callable[[Sequence[tuple[Variant, float]]], Sequence[float]],
+    setting: str,
+) -> dict[Variant, dict[float, float]]:
+    """Return the loss of each variant by value, in ascending order. losses: of variants at values; setting: its name.
+
+    A grid whose best value is its first or last one is extended by its own ratio. Raises `ModelwrightError` when the
+    best is still at an edge after `MAX_EXTENSIONS` more values.
+    """
+    found: dict[Variant, dict[float, float]] = {variant: {} for variant in grids}
+    missing: Mapping[Variant, Sequence[float]] = grids
+    for _ in range(MAX_EXTENSIONS + 1):
+        tried = [(variant, value) for variant, values in missing.items() for value in values]
+        for (variant, value), loss in zip(tried, losses(tried), strict=True):
+            found[variant][value] = loss if math.isfinite(loss) else math.inf
+        missing = {variant: more for variant, of_variant in found.items() if (more := beyond(of_variant))}
         if not missing:
-            return {variant: dict(sorted(by_value.items())) for variant, by_value in losses.items()}
+            return {variant: dict(sorted(of_variant.items())) for variant, of_variant in found.items()}
     variant = next(iter(missing))
     raise ModelwrightError(
-        f"{variant}: the best {tuning.setting} is still at the edge of {sorted(losses[variant])}; start elsewhere"
+        f"{variant}: the best {setting} is still at the edge of {sorted(found[variant])}; start elsewhere"
     )
 
 
@@ -176,7 +254,7 @@ def open_cache(setting: Setting, *sources: ModuleType, name: str = "measured") -
 
 
 class Runner:
-    """Makes runs, each of them once: what an earlier call finished with the same sources on this machine is kept."""
+    """Makes runs, each once: a run that an earlier call finished with the same sources on this machine is kept."""
 
     def __init__(self, setting: Setting, execute: Execute = execute) -> None:
         self.setting = setting
@@ -190,7 +268,7 @@ class Runner:
         return [self.outcome(run) for run in runs]
 
     def timed(self, runs: Sequence[Run]) -> list[Outcome]:
-        """Return the outcomes of runs that are compared by time: made one after the other, unless all are there."""
+        """Return the outcomes of runs that are compared by time: made one after the other, unless all are kept."""
         if any(run not in self.cache for run in runs):
             self.make_weights(runs)
             self.make(runs, keep=False, at_once=1)

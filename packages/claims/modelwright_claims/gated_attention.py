@@ -1,37 +1,359 @@
 """Claim: dynamic gated attention computes 35% less attention at 98% of the quality.
 
-The method is learned selection of heads (`model/head_selection.py`). It stands beside what a user would do for the same
-saving: fewer heads from the start, heads that are pruned half-way (by what they contribute), and a sliding window in
-three of four layers. All read as many tokens, each at its own best rate, chosen on a seed and a split of their own.
+The method is learned selection of heads (`model/head_selection.py`). It is compared with usual ways to the same
+saving: fewer heads from the start, heads that are pruned half-way (by contribution), and a sliding window in three of
+four layers. All read as many tokens, each at its own best rate, chosen on a seed and a split of their own.
 """
 
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
-from modelwright_claims.head_arms import (
-    BUDGET,
-    CHANGED,
-    CLOSED,
-    GATED,
-    METHOD,
-    NUM_HEADS,
-    NUM_ROUNDS,
-    NUM_STATIC,
-    OPEN,
-    OWN,
-    PLAIN,
-    RATES,
-    RIVALS,
-    STREAMS,
-    TARGET_COMPUTE,
-    Bench,
-    Comparison,
-    describe_shape,
-)
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor
+
+from modelwright.compress.prune import input_moments, prune
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.infer.decode_operator import decode_operator
+from modelwright.infer.kv_cache import PagedCache
+from modelwright.infer.model_runner import ModelRunner
+from modelwright.infer.products import stable_row_multiple
+from modelwright.infer.scheduler import Chunk, SchedulerOutput
+from modelwright.infer.sequence import SamplingParams
+from modelwright.infer.sequence import Sequence as EngineSequence
+from modelwright.model.adapter_bank import AdapterSet
+from modelwright.model.attention import packed_attend
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Attend, Block, Decoder, Linear
+from modelwright.model.head_selection import decisions_seen
+from modelwright.ops.microbenchmark import in_turn
+from modelwright.ops.tensor_heap import use_tensor_heap
+from modelwright.train.objective import forward
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.experiment import Runner, Tuning, best_value, tune, with_value
 from modelwright_claims.judging import Judgment, names_between
-from modelwright_claims.statistics import differences, estimate, paired_t_test, percent_above, ratios
-from modelwright_claims.training_run import Processes
-from modelwright_claims.workbench import VOCAB_SIZE, Size
+from modelwright_claims.statistics import Estimate, differences, percent_above, ratios
+from modelwright_claims.training_run import Outcome, Processes, Run, execute, heldout_batches
+from modelwright_claims.workbench import VOCAB_SIZE, Size, packed_rows, prepare_text
+
+PLAIN, METHOD = "all heads", "dynamic heads"
+FEWER, PRUNED, WINDOW = "fewer heads", "pruned heads", "sliding window"
+RIVALS = (FEWER, PRUNED, WINDOW)
+GATED = "all heads, gated"
+"""A gate on each head's output, which saves nothing. It is no rival: it has the rate of `PLAIN`, and no target."""
+TARGET_COMPUTE = 0.65
+SIZE = Size(model_dim=128, num_layers=4, seq_len=1024, batch_rows=2, num_steps=600)
+"""Rows as long as they are so that documents are, too: with short ones attention is mostly copying keys and values."""
+NUM_HEADS = 8
+CHANGED = (
+    "before any training, after timing untrained models: the budget from 0.6 to 0.5, rows from 512 tokens to 1,024, "
+    "windows from every other layer to three of four"
+)
+"""What was chosen anew once the time of attention had been seen."""
+SHAPE = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_HEADS, "head_dim": 16}
+BUDGET = 0.5
+"""Below the target: gathering and the routers' products cost time that FLOPs of attention do not show."""
+NUM_STATIC = 5
+"""The most heads that the target allows: a static choice has no such cost, so it may use what the target leaves."""
+RATES = (2e-3, 4e-3, 8e-3)
+TUNING_SEED, SEEDS = 400, (401, 402, 403)
+WINDOW_STEP = 8
+CALIBRATION_BATCHES = 2
+ONE_THREAD = Processes(threads=1)
+NUM_ROUNDS, STREAMS, BLOCK_LEN, CPU = 15, 8, 16, torch.device("cpu")
+OWN, OPEN, CLOSED = "own", "open", "closed"
+"""Routers of a model that decodes: as trained; and such that all heads are open, or none is."""
+
+
+@dataclass
+class Bench:
+    """Makes the runs of all arms. at_once: runs at the same time."""
+
+    setting: Setting
+    size: Size = SIZE
+    rates: Sequence[float] = RATES
+    seeds: Sequence[int] = SEEDS
+    processes: Processes = ONE_THREAD
+    at_once: int = 2
+    num_rounds: int = NUM_ROUNDS
+
+    def arms(self) -> dict[str, Run]:
+        """Every arm reads as many tokens. Pruned heads: the first half of the steps with all of them."""
+        plain = Run(size=self.size, model=SHAPE, processes=self.processes)
+        middle = self.rates[len(self.rates) // 2]
+        half = replace(plain, size=replace(self.size, num_steps=self.size.num_steps // 2, learning_rate=middle))
+        static = {**SHAPE, "num_heads": NUM_STATIC, "num_kv_heads": NUM_STATIC}
+        windows = {"window": self.window(), "window_layers": self.window_layers()}
+        return {
+            PLAIN: plain,
+            METHOD: replace(plain, model={**SHAPE, "head_budget": BUDGET}),
+            FEWER: replace(plain, model=static),
+            PRUNED: replace(half, model=static, start_from=half),
+            WINDOW: replace(plain, model={**SHAPE, "attention": windows}),
+            GATED: replace(plain, model={**SHAPE, "attention_gate": "head"}),
+        }
+
+    def window(self) -> int:
+        """The longest window with which attention takes at most the target's share of FLOPs, on training rows."""
+        rows = packed_rows(self.setting, seq_len=self.size.seq_len, mode="best_fit", split="train")
+        contexts = torch.cat([_contexts(batch) for batch in islice(rows.batches(8), 8)]).double()
+        windowed = len(self.window_layers()) / self.size.num_layers
+        fits = [
+            window
+            for window in range(WINDOW_STEP, self.size.seq_len, WINDOW_STEP)
+            if 1 - windowed + windowed * contexts.clamp(max=window).mean() / contexts.mean() <= TARGET_COMPUTE
+        ]
+        return max(fits, default=WINDOW_STEP)
+
+    def window_layers(self) -> list[int]:
+        """All but every fourth layer."""
+        return [layer for layer in range(self.size.num_layers) if (layer + 1) % 4]
+
+    def compare(self) -> "Comparison":
+        """Tune each arm but the gate, then run it for each seed at its best rate and measure its attention."""
+        runner, arms = Runner(self.setting, execute_arm), self.arms()
+        own_rate = {name: run for name, run in arms.items() if name != GATED}
+        tuned = tune(runner, own_rate, Tuning(values=self.rates, seeds=(TUNING_SEED,)), at_once=self.at_once)
+        rates = {name: best_value(losses) for name, losses in tuned.items()}
+        rates[GATED] = rates[PLAIN]
+        final = {
+            name: [of_seed(with_value(run, "learning_rate", rates[name]), seed) for seed in self.seeds]
+            for name, run in arms.items()
+        }
+        every = [run for runs in final.values() for run in runs]
+        missing = [run for run in every if run not in runner.cache or not runner.weights(run).exists()]
+        runner.make_weights(missing, at_once=self.at_once)
+        runner.make(missing, keep=True, at_once=self.at_once)
+        costs = {name: [] for name in arms}
+        decoding: list[Mapping[str, float]] = []
+        for number in range(len(self.seeds)):
+            models = {name: self.model(runner, runs[number]) for name, runs in final.items()}
+            for name, cost in self.costs(models).items():
+                costs[name].append(cost)
+            decoding.append(self.decoding(models[METHOD]))
+        outcomes = {name: [runner.outcome(run) for run in runs] for name, runs in final.items()}
+        return Comparison(rates=rates, window=self.window(), final=outcomes, costs=costs, decoding=decoding)
+
+    def model(self, runner: Runner, run: Run) -> Decoder:
+        model = Decoder(run.model_config(prepare_text(self.setting).vocab_size))
+        load_model(model, runner.weights(run))
+        return model.eval()
+
+    def batches(self) -> list[TokenBatch]:
+        return heldout_batches(self.setting, Run(size=self.size, heldout_batches=1))
+
+    def costs(self, models: Mapping[str, Decoder]) -> dict[str, "Cost"]:
+        """FLOPs and seconds of attention of one held-out batch in each model; the timed calls alternate."""
+        batches = self.batches()
+        part = batches[0].take(torch.arange(self.size.batch_rows))
+        use_tensor_heap()
+        with one_thread():
+            timers = {name: partial(own_seconds, attention_call(model, part)) for name, model in models.items()}
+            times = in_turn(timers, num_rounds=self.num_rounds, num_warmups=1)
+        return {
+            name: Cost(
+                flops=attention_flops(model, batches), seconds=min(times[name]), open_share=open_share(model, batches)
+            )
+            for name, model in models.items()
+        }
+
+    def decoding(self, model: Decoder) -> dict[str, float]:
+        """Seconds of a step of the engine by the model's routers; empty without the kernel."""
+        (batch,) = self.batches()
+        prompts = batch.input_ids_BT[:STREAMS].tolist()
+        with one_thread(), torch.inference_mode():
+            calls = {kind: decoding_call(with_routers(model, kind), prompts) for kind in (OWN, OPEN, CLOSED)}
+            if not all(calls.values()):
+                return {}
+            timers = {kind: partial(own_seconds, call) for kind, call in calls.items() if call}
+            times = in_turn(timers, num_rounds=10 * self.num_rounds, num_warmups=1)
+        return {kind: min(of) for kind, of in times.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """The cost of attention: FLOPs of a forward pass, seconds of a training step's, and the share of open heads."""
+
+    flops: float
+    seconds: float
+    open_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All arms at their best rates, one entry for each seed. decoding: seconds of a step by `OWN`, `OPEN`, `CLOSED`."""
+
+    rates: Mapping[str, float]
+    window: int
+    final: Mapping[str, Sequence[Outcome]]
+    costs: Mapping[str, Sequence[Cost]]
+    decoding: Sequence[Mapping[str, float]]
+
+
+def of_seed(run: Run, seed: int) -> Run:
+    """The run with a seed, which is that of the run that it starts from, too."""
+    before = None if run.start_from is None else replace(run.start_from, seed=seed)
+    return replace(run, seed=seed, start_from=before)
+
+
+def execute_arm(setting: Setting, run: Run, *, begin: Path | None = None, keep: Path | None = None) -> Outcome:
+    """`training_run.execute`, which starts a smaller model from the pruned weights of a larger one."""
+    if run.start_from is None or begin is None:
+        return execute(setting, run, keep=keep)
+    vocab_size = prepare_text(setting).vocab_size
+    teacher = Decoder(run.start_from.model_config(vocab_size))
+    load_model(teacher, begin)
+    rows = packed_rows(setting, seq_len=run.size.seq_len, mode=run.mode, split="train")
+    moments = input_moments(teacher, islice(rows.batches(run.size.batch_rows), CALIBRATION_BATCHES))
+    with tempfile.TemporaryDirectory(dir=setting.folder) as folder:
+        pruned = Path(folder) / "pruned.safetensors"
+        save_model(prune(teacher, run.model_config(vocab_size), moments), str(pruned))
+        return execute(setting, run, begin=pruned, keep=keep)
+
+
+def _contexts(batch: TokenBatch) -> Tensor:
+    """Tokens that each token sees without a window, itself included, padding left out."""
+    return batch.positions_BT[batch.segments_BT >= 0] + 1
+
+
+@torch.no_grad()
+def attention_flops(model: Decoder, batches: Sequence[TokenBatch]) -> float:
+    """FLOPs of scores, sums of values, routers and gates that a forward pass executes, 2 per multiply-add."""
+    config, total = model.config, 0.0
+    for batch in batches:
+        for layer, weight_N in heads_of_tokens(model, batch).items():
+            contexts_N = _contexts(batch)
+            window = config.window_of(layer)
+            seen_N = contexts_N.clamp(max=window) if window else contexts_N
+            total += 4.0 * config.head_dim * float((weight_N * seen_N).sum())
+            total += 2.0 * config.model_dim * (config.router_dim + config.gate_dim) * len(contexts_N)
+    return total
+
+
+def heads_of_tokens(model: Decoder, batch: TokenBatch) -> dict[int, Tensor]:
+    """Return how many heads of each layer are computed for each token, int64 [N], padding left out."""
+    is_real_BT = batch.segments_BT >= 0
+    every_N = torch.full((int(is_real_BT.sum()),), model.config.num_heads)
+    heads = dict.fromkeys(range(model.config.num_layers), every_N)
+
+    def see(layer: int, open_BTH: Tensor) -> None:
+        heads[layer] = open_BTH[is_real_BT].sum(dim=-1)
+
+    if model.config.router_dim:
+        with decisions_seen(model, see):
+            forward(model, batch)
+    return heads
+
+
+@torch.no_grad()
+def open_share(model: Decoder, batches: Sequence[TokenBatch]) -> float:
+    heads = [weight_N for batch in batches for weight_N in heads_of_tokens(model, batch).values()]
+    return float(torch.cat(heads).double().mean()) / model.config.num_heads
+
+
+def attention_call(model: Decoder, batch: TokenBatch) -> Callable[[], object]:
+    """Attention of all layers on a batch, forward and backward, routers included, projections not."""
+    attend = packed_attend(batch.segments_BT, model.config.windows)
+    layers = _attention_inputs(model, batch, attend)
+
+    def call() -> None:
+        for block, inputs in layers:
+            x_BTD, q_BTHd, k_BTHd, v_BTHd = leaves = [one.requires_grad_() for one in inputs]
+            out_BTHd = block.attention.attended(x_BTD, q_BTHd, k_BTHd, v_BTHd, attend)
+            torch.autograd.grad(out_BTHd.sum(), leaves, allow_unused=True)
+
+    return call
+
+
+def _attention_inputs(model: Decoder, batch: TokenBatch, attend: Attend) -> list[tuple[Block, list[Tensor]]]:
+    """Each block with the input, queries, keys and values of its attention."""
+    found: list[tuple[Block, list[Tensor]]] = []
+
+    def keeping(block: Block, *inputs: Any) -> Tensor:
+        found.append((block, [one.detach().clone() for one in inputs[:4]]))
+        return type(block.attention).attended(block.attention, *inputs)
+
+    blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
+    for block in blocks:
+        vars(block.attention)["attended"] = partial(keeping, block)
+    try:
+        with torch.no_grad():
+            model(batch.input_ids_BT, batch.positions_BT, attend)
+    finally:
+        for block in blocks:
+            del vars(block.attention)["attended"]
+    return found
+
+
+def with_routers(model: Decoder, kind: str) -> Decoder:
+    """A copy of the model whose routers open their own heads, all, or none."""
+    copy = Decoder(model.config)
+    copy.load_state_dict(model.state_dict())
+    for block in copy.blocks.values() if kind != OWN else ():
+        assert isinstance(block, Block)
+        router = Linear(model.config.model_dim, model.config.num_heads, bias=True)
+        torch.nn.init.zeros_(router.weight)
+        torch.nn.init.constant_(router.bias, 1.0 if kind == OPEN else -1.0)
+        block.attention.head_router = router
+    return copy.eval()
+
+
+def decoding_call(model: Decoder, prompts: Sequence[list[int]]) -> Callable[[], object] | None:
+    """The decode step of the last token of each prompt, whose other tokens are in the cache; None without the kernel
+    that takes a step as one operator.
+    """
+    context = len(prompts[0]) - 1
+    num_blocks = context // BLOCK_LEN + 1
+    cache = PagedCache(model.config, len(prompts) * num_blocks, BLOCK_LEN, dtype=torch.float32, device=CPU)
+    operator, _ = decode_operator(model, cache)
+    if operator is None:
+        return None
+    multiple = stable_row_multiple(model, model.logits)
+    runner = ModelRunner(model, model.logits, cache, AdapterSet(model), row_multiple=multiple, operator=operator)
+
+    def sequences(num_cached: int) -> list[EngineSequence]:
+        return [
+            EngineSequence(str(number), prompt, 1, SamplingParams(), num_cached=num_cached,
+                           block_table=[1 + number * num_blocks + place for place in range(num_blocks)])
+            for number, prompt in enumerate(prompts)
+        ]  # fmt: skip
+
+    runner.run(SchedulerOutput(chunks=[Chunk(sequence, 0, context) for sequence in sequences(0)]))
+    return lambda: runner.run(SchedulerOutput(sequences(context)))
+
+
+def own_seconds(call: Callable[[], object]) -> float:
+    """This thread's own time of one call."""
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def describe_shape(size: Size, vocab_size: int) -> str:
+    """Return words for a result's conditions."""
+    shape: ModelConfig = Run(size=size, model=SHAPE).model_config(vocab_size)
+    return (
+        f"{shape.num_layers} layers, {shape.num_heads} heads of {shape.head_dim}, width {shape.model_dim}; as many "
+        "key/value heads, which favors the method: query heads that share one are chosen together"
+    )
+
 
 TARGET_LOSS, TARGET_TIME = 2.0, 0.70
 LOSS, FLOPS, TRAINING, DECODING = (
@@ -98,58 +420,45 @@ def measurement(found: Comparison, size: Size) -> Measurement:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when loss, FLOPs and both times are within their targets, and every rival is worse with p < 0.05."""
     judgment = Judgment()
-    gap = percent_above(samples[LOSS + METHOD], samples[LOSS + PLAIN])
-    judgment.figures["held-out loss above all heads"] = gap.figure("%")
-    judgment.said.append(f"held-out loss {gap.mean:+.2f}% from attention of all heads at equal tokens")
-    judgment.at_most("loss above all heads", gap, TARGET_LOSS, "%")
-    flops = ratios(samples[FLOPS + METHOD], samples[FLOPS + PLAIN])
-    judgment.figures["attention FLOPs, dynamic to all heads"] = flops.figure("x")
-    judgment.said.append(f"{flops.mean:.2f} of the FLOPs of attention")
-    judgment.at_most("FLOPs of attention", flops, TARGET_COMPUTE, "x")
-    training = ratios(samples[TRAINING + METHOD], samples[TRAINING + PLAIN])
-    judgment.figures["time of attention in training, dynamic to all heads"] = training.figure("x")
-    judgment.said.append(f"{training.mean:.2f} of its time in training")
-    judgment.at_most("time of attention in training", training, TARGET_TIME, "x")
+
+    def to_all_heads(what: str, arm: str = METHOD) -> Estimate:
+        return ratios(samples[what + arm], samples[what + PLAIN])
+
+    above, what = percent_above(samples[LOSS + METHOD], samples[LOSS + PLAIN]), "loss above all heads"
+    say = "held-out loss {0.mean:+.2f}% from attention of all heads at equal tokens"
+    judgment.ask("held-out loss above all heads", above, "%", "<=", TARGET_LOSS, what=what, say=say)
+    name, what, say = (
+        "attention FLOPs, dynamic to all heads",
+        "FLOPs of attention",
+        "{0.mean:.2f} of the FLOPs of attention",
+    )
+    judgment.ask(name, to_all_heads(FLOPS), "x", "<=", TARGET_COMPUTE, what=what, say=say)
+    what, say = "time of attention in training", "{0.mean:.2f} of its time in training"
+    judgment.ask(f"{what}, dynamic to all heads", to_all_heads(TRAINING), "x", "<=", TARGET_TIME, what=what, say=say)
     with judgment.part():
         own, whole, none = (samples[DECODING + kind] for kind in (OWN, OPEN, CLOSED))
         decoding = ratios(*([one - floor for one, floor in zip(of, none, strict=True)] for of in (own, whole)))
-        judgment.figures["time of attention in decoding, dynamic to all heads"] = decoding.figure("x")
-        judgment.figures["time of a decode step, dynamic to all heads"] = ratios(own, whole).figure("x")
-        judgment.said.append(f"{decoding.mean:.2f} of it in decoding")
-        judgment.at_most("time of attention in decoding", decoding, TARGET_TIME, "x")
+        what, say = "time of attention in decoding", "{0.mean:.2f} of it in decoding"
+        judgment.ask(f"{what}, dynamic to all heads", decoding, "x", "<=", TARGET_TIME, what=what, say=say)
+        judgment.ask("time of a decode step, dynamic to all heads", ratios(own, whole), "x")
     for rival in RIVALS:
         with judgment.part():
-            _compare(judgment, samples, rival)
-    with judgment.beside():
-        judgment.figures[OPEN_SHARE] = estimate(samples[OPEN_SHARE]).figure("")
-    for arm in names_between(samples, LOSS):
-        judgment.figures[f"held-out loss, {arm}"] = estimate(samples[LOSS + arm]).figure("nats")
+            losses = samples[LOSS + METHOD], samples[LOSS + rival]
+            what, say = f"difference to {rival}", "{0.mean:+.4f} nats from " + rival
+            judgment.ask(f"against {rival}", differences(*losses), "nats", "<", 0.0, what=what, say=say)
+            judgment.ask(f"attention FLOPs, {rival} to all heads", to_all_heads(FLOPS, rival), "x")
+            judgment.ask(f"time of attention in training, {rival} to all heads", to_all_heads(TRAINING, rival), "x")
+            judgment.differs(
+                *losses, f"p-value against {rival}", f"not different from {rival} with p < 0.05 (p = {{p}})"
+            )
+    judgment.show(samples, [OPEN_SHARE])
+    judgment.show(samples, [LOSS + arm for arm in names_between(samples, LOSS)], "nats")
     return judgment.verdict()
 
 
-def _compare(judgment: Judgment, samples: Samples, rival: str) -> None:
-    """The method has to be below a rival's loss; the rival's costs are figures."""
-    local, other = samples[LOSS + METHOD], samples[LOSS + rival]
-    gap = differences(local, other)
-    judgment.figures[f"against {rival}"] = gap.figure("nats")
-    judgment.figures[f"attention FLOPs, {rival} to all heads"] = ratios(
-        samples[FLOPS + rival], samples[FLOPS + PLAIN]
-    ).figure("x")
-    judgment.figures[f"time of attention in training, {rival} to all heads"] = ratios(
-        samples[TRAINING + rival], samples[TRAINING + PLAIN]
-    ).figure("x")
-    judgment.said.append(f"{gap.mean:+.4f} nats from {rival}")
-    judgment.below(f"difference to {rival}", gap, 0.0, " nats")
-    if gap.count > 1:
-        p_value = paired_t_test(local, other).p_value
-        judgment.figures[f"p-value against {rival}"] = Figure(value=p_value, unit="")
-        judgment.require(p_value < 0.05, f"not different from {rival} with p < 0.05 (p = {p_value:.2g})")
-
-
-CLAIM = Claim(
-    name="gated_attention",
+CLAIM = declared(
+    __name__,
     statement="Dynamic gated attention needs 35% less attention compute at 98% of the quality.",
     source="published guides to DeepSeek-style training; the parts: Jin et al. 2024, MoH: Multi-Head Attention as "
     "Mixture-of-Head Attention (https://arxiv.org/abs/2410.11842); Bengio et al. 2013, Estimating or Propagating "
@@ -166,6 +475,4 @@ CLAIM = Claim(
         "time of attention in decoding, dynamic to all heads",
         "held-out loss above all heads",
     ),
-    measure=measure,
-    judge=judge,
 )

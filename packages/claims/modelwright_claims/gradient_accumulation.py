@@ -1,11 +1,12 @@
 """Claim: gradient accumulation with the right normalizer gives the gradient of the whole batch, ragged or not.
 
 The loop's gradient is caught where it would leave for the network, after its own microbatching and normalizing. It is
-compared with autograd on the whole batch at once, and beside it stands the usual mistake: the mean of the
-microbatches' mean losses. What accumulation means for the way to a fixed loss stands there too (`accumulation_pace`).
+compared with autograd on the whole batch at once, and next to it stands the usual mistake: the mean of the
+microbatches' mean losses. The cost of accumulation on the way to a fixed loss is measured, too.
 """
 
 import math
+import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,11 +27,77 @@ from modelwright.parallel.mesh import single
 from modelwright.train.build import train
 from modelwright.train.job import TrainJob, all_reduce_by
 from modelwright.train.objective import Objective, Terms, forward
+from modelwright_claims import stability_bench as bench
 from modelwright_claims import workbench
-from modelwright_claims.accumulation_pace import measure_pace, say_pace
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import exact
+
+PARTS = 4
+WHOLE, ACCUMULATED, SMALL = "whole batches", f"{PARTS} microbatches", "small batches, not accumulated"
+
+
+QUANTITIES = (("steps", ""), ("tokens", ""), ("time", "s"))
+"""What is counted until the loss is reached, with its unit."""
+TARGET = "the fixed loss"
+
+
+def measure_pace(setting: Setting) -> Measurement:
+    """Five paired seeds; in quick mode two, at one rate."""
+    size = bench.study_size(setting)
+    small = replace(size, batch_rows=size.batch_rows // PARTS, num_steps=size.num_steps * PARTS)
+    variants = {
+        WHOLE: bench.variant(size, {}),
+        ACCUMULATED: bench.variant(size, {"gradient_accumulation_steps": PARTS}),
+        SMALL: bench.variant(small, {}),
+    }
+    result = bench.steps_to_a_loss(setting, variants, plain=WHOLE)
+    samples: dict[str, list[float]] = {}
+    for arm, outcomes in result.samples.runs.items():
+        steps = result.steps(arm)
+        samples |= {
+            f"steps to a fixed loss, {arm}": steps,
+            f"tokens to a fixed loss, {arm}": [count * variants[arm].size.batch_tokens for count in steps],
+            f"time to a fixed loss, {arm}": [
+                count * outcome.step_s for count, outcome in zip(steps, outcomes, strict=True)
+            ],
+        }
+    rates = {arm: result.samples.tuned[arm].size.learning_rate for arm in variants}
+    conditions = {f"rate to a fixed loss, {arm}": rate for arm, rate in rates.items()}
+    return Measurement(samples=samples, conditions={**conditions, TARGET: round(result.target, 4)})
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    judgment = Judgment()
+    worst = {name: max(samples[name]) for name in ERRORS}
+    largest = max(worst["loop, FP64, full"], worst["loop, FP64, ragged"])
+    mistake = 100 * worst["mean of means, FP64, ragged"]
+    judgment.ask("largest relative error, FP64", largest, "", "<=", EXACT, what="relative error in FP64")
+    judgment.note("mean of means, ragged batch", mistake, "%")
+    judgment.show(
+        samples={name: [value] for name, value in worst.items()},
+        names={f"largest relative error: {name}": name for name in worst},
+    )
+    judgment.said.append(
+        f"the accumulated gradient differs from the whole batch's by {largest:.1e} of its norm in FP64 (at most "
+        f"{EXACT:.0e} is rounding); the mean of means is off by {mistake:.1f}% on the same ragged batch"
+    )
+    for arm in (WHOLE, ACCUMULATED, SMALL):
+        for what, unit in QUANTITIES:
+            judgment.show(samples, [f"{what} to a fixed loss, {arm}"], unit)
+    with judgment.beside():
+        means = {
+            (what, arm): statistics.fmean(samples[f"{what} to a fixed loss, {arm}"])
+            for what in ("steps", "time")
+            for arm in (WHOLE, ACCUMULATED, SMALL)
+        }
+        judgment.said.append(
+            f"to a held-out loss of {conditions[TARGET]:.2f}: {means['steps', WHOLE]:.0f} steps and "
+            f"{means['time', WHOLE]:.1f} s with whole batches, {means['steps', ACCUMULATED]:.0f} and "
+            f"{means['time', ACCUMULATED]:.1f} s accumulated, {means['steps', SMALL]:.0f} and "
+            f"{means['time', SMALL]:.1f} s with batches of a {PARTS}th"
+        )
+    return judgment.verdict()
+
 
 MICROBATCHES = (1, 2, 4, 8)
 EXACT = 1e-12
@@ -162,29 +229,8 @@ def relative_error(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> f
     return math.sqrt(difference / math.fsum(float(b.double().square().sum()) for b in reference))
 
 
-def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the loop's FP64 gradient differs by rounding only, for every number of microbatches."""
-    judgment = Judgment()
-    worst = {name: max(samples[name]) for name in ERRORS}
-    largest = max(worst["loop, FP64, full"], worst["loop, FP64, ragged"])
-    mistake = 100 * worst["mean of means, FP64, ragged"]
-    judgment.figures |= {
-        "largest relative error, FP64": Figure(value=largest, unit=""),
-        "mean of means, ragged batch": Figure(value=mistake, unit="%"),
-        **{f"largest relative error: {name}": Figure(value=value, unit="") for name, value in worst.items()},
-    }
-    judgment.said.append(
-        f"the accumulated gradient differs from the whole batch's by {largest:.1e} of its norm in FP64 (at most "
-        f"{EXACT:.0e} is rounding); the mean of means is off by {mistake:.1f}% on the same ragged batch"
-    )
-    judgment.at_most("relative error in FP64", exact(largest), EXACT)
-    with judgment.beside():
-        say_pace(judgment, samples, conditions)
-    return judgment.verdict()
-
-
-CLAIM = Claim(
-    name="gradient_accumulation",
+CLAIM = declared(
+    __name__,
     statement="Accumulating gradients over microbatches gives exactly the gradient of the whole batch, also when the "
     "microbatches hold different numbers of predicted tokens.",
     source="Han and Han, Unsloth, Bugs in LLM Training: Gradient Accumulation Fix, October 2024 "
@@ -195,6 +241,4 @@ CLAIM = Claim(
     "FP32, on full rows and on one document a row; and the mean of the microbatches' means; steps and time to a fixed "
     "loss with whole batches, accumulated ones and small ones, each at its own best rate, five seeds",
     target=f"a relative error of at most {EXACT:.0e} in FP64",
-    measure=measure,
-    judge=judge,
 )

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from modelwright.core.errors import ModelwrightError
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Runner
 from modelwright_claims.judging import Judgment, names_between
-from modelwright_claims.statistics import Estimate, estimate, percent_above
+from modelwright_claims.statistics import Compare, Estimate, percent_above, percent_saved
 from modelwright_claims.training_run import Processes, Run
 from modelwright_claims.workbench import Size
 
@@ -124,42 +125,31 @@ def measurement(runs: Sequence[Mapping[str, Any]], size: Size) -> Measurement:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the method removes enough bytes at a small enough gap of held-out loss, in both regimes."""
     judgment = Judgment()
     for regime in (FRESH, CONTINUED):
         names = [name for name in names_between(samples, LOSS, f", {regime}") if name != EXACT]
-        gaps = {name: loss_above_exact(samples, name, regime) for name in names}
+
+        def beside_exact(compare: Compare, what: str, name: str, regime: str = regime) -> Estimate:
+            return compare(samples[f"{what}{name}, {regime}"], samples[f"{what}{EXACT}, {regime}"])
+
         for name in names:
-            with judgment.beside():
-                removed = bytes_removed(samples, name, regime)
-                judgment.figures[f"bytes removed, {name}, {regime}"] = removed.figure("%")
-            judgment.figures[f"held-out loss above exact, {name}, {regime}"] = gaps[name].figure("%")
-        judgment.said.append(f"{regime}: held-out loss {gaps[METHOD].mean:+.2f}% from exact")
-        judgment.at_most(f"{regime}: held-out loss above exact", gaps[METHOD], TARGET_GAP, "%")
-        with judgment.part():
-            removed = bytes_removed(samples, METHOD, regime)
-            judgment.said.append(f"{removed.mean:.2f}% of the bytes removed")
-            judgment.at_least(f"{regime}: bytes removed", removed, TARGET_REMOVED, "%")
-    pairs = zip(*(samples[f"{LOSS}{EXACT}, {regime}"] for regime in (FRESH, CONTINUED)), strict=True)
-    gained = estimate([100 * (1 - after / before) for before, after in pairs])
-    judgment.figures["held-out loss that continuing takes off, exact"] = gained.figure("%")
-    judgment.said.append(f"continuing takes {gained.mean:.2f}% off the exact run's loss, means of {gained.count} seeds")
+            removed = partial(beside_exact, percent_saved, BYTES, name)
+            judgment.note(f"bytes removed, {name}, {regime}", removed, "%")
+            gap = beside_exact(percent_above, LOSS, name)
+            judgment.ask(f"held-out loss above exact, {name}, {regime}", gap, "%")
+        gap, what = beside_exact(percent_above, LOSS, METHOD), f"{regime}: held-out loss above exact"
+        say = regime + ": held-out loss {0.mean:+.2f}% from exact"
+        judgment.ask("", gap, "%", "<=", TARGET_GAP, what=what, say=say)
+        removed, what = partial(beside_exact, percent_saved, BYTES, METHOD), f"{regime}: bytes removed"
+        judgment.ask("", removed, "%", ">=", TARGET_REMOVED, what=what, say="{0.mean:.2f}% of the bytes removed")
+    gained = percent_saved(*(samples[f"{LOSS}{EXACT}, {regime}"] for regime in (CONTINUED, FRESH)))
+    say = "continuing takes {0.mean:.2f}% off the exact run's loss, means of {0.count} seeds"
+    judgment.ask("held-out loss that continuing takes off, exact", gained, "%", say=say)
     return judgment.verdict()
 
 
-def bytes_removed(samples: Samples, name: str, regime: str) -> Estimate:
-    """Percent of the exact sums' bytes, by seed."""
-    pairs = zip(samples[f"{BYTES}{name}, {regime}"], samples[f"{BYTES}{EXACT}, {regime}"], strict=True)
-    return estimate([100 * (1 - sent / exact) for sent, exact in pairs])
-
-
-def loss_above_exact(samples: Samples, name: str, regime: str) -> Estimate:
-    """Percent, by seed."""
-    return percent_above(samples[f"{LOSS}{name}, {regime}"], samples[f"{LOSS}{EXACT}, {regime}"])
-
-
-CLAIM = Claim(
-    name="gradient_compression",
+CLAIM = declared(
+    __name__,
     statement="Three-level gradient compression (selection, quantisation, coding) removes 98% of the bytes at nearly "
     "no loss.",
     source="published guides to DeepSeek-style training; the parts: Lin et al. 2018, Deep Gradient Compression "
@@ -169,6 +159,4 @@ CLAIM = Claim(
     "quantised and coded, at equal tokens, from drawn weights and as continued training; beside BF16, PowerSGD and "
     "INT8 local steps",
     target=f"at least {TARGET_REMOVED:g}% of the bytes removed at a held-out loss at most {TARGET_GAP:g}% above exact",
-    measure=measure,
-    judge=judge,
 )

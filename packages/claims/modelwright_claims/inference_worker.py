@@ -1,11 +1,11 @@
-"""One engine in a process of its own, which times what it is asked to generate.
+"""An engine in a separate process, which times the tokens that it generates.
 
     python -P inference_worker.py ENGINE WEIGHTS FOLDER THREADS
 
-The first line that it writes is `{"version": ...}`, or `{"missing": why}` where the engine cannot be imported. For each
-line `[streams, prompt_len, num_new]` it then writes the seconds from the start to the first token of all streams, and
-those of each further token. It is run by path and imports nothing of this package, so that an engine may be installed
-beside another interpreter than the product. Generation is greedy, and no token ends it.
+The first line that it writes is `{"version": ...}`, or `{"missing": why}` where the engine cannot be imported. For
+each line `[streams, prompt_len, num_new]` it then writes the seconds from the start to the first token of all streams,
+and those of each further token. It is run by path and imports nothing of this package, so that an engine may be
+installed next to another interpreter than the product. Generation is greedy, and no token ends it.
 """
 
 import json
@@ -151,7 +151,7 @@ class OpenVino:
 
 
 class OnnxRuntime:
-    """ONNX Runtime GenAI, on what its own model builder makes of the Hugging Face folder; activations are INT8."""
+    """ONNX Runtime GenAI, on the output of its own model builder for the Hugging Face folder; activations are INT8."""
 
     def __init__(self, weights: str, folder: Path, threads: int) -> None:
         genai = import_module("onnxruntime_genai")
@@ -190,7 +190,7 @@ class OnnxRuntime:
 
 
 def survives(work: Callable[[], object]) -> bool:
-    """Whether a copy of this process does the work, and is not killed by it."""
+    """Return whether a copy of this process does the work, and is not killed by it."""
     child = os.fork()
     if not child:
         try:

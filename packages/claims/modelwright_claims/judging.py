@@ -1,20 +1,28 @@
-"""Judge a record: check each part of a target against its bound, and note what the record lacks.
+"""Judge a record: check each part of a target against its bound, and note missing parts of the record.
 
 The rule for all claims: a part of the target that the samples miss makes the verdict "short", whatever else is
 missing; otherwise a part that the samples cannot answer makes it "not judged"; only when all parts hold is it "met".
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from modelwright_claims.claim import UNTESTABLE, Claim, Figure, Measurement, Verdict
-from modelwright_claims.statistics import Estimate
+from modelwright_claims.claim import UNTESTABLE, Claim, Figure, Measurement, Samples, Verdict
+from modelwright_claims.statistics import Estimate, estimate, exact, paired_t_test
+
+Relation = Literal["<", "<=", ">", ">="]
+RELATIONS: Mapping[str, Callable[[float, float], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+WORDS = {"<": "below", "<=": "at most", ">": "above", ">=": "at least"}
+Source = float | Estimate | Callable[[], Estimate | float]
 
 
 class Lacks(KeyError):
-    """The record does not hold what the rule asks for; the text says what."""
+    """The record lacks something that the rule asks for, which the text names."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -67,46 +75,88 @@ class Judgment:
         with suppress(Lacks):
             yield
 
+    def ask(
+        self,
+        name: str,
+        found: Source,
+        unit: str = "",
+        relation: Relation | Literal[""] = "",
+        limit: float = 0.0,
+        *,
+        what: str = "",
+        say: str = "",
+    ) -> None:
+        """Add a figure, and ask for a bound of it where there is a relation: a part of the target.
+
+        found: a number is exact; a function is a part of its target, which ends where the record lacks something.
+        what: the words for a bound that is missed, the figure's name by default; say: a clause of the reason, in which
+        `{0}` is the estimate. No name adds no figure.
+        """
+        with self.part():
+            result = found() if callable(found) else found
+            result = exact(result) if isinstance(result, int | float) else result
+            if name:
+                self.figures[name] = result.figure(unit)
+            if say:
+                self.said.append(say.format(result))
+            if relation:
+                self.check(what or name, result, limit, unit if unit in ("", "x", "%") else f" {unit}", relation)
+
+    def note(self, name: str, found: Source, unit: str = "", *, say: str = "") -> None:
+        """Add a figure that no target speaks of; it is left out where the record lacks its samples."""
+        lacking = len(self.lacking)
+        self.ask(name, found, unit, say=say)
+        del self.lacking[lacking:]
+
+    def show(
+        self, samples: Samples, names: Iterable[str] | Mapping[str, str], unit: str = "", factor: float = 1.0
+    ) -> None:
+        """Add the means of samples as figures by their own names, or by those that `names` maps to the samples'."""
+        for name, sample in (names if isinstance(names, Mapping) else {one: one for one in names}).items():
+            self.note(name, lambda sample=sample: estimate([factor * value for value in samples[sample]]), unit)
+
     def at_least(self, what: str, found: Estimate, limit: float, unit: str = "") -> bool:
         """Ask for a lower bound of at least this much."""
-        return self.check(what, found, limit, unit, "at least", found.lower >= limit)
+        return self.check(what, found, limit, unit, ">=")
 
     def at_most(self, what: str, found: Estimate, limit: float, unit: str = "") -> bool:
         """Ask for an upper bound of at most this much."""
-        return self.check(what, found, limit, unit, "at most", found.upper <= limit)
+        return self.check(what, found, limit, unit, "<=")
 
     def above(self, what: str, found: Estimate, limit: float, unit: str = "") -> bool:
         """Ask for a lower bound above this."""
-        return self.check(what, found, limit, unit, "above", found.lower > limit)
+        return self.check(what, found, limit, unit, ">")
 
     def below(self, what: str, found: Estimate, limit: float, unit: str = "") -> bool:
         """Ask for an upper bound below this."""
-        return self.check(what, found, limit, unit, "below", found.upper < limit)
+        return self.check(what, found, limit, unit, "<")
 
-    def check(
-        self,
-        what: str,
-        found: Estimate,
-        limit: float,
-        unit: str,
-        relation: Literal["at least", "at most", "above", "below"],
-        holds: bool,
-    ) -> bool:
-        if holds:
+    def check(self, what: str, found: Estimate, limit: float, unit: str, relation: Relation) -> bool:
+        """Return whether the bound has the relation to the limit; a miss, or a lack of repeats, is noted."""
+        is_floor = relation.startswith(">")
+        side, bound = ("lower", found.lower) if is_floor else ("upper", found.upper)
+        if RELATIONS[relation](bound, limit):
             return True
-        is_floor = relation in ("at least", "above")
         has_bound = found.exact or found.count > 1
         if not has_bound and (found.mean > limit if is_floor else found.mean < limit):
             self.lacking.append(f"repeats of {what}: one gives no bound")
             return False
-        side, bound = ("lower", found.lower) if is_floor else ("upper", found.upper)
         basis = f"{side} bound {_number(bound)}{unit}" if has_bound else "one repeat, no bound"
         basis = "exact" if found.exact else basis
-        self.missed.append(f"{what} {_number(found.mean)}{unit} ({basis}), not {relation} {limit:g}{unit}")
+        self.missed.append(f"{what} {_number(found.mean)}{unit} ({basis}), not {WORDS[relation]} {limit:g}{unit}")
         return False
 
+    def differs(self, method: Sequence[float], rival: Sequence[float], figure: str, otherwise: str) -> None:
+        """Ask for p < 0.05 in a paired test, with two pairs or more; `otherwise` names the miss, with the p-value for
+        `{p}`.
+        """
+        if len(method) > 1:
+            p_value = paired_t_test(method, rival).p_value
+            self.figures[figure] = Figure(value=p_value, unit="")
+            self.require(p_value < 0.05, otherwise.format(p=f"{p_value:.2g}"))
+
     def require(self, holds: bool, otherwise: str) -> None:
-        """Ask for anything else; `otherwise` says what was missed."""
+        """Ask for anything else; `otherwise` names the miss."""
         if not holds:
             self.missed.append(otherwise)
 

@@ -3,16 +3,56 @@
 Large products are where number formats pay; losses are compared on small models, which can be trained for long.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from modelwright.core.config import dump
+from modelwright.core.errors import ConfigError
+from modelwright.train.precision.apply import fp32_products
 from modelwright.train.precision.policy import PrecisionConfig
 from modelwright_claims import memory_probe, workbench
-from modelwright_claims.claim import Setting
+from modelwright_claims.claim import Conditions, Samples, Setting
 from modelwright_claims.experiment import Experiment, open_cache, run_experiment
+from modelwright_claims.judging import Lacks
 from modelwright_claims.training_run import Run
 from modelwright_claims.workbench import Size
+
+FP32, BY_ONEDNN = "fp32", "fp32 by oneDNN"
+NO_ONEDNN = "FP32 by oneDNN"
+"""The condition that says why it was not compared."""
+
+
+def onednn_is_exact() -> bool:
+    """Return whether oneDNN's FP32 products are another way to the same values here."""
+    if workbench.device().type != "cpu":
+        return False
+    try:
+        with fp32_products(onednn=True):
+            return True
+    except ConfigError:
+        return False
+
+
+def baseline_conditions() -> dict[str, str]:
+    """Return the condition to record without a second exact FP32."""
+    return {} if onednn_is_exact() else {NO_ONEDNN: "not compared: oneDNN has no exact FP32 products here"}
+
+
+def exact_baselines(samples: Samples, conditions: Conditions, prefix: str) -> list[str]:
+    """Return the arms of exact FP32 that were measured. Raises `Lacks` when oneDNN's was left out without a reason."""
+    if prefix + BY_ONEDNN in samples:
+        return [FP32, BY_ONEDNN]
+    if NO_ONEDNN not in conditions:
+        raise Lacks(f"samples {prefix + BY_ONEDNN!r}")
+    return [FP32]
+
+
+def fastest_exact(samples: Samples, conditions: Conditions, prefix: str) -> str:
+    """Return the arm of exact FP32 with the most tokens per second."""
+    arms = exact_baselines(samples, conditions, prefix)
+    return max(arms, key=lambda arm: statistics.fmean(samples[prefix + arm]))
+
 
 NUM_PEAKS = 3
 """Resident memory differs a little between processes. The bound of two repeats is nearly three times as far away."""
@@ -46,7 +86,7 @@ def paces(setting: Setting, arms: Mapping[str, Paced], seeds: Sequence[int]) -> 
 
 
 def peaks(setting: Setting, arms: Mapping[str, PrecisionConfig], *, batch_rows: int) -> dict[str, list[float]]:
-    """Return each arm's peaks of memory above the start, in processes of its own. batch_rows: of a full measurement."""
+    """Return each arm's peaks of memory above the start, in separate processes. batch_rows: of a full measurement."""
     size = large_size(setting) if setting.quick else replace(large_size(setting), batch_rows=batch_rows)
     return repeated_peaks(setting, {arm: (size, precision) for arm, precision in arms.items()})
 
@@ -64,7 +104,9 @@ def repeated_peaks(setting: Setting, arms: Mapping[str, tuple[Size, PrecisionCon
 
 
 def peak_bytes(size: Size, precision: PrecisionConfig) -> int:
-    """The most that steps take above what the process held before the model, with two decisions of a controller."""
+    """The most that steps take above the memory that the process held before the model, with two decisions of a
+    controller.
+    """
     (result,) = memory_probe.measure(
         memory_probe.Probe(
             model=size.model_config(workbench.VOCAB_SIZE),

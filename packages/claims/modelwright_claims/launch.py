@@ -1,5 +1,6 @@
 """Start the ranks of a distributed program, on this machine or on the hosts of a `Network`, and wait for them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Rank:
-    """One process and the files that take its output.
+    """A single process and the files that take its output.
 
     store: where the ranks find each other, served by this process while it is referred to; None where the first rank
     serves it.
@@ -112,6 +113,19 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
+def answer_of(command: Sequence[str], name: str, *, text: str = "", **options: Any) -> Any:
+    """Run a program to its end and return the JSON in the last line of its output. text: its standard input; options:
+    of `subprocess.run`. Raises `ModelwrightError` with its last words if it fails or takes too long; name: of it.
+    """
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, **options)
+    except subprocess.TimeoutExpired as error:
+        raise ModelwrightError(f"{name}: did not end within {error.timeout:g} s") from None
+    if done.returncode:
+        raise ModelwrightError(f"{name}: failed:\n{done.stderr[-NUM_ERROR_CHARS:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 def serve_store() -> TCPStore:
     """Serve a store for ranks on this machine while the result is referred to.
 
@@ -121,7 +135,7 @@ def serve_store() -> TCPStore:
 
 
 def store_environment(store: TCPStore) -> dict[str, str]:
-    """What `torchrun` sets for ranks whose store is served by another process, on this machine."""
+    """Return the variables that `torchrun` sets for ranks whose store is served by another process, on this machine."""
     return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),

@@ -1,7 +1,7 @@
 """The ledger: which claims there are, and measuring them by name.
 
-`prove` measures and judges, `rejudge` judges what is stored. A measurement is written once; verdicts follow from it by
-the present rules whenever the pages are written. Each technique is in its claim's module.
+`prove` measures and judges, `rejudge` judges stored measurements. A measurement is written once; verdicts follow from
+it by the present rules whenever the pages are written. Each technique is in its claim's module.
 """
 
 import importlib
@@ -14,6 +14,7 @@ from typing import Any
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
+from modelwright.core.extensions import installed
 from modelwright.core.progress import Progress
 from modelwright_claims import published
 from modelwright_claims.age import ages
@@ -40,8 +41,6 @@ NAMES = (
     "packing",
     "int8",
     "activation_checkpointing",
-    "zero_memory",
-    "planned_memory",
     "pipeline_utilisation",
     "three_dimensional_parallelism",
     "gradient_compression",
@@ -61,12 +60,6 @@ NAMES = (
     "loading_latency",
     "dynamic_batching",
     "adaptive_augmentation",
-    "planned_cost",
-    "interrupted_run",
-    "architecture_search",
-    "federated",
-    "forgetting",
-    "update_time",
     "ab_false_alarms",
     "alignment_retrieval",
     "ppo_true_reward",
@@ -75,8 +68,19 @@ NAMES = (
     "mixup_cutmix",
     "resnet_precision",
 )
-"""Modules of the claims."""
-CLAIMS: tuple[Claim, ...] = tuple(importlib.import_module(f"{__package__}.{name}").CLAIM for name in NAMES)
+"""Modules of the claims about the main package; other packages have their own as entry points of `GROUP`."""
+GROUP = "modelwright.claims"
+
+
+def _claims() -> tuple[Claim, ...]:
+    """Return all claims in the order of the published listing, those that it lacks at its end."""
+    own = [importlib.import_module(f"{__package__}.{name}").CLAIM for name in NAMES]
+    every = [*own, *installed(GROUP, Claim, taken=NAMES).values()]
+    places = {row.name: place for place, row in enumerate(published.read())}
+    return tuple(sorted(every, key=lambda one: places.get(one.name, len(places))))
+
+
+CLAIMS = _claims()
 
 
 def select(names: Sequence[str]) -> list[Claim]:
@@ -88,13 +92,8 @@ def select(names: Sequence[str]) -> list[Claim]:
     known = {claim.name: claim for claim in CLAIMS}
     for name in names:
         if name not in known:
-            raise ConfigError(f"{name}: is no claim; the ledger has {', '.join(known)}")
+            raise ConfigError(f"{name}: is not a claim; the ledger has {', '.join(known)}")
     return [known[name] for name in names] if names else list(CLAIMS)
-
-
-def listing() -> list[tuple[str, str]]:
-    """`(name, statement)` of every claim."""
-    return [(claim.name, claim.statement) for claim in CLAIMS]
 
 
 def prove(
@@ -103,8 +102,7 @@ def prove(
     """Measure the claims called `names` (all for none), one after the other; return them with their records.
 
     Writes one JSON file per claim into `results`, and the pages of that folder. A claim that the folder has of these
-    sources is not measured again, so that an interrupted call goes on; what a claim has tuned is kept in
-    `results`/tuning.
+    sources is not measured again, so that an interrupted call continues; tuned values are kept in `results`/tuning.
     """
     outcomes = []
     try:  # before hours of measuring
@@ -147,7 +145,7 @@ def rejudge(
 
 
 def write_pages(results: Path, page: Path) -> None:
-    """Renew the claims page from the result files, and a page for each claim in the folder of its name beside it."""
+    """Renew the claims page from the result files, and a page for each claim in the folder of its name next to it."""
     for path, text in pages(results, page).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text)
@@ -168,7 +166,7 @@ def pages(results: Path, page: Path, *, aged: bool = True) -> dict[Path, str]:
 
 
 def publish(results: Path) -> None:
-    """Renew what the package ships of the records: `published.FILE`, for listings and comparisons without them."""
+    """Renew the package's summary of the records: `published.FILE`, for listings and comparisons without them."""
     claims = {claim.name: claim for claim in CLAIMS}
     records = [judged_for_page(claims[record["name"]], record) for record in read_results(results)]
     write_atomic(published.PATH, published.as_json(CLAIMS, records, read_promises()))

@@ -1,4 +1,4 @@
-"""Claim: tiers and reading ahead shorten the wait for a batch from a slow store, beside litData and mosaicml-streaming.
+"""Claim: tiers and reading ahead shorten the wait for a batch of a slow store, next to litData and mosaicml-streaming.
 
 What each side does is in `loading_worker`, the store in `slow_store`.
 """
@@ -6,7 +6,6 @@ What each side does is in `loading_worker`, the store in `slow_store`.
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.core.errors import ModelwrightError
 from modelwright.core.resources import num_usable_cores
 from modelwright.data.rows.cache.layout import ROWS_AT
 from modelwright.data.rows.pack import PackConfig, pack
 from modelwright_claims import loading_worker
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict, untestable
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.judging import Judgment, names_between
+from modelwright_claims.launch import answer_of
 from modelwright_claims.loading_worker import AHEAD, CACHE, DIRECT, PACKAGES, PEERS, TIERS, Task
 from modelwright_claims.open_loop import percentile
 from modelwright_claims.slow_store import serving
@@ -48,13 +47,14 @@ NUM_EPOCHS = {DIRECT: 1, AHEAD: 1}
 PEERS_PYTHON, DEFAULT_PYTHON = "MODELWRIGHT_LOADING_PEERS", ".venv-loading/bin/python"
 """The variable that names the interpreter of the peers' environment, and where `make .venv-loading/.ready` puts it."""
 TIMEOUT_S = 900.0
-NUM_ERROR_CHARS = 3000
 P50, P99, SHARE, STEP, START = "p50 of the wait, ", "p99 of the wait, ", "computing, ", "step, ", "first batch, "
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much to measure. num_batches: of an epoch; sides: those of the product; all installed peers are added."""
+    """The extent of a measurement. num_batches: of an epoch; sides: those of the product; all installed peers are
+    added.
+    """
 
     rounds: int
     num_batches: int
@@ -85,7 +85,7 @@ def find_interpreters() -> Interpreters:
 
 
 def measure(setting: Setting) -> Measurement:
-    """Every side reads one epoch or two in a process of its own with nothing kept from before, in rounds."""
+    """Every side reads one epoch or two in a separate process with nothing kept from before, in rounds."""
     if find_spec("s3fs") is None:
         return untestable("the product reads S3 with s3fs (pip install 'modelwright[remote]')")
     plan, started = QUICK if setting.quick else FULL, time.perf_counter()
@@ -157,7 +157,7 @@ def prepare(folder: Path, plan: Plan, interpreters: Interpreters, endpoint: str)
 
 
 def read_side(side: str, task: Task, interpreters: Interpreters) -> Mapping[str, list[list[float]]]:
-    """What `loading_worker.read_epochs` returns for a side that begins with an empty folder."""
+    """Return the result of `loading_worker.read_epochs` for a side that begins with an empty folder."""
     with tempfile.TemporaryDirectory(dir=Path(task.rows).parent) as scratch:
         num_epochs = NUM_EPOCHS.get(side, len(EPOCHS))
         own = dataclasses.replace(task, scratch=scratch, num_epochs=num_epochs)
@@ -170,8 +170,8 @@ def arm_names(side: str) -> list[str]:
 
 
 def add_samples(samples: dict[str, list[float]], side: str, measured: Mapping[str, Sequence[Sequence[float]]]) -> None:
-    """Add the figures of one round. The first batch of an epoch, before which processes and connections start, has a
-    figure of its own.
+    """Add the figures of one round. The first batch of an epoch, before which processes and connections start, has its
+    own figure.
     """
     for arm, waits, computed in zip(arm_names(side), measured["waits_s"], measured["computed_s"], strict=True):
         total_s = sum(waits[1:]) + sum(computed[1:])
@@ -195,9 +195,6 @@ def describe(samples: Samples, side: str) -> str:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the 99th percentile of the wait with tiers and reading ahead is `RATIO_TARGET` times lower than without
-    both in both epochs, below reading ahead alone, and neither it nor a step above that of a peer in the same epoch.
-    """
     judgment, (direct,) = Judgment(), arm_names(DIRECT)
     for arm, epoch in zip(arm_names(CACHE), EPOCHS, strict=True):
         ours = samples[P99 + arm]
@@ -231,7 +228,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 
 def _run(python: str, action: str, task: Task | None = None, side: str = "") -> Any:
-    """Run `loading_worker` and return its result. Raises `ModelwrightError` with its last words if it fails."""
+    """Run `loading_worker` and return its result."""
     words = [action]
     with tempfile.TemporaryDirectory() as place:
         if task is not None:
@@ -240,19 +237,11 @@ def _run(python: str, action: str, task: Task | None = None, side: str = "") -> 
             words += [str(path), side]
         command = [python, "-P", loading_worker.__file__, *words]
         environment = _environment(task.endpoint if task else "", is_ours=python == sys.executable)
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            raise ModelwrightError(f"{side or python}: {action} did not end within {TIMEOUT_S:g} s") from None
-    if done.returncode:
-        raise ModelwrightError(f"{side or python}: {action} failed:\n{done.stderr[-NUM_ERROR_CHARS:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+        return answer_of(command, f"{side or python}: {action}", env=environment, timeout=TIMEOUT_S)
 
 
 def _environment(endpoint: str, *, is_ours: bool) -> dict[str, str]:
-    """One thread for computing, and the address of the store under the name that each library reads."""
+    """A single thread for computing, and the address of the store under the name that each library reads."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if is_ours:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -267,8 +256,8 @@ def _environment(endpoint: str, *, is_ours: bool) -> dict[str, str]:
     }
 
 
-CLAIM = Claim(
-    name="loading_latency",
+CLAIM = declared(
+    __name__,
     statement="Tiers of memory and local disk with reading ahead cut the time that training waits for data from 120 ms "
     "to 18 ms, so that the accelerator computes for 92% of the time.",
     source="the figures that this project set out to test, which name no source of their own",
@@ -290,6 +279,4 @@ CLAIM = Claim(
         *(f"{P99}{arm}" for arm in (*arm_names(DIRECT), *arm_names(CACHE))),
         *(f"{SHARE}{arm}" for arm in (*arm_names(DIRECT), *arm_names(CACHE))),
     ),
-    measure=measure,
-    judge=judge,
 )

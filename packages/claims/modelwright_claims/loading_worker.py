@@ -1,9 +1,9 @@
-"""One side of `loading_latency` in a process of its own, run by path with the interpreter that has its loader.
+"""A single side of `loading_latency` in a separate process, run by path with the interpreter that has its loader.
 
     python -P loading_worker.py versions|products|write|read [TASK.json SIDE]
 
-prints its result as the last line, in JSON. At the top it imports what the peers' environment has as well, so nothing
-of the product.
+prints its result as the last line, in JSON. At the top it imports only modules that the peers' environment has as
+well, so nothing of the product.
 """
 
 import importlib.util
@@ -32,8 +32,8 @@ TIMING_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What all sides do. url: of the bucket, which has a folder for each format of the same rows; rows: their file,
-    uint16 [rows, seq_len]; packed: the packed rows, for their index; num_workers: processes of a peer that load.
+    """The work of all sides. url: of the bucket, which has a folder for each format of the same rows; rows: their
+    file, uint16 [rows, seq_len]; packed: the packed rows, for their index; num_workers: processes of a peer that load.
     """
 
     url: str
@@ -60,8 +60,8 @@ IGNORED = -100
 
 
 def training_batch(samples: list[Any], eos_id: int) -> dict[str, torch.Tensor]:
-    """What the product's batches have, [rows, seq_len] each, from rows without padding whose documents end with
-    `eos_id`. Peers make it where they collate, in their worker processes.
+    """Return the tensors of the product's batches, [rows, seq_len] each, from rows without padding whose documents end
+    with `eos_id`. Peers make it where they collate, in their worker processes.
     """
     rows = [sample["tokens"] if isinstance(sample, dict) else sample for sample in samples]
     tokens = np.stack([np.asarray(row) for row in rows]).astype(np.int64)
@@ -165,7 +165,7 @@ READERS: Mapping[str, Callable[[str, Task, ExitStack], Epochs]] = {
 
 def import_streaming() -> None:
     """Make the modules of mosaicml-streaming importable without those for images, which its package imports at once:
-    these need torchvision, whose build on the package index does not load beside a CPU build of torch.
+    these need torchvision, whose build on the package index does not load next to a CPU build of torch.
     """
     spec = importlib.util.find_spec("streaming")
     assert spec is not None
@@ -203,14 +203,14 @@ def write_rows(side: str, task: Task) -> None:
 
 
 def compute(num_products: int, matrix: torch.Tensor) -> None:
-    """What a step would do: products of matrices, on one thread."""
+    """Compute as a step would: products of matrices, on one thread."""
     result = matrix
     for _ in range(num_products):
         result = (matrix @ result).clamp_(-1, 1)
 
 
 def products_within(seconds: float) -> int:
-    """How many products take so long, by the median of many."""
+    """Return how many products take so long, by the median of many."""
     matrix, times = torch.randn(MATRIX_DIM, MATRIX_DIM), list[float]()
     compute(20, matrix)
     deadline = time.perf_counter() + TIMING_S

@@ -16,17 +16,24 @@ from typing import Any
 import torch
 
 from modelwright.core.config import merge
-from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.data.document import Document
 from modelwright.data.sources.corpora import arithmetic_problems
-from modelwright_claims import alignment_runs
-from modelwright_claims.alignment_runs import HeldOut, SeedJob, by_seed, make, shared_settings, split_file
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
-from modelwright_claims.experiment import MAX_EXTENSIONS, best_rate, best_value, beyond
+from modelwright_claims import product_runs
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.experiment import best_rate, best_value, tune_grids
 from modelwright_claims.judging import Judgment
-from modelwright_claims.product_runs import facts_of, make_run
+from modelwright_claims.product_runs import (
+    HeldOut,
+    SeedJob,
+    by_seed,
+    facts_of,
+    make,
+    make_run,
+    shared_settings,
+    split_file,
+)
 from modelwright_claims.statistics import differences, estimate, percent_above, ratios
 
 FULL, LORA = "all weights", "LoRA"
@@ -54,7 +61,7 @@ ACCURACY, LOSS, PACE, PEAK = "accuracy, ", "held-out loss, ", "tokens per second
 NUM_PAIRS = "held-out pairs"
 GAP, MEMORY, SPEED = "accuracy over all weights", "peak memory to all weights", "pace over all weights"
 QUICK: Mapping[str, Any] = {
-    "model": alignment_runs.QUICK_SHAPE, "pretrain": {"num_steps": 2}, "sft": {"num_steps": 4},
+    "model": product_runs.QUICK_SHAPE, "pretrain": {"num_steps": 2}, "sft": {"num_steps": 4},
 }  # fmt: skip
 
 
@@ -71,7 +78,7 @@ class BaseJob(SeedJob):
 
 @dataclass(frozen=True, kw_only=True)
 class DpoJob(SeedJob):
-    """One run of DPO. base: folder of the model; pairs: the file of the pairs, whose held-out ones are of `heldout`."""
+    """A single run of DPO. base: folder of the model; pairs: file of the pairs, whose held-out part is `heldout`."""
 
     arm: str
     rate: float
@@ -87,7 +94,7 @@ class DpoJob(SeedJob):
 
 @dataclass(frozen=True, kw_only=True)
 class PaceJob:
-    """One timed run of the wide model, of which a process of its own takes the peak."""
+    """A single timed run of the wide model, whose peak a separate process takes."""
 
     folder: Path
     arm: str
@@ -128,18 +135,14 @@ class Bench:
         return dict(zip(seeds, made * len(seeds) if self.setting.quick else made, strict=True))
 
     def tune(self, base: Path) -> dict[str, dict[float, float]]:
-        """The held-out loss by rate of each arm, on pairs that are not reported; the lowest lies inside each grid."""
-        found: dict[str, dict[float, float]] = {arm: {} for arm in ARMS}
-        missing = {arm: list(rates[:1] if self.setting.quick else rates) for arm, rates in RATES.items()}
-        for _ in range(MAX_EXTENSIONS + 1):
-            tried = [(arm, rate) for arm, rates in missing.items() for rate in rates]
-            runs = self.dpo([self.job(arm, rate, TUNING_SEED, base, "validation") for arm, rate in tried])
-            for (arm, rate), run in zip(tried, runs, strict=True):
-                found[arm][rate] = run[LOSS]
-            missing = {arm: more for arm, losses in found.items() if (more := beyond(losses))}
-            if not missing:
-                return {arm: dict(sorted(losses.items())) for arm, losses in found.items()}
-        raise ModelwrightError(f"{', '.join(missing)}: the best rate is still at the edge of {found}; start elsewhere")
+        """Return the held-out loss by rate of each arm, on pairs that are not reported."""
+
+        def losses(tried: Sequence[tuple[str, float]]) -> list[float]:
+            jobs = [self.job(arm, rate, TUNING_SEED, base, "validation") for arm, rate in tried]
+            return [run[LOSS] for run in self.dpo(jobs)]
+
+        grids = {arm: rates[:1] if self.setting.quick else rates for arm, rates in RATES.items()}
+        return tune_grids(grids, losses, "rate")
 
     def job(self, arm: str, rate: float, seed: int, base: Path, heldout: HeldOut) -> DpoJob:
         return DpoJob(
@@ -185,7 +188,30 @@ def measure(setting: Setting) -> Measurement:
     for job, run in zip(jobs, bench.dpo(jobs), strict=True):
         found[job.arm].append(run)
     wide = bases[TUNING_SEED] if setting.quick else wide_base(bench.folder)
-    return measurement(bench, tuned, found, bench.paces(wide))
+    paces = bench.paces(wide)
+    samples: dict[str, list[float]] = {}
+    for arm in ARMS:
+        samples |= {what + arm: [run[what] for run in found[arm]] for what in (ACCURACY, LOSS)}
+        samples |= {what + arm: [run[what] for run in paces[arm]] for what in (PACE, PEAK)}
+        samples |= {f"rates, {arm}": list(tuned[arm]), f"tuning, {arm}": list(tuned[arm].values())}
+    return Measurement(
+        samples=samples,
+        conditions={
+            "recipe": "arithmetic up to sft on right and wrong demonstrations, then dpo on pairs of the two",
+            "seeds": ", ".join(map(str, bench.seeds)),
+            "steps of DPO": bench.num_steps,
+            NUM_PAIRS: int(found[FULL][0][NUM_PAIRS]),
+            "rates": f"tuned for each arm by held-out loss, on seed {TUNING_SEED} and pairs that are not reported",
+            "problems": f"{product_runs.SPLITS}; a sum in either order is one problem",
+            "LoRA": f"rank {RANK}, alpha {2 * RANK}, all projections",
+            "memory and pace": f"a model of {WIDE['num_layers']} layers of {WIDE['model_dim']} after one step of "
+            f"training, {WIDE_BATCH} tokens a step in four microbatches, {torch.get_num_threads()} threads, arms in "
+            f"turn, median of {NUM_TIMED_STEPS} steps",
+            "peak": "resident memory of the stage dpo above that of the stage pack in the same process, with the "
+            "reference model, the last checkpoint and, of LoRA, merging",
+            "instruction set": torch.backends.cpu.get_cpu_capability(),
+        },
+    )
 
 
 def demonstrations_file(folder: Path) -> Path:
@@ -194,17 +220,17 @@ def demonstrations_file(folder: Path) -> Path:
 
 
 def pairs_file(folder: Path, heldout: HeldOut) -> Path:
-    """One pair of each problem."""
+    """A single pair of each problem."""
     return split_file(folder, "pairs", heldout, arithmetic_pairs, problem_of)
 
 
 def problem_of(document: Document) -> str:
-    """The same for a sum in either order."""
+    """Return a key that is equal for a sum in either order."""
     return " ".join(sorted(document.meta["question"].split()))
 
 
 def arithmetic_pairs() -> Iterator[Document]:
-    """For each problem the right answer, chosen, and the one that forgets the carry, rejected."""
+    """Yield for each problem the right answer, chosen, and the one that forgets the carry, rejected."""
     every = list(arithmetic_problems())
     wrong = {one.meta["question"]: one.meta["answer"] for one in every if one.meta["answer"] != one.meta["solution"]}
     for document in every:
@@ -250,7 +276,7 @@ def dpo_settings(base: Path, pairs: str, dpo: Mapping[str, Any]) -> dict[str, An
 
 
 def wide_base(folder: Path) -> Path:
-    """A wide model after one step; its speed does not depend on what it has learned."""
+    """A wide model after one step; its speed does not depend on its training."""
     settings = {
         "name": "dpo-wide", "stages": ["clean", "tokenize", "pack", "pretrain"], "model": WIDE,
         "data": {"sources": [str(demonstrations_file(folder))]}, "pretrain": {"num_steps": 1},
@@ -278,70 +304,30 @@ def peak_of(run: RunDir, stage: str) -> int:
     return int(read_attempts(run.stage(stage))[-1]["peak_bytes"])
 
 
-def measurement(
-    bench: Bench,
-    tuned: Mapping[str, Mapping[float, float]],
-    found: Mapping[str, Sequence[Mapping[str, float]]],
-    paces: Mapping[str, Sequence[Mapping[str, float]]],
-) -> Measurement:
-    """tuned: losses by rate; found: held-out figures by seed; paces: those of the wide model by repeat; all by arm."""
-    samples: dict[str, list[float]] = {}
-    for arm in ARMS:
-        samples |= {what + arm: [run[what] for run in found[arm]] for what in (ACCURACY, LOSS)}
-        samples |= {what + arm: [run[what] for run in paces[arm]] for what in (PACE, PEAK)}
-        samples |= {f"rates, {arm}": list(tuned[arm]), f"tuning, {arm}": list(tuned[arm].values())}
-    return Measurement(
-        samples=samples,
-        conditions={
-            "recipe": "arithmetic up to sft on right and wrong demonstrations, then dpo on pairs of the two",
-            "seeds": ", ".join(map(str, bench.seeds)),
-            "steps of DPO": bench.num_steps,
-            NUM_PAIRS: int(found[FULL][0][NUM_PAIRS]),
-            "rates": f"tuned for each arm by held-out loss, on seed {TUNING_SEED} and pairs that are not reported",
-            "problems": f"{alignment_runs.SPLITS}; a sum in either order is one problem",
-            "LoRA": f"rank {RANK}, alpha {2 * RANK}, all projections",
-            "memory and pace": f"a model of {WIDE['num_layers']} layers of {WIDE['model_dim']} after one step of "
-            f"training, {WIDE_BATCH} tokens a step in four microbatches, {torch.get_num_threads()} threads, arms in "
-            f"turn, median of {NUM_TIMED_STEPS} steps",
-            "peak": "resident memory of the stage dpo above that of the stage pack in the same process, with the "
-            "reference model, the last checkpoint and, of LoRA, merging",
-            "instruction set": torch.backends.cpu.get_cpu_capability(),
-        },
-    )
-
-
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when LoRA loses at most `MOST_LOST` points, and takes less memory and more tokens per second. Where training
-    all weights orders no more pairs than chance does, there is nothing to keep."""
+    """Return where training all weights orders no more pairs than chance does, there is nothing to keep."""
     judgment = Judgment()
-    with judgment.part():
-        judgment.above(f"{ACCURACY}{FULL}", estimate(samples[ACCURACY + FULL]), CHANCE, "%")
-    with judgment.part():
-        gap = differences(samples[ACCURACY + LORA], samples[ACCURACY + FULL])
-        judgment.figures[GAP] = gap.figure("points")
-        judgment.at_least(GAP, gap, -MOST_LOST, " points")
-        judgment.said.append(f"accuracy {gap.mean:+.2f} points beside training all weights")
-    with judgment.part():
-        memory = ratios(samples[PEAK + LORA], samples[PEAK + FULL])
-        judgment.figures[MEMORY] = memory.figure("x")
-        judgment.below(MEMORY, memory, 1.0, "x")
-        judgment.said.append(f"{memory.mean:.2f}x the peak memory")
-    with judgment.part():
-        speed = percent_above(samples[PACE + LORA], samples[PACE + FULL])
-        judgment.figures[SPEED] = speed.figure("%")
-        judgment.above(SPEED, speed, 0.0, "%")
-        judgment.said.append(f"{speed.mean:+.0f}% tokens per second")
+    judgment.ask("", lambda: estimate(samples[ACCURACY + FULL]), "%", ">", CHANCE, what=f"{ACCURACY}{FULL}")
+    for figure, compare, what, unit, *limit, say in (
+        (GAP, differences, ACCURACY, "points", ">=", -MOST_LOST, "accuracy {0.mean:+.2f} points beside training all "
+         "weights"),
+        (MEMORY, ratios, PEAK, "x", "<", 1.0, "{0.mean:.2f}x the peak memory"),
+        (SPEED, percent_above, PACE, "%", ">", 0.0, "{0.mean:+.0f}% tokens per second"),
+    ):  # fmt: skip
+        judgment.ask(
+            figure, lambda compare=compare, what=what: compare(samples[what + LORA], samples[what + FULL]), unit,
+            *limit, say=say,
+        )  # fmt: skip
     for arm in ARMS:
         for what, unit, size in ((ACCURACY, "%", 1), (LOSS, "nats", 1), (PACE, "/s", 1), (PEAK, "MiB", 2**20)):
-            with judgment.beside():
-                judgment.figures[what + arm] = estimate([one / size for one in samples[what + arm]]).figure(unit)
+            judgment.show(samples, [what + arm], unit, 1 / size)
         with judgment.beside():
             judgment.figures[f"rate, {arm}"] = best_rate(samples, arm)
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="lora_dpo",
+CLAIM = declared(
+    __name__,
     statement="In preference optimization (DPO) low-rank adapters keep the held-out accuracy of training all weights, "
     "with less memory and more tokens per second.",
     source="Hu et al., LoRA, ICLR 2022 (arXiv:2106.09685); DPO: Rafailov et al., NeurIPS 2023 (arXiv:2305.18290)",
@@ -353,6 +339,4 @@ CLAIM = Claim(
     target=f"all weights above chance, at most {MOST_LOST:g} points of accuracy lost (lower bound), less peak "
     "memory and more tokens per second (bounds beside those of all weights)",
     headline=(GAP, MEMORY, SPEED),
-    measure=measure,
-    judge=judge,
 )

@@ -1,11 +1,11 @@
 """Claim: a dynamic loss scale keeps FP16 training stable where no scale and a static one do not.
 
-The run is what one process sees of a batch of half a million tokens: its rows stand for those of 1,024 processes, whose
-shares of the gradient are summed after they were computed in FP16. So each share is a thousandth of the gradient, and
-underflows without a scale; under a static scale that is too large every update overflows. The dynamic one starts as far
-off. An update is stable when it is made and its gradient is there: not skipped for an overflow, and at most a tenth of
-the elements of the blocks' matrices lost to underflow (exactly zero; in FP32 none is). FP16 products are computed as
-FP16 on any processor, on most CPUs slowly.
+The run is the part of one process in a batch of half a million tokens: its rows stand for those of 1,024 processes,
+whose shares of the gradient are summed after they were computed in FP16. So each share is a thousandth of the
+gradient, and underflows without a scale; under a static scale that is too large every update overflows. The dynamic
+one starts as far off. An update is stable when it is made and its gradient survives: not skipped for an overflow, and
+at most a tenth of the elements of the blocks' matrices lost to underflow (exactly zero; in FP32 none is). FP16
+products are computed as FP16 on any processor, on most CPUs slowly.
 """
 
 import statistics
@@ -25,10 +25,10 @@ from modelwright.train.job import all_reduce_by
 from modelwright.train.objective import Objective, Terms
 from modelwright_claims import stability_bench as bench
 from modelwright_claims import workbench
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, run_experiment
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import differences, estimate, paired_t_test, ratios
+from modelwright_claims.statistics import differences, paired_t_test, ratios
 from modelwright_claims.training_run import Outcome, Run, train_once
 
 MOST_LOST = 0.1
@@ -67,7 +67,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class OneOfMany(Objective):
-    """An objective whose batches are one process's part of larger ones; evaluation stays as it is."""
+    """An objective whose batches are one process's part of larger ones; evaluation is unchanged."""
 
     inner: NextToken
 
@@ -107,28 +107,17 @@ class Lost:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stability:
-    """How one run went."""
-
-    stable: int
-    """Updates."""
-    skipped: int
-    """Updates."""
-    lost: float
-    """The mean share of the gradient that was lost; all of it in an update that was skipped."""
-    loss: float
-
-    @classmethod
-    def of(cls, outcome: Outcome) -> "Stability":
-        skipped = set(outcome.skipped)
-        shares = [1.0 if step in skipped else share for step, share in enumerate(outcome.steps[LOST], start=1)]
-        return cls(
-            stable=sum(share <= MOST_LOST for share in shares),
-            skipped=len(skipped),
-            lost=statistics.fmean(shares),
-            loss=outcome.final_loss,
-        )
+def stability(outcome: Outcome) -> dict[str, float]:
+    """Return how a run went: updates that were stable and skipped, the mean share of the gradient that was lost (all of
+    it in an update that was skipped), and the last loss.
+    """
+    skipped = set(outcome.skipped)
+    shares = [1.0 if step in skipped else share for step, share in enumerate(outcome.steps[LOST], start=1)]
+    stable = sum(share <= MOST_LOST for share in shares)
+    return {
+        STABLE: float(stable), SKIPPED: float(len(skipped)), GRADIENT_LOST: statistics.fmean(shares),
+        LOSS: outcome.final_loss,
+    }  # fmt: skip
 
 
 def measure(setting: Setting) -> Measurement:
@@ -136,7 +125,17 @@ def measure(setting: Setting) -> Measurement:
     seeds = range(FIRST_SEED, FIRST_SEED + (2 if setting.quick else 5))
     experiment = Experiment(variants={arm: variant(size, precision) for arm, precision in ARMS.items()}, seeds=seeds)
     samples = run_experiment(setting, experiment, execute_noting_losses)
-    return measurement(size, {arm: [Stability.of(one) for one in of] for arm, of in samples.runs.items()})
+    found = {arm: list(map(stability, of)) for arm, of in samples.runs.items()}
+    whats = (STABLE, SKIPPED, GRADIENT_LOST, LOSS)
+    return Measurement(
+        samples={f"{what}{arm}": [run[what] for run in of] for what in whats for arm, of in found.items()},
+        conditions=size.describe()
+        | {
+            "most of the gradient lost": f"{100 * MOST_LOST:.0f}%",
+            "window": WINDOW,
+            "copies that a process stands for": COPIES,
+        },
+    )
 
 
 def study_size(setting: Setting) -> workbench.Size:
@@ -165,34 +164,16 @@ def execute_noting_losses(setting: Setting, run: Run, **weights: Path | None) ->
     return replace(outcome, steps={**outcome.steps, LOST: lost.shares})
 
 
-def measurement(size: workbench.Size, runs: Mapping[str, Sequence[Stability]]) -> Measurement:
-    """Return how the runs of every arm went."""
-    return Measurement(
-        samples={
-            **{f"{STABLE}{arm}": [float(run.stable) for run in of] for arm, of in runs.items()},
-            **{f"{SKIPPED}{arm}": [float(run.skipped) for run in of] for arm, of in runs.items()},
-            **{f"{GRADIENT_LOST}{arm}": [run.lost for run in of] for arm, of in runs.items()},
-            **{f"{LOSS}{arm}": [run.loss for run in of] for arm, of in runs.items()},
-        },
-        conditions=size.describe()
-        | {
-            "most of the gradient lost": f"{100 * MOST_LOST:.0f}%",
-            "window": WINDOW,
-            "copies that a process stands for": COPIES,
-        },
-    )
-
-
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the dynamic scale has `TARGET` times the stable updates of no scale and of each static one (none at all
-    counts as one) and keeps `GAIN` times the share of the gradient that no scale does."""
+    """None at all counts as one stable update."""
     judgment = Judgment()
     for rival in RIVALS:
-        with judgment.part():
-            ratio = ratios(samples[STABLE + DYNAMIC], [max(1.0, stable) for stable in samples[STABLE + rival]])
-            judgment.figures[f"stable updates, dynamic over {rival}"] = ratio.figure("x")
-            judgment.at_least(f"stable updates over {rival}", ratio, TARGET, "x")
-    means = {arm: estimate(samples[STABLE + arm]).mean for arm in ARMS}
+        judgment.ask(
+            f"stable updates, dynamic over {rival}",
+            lambda rival=rival: ratios(samples[STABLE + DYNAMIC], [max(1.0, one) for one in samples[STABLE + rival]]),
+            "x", ">=", TARGET, what=f"stable updates over {rival}",
+        )  # fmt: skip
+    means = {arm: statistics.fmean(samples[STABLE + arm]) for arm in ARMS}
     judgment.said.append(
         f"{means[DYNAMIC]:.0f} stable updates of {conditions['steps']} with the dynamic scale from 2^32, against "
         + ", ".join(f"{means[arm]:.0f} with {arm}" for arm in (*RIVALS, FITS[1]))
@@ -200,24 +181,19 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     with judgment.part():
         kept = {arm: [1.0 - lost for lost in samples[GRADIENT_LOST + arm]] for arm in (DYNAMIC, NONE)}
         survival = ratios(kept[DYNAMIC], [max(share, 1e-12) for share in kept[NONE]])
-        judgment.figures["gradient kept, dynamic over none"] = survival.figure("x")
-        judgment.said.append(f"{survival.mean:.2f}x of the gradient kept")
-        judgment.at_least("gradient kept", survival, GAIN, "x")
-    gap = differences(samples[LOSS + DYNAMIC], samples[LOSS + FP32])
-    judgment.figures["loss above FP32, dynamic"] = gap.figure("nats")
-    if gap.count > 1:
-        p_value = paired_t_test(samples[LOSS + DYNAMIC], samples[LOSS + FP32]).p_value
-        judgment.said.append(f"{gap.mean:+.4f} nats against FP32 (p = {p_value:.2g})")
+        figure, say = "gradient kept, dynamic over none", "{0.mean:.2f}x of the gradient kept"
+        judgment.ask(figure, survival, "x", ">=", GAIN, what="gradient kept", say=say)
+    losses = samples[LOSS + DYNAMIC], samples[LOSS + FP32]
+    p_value = f" nats against FP32 (p = {paired_t_test(*losses).p_value:.2g})" if len(losses[0]) > 1 else ""
+    judgment.ask("loss above FP32, dynamic", differences(*losses), "nats", say=p_value and "{0.mean:+.4f}" + p_value)
     for arm in ARMS:
         for what, unit, factor in ((STABLE, "", 1), (SKIPPED, "", 1), (GRADIENT_LOST, "%", 100), (LOSS, "nats", 1)):
-            with judgment.beside():
-                result = estimate([factor * value for value in samples[what + arm]])
-                judgment.figures[what + arm] = result.figure(unit)
+            judgment.show(samples, [what + arm], unit, factor)
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="loss_scaling",
+CLAIM = declared(
+    __name__,
     statement="In FP16 a dynamic loss scale gives several times the stable updates of no scale and of a static one "
     "that does not fit.",
     source="Micikevicius et al., Mixed Precision Training, ICLR 2018 (arXiv:1710.03740)",
@@ -228,6 +204,4 @@ CLAIM = Claim(
     "update is stable when it is made and at most a tenth of its gradient is zero",
     target=f"{TARGET:g}x the stable updates of no scale and of each static scale, 2^15 and 2^32; {GAIN:g}x of the "
     "gradient that no scale keeps",
-    measure=measure,
-    judge=judge,
 )

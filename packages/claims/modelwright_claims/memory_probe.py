@@ -1,9 +1,9 @@
-"""Peak memory of training steps of THE loop, rank by rank, in processes of their own.
+"""Peak memory of training steps of THE loop, rank by rank, in separate processes.
 
-Tokens are random: memory does not depend on what they say. On a CPU the bytes are resident memory above what the
-process held before the model, with a heap that maps every larger tensor by itself and gives it back at once, so that
-the gaps of a heap that keeps memory (`ops.tensor_heap`) do not count; on a GPU they are the allocator's. Neither
-depends on what else the machine does. Writing the last checkpoint does not count.
+Tokens are random: memory does not depend on their values. On a CPU the bytes are resident memory above the
+memory that the process held before the model, with a heap that maps every larger tensor separately and gives it back
+at once, so that the gaps of a heap that keeps memory (`ops.tensor_heap`) do not count; on a GPU they are the
+allocator's. Neither depends on what else the machine does. Writing the last checkpoint does not count.
 """
 
 import contextlib
@@ -46,13 +46,12 @@ _ONE_COPY = ParallelConfig()
 
 
 class _Measured(Exception):
-    """Ends a run before its last checkpoint, which is not what is measured."""
+    """Ends a run before its last checkpoint, which is not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What to train, for so many steps: a model on rows of `seq_len` tokens, each row one document; `count_flops` is
-    slow."""
+    """A training of some steps: a model on rows of `seq_len` tokens, each row one document; `count_flops` is slow."""
 
     model: ModelConfig
     train: TrainConfig
@@ -63,12 +62,7 @@ class Probe:
 
 
 def fp32_probe(
-    model: ModelConfig,
-    *,
-    rows: int,
-    parallel: ParallelConfig = _ONE_COPY,
-    count_flops: bool = False,
-    **settings: Any,
+    model: ModelConfig, *, rows: int, parallel: ParallelConfig = _ONE_COPY, count_flops: bool = False, **settings: Any
 ) -> Probe:
     """Return a probe of FP32 training on rows of the model's whole context, without checkpoints.
 
@@ -103,11 +97,10 @@ def probe_model(
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One rank's figures.
+    """A single rank's figures.
 
-    peak_bytes: the most that the steps after the first took (from then on all states exist); states_bytes: what was
-    held between two steps: weights and optimizer states; step_s: of the last step; flops: of one step, 0 if not
-    counted.
+    peak_bytes: the most that the steps after the first took (from then on all states exist); states_bytes: held
+    between two steps: weights and optimizer states; step_s: of the last step; flops: of one step, 0 if not counted.
     """
 
     rank: int
@@ -216,7 +209,7 @@ def _run(probe: Probe, world: World, folder: Path) -> Measured:
 
 
 def _held(device: torch.device) -> int:
-    """What the process holds now."""
+    """Return the bytes that the process holds now."""
     gc.collect()
     if device.type == "cuda":
         return torch.cuda.memory_allocated()

@@ -6,10 +6,10 @@ The product's recipe `vision` with and without them; crops and smoothed labels a
 from collections.abc import Mapping
 from typing import Any
 
-from modelwright_claims import vision_runs
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims import product_runs
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import differences, estimate
+from modelwright_claims.statistics import differences
 
 NONE, MIXUP, CUTMIX, BOTH = "neither", "MixUp", "CutMix", "both"
 ALPHAS: Mapping[str, tuple[float, float]] = {NONE: (0.0, 0.0), MIXUP: (0.2, 0.0), CUTMIX: (0.0, 1.0), BOTH: (0.2, 1.0)}
@@ -22,7 +22,7 @@ def measure(setting: Setting) -> Measurement:
         arm: {"augment": {"mixup_alpha": mixup, "cutmix_alpha": cutmix}} for arm, (mixup, cutmix) in ALPHAS.items()
     }
     seeds = range(1 if setting.quick else 5)
-    found = vision_runs.accuracies(setting, arms, seeds)
+    found = product_runs.accuracies(setting, arms, seeds)
     return Measurement(
         samples={ACCURACY + arm: values for arm, values in found.items()},
         conditions={
@@ -36,29 +36,24 @@ def measure(setting: Setting) -> Measurement:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when both together are more accurate than neither."""
     judgment = Judgment()
     for arm in (MIXUP, CUTMIX, BOTH):
-        with judgment.part():
-            gain = differences(samples[ACCURACY + arm], samples[ACCURACY + NONE])
-            judgment.figures[f"accuracy over neither, {arm}"] = gain.figure("points")
-            judgment.said.append(f"{arm} {gain.mean:+.2f} points")
-            if arm == BOTH:
-                judgment.above("accuracy of both over neither", gain, 0.0, " points")
-    for arm in ALPHAS:
-        with judgment.beside():
-            judgment.figures[ACCURACY + arm] = estimate(samples[ACCURACY + arm]).figure("%")
+        judgment.ask(
+            f"accuracy over neither, {arm}",
+            lambda arm=arm: differences(samples[ACCURACY + arm], samples[ACCURACY + NONE]),
+            "points", ">" if arm == BOTH else "", 0.0,
+            what="accuracy of both over neither", say=arm + " {0.mean:+.2f} points",
+        )  # fmt: skip
+    judgment.show(samples, [ACCURACY + arm for arm in ALPHAS], "%")
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="mixup_cutmix",
+CLAIM = declared(
+    __name__,
     statement="MixUp and CutMix raise the accuracy of a small ResNet on digits.",
     source="Zhang et al., mixup, ICLR 2018 (arXiv:1710.09412); Yun et al., CutMix, ICCV 2019 (arXiv:1905.04899)",
     published="CIFAR-10, PreAct ResNet-18: error 5.6% -> 4.2% with MixUp; ImageNet, ResNet-50: +2.3 points with CutMix",
     compared="the recipe vision with neither, either and both, everything else the same; five paired seeds",
     target="a higher accuracy on held-out digits with both than with neither",
     headline=(*(f"accuracy over neither, {arm}" for arm in (MIXUP, CUTMIX, BOTH)), ACCURACY + NONE),
-    measure=measure,
-    judge=judge,
 )

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 class CompletionBody(BaseModel):
-    """What it reads of a request; other fields are ignored."""
+    """The fields that it reads of a request; other fields are ignored."""
 
     prompt: str
     max_tokens: int

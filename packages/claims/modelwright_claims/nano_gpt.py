@@ -33,7 +33,7 @@ HELDOUT_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class NanoJob:
-    """One training. rows: a folder with packed `train` and `heldout` rows; bf16: compute in BF16."""
+    """A single training. rows: a folder with packed `train` and `heldout` rows; bf16: compute in BF16."""
 
     rows: str
     vocab_size: int

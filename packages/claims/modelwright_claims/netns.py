@@ -1,7 +1,6 @@
 """Several "hosts" on one Linux machine: network namespaces joined by veth links of chosen speed.
 
-    python -m modelwright_claims.netns_check       build small networks and measure that they do what they say
-    python -m modelwright_claims.netns --clean     remove what a crashed program left behind
+    python -m modelwright_claims.netns --clean     remove the remains of a crashed program
 
     with Network(star(4, mbit=100)) as net:
         net.run("h0", ["ping", "-c1", net.address("h1")])
@@ -9,13 +8,12 @@
         before = net.counters("h1")
         net.cut("h1", "switch"); net.restore("h1", "switch"); net.kill("h1")
 
-Nodes that are named in `Topology.hosts` run commands; all other nodes are switches that forward. Every node is a
-namespace of its own, every link a veth pair shaped at both ends by `tc tbf`, every route static along the fewest links;
+Nodes that are named in `Topology.hosts` run commands; all other nodes are switches that forward. Every node has its
+own namespace, every link a veth pair shaped at both ends by `tc tbf`, every route static along the fewest links;
 nothing is added to the machine's own network. The kernel counts a segment of up to 64 KiB once, so that above about
-500 Mbit/s the counters miss up to 4% of header bytes.
-A link with `delay_ms` is a pair of tun devices instead, whose packets a small process of ours holds back (netem, the
-usual way, is missing from many kernels); that process costs about 10 us of a core per packet, so give such links jumbo
-frames (`mtu`) when they are fast.
+500 Mbit/s the counters miss up to 4% of header bytes. A link with `delay_ms` is a pair of tun devices instead, whose
+packets a small process of ours holds back (netem, the usual way, is missing from many kernels); that process costs
+about 10 us of a core per packet, so give such links jumbo frames (`mtu`) when they are fast.
 
 A network is taken down when its block is left, by a watcher process when the program dies, and by the next network's
 start when the watcher died too. Needs root and iproute2: `missing()` says what is not there, `NetworkError` is raised.
@@ -57,7 +55,9 @@ class NetworkError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One cable. mbit: 10^6 bits per second each way, headers included, 0 for as fast as it goes; delay_ms: one way."""
+    """A single cable. mbit: 10^6 bits per second each way, headers included, 0 for as fast as it goes; delay_ms: one
+    way.
+    """
 
     ends: tuple[str, str]
     mbit: float = 0.0
@@ -79,7 +79,7 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """What an interface has sent and received so far, link headers included."""
+    """The traffic that an interface has sent and received so far, link headers included."""
 
     tx_bytes: int
     rx_bytes: int
@@ -95,7 +95,7 @@ def host_names(num_hosts: int) -> tuple[str, ...]:
 
 
 def star(num_hosts: int, *, mbit: float = 0.0, delay_ms: float = 0.0, mtu: int = 1500) -> Topology:
-    """Hosts h0, h1, ... each on a cable of its own to one switch; `delay_ms` passes twice between two hosts."""
+    """Hosts h0, h1, ... each on its own cable to one switch; `delay_ms` passes twice between two hosts."""
     hosts = host_names(num_hosts)
     links = tuple(Link(ends=(host, "switch"), mbit=mbit, delay_ms=delay_ms, mtu=mtu) for host in hosts)
     return Topology(hosts=hosts, links=links)
@@ -210,7 +210,7 @@ class Network:
         }
 
     def counters(self, node: str) -> dict[str, Counters]:
-        """By interface, from /sys/class/net/*/statistics inside the node; the loopback is left out."""
+        """Return counters by interface, from /sys/class/net/*/statistics inside the node; the loopback is left out."""
         result: dict[str, dict[str, int]] = collections.defaultdict(dict)
         for line in _run("ip", "netns", "exec", self._space(node), "sh", "-c", COUNT).splitlines():
             path, value = line.split(":")
@@ -313,7 +313,7 @@ class Network:
             self._ip(node, "route", "replace", self.address(target), *via, "dev", interface)
 
     def _next_hops(self, start: str) -> dict[str, str]:
-        """For every other node the neighbor through which it is reached over the fewest links."""
+        """Return for every other node the neighbor through which it is reached over the fewest links."""
         hops: dict[str, str] = {}
         waiting = collections.deque((neighbor, neighbor) for node, neighbor in self._interfaces if node == start)
         while waiting:
@@ -326,7 +326,7 @@ class Network:
 
     def _link(self, a: str, b: str) -> tuple[tuple[str, str], tuple[str, str]]:
         if (a, b) not in self._interfaces:
-            raise NetworkError(f"there is no link between {a} and {b}")
+            raise NetworkError(f"{a} and {b} are not linked")
         return (a, b), (b, a)
 
     def _space(self, node: str) -> str:
@@ -407,7 +407,9 @@ def _is_alive(tag: str) -> bool:
 
 
 def _start_time(pid: int) -> int:
-    """When a process started, in ticks since boot; tells a process from a later one with its id. 0: no such process."""
+    """Return the start of a process, in ticks since boot; tells a process from a later one with its id. 0: no such
+    process.
+    """
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
     except OSError:

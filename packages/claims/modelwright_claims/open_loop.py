@@ -1,7 +1,7 @@
 """Load on an HTTP server by an open loop: requests are sent at times that were drawn before, whatever the answers do.
 
-`python -m modelwright_claims.open_loop` reads a `Load` as JSON and writes a `LoadResult`, so that the load comes from a
-process of its own. Latencies count from the time at which a request was to be sent, so a server that falls behind, or
+`python -m modelwright_claims.open_loop` reads a `Load` as JSON and writes a `LoadResult`, so that the load comes from
+a separate process. Latencies count from the time at which a request was to be sent, so a server that falls behind, or
 this process, cannot hide it ("coordinated omission"). The client speaks just enough HTTP/1.1 to cost a small part of
 the cores that it shares with the server.
 """
@@ -54,7 +54,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult:
-    """What came of a load. Times are in seconds; lists are in the order of the requests that were answered with 200."""
+    """The outcome of a load. Times are in seconds; lists are in the order of the requests answered with 200."""
 
     arrivals: Sequence[float] = ()
     """When they were to be sent."""
@@ -84,7 +84,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def most_missing(num_requests: int) -> int:
-    """How many requests may miss a bound that the 99th percentile keeps."""
+    """Return how many requests may miss a bound that the 99th percentile keeps."""
     return num_requests - math.ceil(P99 * num_requests)
 
 
@@ -156,7 +156,7 @@ async def _read_body(reader: asyncio.StreamReader, head: bytes) -> float:
 
 
 class _Run:
-    """One load in progress."""
+    """A single load in progress."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
@@ -169,7 +169,7 @@ class _Run:
         self.began = time.perf_counter()
 
     async def send(self, number: int, at: float) -> None:
-        """One request; at: its time since the beginning."""
+        """A single request; at: its time since the beginning."""
         load, due = self.load, self.began + at
         self.lags.append(time.perf_counter() - due)
         try:
@@ -235,7 +235,7 @@ async def run_load(load: Load) -> LoadResult:
 
 
 def run_elsewhere(load: Load) -> LoadResult:
-    """The same from a process of its own."""
+    """Run the load from a separate process."""
     command = [sys.executable, "-m", "modelwright_claims.open_loop"]
     text = json.dumps(dataclasses.asdict(load))
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)

@@ -1,15 +1,14 @@
 """Claim: packing documents into full rows trains faster than padding them, and learns the same per token."""
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import replace
 
 from modelwright_claims import workbench
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, Tuning, run_experiment
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import differences, paired_t_test, ratios
-from modelwright_claims.training_run import Outcome, Run
+from modelwright_claims.training_run import Run
 from modelwright_claims.workbench import real_token_share
 
 LOSS_TARGET = 0.02
@@ -45,13 +44,22 @@ def measure(setting: Setting) -> Measurement:
     )
     in_time = replace(padded, size=replace(padded.size, num_steps=max(1, round(size.num_steps / slower))))
     equal_time = run_experiment(setting, Experiment(variants={PADDED: in_time}, seeds=seeds))
-    return measurement(
-        result.runs[PACKED],
-        result.runs[PADDED],
-        equal_time.runs[PADDED],
-        shares=(packed_share, padded_share),
-        size=packed.size,
-        padded=in_time.size,
+    return Measurement(
+        samples={
+            PACKED: result.losses(PACKED),
+            EQUAL_TOKENS: result.losses(PADDED),
+            EQUAL_TIME: equal_time.losses(PADDED),
+            **{f"{PACE}{arm}": [run.tokens_per_s for run in of] for arm, of in result.runs.items()},
+            f"{SHARE}{PACKED} rows": [packed_share],
+            f"{SHARE}{PADDED} rows": [padded_share],
+        },
+        conditions=packed.size.describe()
+        | {
+            "rows of a padded batch": in_time.size.batch_rows,
+            "padded steps in equal time": in_time.size.num_steps,
+            "rates tried": ", ".join(f"{rate:g}" for rate in RATES),
+            "rates": f"packed {packed.size.learning_rate:g}, padded {in_time.size.learning_rate:g}",
+        },
     )
 
 
@@ -66,68 +74,30 @@ def equal_batches(batch_rows: int, ratio: float) -> tuple[int, int]:
     return packed, max(1, round(packed * ratio))
 
 
-def measurement(
-    packed: Sequence[Outcome],
-    equal_tokens: Sequence[Outcome],
-    equal_time: Sequence[Outcome],
-    *,
-    shares: tuple[float, float],
-    size: workbench.Size,
-    padded: workbench.Size,
-) -> Measurement:
-    """Return losses, pace and shares of real tokens. padded: size of the runs in equal time."""
-    return Measurement(
-        samples={
-            PACKED: [run.heldout_loss for run in packed],
-            EQUAL_TOKENS: [run.heldout_loss for run in equal_tokens],
-            EQUAL_TIME: [run.heldout_loss for run in equal_time],
-            f"{PACE}{PACKED}": [run.tokens_per_s for run in packed],
-            f"{PACE}{PADDED}": [run.tokens_per_s for run in equal_tokens],
-            f"{SHARE}{PACKED} rows": [shares[0]],
-            f"{SHARE}{PADDED} rows": [shares[1]],
-        },
-        conditions=size.describe()
-        | {
-            "rows of a padded batch": padded.batch_rows,
-            "padded steps in equal time": padded.num_steps,
-            "rates tried": ", ".join(f"{rate:g}" for rate in RATES),
-            "rates": f"packed {size.learning_rate:g}, padded {padded.learning_rate:g}",
-        },
-    )
-
-
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when packing trains more real tokens per second, loses at most `LOSS_TARGET` per token, wins per time."""
-    judgment = Judgment()
+    judgment, others = Judgment(), (EQUAL_TOKENS, EQUAL_TIME)
     speed_up = ratios(samples[f"{PACE}{PACKED}"], samples[f"{PACE}{PADDED}"])
-    at_tokens, at_time = (differences(samples[PACKED], samples[other]) for other in (EQUAL_TOKENS, EQUAL_TIME))
-    judgment.figures |= {
-        "speed-up in real tokens": speed_up.figure("x"),
-        "loss difference at equal tokens": at_tokens.figure("nats"),
-        "loss difference at equal time": at_time.figure("nats"),
-    }
-    judgment.said.append(f"{speed_up.mean:.2f}x the real tokens per second")
+    at_tokens, at_time = (differences(samples[PACKED], samples[other]) for other in others)
+    what, say = "speed in real tokens", "{0.mean:.2f}x the real tokens per second"
+    judgment.ask("speed-up in real tokens", speed_up, "x", ">", 1.0, what=what, say=say)
+    judgment.ask("loss difference at equal tokens", at_tokens, "nats", "<=", LOSS_TARGET)
+    judgment.ask("loss difference at equal time", at_time, "nats", "<", 0.0)
+    for name in (PACKED, PADDED):
+        judgment.show(samples, [f"{SHARE}{name} rows"], "%", 100)
     with judgment.beside():
-        shares = {name: samples[f"{SHARE}{name} rows"][0] for name in (PACKED, PADDED)}
-        for name, share in shares.items():
-            judgment.figures[f"{SHARE}{name} rows"] = Figure(value=100 * share, unit="%")
-        bound = shares[PACKED] / shares[PADDED]
-        judgment.figures["possible speed-up"] = Figure(value=bound, unit="x")
-        judgment.said.append(f"{bound:.2f}x is what the padding leaves to gain")
+        bound = samples[f"{SHARE}{PACKED} rows"][0] / samples[f"{SHARE}{PADDED} rows"][0]
+        judgment.ask("possible speed-up", bound, "x", say="{0.mean:.2f}x is what the padding leaves to gain")
     if at_tokens.count > 1:
-        p_values = [paired_t_test(samples[PACKED], samples[other]).p_value for other in (EQUAL_TOKENS, EQUAL_TIME)]
+        p_values = [paired_t_test(samples[PACKED], samples[other]).p_value for other in others]
         judgment.said.append(
             f"held-out loss {at_tokens.mean:+.4f} nats at equal tokens (p = {p_values[0]:.2g}), {at_time.mean:+.3f} at "
             f"equal time (p = {p_values[1]:.2g})"
         )
-    judgment.above("speed in real tokens", speed_up, 1.0, "x")
-    judgment.at_most("loss difference at equal tokens", at_tokens, LOSS_TARGET, " nats")
-    judgment.below("loss difference at equal time", at_time, 0.0, " nats")
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="packing",
+CLAIM = declared(
+    __name__,
     statement="Packing documents into full rows, without attention between them, trains more real tokens per second "
     "than padding and learns as much from each.",
     source="Krell et al., Efficient Sequence Packing without Cross-contamination, 2021 (arXiv:2107.02027)",
@@ -136,6 +106,4 @@ CLAIM = Claim(
     "same real tokens an update; at equal updates (equal tokens) and at equal time; paired seeds, each at its own "
     "best rate, chosen from the same ones on a seed and a held-out split that are not reported",
     target=f"more real tokens per second, at most {LOSS_TARGET} nats worse at equal tokens, better at equal time",
-    measure=measure,
-    judge=judge,
 )

@@ -10,15 +10,7 @@ from urllib.parse import quote
 from modelwright_claims.age import Age, Ages
 from modelwright_claims.claim import Claim
 from modelwright_claims.promises import CAUSES, NO_CLAIM_CAUSES, Answer, Promise, answer, claims_named
-from modelwright_claims.results import (
-    FIGURES,
-    FILE,
-    answers_present_claim,
-    is_dirty,
-    is_loaded,
-    newest,
-    shown_kind,
-)
+from modelwright_claims.results import FIGURES, FILE, answers_present_claim, is_dirty, is_loaded, newest, shown_kind
 
 HEADER = """# Claims
 
@@ -175,7 +167,7 @@ def _claim_row(claim: Claim, records: Sequence[Mapping[str, Any]], ages: Ages, l
     if record is None:
         return f"| {link(claim.name)} | {claim.published} | not measured yet | | |"
     here = "; ".join(f"{name} {show(figure)}" for name, figure in list(headline(claim, record).items())[:2])
-    kind = shown_kind(claim, record) + (" (quick)" if record["quick"] else "")
+    kind = shown_kind(claim, record)
     return f"| {link(claim.name)} | {claim.published} | {here} | {kind} | {_age_cell(record, ages)} |"
 
 

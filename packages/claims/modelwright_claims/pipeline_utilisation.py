@@ -1,28 +1,188 @@
 """Claim: cutting a batch into microbatches keeps the ranks of a pipeline busy.
 
 Measured: how long each rank computes (spans around every stage's forward, loss and backward passes) over the length of
-the step, for every schedule and number of microbatches, beside two bounds: the schedule's own with equal stages
-(`equal_durations`), and what its order allows with the stage times that were measured (`measured_durations`). What is
+the step, for every schedule and number of microbatches, next to two bounds: the schedule's own with equal stages
+(`equal_durations`), and the bound of its order with the stage times that were measured (`measured_durations`). What is
 missing to the second is communication and waiting that the schedule does not ask for.
 """
 
 import json
 import os
 import statistics
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from modelwright.parallel.pipeline.balance import StageSpan
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+import torch
+from torch import Tensor
+
+from modelwright.core.config import parse
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.model.attention import packed_attend
+from modelwright.model.decoder import Decoder
+from modelwright.ops.microbenchmark import repeated, seconds_of
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import World, build_mesh, join_world
+from modelwright.parallel.pipeline.balance import LayerCosts, StageSpan, split_layers
+from modelwright.parallel.pipeline.runner import Pipeline
+from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.launch import run_ranks
-from modelwright_claims.pipeline_probe import ProbeSize
-from modelwright_claims.pipeline_replay import busy_share, equal_durations, measured_durations
+from modelwright_claims.memory_probe import RandomRows
 from modelwright_claims.statistics import differences, estimate, ratios
 from modelwright_claims.workbench import Size
+from modelwright_plan.bubble import Action, Kind, makespan
+
+
+def measure_layer_times(
+    model: Decoder,
+    batch: TokenBatch,
+    *,
+    num_repeats: int = 3,
+    chunk_tokens: int = 512,
+    clock: Callable[[], float] = time.perf_counter,
+) -> LayerCosts:
+    """Seconds of forward and backward of each part of a plain model on `batch`, the median of the repeats.
+
+    One layer is in memory at a time. Parameters' gradients are restored. The first run of every part is not counted. A
+    rank's own figures; `agree` makes one of all ranks'.
+    """
+    attend = packed_attend(batch.segments_BT)
+    hidden_BTD = model.embedding(batch.input_ids_BT).detach()
+    blocks = dict(model.blocks.items())
+    table = model.embedding.weight.requires_grad
+    parts: list[Callable[[Tensor], Tensor]] = [lambda _: model.embedding(batch.input_ids_BT)] if table else []
+    for block in blocks.values():
+        lone = _alone(model, block)
+        parts.append(lambda hidden, lone=lone: lone.run_blocks(hidden, batch.positions_BT, attend))
+    parts.append(lambda hidden: model.cross_entropy(model.norm(hidden), batch.labels_BT, chunk_tokens=chunk_tokens))
+    kept = [parameter.grad for parameter in model.parameters()]
+    times = [_median_time(part, hidden_BTD, num_repeats, clock) for part in parts]
+    for parameter, gradient in zip(model.parameters(), kept, strict=True):
+        parameter.grad = gradient
+    return LayerCosts(embedding=times[0] if table else 0.0, layers=tuple(times[-1 - len(blocks) : -1]), head=times[-1])
+
+
+def _alone(model: Decoder, block: torch.nn.Module) -> Decoder:
+    """The model with one block, which `run_blocks` gives its rotary tables."""
+    lone = Decoder.__new__(Decoder)
+    torch.nn.Module.__init__(lone)
+    lone.config = model.config
+    lone.blocks = torch.nn.ModuleDict({"0": block})
+    return lone
+
+
+def _median_time(
+    part: Callable[[Tensor], Tensor], hidden_BTD: Tensor, repeats: int, clock: Callable[[], float]
+) -> float:
+    def forward_and_backward(leaf: Tensor) -> None:
+        output = part(leaf)
+        output.backward(torch.ones_like(output))
+
+    def seconds() -> float:
+        leaf = hidden_BTD.clone().requires_grad_()
+        return seconds_of(lambda: forward_and_backward(leaf), leaf.device, clock=clock)
+
+    return statistics.median(repeated(seconds, num_rounds=repeats, num_warmups=1))
+
+
+def agree(costs: LayerCosts, world: World) -> LayerCosts:
+    """The mean of all ranks' costs, the same on all of them: a split must not differ from rank to rank."""
+    values = world.sums([costs.embedding, *costs.layers, costs.head])
+    embedding, *layers, head = (value / world.size for value in values)
+    return LayerCosts(embedding=embedding, layers=tuple(layers), head=cast(float, head))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSize:
+    """The model and the batch, which every number of microbatches shares out."""
+
+    model: Size
+    vocab_size: int
+    num_repeats: int
+
+    def batch(self) -> TokenBatch:
+        """Full rows of one document each: every microbatch costs the same."""
+        return RandomRows(self.model.batch_rows, self.model.seq_len, self.vocab_size).batch(0)
+
+
+def measure_case(case: dict[str, Any], size: ProbeSize, model: Decoder, world: World) -> list[dict[str, Any]]:
+    """Every timed step of one schedule and number of microbatches; the first step is not counted."""
+    config = parse(ParallelConfig, case["layout"])
+    mesh = build_mesh(world, config)
+    pipeline = Pipeline(model, config, mesh, passes=lambda part: part)
+    batch = size.batch()
+    parts = batch.split(case["gradient_accumulation_steps"])
+
+    def loss_of(output_BTD: Tensor, part: TokenBatch) -> Tensor:
+        loss = pipeline.model.cross_entropy(output_BTD, part.labels_BT, chunk_tokens=512)
+        return loss / batch.num_targets
+
+    steps = []
+    for _ in range(1 + size.num_repeats):
+        world.barrier()
+        start = time.perf_counter()
+        pipeline.train(parts, loss_of)
+        steps.append(
+            {"start": start, "end": time.perf_counter(), "spans": list(map(asdict, pipeline.timeline.spans()))}
+        )
+        pipeline.model.zero_grad(set_to_none=True)
+    return steps[1:]
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    plan = json.loads((folder / "probe.json").read_text())
+    size = parse(ProbeSize, plan["size"])
+    with join_world(torch.device("cpu")) as world:
+        model = Decoder(size.model.model_config(size.vocab_size))
+        model.init_weights(0)
+        costs = agree(measure_layer_times(model, size.batch().split(size.model.batch_rows)[0]), world)
+        steps = {}
+        for case in plan["cases"]:
+            num_stages = case["layout"]["pipeline"] * case["layout"]["stages_per_rank"]
+            case["layout"]["layers_per_stage"] = list(split_layers(costs, num_stages))
+            steps[case["name"]] = measure_case(case, size, model, world)
+        (folder / f"rank{world.rank}.json").write_text(json.dumps({"steps": steps, "costs": asdict(costs)}))
+
+
+EQUAL: dict[Kind, float] = {"forward": 1.0, "loss": 0.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
+"""Durations where forward, input and weight passes of all stages take equally long."""
+
+
+def order_taken(spans: Sequence[Sequence[StageSpan]]) -> list[list[Action]]:
+    """Return the actions of each rank; a stage's spans of one kind come in the order of microbatches."""
+    return [_order_of(rank) for rank in spans]
+
+
+def _order_of(spans: Sequence[StageSpan]) -> list[Action]:
+    seen: Counter[tuple[str, int]] = Counter()
+    actions: list[Action] = []
+    for span in spans:
+        counted = "backward" if span.kind == "backward_input" else span.kind, span.stage
+        actions.append((cast(Kind, span.kind), span.stage, seen[counted]))
+        seen[counted] += 1
+    return actions
+
+
+def measured_durations(spans: Sequence[Sequence[StageSpan]]) -> list[list[float]]:
+    return [[span.busy_s for span in rank] for rank in spans]
+
+
+def equal_durations(spans: Sequence[Sequence[StageSpan]]) -> list[list[float]]:
+    return [[EQUAL[cast(Kind, span.kind)] for span in rank] for rank in spans]
+
+
+def busy_share(spans: Sequence[Sequence[StageSpan]], durations: Sequence[Sequence[float]]) -> float:
+    """Share of the step in which ranks compute, the mean of the ranks; sending costs nothing."""
+    busy = sum(map(sum, durations)) / len(durations)
+    return busy / makespan(order_taken(spans), durations)
+
 
 SCHEDULES = {
     "GPipe": ("gpipe", 1),
@@ -92,17 +252,17 @@ def case_name(label: str, num_ranks: int, num_microbatches: int) -> str:
 def measure_cases(
     setting: Setting, size: ProbeSize, cases: Sequence[Mapping[str, Any]], num_ranks: int
 ) -> dict[str, list[list[dict[str, Any]]]]:
-    """For each case its steps, for each step what every rank recorded."""
+    """Return the steps of each case, each with the record of every rank."""
     with tempfile.TemporaryDirectory(dir=setting.folder) as scratch:
         folder = Path(scratch)
         (folder / "probe.json").write_text(json.dumps({"size": asdict(size), "cases": cases}))
-        run_ranks("modelwright_claims.pipeline_probe", [scratch], num_ranks=num_ranks)
+        run_ranks("modelwright_claims.pipeline_utilisation", [scratch], num_ranks=num_ranks)
         records = [json.loads((folder / f"rank{rank}.json").read_text())["steps"] for rank in range(num_ranks)]
     return {name: list(map(list, zip(*(record[name] for record in records), strict=True))) for name in records[0]}
 
 
 def step_shares(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """One step: busy share measured, allowed by the order and the measured stage times, and with equal stages."""
+    """A single step: busy share measured, allowed by the order and the measured stage times, and with equal stages."""
     spans = [[StageSpan(**span) for span in rank["spans"]] for rank in ranks]
     step_s = max(rank["end"] for rank in ranks) - min(rank["start"] for rank in ranks)
     busy_s = [sum(span.busy_s for span in rank) for rank in spans]
@@ -115,8 +275,6 @@ def step_shares(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when 1F1B reaches the published share at the most microbatches in a shorter step than with one, and no case
-    is far below its bound."""
     judgment = Judgment()
     ranks = max(map(int, str(conditions["ranks"]).split(", ")))
     prefix = f"1F1B, {ranks} ranks, "
@@ -163,8 +321,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="pipeline_utilisation",
+CLAIM = declared(
+    __name__,
     statement="Micro-batching raises the utilisation of a pipeline from 35% to 78%.",
     source="GPipe: Huang et al. 2019 (https://arxiv.org/abs/1811.06965), section 2.3; 1F1B and interleaving: Narayanan "
     "et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2; zero bubble: Qi et al. 2023 "
@@ -176,6 +334,8 @@ CLAIM = Claim(
     target=f"at least {100 * TARGET_SHARE:.0f}% with 16 microbatches under 1F1B, and no case more than "
     f"{100 * MAX_GAP:.0f} points below what its measured stage times allow; and that step shorter than the one with "
     "the whole batch",
-    measure=measure,
-    judge=judge,
 )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -73,27 +73,21 @@ def train_plainly(
 ) -> float:
     """Train the weights in place and return the seconds of all steps, waiting for batches included."""
     with fp32_products(onednn=config.precision.fp32_matmul == "onednn"):
-        return _train(model, batches, config, num_steps=num_steps, world=world)
-
-
-def _train(
-    model: Decoder, batches: Iterator[TokenBatch], config: TrainConfig, *, num_steps: int, world: World
-) -> float:
-    plain = PlainDecoder(model)
-    wrapped = DistributedDataParallel(plain) if world.size > 1 else plain
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = AdamW(groups, config.learning_rate, config.betas, config.adam_eps, fused=True)
-    started = time.perf_counter()
-    for step in range(num_steps):
-        for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * rate_factor(config.schedule, step, num_steps)
-        batch = next(batches)
-        longest = int((batch.segments_BT >= 0).sum(dim=1).max())
-        loss = wrapped(batch.input_ids_BT[:, :longest], batch.labels_BT[:, :longest])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        optimizer.step()
-    return time.perf_counter() - started
+        plain = PlainDecoder(model)
+        wrapped = DistributedDataParallel(plain) if world.size > 1 else plain
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+        vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = AdamW(groups, config.learning_rate, config.betas, config.adam_eps, fused=True)
+        started = time.perf_counter()
+        for step in range(num_steps):
+            for group in optimizer.param_groups:
+                group["lr"] = config.learning_rate * rate_factor(config.schedule, step, num_steps)
+            batch = next(batches)
+            longest = int((batch.segments_BT >= 0).sum(dim=1).max())
+            loss = wrapped(batch.input_ids_BT[:, :longest], batch.labels_BT[:, :longest])
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+            optimizer.step()
+        return time.perf_counter() - started

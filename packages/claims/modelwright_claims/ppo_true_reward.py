@@ -1,12 +1,13 @@
 """Claim: PPO from a learned reward model raises the true reward over supervised fine-tuning.
 
 The recipe `preference`, in which the true reward is a program: it orders the pairs that the reward model learns from,
-and PPO never sees it. Beside it the cheaper use of the same reward model: the best of several answers of the
+and PPO never sees it. Next to it the cheaper use of the same reward model: the best of several answers of the
 fine-tuned model. PPO is shorter than in the recipe: what pleases only the reward model is learned later on.
 About 10 minutes on two AVX-512 cores, by the CPU time of the parts of one seed.
 """
 
 import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,20 @@ from modelwright.objectives.experience import ReferenceModel
 from modelwright.objectives.rollouts import win_rates
 from modelwright.parallel.mesh import single
 from modelwright.train.frozen_model import FrozenModel
-from modelwright_claims import alignment_runs
-from modelwright_claims.alignment_runs import Answers, Asker, SeedJob, by_seed, pairs_file, shared_settings
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims import product_runs
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
-from modelwright_claims.product_runs import facts_of, make_run
-from modelwright_claims.statistics import differences, estimate, exact
+from modelwright_claims.product_runs import (
+    Answers,
+    Asker,
+    SeedJob,
+    by_seed,
+    facts_of,
+    make_run,
+    pairs_file,
+    shared_settings,
+)
+from modelwright_claims.statistics import differences
 
 SEEDS = (11, 12, 13, 14, 15)
 NUM_UPDATES = 64
@@ -42,7 +51,7 @@ SFT, PPO = "fine-tuning", "PPO"
 WINS, KL, ACCURACY, NUM_PROMPTS = "wins of PPO", "KL from the start", "accuracy of the reward model", "prompts"
 GAIN = "gain in true reward"
 QUICK: Mapping[str, Any] = {
-    "model": {**alignment_runs.QUICK_SHAPE, "vocab_size": 400}, "tokenizer": {"vocab_size": 400},
+    "model": {**product_runs.QUICK_SHAPE, "vocab_size": 400}, "tokenizer": {"vocab_size": 400},
     "pretrain": {"num_steps": 2}, "sft": {"num_steps": 20}, "reward": {"num_steps": 20},
     "ppo": {"batch_tokens": 512, "rollout": {"max_completion_length": 24}},
     "validation_tokens": 1024,
@@ -51,7 +60,7 @@ QUICK: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PpoJob(SeedJob):
-    """One run. pairs: the file of the pairs."""
+    """A single run. pairs: the file of the pairs."""
 
     pairs: str
     num_updates: int
@@ -137,56 +146,44 @@ def measurement(seeds: Sequence[int], num_updates: int, runs: Sequence[Mapping[s
             "answers": f"{NUM_ANSWERS} to each prompt, drawn at temperature 1; the same random numbers for both models",
             "best of n": "of the first n of these answers by the reward model that PPO learns from; its KL is at most "
             "log n - (n - 1) / n",
-            "pairs": alignment_runs.SPLITS,
+            "pairs": product_runs.SPLITS,
         },
     )
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the held-out true reward after PPO is above that of the model that it began with, and no lower than that
-    of the best of several answers by the same reward model."""
     judgment, title = Judgment(), REWARDS[TRUE]
     gain = differences(samples[title + PPO], samples[title + SFT])
-    judgment.figures[GAIN] = gain.figure("points")
+    judgment.ask(GAIN, gain, "points")
     judgment.above(GAIN, gain, 0.0)
-    before, after = (estimate(samples[title + model]).mean for model in (SFT, PPO))
+    before, after = (statistics.fmean(samples[title + model]) for model in (SFT, PPO))
     judgment.said.append(f"held-out true reward {before:.3f} after fine-tuning, {after:.3f} after PPO")
-    for number in BEST_OF:
+    for rival, kl in ((best_of(number), best_of_kl(number)) for number in BEST_OF):
         with judgment.part():
-            _against_best_of(judgment, samples, number)
+            over = differences(samples[title + PPO], samples[title + rival])
+            judgment.ask(f"true reward of PPO over {rival}", over, "points", ">=", 0.0)
+            judgment.ask(f"KL of {rival}, at most", kl, "nats")
+            judgment.said.append(
+                f"{rival} by the same reward model {statistics.fmean(samples[title + rival]):.3f} at {kl:.1f} nats "
+                f"(PPO {over.mean:+.3f})"
+            )
     with judgment.beside():
         learned = differences(samples[REWARDS[LEARNED] + PPO], samples[REWARDS[LEARNED] + SFT])
-        wins, kl, accuracy = (estimate(samples[name]) for name in (WINS, KL, ACCURACY))
-        judgment.figures |= {
-            KL: kl.figure("nats"),
-            ACCURACY: estimate([100 * one for one in samples[ACCURACY]]).figure("%"),
-            "gain by the reward model": learned.figure("points"),
-            WINS: estimate([100 * one for one in samples[WINS]]).figure("%"),
-        }
+        wins, kl, accuracy = (statistics.fmean(samples[name]) for name in (WINS, KL, ACCURACY))
+        judgment.show(samples, [KL], "nats")
+        judgment.show(samples, [ACCURACY], "%", 100)
+        judgment.ask("gain by the reward model", learned, "points")
+        judgment.show(samples, [WINS], "%", 100)
         judgment.said.append(
-            f"PPO's answers win {wins.mean:.0%} at a KL of {kl.mean:.1f} nats; the reward model orders "
-            f"{accuracy.mean:.0%} of held-out pairs as the true reward does; its own reward rose by {learned.mean:.1f}"
+            f"PPO's answers win {wins:.0%} at a KL of {kl:.1f} nats; the reward model orders {accuracy:.0%} of "
+            f"held-out pairs as the true reward does; its own reward rose by {learned.mean:.1f}"
         )
-    for model in (SFT, PPO, *map(best_of, BEST_OF)):
-        with judgment.beside():
-            judgment.figures[title + model] = estimate(samples[title + model]).figure("points")
+    judgment.show(samples, [title + model for model in (SFT, PPO, *map(best_of, BEST_OF))], "points")
     return judgment.verdict()
 
 
-def _against_best_of(judgment: Judgment, samples: Samples, number: int) -> None:
-    rival, title, kl = best_of(number), REWARDS[TRUE], best_of_kl(number)
-    over = differences(samples[title + PPO], samples[title + rival])
-    judgment.figures[f"true reward of PPO over {rival}"] = over.figure("points")
-    judgment.at_least(f"true reward of PPO over {rival}", over, 0.0, " points")
-    judgment.figures[f"KL of {rival}, at most"] = exact(kl).figure("nats")
-    judgment.said.append(
-        f"{rival} by the same reward model {estimate(samples[title + rival]).mean:.3f} at {kl:.1f} nats "
-        f"(PPO {over.mean:+.3f})"
-    )
-
-
-CLAIM = Claim(
-    name="ppo_true_reward",
+CLAIM = declared(
+    __name__,
     statement="PPO from a reward model that was learned from preference pairs raises what the pairs were ordered by, "
     "over supervised fine-tuning.",
     source="Ouyang et al., Training language models to follow instructions with human feedback, 2022 "
@@ -199,6 +196,4 @@ CLAIM = Claim(
     target="a higher held-out true reward after PPO (lower bound of the difference above 0), and no lower one than "
     "that of the best of 4 and of 8 answers (lower bound of the difference at least 0)",
     headline=(GAIN, *(f"true reward of PPO over {best_of(number)}" for number in BEST_OF), KL, ACCURACY),
-    measure=measure,
-    judge=judge,
 )

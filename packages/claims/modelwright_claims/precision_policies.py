@@ -1,8 +1,8 @@
 """Claim: mixed precision trains 2.3 to 2.8 times as fast in 40 to 55% less memory, without loss of quality.
 
 Every policy from the same weights on the same batches: held-out loss, tokens per second and peak memory, and the bare
-products of each format beside them, which say what this machine could gain at best. That a format is really computed in
-is read from the operators in `tests/train/precision/test_model.py`.
+products of each format next to them, which say what this machine could gain at best. That a format is really computed
+in is read from the operators in `tests/train/precision/test_model.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,17 @@ from modelwright.train.precision.apply import ModelPrecision
 from modelwright.train.precision.controllers import measure_speeds
 from modelwright.train.precision.policy import PrecisionConfig
 from modelwright_claims import memory_probe, workbench
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, run_experiment
-from modelwright_claims.fp32_baseline import BY_ONEDNN, FP32, baseline_conditions, fastest_exact, onednn_is_exact
 from modelwright_claims.judging import Judgment, Lacks, names_between
-from modelwright_claims.large_runs import repeated_peaks
+from modelwright_claims.large_runs import (
+    BY_ONEDNN,
+    FP32,
+    baseline_conditions,
+    fastest_exact,
+    onednn_is_exact,
+    repeated_peaks,
+)
 from modelwright_claims.statistics import Estimate, estimate, percent_above, ratios
 from modelwright_claims.training_run import Run
 from modelwright_claims.workbench import Size
@@ -108,7 +114,7 @@ def samples_beside_fp32(
 
 @dataclass(frozen=True, kw_only=True)
 class BesideFp32:
-    """One arm against exact FP32. What the record lacks raises `Lacks` when it is asked for."""
+    """A single arm against exact FP32. A missing sample raises `Lacks` when it is asked for."""
 
     name: str
     samples: Samples
@@ -165,7 +171,6 @@ def say_products(judgment: Judgment, samples: Samples) -> None:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when a 16-bit policy reaches the published speed, memory and loss, and none costs more loss than it may."""
     judgment = Judgment()
     arms = beside_fp32(samples, conditions)
     policies = {name: arm for name, arm in arms.items() if name not in (*EIGHT_BITS, BY_ONEDNN)}
@@ -190,15 +195,15 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 
 def _reaches_all(arm: BesideFp32) -> bool:
-    """Whether a policy has the published speed, memory and loss, as far as the record can tell."""
+    """Return whether a policy has the published speed, memory and loss, by the samples of the record."""
     try:
         return arm.fair_speed.lower >= SPEED and arm.saved.lower >= MEMORY and arm.gap.upper <= PUBLISHED_GAP
     except Lacks:
         return False
 
 
-CLAIM = Claim(
-    name="precision_policies",
+CLAIM = declared(
+    __name__,
     statement="Mixed precision in FP16 or BF16 trains 2.3 to 2.8 times as fast in 40 to 55% less memory at less than "
     "0.3% loss of quality; FP8 is three times as fast on Hopper.",
     source="published guides to DeepSeek-style training; Micikevicius et al. 2018 (arXiv:1710.03740) and 2022 "
@@ -210,6 +215,4 @@ CLAIM = Claim(
     target=f"a 16-bit policy with {SPEED:g}x the tokens per second of the faster FP32, {MEMORY:g}% less memory and "
     f"at most {PUBLISHED_GAP:g}% more held-out loss; every policy within {GAP:g}% of FP32's loss, eight-bit ones "
     f"within {GAP_EIGHT:g}%",
-    measure=measure,
-    judge=judge,
 )

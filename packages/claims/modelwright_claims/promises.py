@@ -1,21 +1,20 @@
-"""The promises of the guides: which claim tests each of them, and what its figures must show.
+"""The promises of the guides: the claim that tests each of them, and the limits of its figures.
 
 `promises.toml` lists them in the order of the guides. Where a promise stands follows from a judged record alone.
 """
 
 import importlib.resources
 import math
-import operator
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from modelwright_claims.claim import UNTESTABLE
+from modelwright_claims.judging import RELATIONS
 from modelwright_claims.results import FIGURES, answered_today, newest
 
 Standing = Literal["holds", "holds in part", "does not hold here", "cannot be tested here"]
-RELATIONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 CAUSES = ("technique", "experiment", "size")
 """Why a promise does not hold here."""
 NO_CLAIM_CAUSES = ("machine", "unmeasured")
@@ -25,7 +24,7 @@ RATIO = " // "
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """One promised figure or direction."""
+    """A single promised figure or direction."""
 
     guide: str
     text: str
@@ -39,7 +38,7 @@ class Promise:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Where a promise stands by a record."""
+    """The standing of a promise by a record."""
 
     standing: Standing
     shown: Mapping[str, Mapping[str, Any]]
@@ -56,7 +55,7 @@ def read_promises() -> list[Promise]:
 def answer(promise: Promise, records: Sequence[Mapping[str, Any]]) -> Answer:
     """Return where a promise stands by the newest of the judged records of its claim.
 
-    It holds where the claim is met as it is now and each figure that it asks for reaches its limit by its bound; in
+    It holds where the claim is met now and each figure that it asks for reaches its limit by its bound; in
     part where the figures do and the claim's row has a reservation.
     """
     record = newest([record for record in records if record["name"] == promise.claim])
@@ -75,9 +74,9 @@ def answer(promise: Promise, records: Sequence[Mapping[str, Any]]) -> Answer:
 
 
 def reaches(figure: Mapping[str, Any], relation: str, limit: float) -> bool:
-    """Whether the bound of a figure that bears on the limit stands in the relation to it.
+    """Return whether the bound of a figure that bears on the limit has the relation to it.
 
-    A figure that scatters and has no bounds reaches nothing.
+    A figure that scatters without bounds reaches nothing.
     """
     if not figure["spread"] and "lower" not in figure:
         return RELATIONS[relation](figure["value"], limit)

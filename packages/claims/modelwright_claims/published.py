@@ -1,4 +1,4 @@
-"""What the package ships of its published records, so that a listing or a comparison needs neither them nor PyTorch."""
+"""The package's summary of its published records, so that a listing or a comparison needs neither them nor PyTorch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ DEFAULT_MINUTES = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """One claim with its newest record, if it has one."""
+    """A single claim with its newest record, if it has one."""
 
     name: str
     statement: str

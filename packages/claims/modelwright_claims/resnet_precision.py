@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from modelwright_claims import vision_runs
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims import product_runs
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import differences, estimate, ratios
+from modelwright_claims.statistics import differences, ratios
 
 MOST_LOST = 0.2
 """Points, as published."""
@@ -28,9 +28,9 @@ WIDTHS, IMAGE_SIZE, BATCH_IMAGES = (64, 128, 256), 32, 64
 
 def measure(setting: Setting) -> Measurement:
     seeds = range(1 if setting.quick else 5)
-    accuracy = vision_runs.accuracies(setting, POLICIES, seeds)
+    accuracy = product_runs.accuracies(setting, POLICIES, seeds)
     threads = torch.get_num_threads()
-    pace = vision_runs.paces(setting, _wide(setting), num_repeats=1 if setting.quick else 5, num_threads=threads)
+    pace = product_runs.paces(setting, _wide(setting), num_repeats=1 if setting.quick else 5, num_threads=threads)
     return Measurement(
         samples={ACCURACY + arm: values for arm, values in accuracy.items()}
         | {PACE + arm: values for arm, values in pace.items()},
@@ -52,33 +52,29 @@ def _wide(setting: Setting) -> dict[str, Mapping[str, Any]]:
     length = {
         "num_steps": 6 if setting.quick else 20,
         "num_epochs": 0.0,
-        "batch_tokens": vision_runs.ROW_TOKENS * BATCH_IMAGES,
+        "batch_tokens": product_runs.ROW_TOKENS * BATCH_IMAGES,
     }
     return {arm: {**settings, **shape, **length, "eval_every_steps": 0} for arm, settings in POLICIES.items()}
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when mixed precision loses at most `MOST_LOST` points and is `SPEEDUP` times as fast."""
     judgment = Judgment()
-    with judgment.part():
-        gap = differences(samples[ACCURACY + BF16], samples[ACCURACY + FP32])
-        judgment.figures["accuracy over FP32"] = gap.figure("points")
-        judgment.at_least("accuracy over FP32", gap, -MOST_LOST, " points")
-        judgment.said.append(f"accuracy {gap.mean:+.2f} points beside FP32")
-    with judgment.part():
-        speedup = ratios(samples[PACE + BF16], samples[PACE + FP32])
-        judgment.figures["speed over FP32"] = speedup.figure("x")
-        judgment.at_least("speed over FP32", speedup, SPEEDUP, "x")
-        judgment.said.append(f"{speedup.mean:.2f}x as fast")
+    judgment.ask(
+        "accuracy over FP32", lambda: differences(samples[ACCURACY + BF16], samples[ACCURACY + FP32]), "points", ">=",
+        -MOST_LOST, say="accuracy {0.mean:+.2f} points beside FP32",
+    )  # fmt: skip
+    judgment.ask(
+        "speed over FP32", lambda: ratios(samples[PACE + BF16], samples[PACE + FP32]), "x", ">=", SPEEDUP,
+        say="{0.mean:.2f}x as fast",
+    )  # fmt: skip
     for arm in POLICIES:
-        for what, unit in ((ACCURACY, "%"), (PACE, "/s")):
-            with judgment.beside():
-                judgment.figures[what + arm] = estimate(samples[what + arm]).figure(unit)
+        judgment.show(samples, [ACCURACY + arm], "%")
+        judgment.show(samples, [PACE + arm], "/s")
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="resnet_precision",
+CLAIM = declared(
+    __name__,
     statement="Mixed precision trains a ResNet as accurately as FP32, and faster.",
     source="Micikevicius et al., Mixed Precision Training, ICLR 2018 (arXiv:1710.03740); Intel, BF16 training on "
     "Cooper Lake, 2022",
@@ -87,6 +83,4 @@ CLAIM = Claim(
     "in turn for pace",
     target=f"at most {MOST_LOST:g} points of accuracy lost, and {SPEEDUP:g}x the pace of FP32",
     headline=("accuracy over FP32", "speed over FP32"),
-    measure=measure,
-    judge=judge,
 )

@@ -38,7 +38,7 @@ the rule does not compute: their samples were not kept, or another figure has ta
 
 
 def machine() -> dict[str, Any]:
-    """The machine as far as it bears on speed: processor, instruction set, cores, memory, accelerator."""
+    """The traits of the machine that bear on speed: processor, instruction set, cores, memory, accelerator."""
     result = hardware() | {"instruction_set": torch.backends.cpu.get_cpu_capability()}
     if torch.cuda.is_available():
         result["accelerator"] = torch.cuda.get_device_name()
@@ -63,7 +63,7 @@ def source_commit(folder: Path = Path(__file__).parent) -> str:
 
 
 def circumstances() -> dict[str, Any]:
-    """Machine, threads, load, versions, commit and date: what stands beside every published figure."""
+    """Machine, threads, load, versions, commit and date: what stands next to every published figure."""
     return {
         "machine": machine(),
         "threads": torch.get_num_threads(),
@@ -79,12 +79,12 @@ def today() -> str:
 
 
 def is_dirty(record: Mapping[str, Any]) -> bool:
-    """Whether the sources had changes that no commit holds when this was measured."""
+    """Return whether the sources had changes that no commit holds when this was measured."""
     return record["commit"].endswith(DIRTY)
 
 
 def is_of_now(record: Mapping[str, Any]) -> bool:
-    """Whether a record is of the present sources: of the same clean commit, or without git of the same version."""
+    """Return whether a record is of the present sources: of the same clean commit, or of the version without git."""
     commit = source_commit()
     if commit or record["commit"]:
         return record["commit"] == commit and not is_dirty(record)
@@ -92,12 +92,12 @@ def is_of_now(record: Mapping[str, Any]) -> bool:
 
 
 def is_loaded(record: Mapping[str, Any]) -> bool:
-    """Whether more processes than there are cores wanted to compute in the minute before this was measured."""
+    """Return whether more processes than there are cores wanted to compute in the minute before this was measured."""
     return bool(record.get("load_at_start")) and record["load_at_start"][0] > record["machine"]["cores"]
 
 
 def answers_present_claim(claim: Claim, record: Mapping[str, Any]) -> bool:
-    """Whether the verdict is one on the claim as it is now: its statement, its comparison and its target."""
+    """Return whether the verdict is one on the claim now: its statement, its comparison and its target."""
     return _same_comparison(claim, record) and record.get("judged", record)["target"] == claim.target
 
 
@@ -121,7 +121,7 @@ def judged_for_page(claim: Claim, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answered_today(record: Mapping[str, Any]) -> bool:
-    """Whether a record from `judged_for_page` answers the claim as it is now."""
+    """Return whether a record from `judged_for_page` answers the claim now."""
     return record[ANSWERS_TODAY]
 
 
@@ -179,9 +179,8 @@ def judged(claim: Claim, record: Mapping[str, Any]) -> dict[str, Any]:
 def verdict_on(claim: Claim, record: Mapping[str, Any]) -> Verdict:
     """Judge samples and conditions of a record by the claim's present rule."""
     verdict = judge(claim, Measurement(samples=record["samples"], conditions=record["conditions"]))
-    if record["quick"]:
-        reason = f"a quick measurement only shows that the measurement runs; {verdict.line}"
-        verdict = dataclasses.replace(verdict, kind="not judged", reason=reason)
+    if record["quick"] and verdict.kind != "cannot be tested here":
+        verdict = dataclasses.replace(verdict, kind="quick, not a verdict", reason=f"the rule gives {verdict.line}")
     return verdict
 
 

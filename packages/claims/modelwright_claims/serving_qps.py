@@ -1,49 +1,212 @@
 """Claim: a serving stack answers many times the requests per second of a naive server within 150 ms."""
 
 import dataclasses
+import importlib.util
+import json
 import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
+from modelwright.compress.gguf import export_gguf
+from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.resources import num_usable_cores
+from modelwright.data.sources.stdlib_corpus import machine_corpus
+from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict, untestable
+from modelwright.pipeline.stages.init import save_model_folder
+from modelwright.recipes.load import recipe
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.judging import Judgment, names_between
-from modelwright_claims.open_loop import (
-    BURSTY,
-    POISSON,
-    Load,
-    LoadResult,
-    most_missing,
-    percentile,
-    run_elsewhere,
-)
-from modelwright_claims.serving_sides import (
-    FP32,
-    INT8,
-    NAIVE,
-    PROMPT_LENS,
-    RIVALS,
-    Files,
-    commands,
-    missing_for_naive,
-    require_length,
-    running,
-    versions_of_peers,
-    write_files,
-)
+from modelwright_claims.open_loop import BURSTY, POISSON, Load, LoadResult, most_missing, percentile, run_elsewhere
 from modelwright_claims.statistics import estimate, ratios
+
+START_TIMEOUT_S = 180.0
+MODEL = "quickstart"
+ROUTE = "/v1/completions"
+NAIVE, FP32, INT8 = "naive", "ours FP32", "ours INT8"
+OPENVINO, LLAMA_CPP = RIVALS = "OpenVINO GenAI 8 bits", "llama.cpp 8 bits"
+PROMPT_LENS = range(16, 49)
+NUM_PROMPTS = 400
+MOST_SEQS = 32
+"""Answers in one step of an engine, as many as llama.cpp gets slots."""
+GGUF = "q8_0.gguf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The models and prompts of the sides. model: a folder in the Hugging Face layout; prompts: texts of 16 to 48
+    tokens.
+    """
+
+    model: Path
+    int8: Path
+    gguf: Path
+    prompts: Sequence[str]
+
+    def bodies(self, max_tokens: int, *, stream: bool = False) -> list[str]:
+        """Requests for so many tokens each; no answer ends before."""
+        fields = {"model": MODEL, "max_tokens": max_tokens, "temperature": 0, "stream": stream}
+        return [json.dumps({**fields, "prompt": prompt}) for prompt in self.prompts]
+
+
+def is_plain(tokenizer: Tokenizer, token: int) -> bool:
+    """Return whether a token is printable ASCII and ends nothing."""
+    if token >= tokenizer.vocab_size:
+        return False
+    text = tokenizer.token_text(token)
+    return text.isascii() and text.isprintable() and not text.startswith("<|")
+
+
+def prompts_of(texts: Sequence[str], tokenizer: Tokenizer) -> list[str]:
+    """Beginnings of texts with all lengths of `PROMPT_LENS` in turn, each of another text."""
+    prompts = list[str]()
+    for text in texts:
+        length = PROMPT_LENS[len(prompts) % len(PROMPT_LENS)]
+        ids = tokenizer.encode(text[:1000])
+        if len(ids) > length:
+            prompts.append(tokenizer.decode(ids[:length]))
+        if len(prompts) == NUM_PROMPTS:
+            break
+    return prompts
+
+
+def commands(files: Files, num_open: int = 0) -> dict[str, list[str]]:
+    """Return the command of each server that can be started here. num_open: answers that ours may have open at once, 0
+    for its default. A `{port}` is a free one.
+    """
+    python = sys.executable
+    serve = [python, "-m", "modelwright.cli.main", "serve"]
+    ours = [f"--served-model-name={MODEL}", "--exit-with-parent", "--port=0"]
+    many = [*ours, *_limits(num_open, num_usable_cores())]  # so small a model answers the most with an engine a core
+    found = {
+        NAIVE: [python, "-m", "modelwright_claims.naive_server", str(files.model)],
+        FP32: [*serve, str(files.model), *many],
+        INT8: [*serve, str(files.int8), *many],
+    }
+    if importlib.util.find_spec("openvino_genai"):
+        one = [*ours, *_limits(num_open, 1)]
+        found[OPENVINO] = [*serve, str(files.model), "--backend=openvino:q8_0", *one]
+    program = shutil.which("llama-server")
+    if program:
+        threads = str(num_usable_cores())
+        slots = ["--parallel", str(MOST_SEQS), "--ctx-size", str(MOST_SEQS * 512)]
+        slots += ["--threads", threads, "--threads-batch", threads]
+        found[LLAMA_CPP] = [program, "--model", str(files.gguf), "--port", "{port}", *slots]
+    return found
+
+
+def _limits(num_open: int, num_engines: int) -> list[str]:
+    """Return the settings that allow `num_open` answers at once: up to `MOST_SEQS` in each engine's steps, the rest in
+    the queue. 0: the defaults.
+    """
+    engines = [f"--engines={num_engines}"]
+    if not num_open:
+        return engines
+    num_seqs = min(MOST_SEQS, max(1, num_open // num_engines))
+    return [*engines, f"--engine.max_num_seqs={num_seqs}", f"--max_queued={max(0, num_open - num_engines * num_seqs)}"]
+
+
+_ADDRESS = re.compile(r"https?://[\d.]+:\d+")
+
+
+@contextmanager
+def running(command: Sequence[str], log: Path) -> Iterator[str]:
+    """Start a server; gives the URL of its completions when it answers, and ends it."""
+    port = _free_port() if "{port}" in command else 0
+    words = [word.replace("{port}", str(port)) for word in command]
+    threads = {name: str(num_usable_cores()) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    with open(log, "w", encoding="utf-8") as errors:
+        process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **threads}
+        )
+        try:
+            yield (_await_answers(process, port, log) if port else _await_line(process, log)) + ROUTE
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            process.kill()
+            process.wait()
+
+
+def _await_line(process: subprocess.Popen[str], log: Path) -> str:
+    """The address that a server prints when it is ready."""
+    found = list[str]()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            found.extend(_ADDRESS.findall(line))
+
+    threading.Thread(target=read, daemon=True).start()
+    _await(lambda: bool(found), process, log)
+    return found[0]
+
+
+def _await_answers(process: subprocess.Popen[str], port: int, log: Path) -> str:
+    """The address of a server that was given a port, when it reports its health."""
+    url = f"http://127.0.0.1:{port}"
+
+    def is_well() -> bool:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as reply:
+                return reply.status == 200
+        except (OSError, urllib.error.URLError):
+            return False
+
+    _await(is_well, process, log)
+    return url
+
+
+def _await(condition: Callable[[], bool], process: subprocess.Popen[str], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
+            raise ModelwrightError(f"{process.args}: the server does not start: {' / '.join(last)}")
+        time.sleep(0.05)
+
+
+def _free_port() -> int:
+    """Another program could take it meanwhile; only for servers that cannot choose one."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def versions_of_peers() -> Mapping[str, str]:
+    """Return the versions for the record's conditions."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("fastapi", "uvicorn", "openvino-genai"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    program = shutil.which("llama-server")
+    if program:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        found["llama.cpp"] = (done.stdout + done.stderr).strip().partition("\n")[0]
+    return found
+
 
 RATIO_TARGET = 7.1
 BOUND_S = 0.150
@@ -65,8 +228,8 @@ CURVE = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long to measure. trial_s: of one rate, longer where it needs `min_requests`; sides: the servers that are
-    compared, as far as they are installed; the largest rate of each is measured in every round.
+    """The length of a measurement. trial_s: of one rate, longer where it needs `min_requests`; sides: the servers that
+    are compared, as far unchanged installed; the largest rate of each is measured in every round.
     """
 
     rounds: int
@@ -142,7 +305,7 @@ class Bench:
         return result
 
     def holds(self, side: str, kind: Kind, rate: float) -> bool:
-        """Whether the 99th percentile stays within the bound at this rate, and every answer is there."""
+        """Return whether the 99th percentile stays within the bound at this rate, and every answer arrives."""
         load = self.load(side, kind, rate, self.plan.trial_s)
         result = self.run(dataclasses.replace(load, most_missing=most_missing(load.num_requests)))
         if result.was_stopped:
@@ -150,7 +313,7 @@ class Bench:
         return not result.was_stopped
 
     def settle(self, side: str) -> None:
-        """Wait until a server has worked off what is left of an overload, which the naive one computes for nobody."""
+        """Wait until a server has worked off an overload, which the naive one computes for nobody."""
         body = self.files.bodies(1)[:1]
         self.run(Load(url=self.urls[side], bodies=body, rate=0, num_requests=2, num_connections=1, timeout_s=120))
 
@@ -195,7 +358,7 @@ class Bench:
         self.samples[f"time to first token, {side}"] = list(self.run(load).first_bytes)
 
     def overload(self, side: str) -> None:
-        """Three times what it bears, and then less than it bears."""
+        """Offer three times the largest rate, and then less than it."""
         largest, seconds = self.largest(side), self.plan.overload_s
         usual = self.run(self.load(side, USUAL, largest, self.plan.trial_s))
         over = self.run(self.load(side, USUAL, OVERLOAD * largest, seconds))
@@ -245,14 +408,28 @@ def recovery_s(misses: Sequence[float]) -> float:
 
 def measure(setting: Setting) -> Measurement:
     """Every side's server runs all the time, and one at a time gets load."""
-    problem = missing_for_naive()
+    lacking = [name for name in ("fastapi", "transformers") if importlib.util.find_spec(name) is None]
+    problem = f"the naive server needs {', '.join(lacking)} (pip install 'modelwright[peers]')" if lacking else ""
     if problem:
         return untestable(problem)
     plan = QUICK if setting.quick else FULL
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=setting.folder) as name:
         folder = Path(name)
-        files = write_files(folder, fraction=plan.corpus_fraction)
+        texts = [one.text for one in machine_corpus(fraction=plan.corpus_fraction, skip=lambda reason, file: None)]
+        config = recipe("quickstart").model
+        tokenizer = train_tokenizer(texts, TokenizerConfig(vocab_size=config.vocab_size))
+        model = Decoder(config)
+        model.init_weights(0)
+        assert model.head is not None
+        visible = [is_plain(tokenizer, token) for token in range(config.vocab_size)]
+        model.head.weight.data[[token for token, shown in enumerate(visible) if not shown]] = 0
+        save_model_folder(model, tokenizer, folder / MODEL)
+        int8 = folder / "int8" / MODEL
+        save_int8(quantize_model(model, Int8WeightsConfig()), int8)
+        tokenizer.save(int8)
+        gguf = export_gguf(folder / MODEL, folder / GGUF, number_format="q8_0", name=MODEL)
+        files = Files(model=folder / MODEL, int8=int8, gguf=gguf, prompts=prompts_of(texts, tokenizer))
         num_open = measured_limit(setting, plan, files, folder)
         available = commands(files, num_open)
         sides = {side: command for side, command in available.items() if side in plan.sides}
@@ -262,10 +439,19 @@ def measure(setting: Setting) -> Measurement:
                 for number, (side, command) in enumerate(sides.items())
             }
             for side, url in urls.items():
-                require_length(side, url, files.bodies(SHORT)[0], SHORT)
+                body = files.bodies(SHORT)[0]
+                request = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"})
+                with urllib.request.urlopen(request, timeout=START_TIMEOUT_S) as reply:
+                    found = json.load(reply)["usage"]["completion_tokens"]
+                if found != SHORT:
+                    raise ModelwrightError(f"{side}: an answer has {found} tokens, not {SHORT}")
             bench = Bench(setting, plan, files, urls)
             run_all(bench)
-        ceilings = engine_ceilings(files, plan)
+        models = {"FP32": load_model(files.model), "BF16": load_model(files.model, dtype=torch.bfloat16)}
+        models["INT8"] = quantize_model(models["FP32"], Int8WeightsConfig())
+        count = max(32, round(20 * plan.trial_s))
+        # Answers of `SHORT` tokens per second without HTTP and tokenization, with 32 at a time.
+        ceilings = {f"engine alone, {name}": [engine_rate(model.eval(), count)] for name, model in models.items()}
     return Measurement(
         samples=bench.samples | ceilings,
         conditions={
@@ -286,7 +472,7 @@ def measure(setting: Setting) -> Measurement:
 
 
 def measured_limit(setting: Setting, plan: Plan, files: Files, folder: Path) -> int:
-    """How many answers our server may have open: as many as it finishes in `OPEN_S`, by its INT8 model."""
+    """Return how many answers our server may have open: the number that it finishes in `OPEN_S`, by its INT8 model."""
     with running(commands(files)[INT8], folder / "limits.log") as url:
         rate = Bench(setting, plan, files, {INT8: url}).saturate(INT8, USUAL)
     return max(4, round(OPEN_S * rate))
@@ -310,14 +496,6 @@ def run_all(bench: Bench) -> None:
         bench.first_tokens(side)
 
 
-def engine_ceilings(files: Files, plan: Plan) -> dict[str, list[float]]:
-    """Answers of `SHORT` tokens per second of the engine alone, without HTTP and tokenization, with 32 at a time."""
-    models = {"FP32": load_model(files.model), "BF16": load_model(files.model, dtype=torch.bfloat16)}
-    models["INT8"] = quantize_model(models["FP32"], Int8WeightsConfig())
-    count = max(32, round(20 * plan.trial_s))
-    return {f"engine alone, {name}": [engine_rate(model.eval(), count)] for name, model in models.items()}
-
-
 def engine_rate(model: Decoder, num_requests: int) -> float:
     """Answers per second."""
     engine = Engine(model, EngineConfig())
@@ -336,65 +514,48 @@ def engine_rate(model: Decoder, num_requests: int) -> float:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when our INT8 server bears `RATIO_TARGET` times the naive one's rate and no smaller rate than each rival that
-    was measured, and an overload is refused in order.
-    """
     judgment = Judgment()
     naive, int8 = samples[f"{RATE}{NAIVE}{USUAL.suffix}"], samples[f"{RATE}{INT8}{USUAL.suffix}"]
-    ratio = ratios(int8, naive)
-    judgment.figures["times the naive rate, INT8"] = ratio.figure("x")
-    judgment.said.append(f"{ratio.mean:.2f}x the naive server's rate at p99 < {1000 * BOUND_S:.0f} ms")
-    judgment.at_least("rate", ratio, RATIO_TARGET, "x")
-    with judgment.beside():
-        ours = ratios(samples[f"{RATE}{FP32}{USUAL.suffix}"], naive)
-        judgment.figures["times the naive rate, FP32"] = ours.figure("x")
+    say = f"{{0.mean:.2f}}x the naive server's rate at p99 < {1000 * BOUND_S:.0f} ms"
+    judgment.ask("times the naive rate, INT8", ratios(int8, naive), "x", ">=", RATIO_TARGET, what="rate", say=say)
+    name = "times the naive rate, FP32"
+    judgment.note(name, lambda: ratios(samples[f"{RATE}{FP32}{USUAL.suffix}"], naive), "x")
     for rival in RIVALS:
         with judgment.beside():
-            against = ratios(int8, samples[f"{RATE}{rival}{USUAL.suffix}"])
-            judgment.figures[f"times the rate of {rival}, INT8"] = against.figure("x")
-            judgment.at_least(f"INT8 over the rate of {rival}", against, 1.0, "x")
-    for kind in KINDS:
-        for side in names_between(samples, RATE, kind.suffix):
-            judgment.figures[f"{RATE}{side}{kind.suffix}"] = estimate(samples[f"{RATE}{side}{kind.suffix}"]).figure(
-                "/s"
-            )
+            against, what = ratios(int8, samples[f"{RATE}{rival}{USUAL.suffix}"]), f"INT8 over the rate of {rival}"
+            judgment.ask(f"times the rate of {rival}, INT8", against, "x", ">=", 1.0, what=what)
+    for suffix in (kind.suffix for kind in KINDS):
+        judgment.show(samples, [f"{RATE}{side}{suffix}" for side in names_between(samples, RATE, suffix)], "/s")
     with judgment.part():
-        judge_overload(judgment, samples)
+        accepted, after = "overload: p99 of accepted answers", "overload: seconds until recovery"
+        usual, over = samples["overload: p99 at the largest rate"][0], samples[accepted][0]
+        others, recovered = samples["overload: anything else"][0], samples[after][0]
+        judgment.ask(accepted, 1000 * over, "ms")
+        judgment.ask(f"{accepted}, times that at the largest rate", over / usual, "x")
+        judgment.ask("overload: until recovery", recovered, "s")
+        judgment.show(samples, ["overload: accepted", "overload: refused with 429"])
+        judgment.require(others == 0, f"{others:.0f} requests of an overload had neither 200 nor 429")
+        judgment.require(
+            over <= OVERLOAD_FACTOR * usual,
+            f"p99 of accepted answers in an overload {over / usual:.2f}x, not at most {OVERLOAD_FACTOR:g}x",
+        )
+        judgment.require(
+            recovered <= RECOVERY_TARGET_S, f"recovery took {recovered:.1f} s, not at most {RECOVERY_TARGET_S:g} s"
+        )
     for name in names_between(samples, "time to first token, "):
         for share in (0.5, 0.99):
             value = 1000 * percentile(samples[f"time to first token, {name}"], share)
-            judgment.figures[f"time to first token, p{100 * share:.0f}, {name}"] = Figure(value=value, unit="ms")
+            judgment.ask(f"time to first token, p{100 * share:.0f}, {name}", value, "ms")
     for name, values in samples.items():
         if name.startswith(("p50, ", "p99, ")):
-            judgment.figures[name] = Figure(value=1000 * values[0], unit="ms")
+            judgment.ask(name, 1000 * values[0], "ms")
         elif name.startswith(("goodput, ", "engine alone, ")):
-            judgment.figures[name] = Figure(value=values[0], unit="/s")
+            judgment.ask(name, values[0], "/s")
     return judgment.verdict()
 
 
-def judge_overload(judgment: Judgment, samples: Samples) -> None:
-    """Only 200 and 429; accepted answers within `OVERLOAD_FACTOR`; normal again within `RECOVERY_TARGET_S`."""
-    usual, over = samples["overload: p99 at the largest rate"][0], samples["overload: p99 of accepted answers"][0]
-    others, recovered = samples["overload: anything else"][0], samples["overload: seconds until recovery"][0]
-    judgment.figures |= {
-        "overload: p99 of accepted answers": Figure(value=1000 * over, unit="ms"),
-        "overload: p99 of accepted answers, times that at the largest rate": Figure(value=over / usual, unit="x"),
-        "overload: until recovery": Figure(value=recovered, unit="s"),
-    }
-    for name in ("accepted", "refused with 429"):
-        judgment.figures[f"overload: {name}"] = Figure(value=samples[f"overload: {name}"][0], unit="")
-    judgment.require(others == 0, f"{others:.0f} requests of an overload had neither 200 nor 429")
-    judgment.require(
-        over <= OVERLOAD_FACTOR * usual,
-        f"p99 of accepted answers in an overload {over / usual:.2f}x, not at most {OVERLOAD_FACTOR:g}x",
-    )
-    judgment.require(
-        recovered <= RECOVERY_TARGET_S, f"recovery took {recovered:.1f} s, not at most {RECOVERY_TARGET_S:g} s"
-    )
-
-
-CLAIM = Claim(
-    name="serving_qps",
+CLAIM = declared(
+    __name__,
     statement="A serving stack with continuous batching, one operator per decode step and INT8 weights answers 7.1 "
     "times the requests per second of a naive server with a 99th percentile below 150 ms.",
     source="the figures that this project set out to test, which name no source of their own",
@@ -413,6 +574,4 @@ CLAIM = Claim(
         f"{RATE}{INT8}{POISSON_8}",
         "overload: p99 of accepted answers, times that at the largest rate",
     ),
-    measure=measure,
-    judge=judge,
 )

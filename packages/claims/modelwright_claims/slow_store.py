@@ -70,7 +70,7 @@ async def serve(store: SlowStore) -> None:
 
 @contextmanager
 def serving(folder: Path, *, latency_s: float, bytes_per_s: float) -> Iterator[str]:
-    """Serve a folder from a process of its own; gives the URL."""
+    """Serve a folder from a separate process; gives the URL."""
     command = [sys.executable, "-m", __name__, str(folder), str(latency_s), str(bytes_per_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None

@@ -1,51 +1,227 @@
 """Claim: dynamic sparse updates need 60% fewer FLOPs at less than 0.5% of quality.
 
 In three regimes, because the answer depends on it. A continual update takes new text, and old text against forgetting;
-what counts is what is learned of the new and that the old is not forgotten. In a stream that nobody has cleaned half of
-the rows are garbage, and choosing rows by what a short look at them tells leaves that out; in a clean stream every row
-is worth something. In pretraining every row is new. Every form stands beside what it has to beat at equal compute and
-at equal time: dense with fewer steps, a smaller dense model, rows drawn at random, plain freezing; each at its own best
-rate, chosen on a seed of its own.
+the measure is that the new is learned and the old not forgotten. In a stream that nobody has cleaned half of the rows
+are garbage, and choosing rows by what a short look at them tells leaves that out; in a clean stream every row is worth
+something. In pretraining every row is new. Every form is compared with its rivals at equal compute and at
+equal time: dense with fewer steps, a smaller dense model, rows drawn at random, plain freezing; each at its own best
+rate, chosen on its own seed.
 """
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
-from modelwright_claims.experiment import Runner
+from modelwright_claims.batches import Mixture
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.experiment import Experiment, Runner, Tuning, run_experiment
 from modelwright_claims.judging import Judgment, names_between
-from modelwright_claims.sparse_arms import (
-    ARMS,
-    BASELINES,
-    BEFORE,
-    BEHIND_THE_FILTER,
-    BUDGETS,
-    CLEAN,
-    CLEANED,
-    COUNTS,
-    DENSE,
-    FORMS,
-    METHOD,
-    NUM_ROUNDS,
-    NUM_TIMED_STEPS,
-    PRETRAIN,
-    RATES,
-    SEEDS,
-    SHARE_OF_CODE,
-    SHARE_OF_GARBAGE,
-    SIZE,
-    TARGET_FLOPS,
-    UPDATE,
-    Arm,
-    Bench,
-    Comparison,
-    at_budget,
-    executed_flops,
-    in_proportion,
-)
-from modelwright_claims.statistics import Estimate, differences, estimate, paired_t_test, percent_above, ratios
-from modelwright_claims.training_run import Outcome, Processes
-from modelwright_claims.workbench import KINDS, Size
+from modelwright_claims.statistics import Estimate, differences, estimate, percent_above, ratios
+from modelwright_claims.training_run import Outcome, Processes, Run
+from modelwright_claims.workbench import KINDS, Size, TextKind
+
+UPDATE, CLEAN, PRETRAIN = "continual update", "clean continual update", "pretraining"
+SHARE_OF_CODE = {UPDATE: 0.25, CLEAN: 0.2, PRETRAIN: 0.0}
+SHARE_OF_GARBAGE = {UPDATE: 0.5, CLEAN: 0.0, PRETRAIN: 0.0}
+COUNTS: dict[str, TextKind] = {UPDATE: "code", CLEAN: "code", PRETRAIN: "prose"}
+"""The text whose held-out loss is compared."""
+DENSE, METHOD, CLEANED = "dense", "rows by change", "dense, only useful rows"
+AS_MUCH_TIME = "dense, as much time"
+BASELINES = ("dense, fewer steps", AS_MUCH_TIME, "smaller dense", "random rows", "plain freezing")
+BEHIND_THE_FILTER = ("random rows within the limit", "dense within the limit", "dense within the limit, as much time")
+"""Rivals behind the method's filter, but without its choice: random rows, or dense batches of what passes."""
+TARGET_FLOPS = 0.40
+SIZE = Size(model_dim=96, num_layers=3, seq_len=128, batch_rows=12, num_steps=3000)
+SMALLER = {"model_dim": 64, "num_layers": 3}
+BEFORE = {"num_steps": 8000, "learning_rate": 3e-3}
+"""The training whose model is then updated."""
+UNTIED = {"tie_embeddings": False}
+ONE_THREAD = Processes(threads=1)
+BUDGETS = (0.2, 0.4, 0.6)
+"""Shares of the dense run's FLOPs at which pretraining is compared."""
+RATES: dict[str, tuple[float, ...]] = {
+    UPDATE: (3e-4, 1e-3, 2e-3),
+    CLEAN: (3e-4, 1e-3, 2e-3),
+    PRETRAIN: (2e-3, 3.5e-3, 6e-3),
+}
+TUNING_SEED, SEEDS = 300, (301, 302, 303)
+NUM_TIMED_STEPS, NUM_ROUNDS, FIRST_TIMED_SEED = 60, 3, 900
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """A single way to train.
+
+    settings: as in a configuration file; shape: changes to the model; flops: it makes as many steps as this share of
+    the dense run's FLOPs pays for, at most all; 0: all; equal_time: the steps that fit into the method's time;
+    num_batches: of rows that a step looks at, so that fewer steps read the same stream; cleaned: its stream is without
+    garbage, and only as much shorter.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    shape: dict[str, int] = field(default_factory=dict)
+    flops: float = 0.0
+    equal_time: bool = False
+    num_batches: int = 1
+    cleaned: bool = False
+
+
+BY_CHANGE = {"signal": "loss_change", "keep_fraction": 1 / 3, "probe_tokens": 8, "max_initial_loss": 1.0}
+WITHIN = {**BY_CHANGE, "signal": "random"}
+FILTERED = Arm(settings={"batch_selection": {**WITHIN, "keep_fraction": 0.5}}, num_batches=2)
+"""Twice the rows, of which about half pass and all of these are learned: dense batches of what the limit leaves."""
+BY_LOSS = {"signal": "loss", "keep_fraction": 1 / 3, "probe_tokens": 16, "random_fraction": 0.2, "dense_fraction": 0.03}
+
+BASELINE_FORMS = {
+    "dense, fewer steps": Arm(),
+    "smaller dense": Arm(shape=SMALLER),
+    "random rows": Arm(settings={"batch_selection": {"signal": "random", "keep_fraction": 0.4}}),
+    "plain freezing": Arm(settings={"sparse_updates": {"kind": "freeze_prefix", "keep_fraction": 0.25}}),
+}
+FORMS = BASELINE_FORMS | {
+    "rows by loss": Arm(settings={"batch_selection": BY_LOSS}),
+    "columns": Arm(settings={"sparse_updates": {"kind": "columns", "keep_fraction": 0.25}}),
+    "weight rows": Arm(settings={"sparse_updates": {"kind": "rows", "keep_fraction": 0.25}}),
+    "layers": Arm(settings={"sparse_updates": {"kind": "layers", "keep_fraction": 0.5, "signal": "momentum"}}),
+    "growing prefix": Arm(
+        settings={
+            "sparse_updates": {
+                "kind": "freeze_prefix",
+                "keep_fraction": 0.25,
+                "density_schedule": "dense_first",
+                "ramp_fraction": 0.6,
+            }
+        }
+    ),
+}
+
+
+def at_budget(form: str, budget: float) -> str:
+    """The name of a form's arm in pretraining."""
+    return f"{form}, {budget:g} of the FLOPs"
+
+
+ARMS: dict[str, dict[str, Arm]] = {
+    UPDATE: {
+        DENSE: Arm(),
+        **{name: replace(arm, flops=TARGET_FLOPS) for name, arm in BASELINE_FORMS.items()},
+        AS_MUCH_TIME: Arm(equal_time=True),
+        "random rows within the limit": Arm(settings={"batch_selection": WITHIN}),
+        "dense within the limit": replace(FILTERED, flops=TARGET_FLOPS),
+        "dense within the limit, as much time": replace(FILTERED, equal_time=True),
+        CLEANED: Arm(flops=TARGET_FLOPS, cleaned=True),
+        METHOD: Arm(settings={"batch_selection": BY_CHANGE}),
+    },
+    CLEAN: {DENSE: Arm(), AS_MUCH_TIME: Arm(equal_time=True), METHOD: Arm(settings={"batch_selection": BY_CHANGE})},
+    PRETRAIN: {
+        DENSE: Arm(),
+        **{at_budget(name, budget): replace(arm, flops=budget) for name, arm in FORMS.items() for budget in BUDGETS},
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A single regime: the arms at their best rates, one outcome for each seed."""
+
+    regime: str
+    rates: Mapping[str, float]
+    final: Mapping[str, Sequence[Outcome]]
+
+
+@dataclass
+class Bench:
+    """Makes runs of the arms of all regimes."""
+
+    setting: Setting
+    sizes: Mapping[str, Size]
+    before: Size
+    """The training whose model is then updated."""
+    rates: Mapping[str, Sequence[float]]
+    seeds: Sequence[int]
+    processes: Processes = ONE_THREAD
+    at_once: int = 2
+    step_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of a step of the method and of what gets as much time; once `times` has measured them."""
+
+    def base(self, arm: Arm) -> Run:
+        """Return the run whose model an arm updates: prose alone."""
+        size = replace(self.before, **arm.shape)
+        return Run(size=size, model=UNTIED, evaluated=KINDS, processes=self.processes)
+
+    def run(self, regime: str, name: str, *, num_steps: int, seed: int = 0) -> Run:
+        arm, garbage = ARMS[regime][name], SHARE_OF_GARBAGE[regime]
+        share_of_code = SHARE_OF_CODE[regime] / (1.0 - garbage) if arm.cleaned else SHARE_OF_CODE[regime]
+        batch_rows = self.sizes[regime].batch_rows * arm.num_batches
+        return Run(
+            size=replace(self.sizes[regime], **arm.shape, batch_rows=batch_rows, num_steps=num_steps),
+            settings=arm.settings,
+            model=UNTIED,
+            seed=seed,
+            mixture=Mixture(code=share_of_code, garbage=0.0 if arm.cleaned else garbage),
+            evaluated=KINDS,
+            processes=self.processes,
+            start_from=None if regime == PRETRAIN else self.base(arm),
+        )
+
+    def num_steps(self, regime: str) -> dict[str, int]:
+        """Return the steps of each arm's run: all that read the stream, or those that its FLOPs or its time pay for."""
+        most, arms = self.sizes[regime].num_steps, ARMS[regime]
+        names = [name for name, arm in arms.items() if arm.flops or name == DENSE]
+        looks = Runner(self.setting).all([self.run(regime, name, num_steps=5) for name in names], at_once=self.at_once)
+        flops = dict(zip(names, map(executed_flops, looks), strict=True))
+        paid = {name: arms[name].flops * most * flops[DENSE] / flops[name] for name in names}
+        paid[DENSE] = most
+        paid |= {name: self.share_of_time(name) * most for name, arm in arms.items() if arm.equal_time}
+        return {name: min(most // arm.num_batches, round(paid.get(name, most))) for name, arm in arms.items()}
+
+    def share_of_time(self, arm: str) -> float:
+        """Return how many of this arm's steps take a step of the method's time, in twentieths, rounded up."""
+        return math.ceil(20 * self.step_s[METHOD] / self.step_s[arm]) / 20
+
+    def compare(self, regime: str) -> Comparison:
+        """Compare all arms at their own best rates, by the loss of both texts in their proportion in the stream."""
+        variants = {
+            name: self.run(regime, name, num_steps=num_steps) for name, num_steps in self.num_steps(regime).items()
+        }
+        tuning = Tuning(
+            values=self.rates[regime], seeds=(TUNING_SEED,), criterion=lambda outcome: mixed_loss(outcome, regime)
+        )
+        experiment = Experiment(variants=variants, seeds=self.seeds, tuning=tuning, at_once=self.at_once)
+        samples = run_experiment(self.setting, experiment)
+        rates = {name: run.size.learning_rate for name, run in samples.tuned.items()}
+        return Comparison(regime=regime, rates=rates, final=samples.runs)
+
+    def times(self) -> tuple[list[float], list[float]]:
+        """Measure the seconds of a step of the method and of dense, in alternated runs that have the machine alone."""
+        names = (METHOD, AS_MUCH_TIME, BEHIND_THE_FILTER[-1])
+        variants = {name: self.run(UPDATE, name, num_steps=NUM_TIMED_STEPS) for name in names}
+        seeds = range(FIRST_TIMED_SEED, FIRST_TIMED_SEED + NUM_ROUNDS)
+        experiment = Experiment(variants=variants, seeds=seeds, timed=True)
+        result = run_experiment(self.setting, experiment).runs
+        seconds = {name: [outcome.step_s for outcome in of] for name, of in result.items()}
+        self.step_s = {name: statistics.median(of) for name, of in seconds.items()}
+        return seconds[METHOD], seconds[AS_MUCH_TIME]
+
+
+def executed_flops(outcome: Outcome) -> float:
+    """Return the FLOPs of the whole run."""
+    return sum(outcome.steps["executed_flops"])
+
+
+def mixed_loss(found: Outcome, regime: str) -> float:
+    """Return the loss of both texts in their proportion in the regime's stream."""
+    return in_proportion(regime, prose=found.losses["prose"], code=found.losses["code"])
+
+
+def in_proportion(regime: str, *, prose: float, code: float) -> float:
+    """Return the mean of two losses, weighted as the texts are in the useful part of the regime's stream."""
+    share = SHARE_OF_CODE[regime] / (1.0 - SHARE_OF_GARBAGE[regime])
+    return (1 - share) * prose + share * code
+
 
 TARGET_TIME, TARGET_LOSS = 0.60, 0.5
 STEP, FLOPS = "seconds a step, ", "executed FLOPs, "
@@ -119,7 +295,7 @@ def measurement(
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """The samples of one regime. What the record lacks raises `Lacks` when it is asked for."""
+    """The samples of one regime. A missing sample raises `Lacks` when it is asked for."""
 
     name: str
     samples: Samples
@@ -158,96 +334,62 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     """Met when in the uncleaned update FLOPs, time, and the losses of the new text and of both are within their
     targets, and every rival is worse in both, in the new text with p < 0.05."""
     judgment = Judgment()
-    update = Regime(name=UPDATE, samples=samples)
+    update, clean, pretraining = (Regime(name=name, samples=samples) for name in (UPDATE, CLEAN, PRETRAIN))
     gap, both = update.above_dense(METHOD), update.both_above_dense(METHOD)
     judgment.said.append(
         f"{UPDATE} from a stream of which {SHARE_OF_GARBAGE[UPDATE]:.0%} is garbage: held-out loss of the new text "
         f"{gap.mean:+.2f}% from dense at equal tokens, of new and old text {both.mean:+.2f}%"
     )
-    judgment.at_most("loss of the new text above dense", gap, TARGET_LOSS, "%")
-    judgment.at_most("loss of both texts above dense", both, TARGET_LOSS, "%")
-    judgment.figures["held-out loss above dense"] = gap.figure("%")
-    judgment.figures["loss of both texts above dense"] = both.figure("%")
-    with judgment.part():
-        flops = update.flops(METHOD)
-        judgment.figures["executed FLOPs, method to dense"] = flops.figure("x")
-        judgment.said.append(f"{flops.mean:.2f} of the FLOPs")
-        judgment.at_most("executed FLOPs", flops, TARGET_FLOPS, "x")
-    with judgment.part():
-        time = ratios(samples[STEP + "method"], samples[STEP + "dense"])
-        judgment.figures["time of a step, method to dense"] = time.figure("x")
-        judgment.said.append(f"{time.mean:.2f} of the time of a step")
-        judgment.at_most("time of a step", time, TARGET_TIME, "x")
+    what = "loss of the new text above dense"
+    judgment.ask("held-out loss above dense", gap, "%", "<=", TARGET_LOSS, what=what)
+    judgment.ask("loss of both texts above dense", both, "%", "<=", TARGET_LOSS)
+    name, say = "executed FLOPs, method to dense", "{0.mean:.2f} of the FLOPs"
+    flops = partial(update.flops, METHOD)
+    judgment.ask(name, flops, "x", "<=", TARGET_FLOPS, what="executed FLOPs", say=say)
+    name, what, say = "time of a step, method to dense", "time of a step", "{0.mean:.2f} of the time of a step"
+    judgment.ask(
+        name, lambda: ratios(samples[STEP + "method"], samples[STEP + "dense"]), "x", "<=", TARGET_TIME, what=what,
+        say=say,
+    )  # fmt: skip
     for rival in (*BASELINES, *BEHIND_THE_FILTER):
         with judgment.part():
-            _compare(judgment, update, rival)
-    for add in (_add_cleaned, _add_clean_text, _add_pretraining, _add_before):
-        with judgment.beside():
-            add(judgment, samples)
-    for regime in (UPDATE, CLEAN, PRETRAIN):
-        _add_arms(judgment, Regime(name=regime, samples=samples))
+            own, other = update.losses(METHOD), update.losses(rival)
+            gap, both = differences(own, other), differences(update.both(METHOD), update.both(rival))
+            what = f"difference to {rival}"
+            judgment.ask(f"against {rival}", gap, "nats", "<", 0.0, what=f"new text: {what}")
+            judgment.ask(f"against {rival}, both texts", both, "nats", "<", 0.0, what=f"both texts: {what}")
+            otherwise = f"new text: not different from {rival} with p < 0.05 (p = {{p}})"
+            judgment.differs(own, other, f"p-value against {rival}", otherwise)
+    with judgment.beside():
+        alone = ", ".join(f"{arm} {update.gaps(arm)}" for arm in BEHIND_THE_FILTER)
+        judgment.said.append(f"the filter without the choice (new text, both texts): {alone}")
+        cleaned = update.both_above_dense(CLEANED).mean
+        judgment.said.append(f"a perfect cleaner before dense training would leave {cleaned:+.2f}%")
+    with judgment.beside():
+        others = [name for name in ARMS[CLEAN] if name not in (METHOD, DENSE)]
+        beside = ", ".join(f"{name} {clean.gaps(name)}" for name in others)
+        judgment.said.append(f"{CLEAN}: {clean.gaps(METHOD)} from dense ({beside})")
+    with judgment.beside():
+        said = []
+        for budget in BUDGETS:
+            gaps = {form: pretraining.above_dense(at_budget(form, budget)).mean for form in FORMS}
+            best = min(gaps, key=gaps.__getitem__)
+            said.append(f"at {budget:g} of the FLOPs {best}, {gaps[best]:+.2f}% from dense")
+        judgment.said.append(f"{PRETRAIN}, best: {', '.join(said)}")
+    for name in (f"{kind} before the update" for kind in KINDS):
+        judgment.show(samples, {f"loss of the {name}": name}, "nats")
+    for regime in (update, clean, pretraining):
+        for arm in regime.arms:
+            judgment.ask(f"held-out loss, {arm}, {regime.name}", estimate(regime.losses(arm)), "nats")
+            judgment.note(f"executed FLOPs, {arm}, {regime.name}", partial(regime.flops, arm), "x dense")
+            if regime.name != PRETRAIN:
+                above = regime.both_above_dense(arm)
+                judgment.ask(f"loss of both texts above dense, {arm}, {regime.name}", above, "%")
     return judgment.verdict()
 
 
-def _compare(judgment: Judgment, update: Regime, rival: str) -> None:
-    """Judge the method against one rival: it has to be below it in both losses."""
-    local, other = update.losses(METHOD), update.losses(rival)
-    gap, both = differences(local, other), differences(update.both(METHOD), update.both(rival))
-    judgment.figures[f"against {rival}"] = gap.figure("nats")
-    judgment.figures[f"against {rival}, both texts"] = both.figure("nats")
-    judgment.below(f"new text: difference to {rival}", gap, 0.0, " nats")
-    judgment.below(f"both texts: difference to {rival}", both, 0.0, " nats")
-    if gap.count > 1:
-        p_value = paired_t_test(local, other).p_value
-        judgment.figures[f"p-value against {rival}"] = Figure(value=p_value, unit="")
-        judgment.require(p_value < 0.05, f"new text: not different from {rival} with p < 0.05 (p = {p_value:.2g})")
-
-
-def _add_arms(judgment: Judgment, regime: Regime) -> None:
-    for arm in regime.arms:
-        judgment.figures[f"held-out loss, {arm}, {regime.name}"] = estimate(regime.losses(arm)).figure("nats")
-        with judgment.beside():
-            judgment.figures[f"executed FLOPs, {arm}, {regime.name}"] = regime.flops(arm).figure("x dense")
-        if regime.name != PRETRAIN:
-            above = regime.both_above_dense(arm)
-            judgment.figures[f"loss of both texts above dense, {arm}, {regime.name}"] = above.figure("%")
-
-
-def _add_cleaned(judgment: Judgment, samples: Samples) -> None:
-    """What the filter alone, and a perfect one, would give."""
-    update = Regime(name=UPDATE, samples=samples)
-    alone = ", ".join(f"{arm} {update.gaps(arm)}" for arm in BEHIND_THE_FILTER)
-    judgment.said.append(f"the filter without the choice (new text, both texts): {alone}")
-    cleaned = update.both_above_dense(CLEANED).mean
-    judgment.said.append(f"a perfect cleaner before dense training would leave {cleaned:+.2f}%")
-
-
-def _add_clean_text(judgment: Judgment, samples: Samples) -> None:
-    """What the same method costs where there is nothing to leave out."""
-    clean = Regime(name=CLEAN, samples=samples)
-    others = [name for name in ARMS[CLEAN] if name not in (METHOD, DENSE)]
-    beside = ", ".join(f"{name} {clean.gaps(name)}" for name in others)
-    judgment.said.append(f"{CLEAN}: {clean.gaps(METHOD)} from dense ({beside})")
-
-
-def _add_pretraining(judgment: Judgment, samples: Samples) -> None:
-    """Which form loses least at each budget."""
-    regime, said = Regime(name=PRETRAIN, samples=samples), []
-    for budget in BUDGETS:
-        gaps = {form: regime.above_dense(at_budget(form, budget)).mean for form in FORMS}
-        best = min(gaps, key=gaps.__getitem__)
-        said.append(f"at {budget:g} of the FLOPs {best}, {gaps[best]:+.2f}% from dense")
-    judgment.said.append(f"{PRETRAIN}, best: {', '.join(said)}")
-
-
-def _add_before(judgment: Judgment, samples: Samples) -> None:
-    for kind in KINDS:
-        loss = samples[f"{kind} before the update"][0]
-        judgment.figures[f"loss of the {kind} before the update"] = Figure(value=loss, unit="nats")
-
-
-CLAIM = Claim(
-    name="sparse_updates",
+CLAIM = declared(
+    __name__,
     statement="Dynamic sparse updates need 60% to 75% fewer FLOPs at less than 0.5% loss of quality.",
     source="published guides to DeepSeek-style training; the parts: Jiang et al. 2019, Accelerating Deep Learning by "
     "Focusing on the Biggest Losers (https://arxiv.org/abs/1910.00762); Wenzek et al. 2019, CCNet, whose filter by "
@@ -268,6 +410,4 @@ CLAIM = Claim(
         "held-out loss above dense",
         "loss of both texts above dense",
     ),
-    measure=measure,
-    judge=judge,
 )

@@ -1,6 +1,7 @@
 """The bench of claims on stable training: the steps to a fixed held-out loss, in calm runs and among wild batches.
 
-The target is what the plain variant reaches after three quarters of its steps, at its best rate, on the tuning seed.
+The target is the loss that the plain variant reaches after three quarters of its steps, at its best rate, on the
+tuning seed.
 """
 
 import math
@@ -10,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from modelwright_claims import experiment, workbench
-from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict
-from modelwright_claims.experiment import Experiment, Runner, Tuning, best_value, run_experiment
+from modelwright_claims.batches import Wild
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.experiment import Experiment, Runner, Tuning, best_rate, run_experiment
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import differences, estimate, paired_t_test, ratios
 from modelwright_claims.training_run import Outcome, Run
-from modelwright_claims.wild_batches import Wild
 
 NUM_EVALUATIONS = 25
 HELDOUT_BATCHES = 2
@@ -31,8 +32,9 @@ RATES = (5e-4, 1e-3, 2e-3, 6e-3)
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What is compared: settings by arm, the first of which is the plain one; `main`, the arm that the verdict is
-    about; rivals: arms that it has to beat among wild batches as it does the plain one."""
+    """A comparison: settings by arm, the first of which is the plain one; `main`, the arm that the verdict is about;
+    rivals: arms that it has to beat among wild batches as it does the plain one.
+    """
 
     arms: Mapping[str, Mapping[str, Any]]
     main: str
@@ -46,7 +48,7 @@ class Study:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One regime: the loss to be reached, and the samples of its experiment."""
+    """A single regime: the loss to be reached, and the samples of its experiment."""
 
     target: float
     samples: experiment.Samples
@@ -56,18 +58,10 @@ class Comparison:
         longest = self.samples.tuned[arm].size.num_steps
         return [min(outcome.steps_to(self.target), longest) for outcome in self.samples.runs[arm]]
 
-    def num_missed(self, arm: str) -> int:
-        return sum(math.isinf(outcome.steps_to(self.target)) for outcome in self.samples.runs[arm])
-
 
 def study_size(setting: Setting) -> workbench.Size:
     """Some 0.1 million parameters: some seconds a run on one core."""
     return workbench.Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=25 if setting.quick else 500)
-
-
-def eval_every(size: workbench.Size) -> int:
-    """Steps."""
-    return max(5, size.num_steps // NUM_EVALUATIONS)
 
 
 def compare(setting: Setting, study: Study, size: workbench.Size) -> dict[str, Comparison]:
@@ -122,53 +116,43 @@ def measurement(size: workbench.Size, study: Study, found: Mapping[str, Comparis
 
 def judge(study: Study, gain: float, samples: Samples, conditions: Conditions) -> Verdict:
     """Met when the main arm needs fewer steps than the plain one and than each rival by a factor of `gain` and with
-    p < 0.05 where batches are wild, and no more than the plain one where all is calm."""
+    p < 0.05 where batches are wild, and no more than the plain one where all is calm.
+
+    Runs that never reached the loss count as all of their steps."""
     judgment = Judgment()
     for regime, wild in study.regimes.items():
+
+        def steps(arm: str, regime: str = regime) -> Sequence[float]:
+            return samples[f"steps, {arm}, {regime}"]
+
         for arm in study.arms:
             with judgment.beside():
-                judgment.figures |= _figures(samples, study, arm, regime)
-        others = (study.plain,) if wild is None else (study.plain, *study.rivals)
-        for other in others:
+                judgment.ask(f"steps to the loss, {arm}, {regime}", estimate(steps(arm)), "steps")
+                if arm != study.plain:
+                    name = "fewer steps" if arm == study.main else f"fewer steps, {arm}"
+                    judgment.ask(f"{name}, {regime}", ratios(steps(study.plain), steps(arm)), "x")
+                ended = [loss for loss in samples[f"final loss, {arm}, {regime}"] if math.isfinite(loss)]
+                if ended:
+                    judgment.ask(f"held-out loss at the end, {arm}, {regime}", estimate(ended), "nats")
+                if f"rates, {arm}, {regime}" in samples:
+                    judgment.figures[f"best rate, {arm}, {regime}"] = best_rate(samples, f"{arm}, {regime}")
+        for other in (study.plain,) if wild is None else (study.plain, *study.rivals):
             with judgment.part():
-                _compare(judgment, samples, study, regime, other, gain)
-        never = [f"{arm} {n}" for arm in study.arms if (n := _num_missed(samples, conditions, arm, regime))]
+                own, others = steps(study.main), steps(other)
+                ratio, p_value = ratios(others, own), paired_t_test(own, others).p_value
+                judgment.ask(f"fewer steps than {other}, {regime}", ratio, "x")
+                judgment.said.append(
+                    f"{regime}: {statistics.fmean(own):.0f} steps against {statistics.fmean(others):.0f} of {other} "
+                    f"({ratio.mean:.2f}x, p = {p_value:.2g})"
+                )
+                if wild is None:
+                    judgment.at_most(f"{regime}: steps more than {other}", differences(own, others), 0.0)
+                else:
+                    judgment.at_least(f"{regime}: steps fewer than {other}", ratio, gain, "x")
+                    judgment.require(p_value < 0.05, f"{regime}: not different from {other} with p < 0.05")
+        longest = int(conditions["steps"])
+        missed = {arm: sum(of >= longest for of in samples.get(f"steps, {arm}, {regime}", ())) for arm in study.arms}
+        never = ", ".join(f"{arm} {count}" for arm, count in missed.items() if count)
         if never:
-            judgment.said.append(f"{regime}: runs that never reached the loss: {', '.join(never)}")
+            judgment.said.append(f"{regime}: runs that never reached the loss: {never}")
     return judgment.verdict()
-
-
-def _compare(judgment: Judgment, samples: Samples, study: Study, regime: str, other: str, gain: float) -> None:
-    """Judge the main arm against another one in one regime."""
-    local, steps = (samples[f"steps, {arm}, {regime}"] for arm in (study.main, other))
-    ratio, paired = ratios(steps, local), paired_t_test(local, steps)
-    judgment.figures[f"fewer steps than {other}, {regime}"] = ratio.figure("x")
-    judgment.said.append(
-        f"{regime}: {statistics.fmean(local):.0f} steps against {statistics.fmean(steps):.0f} of {other} "
-        f"({ratio.mean:.2f}x, p = {paired.p_value:.2g})"
-    )
-    if study.regimes[regime] is None:
-        judgment.at_most(f"{regime}: steps more than {other}", differences(local, steps), 0.0)
-        return
-    judgment.at_least(f"{regime}: steps fewer than {other}", ratio, gain, "x")
-    judgment.require(paired.p_value < 0.05, f"{regime}: not different from {other} with p < 0.05")
-
-
-def _figures(samples: Samples, study: Study, arm: str, regime: str) -> dict[str, Figure]:
-    steps = samples[f"steps, {arm}, {regime}"]
-    figures = {f"steps to the loss, {arm}, {regime}": estimate(steps).figure("steps")}
-    if arm != study.plain:
-        ratio = ratios(samples[f"steps, {study.plain}, {regime}"], steps)
-        figures[f"fewer steps, {regime}" if arm == study.main else f"fewer steps, {arm}, {regime}"] = ratio.figure("x")
-    ended = [loss for loss in samples[f"final loss, {arm}, {regime}"] if math.isfinite(loss)]
-    if ended:
-        figures[f"held-out loss at the end, {arm}, {regime}"] = estimate(ended).figure("nats")
-    if f"rates, {arm}, {regime}" in samples:
-        losses = dict(zip(samples[f"rates, {arm}, {regime}"], samples[f"tuning, {arm}, {regime}"], strict=True))
-        figures[f"best rate, {arm}, {regime}"] = Figure(value=best_value(losses), unit="")
-    return figures
-
-
-def _num_missed(samples: Samples, conditions: Conditions, arm: str, regime: str) -> int:
-    """Runs that never reached the loss: they count as all of their steps."""
-    return sum(step >= int(conditions["steps"]) for step in samples.get(f"steps, {arm}, {regime}", []))

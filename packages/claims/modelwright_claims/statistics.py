@@ -5,10 +5,10 @@ Every margin of a target is judged by these bounds (`judging.Judgment`), not by 
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from scipy.stats import beta
+from scipy.stats import beta, t
 
 from modelwright_claims.claim import Figure
 
@@ -38,35 +38,13 @@ def paired_t_test(method: Sequence[float], baseline: Sequence[float]) -> Paired:
     if std == 0:
         p_value = 0.0 if mean else 1.0
     else:
-        p_value = two_sided_t(mean / (std / math.sqrt(len(differences))), len(differences) - 1)
+        p_value = float(2 * t.sf(abs(mean) / (std / math.sqrt(len(differences))), len(differences) - 1))
     return Paired(mean=mean, std=std, p_value=p_value, count=len(differences))
-
-
-def two_sided_t(t: float, degrees: int) -> float:
-    """P(|T| >= |t|) for Student's t with a whole number of degrees of freedom.
-
-    The finite sums of Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
-    """
-    theta = math.atan(abs(t) / math.sqrt(degrees))
-    cosine, sine = math.cos(theta), math.sin(theta)
-    if degrees % 2:
-        term, total = cosine, 0.0
-        for k in range(1, (degrees - 1) // 2 + 1):
-            total += term
-            term *= cosine**2 * 2 * k / (2 * k + 1)
-        inside = 2 / math.pi * (theta + sine * total)
-    else:
-        term, total = 1.0, 0.0
-        for k in range(1, degrees // 2 + 1):
-            total += term
-            term *= cosine**2 * (2 * k - 1) / (2 * k)
-        inside = sine * total
-    return max(0.0, 1.0 - inside)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The mean of repeats, and what it can be said to be at least and at most."""
+    """The mean of repeats and its bounds."""
 
     mean: float
     spread: float
@@ -94,13 +72,17 @@ def estimate(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimat
     if count < 2 or not all(map(math.isfinite, values)):
         return Estimate(mean=mean, spread=0.0, count=count, lower=-math.inf, upper=math.inf)
     std = statistics.stdev(values)
-    margin = t_quantile(confidence, count - 1) * std / math.sqrt(count)
+    margin = float(t.ppf(confidence, count - 1)) * std / math.sqrt(count)
     return Estimate(mean=mean, spread=std, count=count, lower=mean - margin, upper=mean + margin)
 
 
 def exact(value: float) -> Estimate:
     """Return the estimate of a deterministic count, such as bytes or FLOPs: it needs no repeats."""
     return Estimate(mean=value, spread=0.0, count=1, lower=value, upper=value, exact=True)
+
+
+Compare = Callable[[Sequence[float], Sequence[float]], Estimate]
+"""How a method and its baseline are compared, from paired repeats."""
 
 
 def differences(method: Sequence[float], baseline: Sequence[float]) -> Estimate:
@@ -118,15 +100,9 @@ def percent_above(method: Sequence[float], baseline: Sequence[float]) -> Estimat
     return estimate([100 * (one / other - 1) for one, other in zip(method, baseline, strict=True)])
 
 
-def t_quantile(probability: float, degrees: int) -> float:
-    """Return the t with P(T <= t) = probability, for a probability of at least a half, by bisection."""
-    tail, low, high = 2 * (1 - probability), 0.0, 1.0
-    while two_sided_t(high, degrees) > tail:
-        high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if two_sided_t(middle, degrees) > tail else (low, middle)
-    return high
+def percent_saved(method: Sequence[float], baseline: Sequence[float]) -> Estimate:
+    """Estimate by how many percent `method` is below `baseline`, from paired repeats."""
+    return estimate([100 * (1 - one / other) for one, other in zip(method, baseline, strict=True)])
 
 
 def spread(values: Sequence[float]) -> float:

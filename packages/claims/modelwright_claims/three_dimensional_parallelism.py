@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from modelwright.parallel.config import ParallelConfig
 from modelwright_claims import memory_probe
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict, untestable
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.statistics import ratios
 
@@ -24,7 +24,7 @@ NUM_MICROBATCHES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a number of ranks is laid out, and into how many microbatches each copy cuts its rows."""
+    """The layout of a number of ranks, and into how many microbatches each copy cuts its rows."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     num_microbatches: int = 1
@@ -49,7 +49,7 @@ def layouts(num_ranks: int) -> dict[str, Layout]:
 
 
 def measure(setting: Setting) -> Measurement:
-    """As many ranks as there are cores (2, 4 or 8), one thread each, the same global batch under every layout."""
+    """Measure one rank for each core (2, 4 or 8), one thread each, the same global batch under every layout."""
     cores = os.cpu_count() or 1
     if cores < 2:
         return untestable("one core: there is no second device to wait for")
@@ -82,24 +82,19 @@ def measure(setting: Setting) -> Measurement:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the fastest layout is the published number of times as fast as the baseline on the same devices.
-
-    Fewer devices than that number cannot be as much faster, whatever the layout: they cannot test the claim.
-    """
+    """Fewer devices than the published number cannot be as much faster, whatever the layout: they cannot test it."""
     judgment = Judgment()
     num_ranks = int(str(conditions["devices"]).split()[0])
     layouts = names_between(samples, STEP)
     against = {name: ratios(samples[STEP + BASELINE], samples[STEP + name]) for name in layouts if name != BASELINE}
     best = max(against, key=lambda name: against[name].mean)
-    judgment.figures |= {f"against {BASELINE}: {name}": ratio.figure("x") for name, ratio in against.items()}
+    for name, ratio in against.items():
+        judgment.ask(f"against {BASELINE}: {name}", ratio, "x")
     with judgment.beside():
         each = int(conditions["tokens a step"]) / num_ranks
-        judgment.figures |= {
-            f"tokens per device per second: {name}": Figure(
-                value=each / statistics.median(samples[STEP + name]), unit="tokens/s"
-            )
-            for name in layouts
-        }
+        for name in layouts:
+            pace = each / statistics.median(samples[STEP + name])
+            judgment.ask(f"tokens per device per second: {name}", pace, "tokens/s")
     judgment.said.append(
         f"{against[best].mean:.2f}x tokens per device per second at best ({best}) against {num_ranks} devices that "
         f"work one after the other, of at most {num_ranks}x that {num_ranks} devices allow"
@@ -112,8 +107,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return replace(verdict, kind="cannot be tested here", reason=reason)
 
 
-CLAIM = Claim(
-    name="three_dimensional_parallelism",
+CLAIM = declared(
+    __name__,
     statement="Three-dimensional parallelism trains 4.2 times as many tokens per device.",
     source="published guides to DeepSeek-style training; the layouts: Narayanan et al. 2021 "
     "(https://arxiv.org/abs/2104.04473)",
@@ -122,6 +117,4 @@ CLAIM = Claim(
     "against every axis alone and their products",
     target=f"the fastest layout at least {TARGET}x the baseline",
     headline=(f"against {BASELINE}: data", f"against {BASELINE}: pipeline", f"against {BASELINE}: tensor"),
-    measure=measure,
-    judge=judge,
 )

@@ -1,14 +1,204 @@
 """Claim: knowing the network's topology makes small messages between uneven hosts four times as fast."""
 
+import json
 import statistics
-from collections.abc import Callable, Mapping
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict, untestable
+import torch
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import World, build_mesh, join_world
+from modelwright.parallel.topology.collectives import Collectives, TopologyConfig
+from modelwright.parallel.topology.links import Links, LinksConfig, measure_links, place, take_places
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.judging import Judgment, names_between
-from modelwright_claims.netns import missing
+from modelwright_claims.launch import Rank, finish_ranks, start_ranks
+from modelwright_claims.netns import Network, full_mesh, missing, racks
 from modelwright_claims.statistics import ratios
-from modelwright_claims.topology_probe import Effort, measure_degraded, measure_racks
+
+KIB = 1024
+SIZES = (4 * KIB, 64 * KIB, 1024 * KIB)
+NUM_SMALL, SMALL_BYTES = 64, 4 * KIB
+LAYOUT = ParallelConfig(pipeline=2, data=2, tensor=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """repeats: of every figure; calls: all-reduces in a row for one of them."""
+
+    repeats: int = 5
+    calls: int = 20
+
+
+def start(net: Network, order: Sequence[str], worker: str, out: Path, effort: Effort) -> list[Rank]:
+    """Start one rank on each host; rank i is the host order[i]."""
+    return start_ranks(
+        __name__,
+        [worker, str(out), str(effort.repeats), str(effort.calls)],
+        num_ranks=len(order),
+        network=net,
+        hosts=order,
+    )
+
+
+def measure_racks(effort: Effort, *, delay_ms: float) -> dict[str, Any]:
+    """Eight hosts in two racks, ranks alternating between them."""
+    topology = racks([4, 4], mbit=1000, across_mbit=100, across_delay_ms=delay_ms, mtu=9000)
+    order = [f"h{number}" for pair in zip(range(4), range(4, 8), strict=True) for number in pair]
+    with tempfile.TemporaryDirectory() as folder, Network(topology) as net:
+        out = Path(folder) / "found.json"
+        finish_ranks(start(net, order, "compare", out, effort))
+        return {"network": topology.links, **json.loads(out.read_text())}
+
+
+def measure_degraded(effort: Effort) -> dict[str, Any]:
+    """A cable of the tree slows down and recovers while the ranks continue."""
+    topology = full_mesh([[100.0] * 4] * 4)
+    with tempfile.TemporaryDirectory() as folder, Network(topology) as net:
+        out = Path(folder) / "found.json"
+        ranks = start(net, net.hosts, "degraded", out, effort)
+        tree = out.with_suffix(".tree")
+        await_file(tree, ranks)
+        a, b = json.loads(tree.read_text())
+        net.shape(f"h{a}", f"h{b}", 5)
+        out.with_suffix(".slowed").touch()
+        await_file(out.with_suffix(".around"), ranks)
+        net.shape(f"h{a}", f"h{b}", 100)
+        finish_ranks(ranks)
+        return {"network": topology.links, **json.loads(out.read_text())}
+
+
+def await_file(path: Path, ranks: Sequence[Rank]) -> None:
+    while not path.exists():
+        if any(rank.process.poll() for rank in ranks):
+            finish_ranks(ranks)
+        time.sleep(0.01)
+
+
+def compare(world: World, out: Path, effort: Effort) -> None:
+    """Worker: all arms in the order of arrival, then in the placed order."""
+    links = measure_links(world, LinksConfig(budget_s=6.0))
+    axes = LAYOUT.axes(world.size)
+    order = place(links, axes)
+    arms: dict[str, list[float]] = {}
+    plans = measure_arms(world, links, "arrival", arms, effort)
+    world = take_places(world, order)
+    placed = replace(links, hosts=tuple(links.hosts[rank] for rank in order))
+    plans |= measure_arms(world, placed, "placed", arms, effort)
+    if world.is_first:
+        write_atomic(out, json.dumps({"plans": plans, "ms": {arm: rounded(times) for arm, times in arms.items()}}))
+
+
+def measure_arms(
+    world: World, links: Links, order: str, times: dict[str, list[float]], effort: Effort
+) -> dict[str, str]:
+    """Adds each arm's milliseconds per repeat to `times`; returns which algorithm was chosen per message size."""
+    chosen = Collectives(world, links, TopologyConfig(window_all_reduces=0))
+    doubling = Collectives(world, alike(links), TopologyConfig(algorithm="doubling", window_all_reduces=0))
+    mesh = build_mesh(world, LAYOUT)
+    arms: dict[str, Callable[[], object]] = {}
+    for num_bytes in SIZES:
+        message = torch.zeros(num_bytes // 4)
+        arms[f"{order}, flat, {num_bytes // KIB} KiB"] = lambda message=message: world.all_reduce_sum(message)
+        arms[f"{order}, doubling, {num_bytes // KIB} KiB"] = lambda message=message: doubling.all_reduce(message)
+        arms[f"{order}, chosen, {num_bytes // KIB} KiB"] = lambda message=message: chosen.all_reduce(message)
+    small = [torch.zeros(SMALL_BYTES // 4) for _ in range(NUM_SMALL)]
+    arms[f"{order}, flat, 64 x 4 KiB"] = lambda: [world.all_reduce_sum(tensor) for tensor in small]
+    arms[f"{order}, chosen, 64 x 4 KiB"] = lambda: [chosen.all_reduce(tensor) for tensor in small]
+    arms[f"{order}, chosen and joined, 64 x 4 KiB"] = lambda: chosen.all_reduce_many(small)
+    shared = torch.zeros(SIZES[1] // 4)
+    arms[f"{order}, flat, tensor axis, 64 KiB"] = lambda: mesh.tensor.all_reduce_sum(shared)
+    for arm in arms.values():
+        arm()
+    for _ in range(effort.repeats):
+        for name, arm in arms.items():
+            num_calls = 1 + effort.calls // 10 if "64 x" in name else effort.calls
+            times.setdefault(name, []).append(1e3 * timed(world, arm, num_calls))
+    return {f"{order}, {num_bytes // KIB} KiB": chosen.plan_for(num_bytes).plan.name for num_bytes in SIZES}
+
+
+def alike(links: Links) -> Links:
+    """Return links of the same hosts that are all the same: an algorithm planned on them knows no topology."""
+    latency_s, bytes_per_s = (
+        statistics.fmean(value for row, line in enumerate(matrix) for column, value in enumerate(line) if row != column)
+        for matrix in (links.latency_s, links.bytes_per_s)
+    )
+    hosts = range(len(links.host_names))
+    return Links(
+        hosts=links.hosts,
+        latency_s=tuple(tuple(latency_s if a != b else links.latency_s[a][a] for b in hosts) for a in hosts),
+        bytes_per_s=tuple(tuple(bytes_per_s if a != b else links.bytes_per_s[a][a] for b in hosts) for a in hosts),
+    )
+
+
+def timed(world: World, call: Callable[[], object], num_calls: int) -> float:
+    """Seconds per call of calls in a row, on the slowest rank."""
+    world.barrier()
+    start = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    return world.maxima((time.perf_counter() - start) / num_calls)[0]
+
+
+def follow(world: World, out: Path, effort: Effort) -> None:
+    """Worker: times of a 64 KiB all-reduce by a tree, before, after a link of the tree slowed down, and around it."""
+    config = TopologyConfig(algorithm="tree", window_all_reduces=16, recheck_windows=2, measure_s=1.0)
+    collectives = Collectives(world, measure_links(world, LinksConfig(budget_s=2.0)), config)
+    message = torch.zeros(64 * KIB // 4)
+
+    steps = [step for steps in collectives.plan_for(64 * KIB).plan.rounds for step in steps]
+    first_edge = next((step.source, step.target) for step in steps if not step.adds)
+
+    def one() -> float:
+        return 1e3 * timed(world, lambda: collectives.all_reduce(message), 1)
+
+    phases: dict[str, list[float]] = {"before": [], "slowed": [], "around": [], "recovered": []}
+    phases["before"] = [one() for _ in range(3 * config.window_all_reduces)]
+    if world.is_first:
+        write_atomic(out.with_suffix(".tree"), json.dumps(first_edge))
+    while not (world.maxima(float(out.with_suffix(".slowed").exists()))[0] > 0):
+        one()
+    calls_to_notice, plannings = 0, collectives.num_plannings
+    while collectives.num_plannings == plannings:
+        phases["slowed"].append(one())
+        calls_to_notice += 1
+    phases["around"] = [one() for _ in range(2 * config.window_all_reduces)]
+    if world.is_first:
+        out.with_suffix(".around").touch()
+    plannings = collectives.num_plannings
+    deadline = 20 * config.window_all_reduces
+    while collectives.num_plannings == plannings and deadline:
+        one()
+        deadline -= 1
+    phases["recovered"] = [one() for _ in range(2 * config.window_all_reduces)]
+    if world.is_first:
+        result = {
+            "recovery_noticed": deadline > 0,
+            "calls_to_notice": calls_to_notice,
+            "ms": {phase: rounded(times) for phase, times in phases.items()},
+        }
+        write_atomic(out, json.dumps(result))
+
+
+def rounded(times: Sequence[float]) -> list[float]:
+    """Return milliseconds to a tenth of a microsecond."""
+    return [round(time, 4) for time in times]
+
+
+def main() -> None:
+    worker, out, repeats, calls = sys.argv[1:]
+    torch.set_num_threads(1)
+    effort = Effort(repeats=int(repeats), calls=int(calls))
+    with join_world(torch.device("cpu")) as world:
+        (follow if worker == "degraded" else compare)(world, Path(out), effort)
+
 
 TARGET = 4.0
 METHOD = "placed, chosen, 4 KiB"
@@ -37,8 +227,9 @@ def measurement(found: Mapping[str, Mapping[str, Any]]) -> Measurement:
     """Return the milliseconds of every arm by repeat. found: what each of `SETTINGS` has measured."""
     conditions: dict[str, str | int | float | bool] = {"threads of each host": 1}
     for name, measured in found.items():
-        links = {f"{link['mbit']:g} Mbit/s" + f", {link['delay_ms']:g} ms" * bool(link["delay_ms"]) for link in
-                 measured["network"]}  # fmt: skip
+        links = {
+            f"{link.mbit:g} Mbit/s" + f", {link.delay_ms:g} ms" * bool(link.delay_ms) for link in measured["network"]
+        }
         conditions[f"links, {name}"] = "; ".join(sorted(links))
         if "plans" in measured:
             conditions[f"algorithms, {name}"] = ", ".join(f"{size}: {plan}" for size, plan in measured["plans"].items())
@@ -52,30 +243,28 @@ def measurement(found: Mapping[str, Mapping[str, Any]]) -> Measurement:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the smallest message between delayed racks is `TARGET` times as fast, placed and by a chosen algorithm,
-    as by the faster of the algorithms that know no topology. Without the delayed racks, those without delay decide."""
+    """Without the delayed racks, those without delay decide."""
     judgment = Judgment()
     deciding = "racks" if names_between(samples, "ms, racks: ") else "shaped"
     method = samples[f"ms, {deciding}: {METHOD}"]
     uninformed = {name: samples[f"ms, {deciding}: {name}"] for name in UNINFORMED}
-    for name in names_between(samples, "ms, "):
-        judgment.figures[name] = Figure(value=statistics.median(samples[f"ms, {name}"]), unit="ms")
     fastest = min(uninformed, key=lambda name: statistics.fmean(uninformed[name]))
-    shorter = {name: ratios(times, method) for name, times in uninformed.items()}
-    judgment.figures = {
-        f"4 KiB shorter than by {name}": ratio.figure("x") for name, ratio in shorter.items()
-    } | judgment.figures
+    for name, times in uninformed.items():
+        limit = (">=", TARGET) if name == fastest else ()
+        what = f"shorter than by {fastest}"
+        judgment.ask(f"4 KiB shorter than by {name}", ratios(times, method), "x", *limit, what=what)
+    for name in names_between(samples, "ms, "):
+        judgment.ask(name, statistics.median(samples[f"ms, {name}"]), "ms")
     judgment.said.append(
         f"a 4 KiB all-reduce over eight hosts in two racks takes {statistics.fmean(method):.3g} ms, placed and by a "
         "chosen algorithm, instead of "
         + " and ".join(f"{statistics.fmean(times):.3g} ms ({name})" for name, times in uninformed.items())
     )
-    judgment.at_least(f"shorter than by {fastest}", shorter[fastest], TARGET, "x")
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="topology",
+CLAIM = declared(
+    __name__,
     statement="Placing ranks and choosing routes by the measured topology cuts communication latency to a quarter.",
     source="published guides to DeepSeek-style training; algorithms: Thakur, Rabenseifner and Gropp 2005, Optimization "
     "of Collective Communication Operations in MPICH",
@@ -85,6 +274,8 @@ CLAIM = Claim(
     "and small messages joined; and a link that degrades during a run",
     target=f"a 4 KiB all-reduce at least {TARGET:g} times shorter than the faster of the backend's own and recursive "
     "doubling in the order of arrival",
-    measure=measure,
-    judge=judge,
 )
+
+
+if __name__ == "__main__":
+    main()

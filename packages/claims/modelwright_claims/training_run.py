@@ -1,7 +1,7 @@
-"""One training run on the text of the workbench, described by plain data, and its outcome.
+"""A single training run on the text of the workbench, described by plain data, and its outcome.
 
 Runs of the same seed start from the same weights and take the rows in the same order. A run goes through the product's
-training loop, or through the plain one (`plain_training`), in this process or in processes of its own.
+training loop, or through the plain one (`plain_training`), in this process or in separate processes.
 """
 
 import json
@@ -42,13 +42,11 @@ from modelwright.train.job import StrategyFactory, TrainJob, configured_strategy
 from modelwright.train.objective import Objective, forward
 from modelwright.train.technique import StepInfo, TechniqueBuilder, observer
 from modelwright.train.techniques.adaptive_precision import CHANGES, MACHINE
-from modelwright_claims.augmented_text import Augmentation, augmented_batches
+from modelwright_claims.batches import Augmentation, Mixture, Wild, WildBatches, augmented_batches, mixed_stream
 from modelwright_claims.claim import Setting
 from modelwright_claims.launch import run_ranks
-from modelwright_claims.mixed_text import Mixture, mixed_stream
 from modelwright_claims.netns import Network, star
 from modelwright_claims.plain_training import train_plainly
-from modelwright_claims.wild_batches import Wild, WildBatches
 from modelwright_claims.workbench import KINDS, HeldOut, Mode, Size, TextKind, device, packed_rows, prepare_text
 
 AnyRun = TypeVar("AnyRun", bound="Run")
@@ -303,12 +301,7 @@ def _objective(setting: Setting, run: Run) -> tuple[Any, Sequence[TechniqueBuild
     order = derive_seed(run.seed, "order" if run.start_from is None else "order of more training")
     if run.augmentation:
         loader, techniques = augmented_batches(
-            setting,
-            run.augmentation,
-            seq_len=size.seq_len,
-            batch_rows=size.batch_rows,
-            seed=run.seed,
-            order=order,
+            setting, run.augmentation, seq_len=size.seq_len, batch_rows=size.batch_rows, seed=run.seed, order=order
         )
         return NextToken(loader), techniques
     objective = NextToken(batch_loader(rows_of("prose"), size, run.mode, order))
@@ -316,7 +309,7 @@ def _objective(setting: Setting, run: Run) -> tuple[Any, Sequence[TechniqueBuild
 
 
 def batch_loader(rows: PackedRows, size: Size, mode: Mode, seed: int) -> PackedLoader | PlannedLoader:
-    """Return the batches of a run; of rows in length buckets, as many as fit into `size.batch_tokens` with padding."""
+    """Return the batches of a run; of rows in length buckets, those that fit into `size.batch_tokens` with padding."""
     return build_loader(
         rows,
         BatchingConfig(),

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from modelwright_claims import experiment, workbench
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
-from modelwright_claims.experiment import Experiment, Tuning, best_value, run_experiment
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.experiment import Experiment, Tuning, best_rate, run_experiment
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import differences, estimate, paired_t_test
+from modelwright_claims.statistics import differences
 from modelwright_claims.training_run import Run
 
 RATES = (5e-4, 1.5e-3, 5e-3, 1.5e-2)
@@ -66,34 +66,30 @@ def measurement(regimes: Mapping[str, workbench.Size], comparisons: Mapping[str,
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the paired difference is below zero with p < 0.05 in every regime."""
     judgment = Judgment()
     for regime in REGIMES:
         with judgment.part():
-            losses = {name: samples[f"{name}, {regime}"] for name in SCHEDULES}
-            gap = differences(losses[METHOD], losses[BASELINE])
-            p_value = paired_t_test(losses[METHOD], losses[BASELINE]).p_value
-            judgment.figures[f"difference of held-out losses, {regime}"] = gap.figure("nats")
-            judgment.figures[f"p-value, {regime}"] = Figure(value=p_value, unit="")
-            for name, of in losses.items():
-                judgment.figures[f"held-out loss, {name}, {regime}"] = estimate(of).figure("nats")
+            method, baseline = (samples[f"{name}, {regime}"] for name in (METHOD, BASELINE))
+            gap = differences(method, baseline)
+            figure, what = f"difference of held-out losses, {regime}", f"difference in {regime}"
+            judgment.ask(figure, gap, "nats", "<", 0.0, what=what)
+            judgment.differs(method, baseline, f"p-value, {regime}", f"{regime}: p = {{p}}, not below 0.05")
+            judgment.show(
+                samples, {f"held-out loss, {name}, {regime}": f"{name}, {regime}" for name in SCHEDULES}, "nats"
+            )
             judgment.said.append(
                 f"{regime} ({conditions[f'steps, {regime}']} steps): {abs(gap.mean):.3f} nats "
                 f"{'below' if gap.mean < 0 else 'above'} the constant rate over {gap.count} paired seeds, "
-                f"p = {p_value:.2g}"
+                f"p = {judgment.figures[f'p-value, {regime}'].value:.2g}"
             )
-            judgment.below(f"difference in {regime}", gap, 0.0, " nats")
-            judgment.require(p_value < 0.05, f"{regime}: p = {p_value:.2g}, not below 0.05")
-        with judgment.beside():
-            for name in SCHEDULES:
-                rates, tried = samples[f"rates, {name}, {regime}"], samples[f"tuning, {name}, {regime}"]
-                best = best_value(dict(zip(rates, tried, strict=True)))
-                judgment.figures[f"best rate, {name}, {regime}"] = Figure(value=best, unit="")
+        for name in SCHEDULES:
+            with judgment.beside():
+                judgment.figures[f"best rate, {name}, {regime}"] = best_rate(samples, f"{name}, {regime}")
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="warmup_cosine",
+CLAIM = declared(
+    __name__,
     statement="At equal steps, linear warmup over the first 10% and cosine decay end at a lower held-out loss than a "
     "constant learning rate.",
     source="Loshchilov and Hutter, SGDR, ICLR 2017; Haegele et al., Scaling Laws and Compute-Optimal Training Beyond "
@@ -104,6 +100,4 @@ CLAIM = Claim(
     "same ones on a seed and a held-out split that are not reported",
     target="a held-out loss below that of the constant rate, p < 0.05 in a paired test, in both regimes",
     headline=("difference of held-out losses, short runs", "difference of held-out losses, long runs"),
-    measure=measure,
-    judge=judge,
 )

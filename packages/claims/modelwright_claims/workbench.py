@@ -1,7 +1,7 @@
 """The text and the models that training claims share.
 
 The text is documentation and code of this interpreter's own libraries, split by module and tokenized once per call of
-`prove`. Of what is held out, "validation" is for tuning and "test" for the figures that are reported.
+`prove`. Of the held-out text, "validation" is for tuning and "test" for the figures that are reported.
 """
 
 import json
@@ -35,7 +35,7 @@ TOKENIZER, TRAIN_TEXTS = "tokenizer", "train.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large a training run of a claim is."""
+    """The size of a training run of a claim."""
 
     model_dim: int
     num_layers: int
@@ -63,7 +63,7 @@ class Size:
         )
 
     def train_config(self, **changes: Any) -> TrainConfig:
-        """FP32, warmup and cosine, no checkpoints in between; `changes` are what the claim is about."""
+        """FP32, warmup and cosine, no checkpoints in between; `changes` are the subject of the claim."""
         config = TrainConfig(
             num_steps=self.num_steps,
             batch_tokens=self.batch_tokens,
@@ -76,7 +76,7 @@ class Size:
         return replace(config, **changes)
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """For a result's conditions."""
+        """Return words for a result's conditions."""
         parameters = self.model_config(VOCAB_SIZE).num_parameters
         return {
             "parameters": parameters,
@@ -94,7 +94,7 @@ def size(setting: Setting) -> Size:
 
 
 def device() -> torch.device:
-    """Where claims are measured: CUDA where there is one."""
+    """Return where claims are measured: CUDA where there is one."""
     return default_device()
 
 
@@ -152,7 +152,7 @@ def read_text(*, fraction: float, vocab_size: int, heldout_bytes: int) -> dict[T
 
 def store_text(folder: Path, texts: Mapping[Split, Sequence[str]], tokenizer: Tokenizer) -> None:
     """Put prose of a claim's own into the folder of a `Setting`, where `prepare_text` finds it instead of the usual
-    text; the tokenizer and the texts to train on stay beside it (`TOKENIZER`, `TRAIN_TEXTS`).
+    text; the tokenizer and the texts to train on stay next to it (`TOKENIZER`, `TRAIN_TEXTS`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder / TOKENIZER)

@@ -1,4 +1,4 @@
-"""The claims about alignment: their verdicts, what they measure with, and a quick measurement of each."""
+"""The claims about alignment: their verdicts, their instruments, and a quick measurement of each."""
 
 import itertools
 import math
@@ -14,10 +14,10 @@ from modelwright.data.rows.examples import PromptRecord
 from modelwright.data.sources import corpora
 from modelwright.objectives.rollouts import Rollout
 from modelwright.pipeline import resolve
-from modelwright_claims import alignment_runs, grpo_arithmetic, lora_dpo, ppo_true_reward
-from modelwright_claims.alignment_runs import Answers, Asker, pairs_file
+from modelwright_claims import grpo_arithmetic, lora_dpo, ppo_true_reward, product_runs
 from modelwright_claims.claim import Claim, Measurement, Setting, Verdict
 from modelwright_claims.judging import judge
+from modelwright_claims.product_runs import Answers, Asker, pairs_file
 
 TRUE, LEARNED = (ppo_true_reward.REWARDS[term] for term in (ppo_true_reward.TRUE, ppo_true_reward.LEARNED))
 
@@ -89,7 +89,7 @@ def test_grpo_must_beat_its_start_and_demonstrations_and_not_lose_to_verified_an
 
 
 def dpo_samples(**changes: list[float]) -> dict[str, list[float]]:
-    """Samples of `lora_dpo`, by what is measured and whose it is."""
+    """Samples of `lora_dpo`, by quantity and arm."""
     values = {
         "accuracy_full": around(90.0, 0.3), "accuracy_lora": around(89.5, 0.3), "pace_full": around(300.0, 1.0),
         "pace_lora": around(360.0, 1.0), "peak_full": around(7e8, 1e6), "peak_lora": around(4e8, 1e6),
@@ -176,7 +176,7 @@ def test_verified_answers_are_right_and_kept_once() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With few pairs."""
+    """A folder with few pairs."""
     folder = tmp_path_factory.mktemp("claims")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpora, "MODULES_FRACTION", 0.05)
@@ -196,7 +196,7 @@ def test_pairs_of_tuning_are_not_reported(folder: Path) -> None:
 
 
 def test_a_pair_is_the_right_answer_and_the_one_without_the_carry(tmp_path: Path) -> None:
-    documents = {one: list(map(Document.from_json, file(tmp_path, one))) for one in alignment_runs.SHARES}
+    documents = {one: list(map(Document.from_json, file(tmp_path, one))) for one in product_runs.SHARES}
     for document in documents["test"]:
         assert str(eval(document.meta["question"])) == document.meta["answer"]
         assert abs(int(document.rejected[0]["content"]) - int(document.meta["answer"])) == 10
@@ -212,13 +212,13 @@ def test_a_pair_is_the_right_answer_and_the_one_without_the_carry(tmp_path: Path
     assert len(demonstrations) == 2 * sum(pair.split == "train" for pair in documents["test"])
 
 
-def file(folder: Path, heldout: alignment_runs.HeldOut) -> list[str]:
+def file(folder: Path, heldout: product_runs.HeldOut) -> list[str]:
     return lora_dpo.pairs_file(folder, heldout).read_text().splitlines()
 
 
 @pytest.fixture
 def setting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
-    """For measurements of few problems, by runs that do not measure the machine."""
+    """A setting for measurements of few problems, by runs that do not measure the machine."""
     monkeypatch.setattr(corpora, "NUM_TERMS", 20)
     monkeypatch.setattr(resolve, "measure_rates", lambda *words, **settings: RATES)
     return Setting(quick=True, folder=folder, progress=SilentProgress())
@@ -234,7 +234,7 @@ def test_a_quick_measurement_of_ppo(setting: Setting) -> None:
 
 
 def test_the_kl_of_a_model_from_itself_is_zero_and_from_another_one_is_not(setting: Setting) -> None:
-    """On the run of the quick measurement, which is not made again."""
+    """Compare models of the run of the quick measurement, which is not made again."""
     ppo_true_reward.CLAIM.measure(setting)
     run = RunDir(setting.folder / "alignment" / f"ppo-{ppo_true_reward.SEEDS[0]}")
     asker, start = Asker.of(run, "ppo"), run.stage("sft").artifact
@@ -281,4 +281,4 @@ def test_rates_are_tuned_on_another_seed_until_the_best_lies_inside(
     assert {(job.seed, job.heldout) for job in jobs} == {(lora_dpo.TUNING_SEED, "validation")}
     assert lora_dpo.TUNING_SEED not in lora_dpo.SEEDS
     assert len({str(job.key) for job in jobs}) == len(jobs)
-    assert alignment_runs.SHARES["test"][1] <= alignment_runs.SHARES["validation"][0]
+    assert product_runs.SHARES["test"][1] <= product_runs.SHARES["validation"][0]

@@ -1,4 +1,4 @@
-"""Parity of a GPU with the CPU; skipped where there is none."""
+"""Parity of a GPU with the CPU; skipped where it is missing."""
 
 import warnings
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The claims on data: their comparisons are fair on a small text, and their rules say what they say."""
+"""The claims on data: their comparisons are fair on a small text, and their rules hold."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence

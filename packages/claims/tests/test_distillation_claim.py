@@ -16,8 +16,8 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.distillation import Distillation
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import single
+from modelwright_claims import distillation as arms
 from modelwright_claims import distillation as claim
-from modelwright_claims import distillation_arms as arms
 from modelwright_claims.claim import Setting, Verdict
 from modelwright_claims.judging import judge
 from modelwright_claims.training_run import Outcome, Processes
@@ -49,7 +49,9 @@ def bench(folder: Path, **changes: Any) -> arms.Bench:
 
 
 def comparison(*, size: int = 250, **accuracies: float) -> arms.Comparison:
-    """Of given accuracies, by the arm's name with underscores; differences between arms vary with the seed."""
+    """Return a comparison of given accuracies, by the arm's name with underscores; differences between arms vary with
+    the seed.
+    """
     means = {
         "three phases": 0.495,
         "logits only": 0.49,
@@ -147,7 +149,9 @@ def test_scores_are_those_of_single_tokens() -> None:
 
 
 def test_equal_time_is_by_the_seconds_of_a_step(tmp_path: Path) -> None:
-    """Of each quarter of a run by itself: the phases take different times, and a slow first step is none of them."""
+    """The time is that of each quarter of a run: the phases take different times, and a slow first step is none of
+    them.
+    """
     ends = [0.0, 5.0, 5.1, 5.2, 5.5, 5.8, 6.1, 6.3, 6.5, 6.7, 7.1, 7.5, 7.9]
     outcome = Outcome(heldout_loss=1.0, seconds=1.0, steps={"ended_s": ends})
     assert arms.mean_step_s(outcome) == pytest.approx((0.1 + 0.3 + 0.2 + 0.4) / 4)
@@ -176,7 +180,7 @@ def test_students_learn_what_the_product_would_teach_them(text_folder: Path) -> 
 
 @pytest.mark.slow
 def test_a_student_comes_from_its_teacher_and_its_loss_is_that_of_the_labels(text_folder: Path, tmp_path: Path) -> None:
-    """In a process of its own, which ends with the same bits as in this one."""
+    """The student is made in a separate process, which ends with the same bits as in this one."""
     made = bench(text_folder)
     teacher = made.teacher_run(4e-3)
     arms.execute_student(made.setting, teacher, keep=tmp_path / "teacher")

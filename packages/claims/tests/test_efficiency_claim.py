@@ -21,7 +21,6 @@ from modelwright_claims.efficiency_20x import (
     PLAIN_BY_ONEDNN,
     SEEDS,
     TUNING_SEEDS,
-    Scene,
     Tuned,
     arms_of,
     measurement,
@@ -30,8 +29,8 @@ from modelwright_claims.efficiency_20x import (
     tune_arms,
 )
 from modelwright_claims.experiment import Runner
-from modelwright_claims.fp32_baseline import NO_ONEDNN
 from modelwright_claims.judging import judge
+from modelwright_claims.large_runs import NO_ONEDNN
 from modelwright_claims.plain_training import PlainDecoder, train_plainly
 from modelwright_claims.training_run import Outcome, Processes, Run
 from modelwright_claims.workbench import Size
@@ -98,10 +97,10 @@ def test_each_stack_is_also_compared_on_a_wider_model(monkeypatch):
     assert list(found) == ["one host", "two hosts", "one host, wide", "two hosts, wide"]
     for name in ("one host", "two hosts"):
         whole, wide = found[name], found[f"{name}, wide"]
-        assert wide.size == replace(whole.size, model_dim=2 * whole.size.model_dim)
-        assert wide.arms == {end: replace(whole.arms[end], size=wide.size) for end in (PLAIN, FULL)}
-        assert wide.goal == whole.goal
-    assert {name: list(scene.arms) for name, scene in scenes(quick=True).items()} == {
+        size = whole[PLAIN].size
+        size = replace(size, model_dim=2 * size.model_dim)
+        assert wide == {end: replace(whole[end], size=size) for end in (PLAIN, FULL)}
+    assert {name: list(arms) for name, arms in scenes(quick=True).items()} == {
         name: [PLAIN, FULL] for name in ("one host", "two hosts")
     }
 
@@ -192,8 +191,7 @@ def verdict_on(found: dict[str, Runs], conditions: dict[str, str]) -> Verdict:
         for where, arms in found.items()
     }
     compared = {
-        where: Scene(arms={PLAIN: Run(size=SIZE, processes=Processes(hosts=2 if "two" in where else 1))}, goal=5.0)
-        for where in found
+        where: {PLAIN: Run(size=SIZE, processes=Processes(hosts=2 if "two" in where else 1))} for where in found
     }
     made = measurement(found, tuned, compared)
     kept = {name: value for name, value in made.conditions.items() if name != NO_ONEDNN}
@@ -213,7 +211,7 @@ def test_both_settings_have_to_reach_their_goal_at_no_higher_loss(one, two, loss
 
 
 def test_the_fastest_plain_loop_has_to_be_beaten():
-    """By oneDNN's products, and on two hosts by one of them that leaves the other idle."""
+    """Rivals are the loop by oneDNN's products, and on two hosts by one of them that leaves the other idle."""
     fast = {PLAIN_BY_ONEDNN: 50.0}
     beaten = verdict_on({"one host": timed(19.0, **fast), "two hosts": timed(4.0, **fast)}, {})
     assert beaten.kind == "short"

@@ -1,4 +1,4 @@
-"""The claim on selected heads: its verdict from given samples, what it counts, and its arms as tiny runs."""
+"""The claim on selected heads: its verdict from given samples, its counts, and its arms as tiny runs."""
 
 import math
 from dataclasses import replace
@@ -12,8 +12,8 @@ from modelwright.core.progress import SilentProgress
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.config import AttentionConfig, ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright_claims import gated_attention as arms
 from modelwright_claims import gated_attention as claim
-from modelwright_claims import head_arms as arms
 from modelwright_claims.claim import Setting, Verdict
 from modelwright_claims.judging import judge
 from modelwright_claims.training_run import Outcome, Processes

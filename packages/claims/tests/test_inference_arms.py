@@ -11,9 +11,9 @@ from modelwright.core.errors import ModelwrightError
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
-from modelwright_claims import inference_arms
-from modelwright_claims.inference_arms import ARMS, EAGER, INT4_CODES, INT8, PEERS_PYTHON, paces, running, write_models
+from modelwright_claims import int8 as inference_arms
 from modelwright_claims.inference_worker import survives
+from modelwright_claims.int8 import ARMS, EAGER, INT4_CODES, INT8, PEERS_PYTHON, paces, running, write_models
 
 SHAPE = ModelConfig(
     vocab_size=320, num_layers=1, model_dim=64, num_heads=2, num_kv_heads=1, head_dim=32, ffn_dim=96, max_seq_len=320,

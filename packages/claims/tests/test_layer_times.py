@@ -6,7 +6,7 @@ from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.pipeline.balance import LayerCosts
-from modelwright_claims.layer_times import measure_layer_times
+from modelwright_claims.pipeline_utilisation import measure_layer_times
 
 SHAPE = ModelConfig(
     vocab_size=64, num_layers=3, model_dim=16, num_heads=2, num_kv_heads=1, ffn_dim=32, head_dim=8, max_seq_len=32

@@ -9,13 +9,11 @@ import pytest
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright_claims import ledger, published, results
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
-from modelwright_claims.claim import Claim, Measurement, Samples, Verdict
+from modelwright_claims.claim import Claim, Measurement, Samples, Verdict, untestable
 from modelwright_claims.command import prove
 from modelwright_claims.judging import Judgment
 from modelwright_claims.ledger import CLAIMS, pages, rejudge, select
 from modelwright_claims.page import number, render, render_claim, show
-from modelwright_claims.planned_memory import PLANNED_HEAP_GAPS
-from modelwright_claims.planner_errors import planner_errors
 from modelwright_claims.results import (
     all_figures,
     circumstances,
@@ -30,6 +28,8 @@ from modelwright_claims.results import (
     write_record,
 )
 from modelwright_claims.statistics import estimate
+from modelwright_plan.claims.planned_memory import PLANNED_HEAP_GAPS
+from modelwright_plan.claims.planner_errors import planner_errors
 from modelwright_plan.measured import measured_errors
 
 ROOT = Path(__file__).parents[3]
@@ -98,7 +98,7 @@ def test_every_claim_says_what_it_says():
 def test_selection_by_name():
     assert select([]) == list(CLAIMS)
     assert [claim.name for claim in select(["packing"])] == ["packing"]
-    with pytest.raises(ConfigError, match=r"nonsense: is no claim; the ledger has .*packing"):
+    with pytest.raises(ConfigError, match=r"nonsense: is not a claim; the ledger has .*packing"):
         select(["nonsense"])
 
 
@@ -134,8 +134,10 @@ def test_a_quick_measurement_never_replaces_a_full_one(written, tmp_path):
 
 def test_a_quick_measurement_is_no_verdict():
     quick = record_of(EASY, quick=True)
-    assert quick["kind"] == "not judged"
-    assert "only shows that the measurement runs; met: as expected" in quick["reason"]
+    assert (quick["kind"], quick["reason"]) == ("quick, not a verdict", "the rule gives met: as expected")
+    assert "| quick, not a verdict |" in row_of(overview(EASY, quick))
+    elsewhere = measured(EASY, untestable("no network"), quick=True, wall_s=1.0, around=circumstances() | QUIET)
+    assert elsewhere["kind"] == "cannot be tested here"
 
 
 def test_damaged_results_are_named(tmp_path):
@@ -299,9 +301,9 @@ def test_the_command_judges_and_says_what_changed(tmp_path, small_ledger, capsys
     assert "met -> short: speed 1.5x" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--judge measures nothing"):
         prove(["--judge", "--quick", *folder])
-    with pytest.raises(ConfigError, match="is no claim"):
+    with pytest.raises(ConfigError, match="is not a claim"):
         prove(["--judge", "nonsense", *folder])
-    with pytest.raises(ConfigError, match="is no folder of results"):
+    with pytest.raises(ConfigError, match="is not a folder of results"):
         prove(["--judge", "--results", str(tmp_path / "none")])
 
 
@@ -368,7 +370,7 @@ MEASURED = {record["name"] for record in read_results(ROOT / "benchmarks/results
 
 @pytest.mark.parametrize("claim", [one for one in CLAIMS if one.name in MEASURED], ids=lambda claim: claim.name)
 def test_headlines_are_figures_that_were_measured(claim):
-    """Those of claims without a record are checked where their verdicts are, on made-up samples."""
+    """Headlines of claims without a record are checked where their verdicts are, on made-up samples."""
     records = [one for one in read_results(ROOT / "benchmarks/results") if one["name"] == claim.name]
     assert set(claim.headline) <= {name for record in records for name in all_figures(record)}
 
@@ -403,7 +405,7 @@ def test_machines_have_file_names():
 def test_the_planner_ships_the_errors_that_were_measured():
     errors = planner_errors(read_results(ROOT / "benchmarks/results"))
     assert len(errors) >= 3
-    assert measured_errors() == errors, "run: python -m modelwright_claims.planner_errors"
+    assert measured_errors() == errors, "run: python -m modelwright_plan.claims.planner_errors"
 
 
 def test_planner_errors_leave_out_quick_measurements_and_other_claims():

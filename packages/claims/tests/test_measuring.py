@@ -12,10 +12,9 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright_claims import bf16_mixed, gradient_accumulation, int8, packing, warmup_cosine, workbench
 from modelwright_claims.claim import Measurement, Setting, Verdict
-from modelwright_claims.fp32_baseline import NO_ONEDNN
-from modelwright_claims.inference_arms import ARMS, EAGER, EIGHT_BIT_RIVALS, FP32, INT4
+from modelwright_claims.int8 import ARMS, EAGER, EIGHT_BIT_RIVALS, FP32, INT4
 from modelwright_claims.judging import judge
-from modelwright_claims.training_run import Outcome
+from modelwright_claims.large_runs import NO_ONEDNN
 
 SIZE = workbench.Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=8, num_steps=6)
 
@@ -23,11 +22,6 @@ SIZE = workbench.Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=8, num_
 @pytest.fixture
 def setting(text_folder) -> Setting:
     return Setting(quick=True, folder=text_folder, progress=SilentProgress())
-
-
-def run(loss: float, tokens_per_s: float = 1000.0) -> Outcome:
-    steps = {"num_tokens": [tokens_per_s] * 4, "step_time_s": [1.0] * 4}
-    return Outcome(heldout_loss=loss, seconds=4.0, steps=steps)
 
 
 @pytest.mark.slow
@@ -142,11 +136,12 @@ def test_one_repeat_is_not_called_met():
 
 def test_packing_verdict():
     def kind(equal_tokens: float, equal_time: float, speed: float, uneven: float = 0.01) -> str:
-        padded = [run(equal_tokens, 500.0), run(equal_tokens + 0.1, 500.0)]
-        in_time = [run(equal_time, 500.0), run(equal_time + 0.1 + uneven, 500.0)]
-        packed = [run(3.0, speed), run(3.1, speed)]
-        made = packing.measurement(packed, padded, in_time, shares=(1.0, 0.5), size=SIZE, padded=SIZE)
-        return judge(packing.CLAIM, made).kind
+        samples = {
+            packing.PACKED: [3.0, 3.1], packing.EQUAL_TOKENS: [equal_tokens, equal_tokens + 0.1],
+            packing.EQUAL_TIME: [equal_time, equal_time + 0.1 + uneven],
+            f"{packing.PACE}{packing.PACKED}": [speed] * 2, f"{packing.PACE}{packing.PADDED}": [500.0] * 2,
+        }  # fmt: skip
+        return judge(packing.CLAIM, Measurement(samples=samples)).kind
 
     assert kind(3.0, 3.2, 950.0) == "met"
     assert kind(2.9, 3.2, 950.0) == "short"

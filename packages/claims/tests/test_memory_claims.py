@@ -6,10 +6,11 @@ import pytest
 
 from modelwright.model.config import ModelConfig
 from modelwright.train.memory.activations import ActivationCheckpointingConfig
-from modelwright_claims import activation_checkpointing, memory_probe, zero_memory
+from modelwright_claims import activation_checkpointing, memory_probe
 from modelwright_claims.claim import Measurement, Verdict
 from modelwright_claims.judging import judge
 from modelwright_claims.memory_probe import Measured
+from modelwright_plan.claims import zero_memory
 
 MODEL = ModelConfig(
     vocab_size=64, num_layers=2, model_dim=64, num_heads=2, num_kv_heads=2, head_dim=32, ffn_dim=160, max_seq_len=64

@@ -8,15 +8,14 @@ import pytest
 from modelwright.core.progress import SilentProgress
 from modelwright.parallel.topology.collectives import FlatCost, Planner
 from modelwright.parallel.topology.links import Links
-from modelwright_claims import compressed_links, topology, topology_probe
-from modelwright_claims.claim import Setting, Verdict
+from modelwright_claims import compressed_links, topology
+from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.gradient_compression import METHOD
 from modelwright_claims.judging import judge
-from modelwright_claims.netns import missing
+from modelwright_claims.netns import Link, missing
 from modelwright_claims.training_run import Outcome, execute
 from modelwright_claims.workbench import Size
 
-SIZE = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=16, num_steps=10)
 OTHER = "int8-local-20"
 needs_networks = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -33,14 +32,15 @@ def links(bytes_per_step: float = 19.0, exchange_ms: float = 4.9, tokens_per_s: 
         METHOD: run(bytes_per_step, exchange_ms, tokens_per_s),
         OTHER: run(10.0, 2.0, 97.0),
     }
-    found = {
-        name: {compressed_links.MBIT: [one, one], compressed_links.UNLIMITED: [run(1, 1, 100)] * 2}
-        for name, one in slow.items()
-    }
-    found[METHOD][compressed_links.MBIT] = [
-        run(bytes_per_step, exchange_ms * (1 + sign * uneven), tokens_per_s) for sign in (-1, 1)
-    ]
-    return compressed_links.measurement(found, SIZE)
+    samples: dict[str, list[float]] = {}
+    for name, one in slow.items():
+        for what, value in one.items():
+            share = uneven if (name, what) == (METHOD, "exchange_ms") else 0.0
+            on_slow = [value * (1 + sign * share) for sign in (-1, 1)]
+            samples[compressed_links.sample_name(what, name, compressed_links.MBIT)] = on_slow
+        for what, value in run(1, 1, 100).items():
+            samples[compressed_links.sample_name(what, name, compressed_links.UNLIMITED)] = [value] * 2
+    return Measurement(samples=samples)
 
 
 def test_all_three_targets_on_the_slow_link_have_to_be_met():
@@ -58,7 +58,7 @@ def test_all_three_targets_on_the_slow_link_have_to_be_met():
 
 def racks(backend: float, doubling: float, method: float) -> dict[str, Any]:
     times = dict(zip(topology.UNINFORMED, (backend, doubling), strict=True)) | {topology.METHOD: method}
-    network = [{"ends": ["h0", "rack"], "mbit": 100.0, "delay_ms": 0.5}]
+    network = [Link(ends=("h0", "rack"), mbit=100.0, delay_ms=0.5)]
     return {"ms": {arm: [time, 1.01 * time] for arm, time in times.items()}, "network": network}
 
 
@@ -90,7 +90,7 @@ def test_links_that_are_all_alike_leave_the_ranks_in_their_order():
     links = Links(hosts=("a", "b", "c", "d"), latency_s=latency, bytes_per_s=rate)
     flat = FlatCost(latency_s=1.0, s_per_byte=1.0)
     assert len(Planner(links, flat).groups) == 2
-    uninformed = Planner(topology_probe.alike(links), flat)
+    uninformed = Planner(topology.alike(links), flat)
     assert list(uninformed.order) == [0, 1, 2, 3]
     assert len(uninformed.groups) == 1
 

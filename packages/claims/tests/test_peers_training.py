@@ -84,7 +84,7 @@ def test_peers_train_to_the_same_weights(bench: Bench, name: str, compute: str) 
 @pytest.mark.parametrize("name", ["own", "hf_trainer", "lightning_trainer"])
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_every_peer_clips_gradients(bench: Bench, name: str, compute: str) -> None:
-    """Norms have no weight decay, so only gradients can move them."""
+    """Norms are free of weight decay, so only gradients can move them."""
     need(name)
     norms = {key: weight for key, weight in make_decoder().state_dict().items() if weight.dim() == 1}
     assert norms

@@ -9,8 +9,13 @@ from modelwright.parallel.pipeline.balance import StageSpan
 from modelwright_claims import pipeline_utilisation as claim
 from modelwright_claims.claim import Measurement, Setting
 from modelwright_claims.judging import judge
-from modelwright_claims.pipeline_probe import ProbeSize
-from modelwright_claims.pipeline_replay import busy_share, equal_durations, measured_durations, order_taken
+from modelwright_claims.pipeline_utilisation import (
+    ProbeSize,
+    busy_share,
+    equal_durations,
+    measured_durations,
+    order_taken,
+)
 from modelwright_claims.workbench import Size
 from modelwright_plan.bubble import makespan
 

@@ -1,4 +1,4 @@
-"""Verdicts of the claims on number formats, and that their arms are what they say."""
+"""Verdicts of the claims on number formats, and that their arms match their names."""
 
 from dataclasses import replace
 
@@ -10,8 +10,8 @@ from modelwright.train.precision.policy import PrecisionConfig
 from modelwright_claims import adaptive_precision, bf16_mixed, large_runs, precision_policies
 from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.experiment import Experiment, Samples
-from modelwright_claims.fp32_baseline import BY_ONEDNN, FP32, NO_ONEDNN
 from modelwright_claims.judging import judge
+from modelwright_claims.large_runs import BY_ONEDNN, FP32, NO_ONEDNN
 from modelwright_claims.training_run import Outcome, Run, execute
 from modelwright_claims.workbench import Size
 

@@ -7,15 +7,7 @@ import pytest
 
 from modelwright_claims.ledger import CLAIMS
 from modelwright_claims.page import render
-from modelwright_claims.promises import (
-    CAUSES,
-    NO_CLAIM_CAUSES,
-    RELATIONS,
-    Promise,
-    answer,
-    reaches,
-    read_promises,
-)
+from modelwright_claims.promises import CAUSES, NO_CLAIM_CAUSES, RELATIONS, Promise, answer, reaches, read_promises
 from modelwright_claims.results import judged_for_page, read_results
 
 ROOT = Path(__file__).parents[3]

@@ -1,4 +1,4 @@
-"""The commands of README and guides, run as they stand with the small recipe in place of the demo's."""
+"""The commands of README and guides, run unchanged, with the small recipe in place of the demo's."""
 
 import json
 import re
@@ -62,7 +62,9 @@ def weights(run: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A place with what the commands name, the demo, and the run that the README's own command made after it."""
+    """A folder with the files that the commands name, the demo, and the run that the README's own command made after
+    it.
+    """
     place = tmp_path_factory.mktemp("readme")
     for name in ("README.md", "CONTRIBUTING.md", "docs/architecture.md"):
         (place / name).parent.mkdir(exist_ok=True)
@@ -114,7 +116,7 @@ def other_runs() -> list[list[str]]:
 
 @pytest.mark.parametrize("words", other_runs(), ids=" ".join)
 def test_every_run_that_is_shown_could_begin(words, tmp_path, monkeypatch):
-    """By all that is checked before anything is prepared; the text of the run is this README."""
+    """The README passes all that is checked before anything is prepared; the text of the run is this README."""
     place = words.index("modelwright")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text(README)

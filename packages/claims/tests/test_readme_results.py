@@ -174,7 +174,7 @@ def test_speeds_of_number_formats_are_those_of_the_records() -> None:
 
 
 def test_the_readme_quotes_the_records() -> None:
-    """Each row of its table, rounded as here; there is no other row."""
+    """Each row of its table, rounded as here; it has no other row."""
     peers = record(f"peers-bf16-{MACHINE}")["summary"]
     tuned = {(row["case"], row["size"]): row["ratio"] for row in record(f"tuning-peers-{MACHINE}")["rows"]}
     near = record("cleaning_peers-intel-r-xeon-r-processor-2c-avx512")["tasks"]["near-duplicates"]

@@ -30,7 +30,7 @@ def mean_bounds(values: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 def clopper_pearson(hits: int, count: int) -> tuple[float, float]:
-    """One-sided exact 95% bounds of a share in percent: where the tail of the binomial is 5%."""
+    """Exact one-sided 95% bounds of a share in percent: where the tail of the binomial is 5%."""
     low = high = 0.0
     if hits:
         low = float(optimize.brentq(lambda share: stats.binom.sf(hits - 1, count, share) - 0.05, 0, 1, xtol=1e-14))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a long measurement keeps for later calls."""
+"""The results that a long measurement keeps for later calls."""
 
 from pathlib import Path
 from types import ModuleType
@@ -6,8 +6,8 @@ from types import ModuleType
 import pytest
 
 from modelwright.core.errors import ArtifactError
-from modelwright_claims import run_cache
-from modelwright_claims.run_cache import RunCache, setup_digest
+from modelwright_claims import experiment as run_cache
+from modelwright_claims.experiment import RunCache, setup_digest
 from modelwright_claims.training_run import Processes, Run
 from modelwright_claims.workbench import Size
 
@@ -31,7 +31,7 @@ def test_values_are_there_for_the_next_call(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     cache = RunCache(tmp_path)
     cache.path("key").write_text(text)
-    with pytest.raises(ArtifactError, match=r"\.json: is no result of a run .*delete it"):
+    with pytest.raises(ArtifactError, match=r"\.json: is not the result of a run .*delete it"):
         cache["key"]
     assert cache.path("key").read_text() == text
 

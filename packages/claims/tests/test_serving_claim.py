@@ -18,8 +18,7 @@ from modelwright_claims import open_loop, serving_qps
 from modelwright_claims.claim import Measurement, Verdict
 from modelwright_claims.judging import judge
 from modelwright_claims.open_loop import BURSTY, LOST, POISSON, Load, arrival_times, run_elsewhere, run_load
-from modelwright_claims.serving_qps import FP32, INT8, NAIVE, RATE, USUAL, largest_rate, recovery_s
-from modelwright_claims.serving_sides import OPENVINO, Files
+from modelwright_claims.serving_qps import FP32, INT8, NAIVE, OPENVINO, RATE, USUAL, Files, largest_rate, recovery_s
 
 SERVICE_S = 0.02
 
@@ -88,7 +87,9 @@ def test_arrivals_have_the_rate_and_the_spread_that_is_asked_for() -> None:
 
 
 def test_latencies_count_from_the_planned_time() -> None:
-    """At twice its capacity the last of 25 requests waits for about 12 others, though each is sent at once."""
+    """The server has half the capacity, so the last of 25 requests waits for about 12 others, though each is sent at
+    once.
+    """
     with one_at_a_time() as url:
         result = run_elsewhere(load_on(url, rate=100.0))
     assert result.statuses == {"200": 25}

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from modelwright.core.progress import SilentProgress
-from modelwright_claims import sparse_arms as arms
+from modelwright_claims import sparse_updates as arms
 from modelwright_claims import sparse_updates as claim
+from modelwright_claims.batches import Mixture
 from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.experiment import Runner
 from modelwright_claims.judging import judge
-from modelwright_claims.mixed_text import Mixture
 from modelwright_claims.training_run import Outcome, Run
 from modelwright_claims.workbench import KINDS, Size
 
@@ -149,7 +149,7 @@ def test_sparse_runs_say_what_they_executed(text_folder):
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path, monkeypatch, quick):
-    """The plan of a whole measurement, with runs that only say what they would cost; the rate of 1e-3 is best."""
+    """The plan of a whole measurement, with runs that only say their cost; the rate of 1e-3 is best."""
     made: list[Run] = []
 
     def cost(run: Run) -> float:

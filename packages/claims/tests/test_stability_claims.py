@@ -1,4 +1,4 @@
-"""Claims on stable training: their verdicts, the target of a comparison, and what a loss scale loses."""
+"""Claims on stable training: their verdicts, the target of a comparison, and the losses of a loss scale."""
 
 from dataclasses import replace
 
@@ -10,7 +10,8 @@ from modelwright_claims import stability_bench as bench
 from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.experiment import Samples
 from modelwright_claims.judging import judge
-from modelwright_claims.loss_scaling import Stability, execute_noting_losses, variant
+from modelwright_claims.loss_scaling import GRADIENT_LOST as LOST
+from modelwright_claims.loss_scaling import SKIPPED, STABLE, execute_noting_losses, variant
 from modelwright_claims.training_run import Outcome, Run
 
 SIZE = workbench.Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=8, num_steps=20)
@@ -102,9 +103,7 @@ def test_what_never_gets_there_is_counted_and_named():
 
 def test_a_rival_that_was_never_measured_is_lacking():
     measurement = bench.measurement(
-        LONG,
-        adaptive_clipping.STUDY,
-        {"calm": comparison(PLAIN, PLAIN), "wild batches": comparison(PLAIN, FASTER)},
+        LONG, adaptive_clipping.STUDY, {"calm": comparison(PLAIN, PLAIN), "wild batches": comparison(PLAIN, FASTER)}
     )
     samples = {name: of for name, of in measurement.samples.items() if "fixed at 0.3" not in name}
     lacking = judge(adaptive_clipping.CLAIM, replace(measurement, samples=samples))
@@ -120,32 +119,31 @@ def test_every_arm_is_a_configuration():
         assert len({str(config) for config in configs}) == len(configs)
 
 
-def stability(setting: Setting, arm: str, num_steps: int) -> Stability:
+def stability(setting: Setting, arm: str, num_steps: int) -> dict[str, float]:
     run = replace(variant(replace(SIZE, num_steps=num_steps), loss_scaling.ARMS[arm]), seed=1)
-    return Stability.of(execute_noting_losses(setting, run))
+    return loss_scaling.stability(execute_noting_losses(setting, run))
 
 
 def test_underflow_is_seen_without_a_scale_and_not_with_one(setting):
     """Each gradient is a share of the whole batch, which FP16 may not have; 2^32 is too large at once."""
     arms = (loss_scaling.NONE, "static 2^15", loss_scaling.STATIC, loss_scaling.FP32)
     found = {arm: stability(setting, arm, num_steps=5) for arm in arms}
-    assert found[loss_scaling.FP32].lost == 0.0
-    assert found[loss_scaling.NONE].lost > found["static 2^15"].lost
-    assert found[loss_scaling.STATIC].skipped == 5
-    assert found[loss_scaling.STATIC].stable == 0
+    assert found[loss_scaling.FP32][LOST] == 0.0
+    assert found[loss_scaling.NONE][LOST] > found["static 2^15"][LOST]
+    assert found[loss_scaling.STATIC][SKIPPED] == 5
+    assert found[loss_scaling.STATIC][STABLE] == 0
 
 
 def scaled(*, dynamic: int = 95, none: int = 20, fitting: int = 20, lost: float = 0.5) -> Measurement:
-    def runs(stable: int, share: float) -> list[Stability]:
-        return [Stability(stable=stable + more, skipped=5, lost=share, loss=4.0) for more in (0, 1, 0)]
-
-    found = {arm: runs(95, 0.0) for arm in loss_scaling.ARMS} | {
-        loss_scaling.DYNAMIC: runs(dynamic, 0.0),
-        loss_scaling.NONE: runs(none, lost),
-        loss_scaling.FITS[0]: runs(fitting, 0.0),
-        loss_scaling.STATIC: runs(-1, 1.0),
-    }
-    return loss_scaling.measurement(SIZE, found)
+    runs = dict.fromkeys(loss_scaling.ARMS, (95, 0.0)) | {
+        loss_scaling.DYNAMIC: (dynamic, 0.0), loss_scaling.NONE: (none, lost),
+        loss_scaling.FITS[0]: (fitting, 0.0), loss_scaling.STATIC: (-1, 1.0),
+    }  # fmt: skip
+    samples: dict[str, list[float]] = {}
+    for arm, (stable, share) in runs.items():
+        samples |= {STABLE + arm: [float(stable + more) for more in (0, 1, 0)], SKIPPED + arm: [5.0] * 3}
+        samples |= {LOST + arm: [share] * 3, loss_scaling.LOSS + arm: [4.0] * 3}
+    return Measurement(samples=samples, conditions={"steps": 20})
 
 
 def test_a_dynamic_scale_has_to_beat_no_scale_and_every_static_one():
@@ -167,6 +165,6 @@ def test_what_was_lost_of_the_gradient_has_to_be_in_the_record():
 
 def test_an_update_that_is_skipped_keeps_nothing_of_its_gradient(setting):
     found = stability(setting, loss_scaling.DYNAMIC, num_steps=15)
-    assert 0 < found.skipped < 15
-    assert found.lost >= found.skipped / 15
-    assert found.stable <= 15 - found.skipped
+    assert 0 < found[SKIPPED] < 15
+    assert found[LOST] >= found[SKIPPED] / 15
+    assert found[STABLE] <= 15 - found[SKIPPED]

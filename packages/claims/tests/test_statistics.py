@@ -1,33 +1,8 @@
 import math
-import statistics
 
 import pytest
 
-from modelwright_claims.statistics import (
-    differences,
-    estimate,
-    exact,
-    paired_t_test,
-    percent_above,
-    ratios,
-    t_quantile,
-    two_sided_t,
-)
-
-
-@pytest.mark.parametrize(
-    ("t", "degrees", "p_value"),
-    # Tables of Student's t: critical values at two-sided 0.10, 0.05, 0.02, 0.01.
-    [(6.314, 1, 0.10), (4.303, 2, 0.05), (4.541, 3, 0.02), (2.776, 4, 0.05), (4.032, 5, 0.01), (2.228, 10, 0.05)],
-)
-def test_t_distribution_against_tables(t, degrees, p_value):
-    assert two_sided_t(t, degrees) == pytest.approx(p_value, abs=2e-4)
-    assert two_sided_t(-t, degrees) == two_sided_t(t, degrees)
-
-
-def test_t_distribution_is_normal_in_the_limit():
-    normal = 2 * (1 - statistics.NormalDist().cdf(1.5))
-    assert two_sided_t(1.5, 4000) == pytest.approx(normal, abs=1e-4)
+from modelwright_claims.statistics import differences, estimate, exact, paired_t_test, percent_above, ratios
 
 
 def test_paired_test_looks_at_differences_only():
@@ -37,7 +12,7 @@ def test_paired_test_looks_at_differences_only():
     assert result.mean == pytest.approx(-0.31 / 3)
     assert result.p_value < 0.05
     t = result.mean / (result.std / math.sqrt(3))
-    assert result.p_value == pytest.approx(two_sided_t(t, 2))
+    assert result.p_value == pytest.approx(1 - abs(t) / math.sqrt(2 + t * t)), "Student's t of 2 degrees in closed form"
 
 
 def test_equal_differences():
@@ -51,12 +26,17 @@ def test_one_pair_is_no_comparison():
 
 
 @pytest.mark.parametrize(
-    ("degrees", "quantile"),
-    # Tables of Student's t: one-sided 0.95.
-    [(1, 6.314), (2, 2.920), (4, 2.132), (10, 1.812), (30, 1.697)],
+    ("degrees", "quantile", "p_value"),
+    # Tables of Student's t: one-sided 0.95, which is two-sided 0.10.
+    [(1, 6.314, 0.10), (2, 2.920, 0.10), (4, 2.132, 0.10), (10, 1.812, 0.10), (30, 1.697, 0.10)],
 )
-def test_quantiles_against_tables(degrees, quantile):
-    assert t_quantile(0.95, degrees) == pytest.approx(quantile, abs=1e-3)
+def test_bounds_and_p_values_against_tables(degrees, quantile, p_value):
+    values = [float(number) for number in range(degrees + 1)]
+    found = estimate(values)
+    error = found.spread / math.sqrt(degrees + 1)
+    assert (found.mean - found.lower) / error == pytest.approx(quantile, abs=1e-3)
+    at_the_bound = [value - found.lower for value in values]
+    assert paired_t_test(at_the_bound, [0.0] * len(values)).p_value == pytest.approx(p_value, abs=1e-9)
 
 
 def test_bounds_are_one_sided_by_student_s_t():

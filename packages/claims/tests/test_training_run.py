@@ -1,4 +1,4 @@
-"""One training run of the claims: what decides it, how its processes are started, and what it tells."""
+"""A single training run of the claims: its determinants, the start of its processes, and that it tells."""
 
 import math
 from dataclasses import replace
@@ -14,11 +14,10 @@ from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import single
 from modelwright.train.technique import observer
 from modelwright_claims import training_run, workbench
+from modelwright_claims.batches import CODE, PROSE, RANDOM, SHUFFLED, Mixture, Wild, WildBatches, mixed_stream
 from modelwright_claims.claim import Setting
 from modelwright_claims.launch import run_ranks
-from modelwright_claims.mixed_text import CODE, PROSE, RANDOM, SHUFFLED, Mixture, mixed_stream
 from modelwright_claims.training_run import Outcome, Processes, Run, execute, train_once
-from modelwright_claims.wild_batches import Wild, WildBatches
 from modelwright_claims.workbench import KINDS, Size, packed_rows
 
 SIZE = Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=8, num_steps=6)

@@ -1,4 +1,4 @@
-"""The benchmark beside TRL and PEFT: our side of each job, the arithmetic, what is printed; TRL runs in make bench."""
+"""The benchmark next to TRL and PEFT: our side of each job, the arithmetic, the output; TRL runs in make bench."""
 
 import importlib
 import sys

@@ -1,7 +1,7 @@
 """The measured error of the memory model.
 
-The figures ship with the package in `measured_errors.json`, which `python -m modelwright_claims.planner_errors` writes
-from the committed results; it is never edited by hand.
+The figures ship with the package in `measured_errors.json`; `python -m modelwright_plan.claims.planner_errors` writes
+it from the committed results, and it is never edited by hand.
 """
 
 import json

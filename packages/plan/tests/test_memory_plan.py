@@ -17,11 +17,12 @@ from modelwright.model.config import ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.train.config import TrainConfig
 from modelwright.train.memory.trace import Lifetime, MemoryTimeline, plan_arena
-from modelwright_claims import memory_probe, planned_memory
+from modelwright_claims import memory_probe
 from modelwright_claims.memory_probe import Probe
-from modelwright_claims.planned_memory import Case
 from modelwright_plan import memory_plan
 from modelwright_plan.catalog import MODELS
+from modelwright_plan.claims import planned_memory
+from modelwright_plan.claims.planned_memory import Case
 from modelwright_plan.format_memory import Known, heap_lines, plan_text
 from modelwright_plan.measured import MeasuredError, heap_gap_text
 from modelwright_plan.memory_plan import OffloadTarget, StepPlan, plan_step, trace_step

@@ -9,8 +9,9 @@ from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.estimate.cost import RankPart, block_parameters, rank_memory, root_parameters
 from modelwright.train.memory.activations import ActivationCheckpointingConfig, Segment, block_shape
-from modelwright_claims import memory_probe, zero_memory
+from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import estimated_bytes, probe
+from modelwright_plan.claims import zero_memory
 
 TOLERANCE = 0.10
 SLACK_BYTES = 6 * 2**20

@@ -1,14 +1,15 @@
-"""Claim: a plan made before the first step says what a step will take, and makes it take much less.
+"""Claim: a plan made before the first step predicts the memory of a step, and makes it take much less.
 
-Predicted peaks come from traces on fake tensors, measured ones from steps of THE loop in processes of their own. What
-is planned is what is executed: recomputation, moving and updates in backward, as settings of the loop. What is saved is
-judged in the product as it is: both steps in training's heap, which keeps freed memory and has gaps. Predictions are
+Predicted peaks come from traces on fake tensors, measured ones from steps of THE loop in separate processes. What is
+planned is what is executed: recomputation, moving and updates in backward, as settings of the loop. What is saved is
+judged in the product unchanged: both steps in training's heap, which keeps freed memory and has gaps. Predictions are
 held against a heap without gaps (mapped tensor by tensor, and slow), and for the planned step against training's, too.
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from modelwright.train.memory.offload import DiskStore
 from modelwright.train.memory.trace import MemoryTimeline, plan_arena
 from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.memory_probe import Measured, Probe
-from modelwright_claims.statistics import Estimate, estimate, exact, ratios
+from modelwright_claims.statistics import Estimate, percent_saved, ratios
 from modelwright_plan.catalog import MODELS
 from modelwright_plan.memory_plan import MORE_COMPUTE, OffloadTarget, measure_flops_per_byte, plan_step, trace_step
 
@@ -64,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The same training as configured and as planned.
+    """A training as configured and as planned.
 
     In training's heap, run by run: before, as configured; after, as planned; on_disk, the same of the plan whose
     activations may also wait in a file, empty where it moves nothing. In a heap without gaps: mapped, as configured,
@@ -93,7 +94,7 @@ def measure(setting: Setting) -> Measurement:
     predicted = {name: case.trace().peak_bytes for name, case in cases.items()}
     runs = memory_probe.measure_all([case.probe(case.settings) for case in cases.values()])
     measured = {name: ranks[0].peak_bytes for name, ranks in zip(cases, runs, strict=True)}
-    case = planned_case(quick=setting.quick)
+    case = Case(model=base(num_layers=4 if setting.quick else 12), rows=4 if setting.quick else 8, train={})
     pair = measured_pair(setting, case)
     return measurement(predicted, measured, pair, case, large={} if setting.quick else large_model())
 
@@ -138,11 +139,6 @@ def quick_configurations() -> dict[str, Case]:
     }
 
 
-def planned_case(*, quick: bool) -> Case:
-    """Where activations weigh more than states, as they do at usual batch sizes."""
-    return Case(model=base(num_layers=4 if quick else 12), rows=4 if quick else 8, train={})
-
-
 def measured_pair(setting: Setting, case: Case) -> Pair:
     """Alternately, in processes of their own."""
     seq_len = case.model.max_seq_len
@@ -171,12 +167,12 @@ def measured_pair(setting: Setting, case: Case) -> Pair:
 
 
 def _in_training(case: Case, train: TrainConfig) -> Measured:
-    """With the heap that training has, for as many steps as its gaps take to appear."""
+    """Measure with the heap of training, for the steps that its gaps take to appear."""
     return memory_probe.measure(replace(case.probe(train), num_steps=HEAP_STEPS), own_heap=True)[0]
 
 
 def disk(setting: Setting, case: Case) -> OffloadTarget:
-    """A file beside the measurement's own, at the pace measured now."""
+    """A file next to the measurement's own, at the pace measured now."""
     rates = measure_rates(case.model, num_tokens=case.rows * case.model.max_seq_len, budget_s=2.0)["effective"]
     pace = measure_flops_per_byte(DiskStore(setting.folder), torch.device("cpu"), rates["fp32"])
     return OffloadTarget(tier="disk", flops_per_byte=pace)
@@ -201,7 +197,14 @@ def measurement(
     errors = [100 * (predicted[name] / measured[name] - 1) for name in measured]
     taken = (statistics.median(run.peak_bytes for run in pair.after), pair.mapped_after.peak_bytes)
     errors += [100 * (pair.planned_bytes / one - 1) for one in taken]
-    sides = _sides(pair)
+    with_disk = {WITH_DISK: pair.on_disk} if pair.on_disk else {}
+    sides = {
+        CONFIGURED: pair.before,
+        PLANNED: pair.after,
+        **with_disk,
+        f"{CONFIGURED}, {GAPLESS}": [pair.mapped],
+        f"{PLANNED}, {GAPLESS}": [pair.mapped_after],
+    }
     return Measurement(
         samples={
             MEMORY_ERRORS: errors,
@@ -236,103 +239,69 @@ def _arena_samples(side: str, step: MemoryTimeline) -> dict[str, Sequence[float]
     }
 
 
-def _sides(pair: Pair) -> dict[str, Sequence[Measured]]:
-    with_disk = {WITH_DISK: pair.on_disk} if pair.on_disk else {}
-    return {
-        CONFIGURED: pair.before,
-        PLANNED: pair.after,
-        **with_disk,
-        f"{CONFIGURED}, {GAPLESS}": [pair.mapped],
-        f"{PLANNED}, {GAPLESS}": [pair.mapped_after],
-    }
-
-
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when predictions, savings and the reuse of the executed plan all reach their targets."""
     judgment = Judgment()
+
+    def saved_by(side: str) -> Estimate:
+        """Percent of the peak as configured, neighbor by neighbor."""
+        return percent_saved(samples[f"{PEAK}{side}"], samples[f"{PEAK}{CONFIGURED}"])
+
+    def time_of(side: str) -> Estimate:
+        return ratios(samples[f"{STEP}{side}"], samples[f"{STEP}{CONFIGURED}"])
+
+    def reuse(side: str) -> float:
+        return 100 * (1 - samples[f"{ARENA}{side}"][0] / samples[f"{MADE}{side}"][0])
+
     errors = samples[MEMORY_ERRORS]
-    worst = max(map(abs, errors))
-    judgment.said.append(f"predicted peaks are at most {worst:.1f}% off over {len(errors)} measurements (bytes, exact)")
-    judgment.at_most("predicted peaks' largest error", exact(worst), ERROR_TARGET, "%")
-    with judgment.part():
-        saved = saved_by(samples, PLANNED)
-        judgment.figures["peak saved by the plan"] = saved.figure("%")
-        judgment.said.append(f"in training the plan takes {saved.mean:.0f}% less memory")
-        judgment.at_least("peak saved by the plan", saved, SAVED_TARGET, "%")
-    with judgment.part():
-        more = 100 * (samples[f"{FLOPS}{PLANNED}"][0] / samples[f"{FLOPS}{CONFIGURED}"][0] - 1)
-        judgment.figures["more FLOPs"] = Figure(value=more, unit="%")
-        judgment.said.append(f"for {more:.1f}% more FLOPs")
-        judgment.at_most("more FLOPs", exact(more), 100 * MORE_COMPUTE, "%")
-    with judgment.part():
-        reuse = 100 * (1 - samples[f"{ARENA}{PLANNED}"][0] / samples[f"{MADE}{PLANNED}"][0])
-        judgment.figures["bytes reused by the executed plan"] = Figure(value=reuse, unit="%")
-        judgment.said.append(f"{reuse:.1f}% of the bytes that its step makes are reuse (published {REUSE_TARGET}%)")
-        judgment.at_least("bytes reused by the executed plan", exact(reuse), REUSE_TARGET, "%")
-    judgment.figures["predicted peaks' largest error"] = Figure(value=worst, unit="%")
-    for add in (_add_times, _add_heaps, _add_arena, _add_errors, _add_large):
-        with judgment.beside():
-            add(judgment, samples)
-    return judgment.verdict()
-
-
-def saved_by(samples: Samples, side: str) -> Estimate:
-    """Percent of the peak as configured, neighbor by neighbor."""
-    pairs = zip(samples[f"{PEAK}{side}"], samples[f"{PEAK}{CONFIGURED}"], strict=True)
-    return estimate([100 * (1 - own / other) for own, other in pairs])
-
-
-def _add_times(judgment: Judgment, samples: Samples) -> None:
-    times = ratios(samples[f"{STEP}{PLANNED}"], samples[f"{STEP}{CONFIGURED}"])
-    judgment.figures["time of a planned step"] = times.figure("x")
-    moved = samples["bytes moved by a step planned with a disk"][0]
-    judgment.figures["moved by a step planned with a disk"] = Figure(value=moved / 2**20, unit="MiB")
-    if f"{PEAK}{WITH_DISK}" not in samples:
-        judgment.said.append("one that may also use a disk moves nothing")
-        return
-    saved = saved_by(samples, WITH_DISK)
-    times = ratios(samples[f"{STEP}{WITH_DISK}"], samples[f"{STEP}{CONFIGURED}"])
-    judgment.figures["peak saved by the plan with a disk"] = saved.figure("%")
-    judgment.figures["time of a step planned with a disk"] = times.figure("x")
-    judgment.said.append(f"one that may also use a disk takes {saved.mean:.0f}% less at {times.mean:.2f}x the time")
-
-
-def _add_heaps(judgment: Judgment, samples: Samples) -> None:
-    """How much more than a heap without gaps training's heap takes at its peaks."""
-    sides = (CONFIGURED, PLANNED)
-    peaks = {name: statistics.median(samples[PEAK + name]) for side in sides for name in (side, f"{side}, {GAPLESS}")}
-    gapless, planned = peaks[f"{CONFIGURED}, {GAPLESS}"], peaks[f"{PLANNED}, {GAPLESS}"]
-    gaps = {
-        HEAP_GAPS: 100 * (peaks[CONFIGURED] / gapless - 1),
-        PLANNED_HEAP_GAPS: 100 * (peaks[PLANNED] / planned - 1),
-    }
-    judgment.figures |= {name: Figure(value=value, unit="%") for name, value in gaps.items()}
-    judgment.said.append("; ".join(f"{name} {value:.0f}%" for name, value in gaps.items()))
-
-
-def _add_arena(judgment: Judgment, samples: Samples) -> None:
-    above = 100 * (samples[f"{ARENA}{PLANNED}"][0] / samples[f"{LIVE}{PLANNED}"][0] - 1)
-    judgment.figures["arena above its lower bound"] = Figure(value=above, unit="%")
-    made = samples[f"{MADE}{CONFIGURED}"][0]
-    reuse = 100 * (1 - samples[f"{ARENA}{CONFIGURED}"][0] / made)
-    judgment.figures["bytes reused in an arena as configured"] = Figure(value=reuse, unit="%")
-    gapless = f"{CONFIGURED}, {GAPLESS}"
-    above_states = samples[PEAK + gapless][0] - samples[STATES + gapless][0]
-    judgment.figures["bytes reused by a real heap"] = Figure(value=100 * (1 - above_states / made), unit="%")
-
-
-def _add_errors(judgment: Judgment, samples: Samples) -> None:
+    worst, what = max(map(abs, errors)), "predicted peaks' largest error"
+    say = f"predicted peaks are at most {{0.mean:.1f}}% off over {len(errors)} measurements (bytes, exact)"
+    judgment.ask("", worst, "%", "<=", ERROR_TARGET, what=what, say=say)
+    saved, say = partial(saved_by, PLANNED), "in training the plan takes {0.mean:.0f}% less memory"
+    judgment.ask("peak saved by the plan", saved, "%", ">=", SAVED_TARGET, say=say)
+    more, say = f"{FLOPS}{PLANNED}", "for {0.mean:.1f}% more FLOPs"
+    judgment.ask(
+        "more FLOPs", lambda: 100 * (samples[more][0] / samples[f"{FLOPS}{CONFIGURED}"][0] - 1), "%", "<=",
+        100 * MORE_COMPUTE, say=say,
+    )  # fmt: skip
+    say = f"{{0.mean:.1f}}% of the bytes that its step makes are reuse (published {REUSE_TARGET}%)"
+    judgment.ask("bytes reused by the executed plan", partial(reuse, PLANNED), "%", ">=", REUSE_TARGET, say=say)
+    judgment.ask(what, worst, "%")
+    with judgment.beside():
+        judgment.ask("time of a planned step", time_of(PLANNED), "x")
+        moved = samples["bytes moved by a step planned with a disk"][0]
+        judgment.ask("moved by a step planned with a disk", moved / 2**20, "MiB")
+        if f"{PEAK}{WITH_DISK}" not in samples:
+            judgment.said.append("one that may also use a disk moves nothing")
+        else:
+            saved_mb, times = saved_by(WITH_DISK), time_of(WITH_DISK)
+            judgment.ask("peak saved by the plan with a disk", saved_mb, "%")
+            judgment.ask("time of a step planned with a disk", times, "x")
+            judgment.said.append(
+                f"one that may also use a disk takes {saved_mb.mean:.0f}% less at {times.mean:.2f}x the time"
+            )
+    with judgment.beside():  # how much more than a heap without gaps training's heap takes at its peaks
+        gaps = {
+            name: 100 * (statistics.median(samples[PEAK + side]) / samples[f"{PEAK}{side}, {GAPLESS}"][0] - 1)
+            for name, side in ((HEAP_GAPS, CONFIGURED), (PLANNED_HEAP_GAPS, PLANNED))
+        }
+        for name, value in gaps.items():
+            judgment.ask(name, value, "%")
+        judgment.said.append("; ".join(f"{name} {value:.0f}%" for name, value in gaps.items()))
+    with judgment.beside():
+        above = samples[f"{ARENA}{PLANNED}"][0] / samples[f"{LIVE}{PLANNED}"][0] - 1
+        judgment.ask("arena above its lower bound", 100 * above, "%")
+        judgment.ask("bytes reused in an arena as configured", reuse(CONFIGURED), "%")
+        gapless = f"{CONFIGURED}, {GAPLESS}"
+        held = samples[PEAK + gapless][0] - samples[STATES + gapless][0]
+        judgment.ask("bytes reused by a real heap", 100 * (1 - held / samples[f"{MADE}{CONFIGURED}"][0]), "%")
     for name in names_between(samples, PREDICTED):
         predicted, measured = samples[PREDICTED + name]
-        error = Figure(value=100 * (predicted / measured - 1), unit="%")
-        judgment.figures[f"predicted peak's error, {name}"] = error
-
-
-def _add_large(judgment: Judgment, samples: Samples) -> None:
+        judgment.ask(f"predicted peak's error, {name}", 100 * (predicted / measured - 1), "%")
     large = {name: samples[f"{LARGE}, {name}"][0] for name in names_between(samples, f"{LARGE}, ")}
-    judgment.figures |= {f"{LARGE}, {name}": Figure(value=of / 1e9, unit="GB") for name, of in large.items()}
+    judgment.show(samples, [f"{LARGE}, {name}" for name in large], "GB", 1e-9)
     if large:
-        judgment.said.append(_large_words(large, max(map(abs, samples[MEMORY_ERRORS]))))
+        judgment.said.append(_large_words(large, worst))
+    return judgment.verdict()
 
 
 def _large_words(large: Mapping[str, float], error: float) -> str:
@@ -346,8 +315,8 @@ def _large_words(large: Mapping[str, float], error: float) -> str:
     )
 
 
-CLAIM = Claim(
-    name="planned_memory",
+CLAIM = declared(
+    __name__,
     statement="A memory planner that knows every tensor's lifetime before training shares buffers among them and cuts "
     "the memory of a step by more than half.",
     source="the figures that this project set out to test, which name no source of their own; method: Chen et al. 2016 "
@@ -358,6 +327,4 @@ CLAIM = Claim(
     "counted while they ran; reuse: 1 - the least arena of the step / all bytes that it makes",
     target=f"{REUSE_TARGET}% reuse in the arena of the executed plan; predictions within {ERROR_TARGET:.0f}%; a peak "
     f"{SAVED_TARGET:.0f}% lower for at most {100 * MORE_COMPUTE:.0f}% more FLOPs",
-    measure=measure,
-    judge=judge,
 )

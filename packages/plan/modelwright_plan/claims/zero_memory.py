@@ -11,7 +11,7 @@ from modelwright.pipeline.estimate.layout import TrainingJob
 from modelwright.train.memory.activations import Segment, block_shape
 from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.memory_probe import Measured, Probe
 from modelwright_claims.statistics import estimate
@@ -47,7 +47,7 @@ def measure(setting: Setting) -> Measurement:
 
 
 def probe(model: ModelConfig, zero_stage: ZeroStage, num_ranks: int) -> Probe:
-    """One row for each rank."""
+    """A single row for each rank."""
     return memory_probe.fp32_probe(
         model, rows=num_ranks, parallel=ParallelConfig(zero_stage=zero_stage, shared_memory=False)
     )
@@ -59,7 +59,7 @@ def theory_bytes(num_parameters: int, sharded: str, num_ranks: int) -> float:
 
 
 def estimated_bytes(model: ModelConfig, zero_stage: ZeroStage, num_ranks: int) -> int:
-    """What the planner says of the peak."""
+    """Return the planner's estimate of the peak."""
     part = RankPart(
         segments=(Segment(num_layers=1, recompute=False),) * model.num_layers,
         shape=block_shape(
@@ -125,7 +125,6 @@ def measurement(
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when states are within `TARGET` percent of theory in every case, and so is the planner's peak."""
     judgment = Judgment()
     cases = names_between(samples, STATES)
     off = []
@@ -137,43 +136,30 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     sizes = list(map(abs, samples[MEMORY_ERRORS]))
     errors = [estimate(sizes[start : start + repeats]) for start in range(0, len(sizes), repeats)]
     worst, worst_error = (max(each, key=lambda one: one.mean) for each in (off, errors))
-    judgment.figures |= {
-        "largest error of states against theory": worst.figure("%"),
-        "planner's largest error": worst_error.figure("%"),
-        **{
-            f"states on a rank, {case}": estimate([value / 2**20 for value in samples[STATES + case]]).figure("MiB")
-            for case in cases
-        },
-    }
+    what = "largest error of states"
+    judgment.ask("largest error of states against theory", worst, "%", "<=", TARGET, what=what)
+    judgment.ask("planner's largest error", worst_error, "%", "<=", TARGET)
+    judgment.show(samples, {f"states on a rank, {case}": STATES + case for case in cases}, "MiB", 1 / 2**20)
     judgment.said.append(
         f"states at most {worst.mean:.1f}% off theory over {len(cases)} cases, the planner's peaks "
         f"{worst_error.mean:.1f}% (resident memory)"
     )
-    judgment.at_most("largest error of states", worst, TARGET, "%")
-    judgment.at_most("planner's largest error", worst_error, TARGET, "%")
-    with judgment.beside():
-        _say_large(judgment, samples)
+    with judgment.beside():  # what the planner says of a model of the published size
+        states = samples[PLANNED + "states"][0] / 1e12
+        judgment.ask("175B, states in all, planned", states, "TB")
+        judgment.said.append(
+            f"a model of {MODELS[LARGE].num_parameters / 1e9:.0f} billion parameters has {states:.2f} TB of states "
+            "here (16 bytes a parameter: FP32 weights, gradients and Adam), which dividing does not make less in all"
+        )
+        devices, each = samples[PLANNED + "devices"][0], samples[PLANNED + "per device"][0]
+        judgment.ask("175B, 80 GB devices needed, planned", devices)
+        judgment.ask("175B, on each device, planned", each / 1e9, "GB")
+        judgment.ask("175B, in all, planned", devices * each / 1e12, "TB")
     return judgment.verdict()
 
 
-def _say_large(judgment: Judgment, samples: Samples) -> None:
-    """What the planner says of a model of the published size."""
-    states = samples[PLANNED + "states"][0]
-    judgment.figures["175B, states in all, planned"] = Figure(value=states / 1e12, unit="TB")
-    judgment.said.append(
-        f"a model of {MODELS[LARGE].num_parameters / 1e9:.0f} billion parameters has {states / 1e12:.2f} TB of states "
-        "here (16 bytes a parameter: FP32 weights, gradients and Adam), which dividing does not make less in all"
-    )
-    devices, each = samples[PLANNED + "devices"][0], samples[PLANNED + "per device"][0]
-    judgment.figures |= {
-        "175B, 80 GB devices needed, planned": Figure(value=devices, unit=""),
-        "175B, on each device, planned": Figure(value=each / 1e9, unit="GB"),
-        "175B, in all, planned": Figure(value=devices * each / 1e12, unit="TB"),
-    }
-
-
-CLAIM = Claim(
-    name="zero_memory",
+CLAIM = declared(
+    __name__,
     statement="Dividing optimizer states, gradients and parameters among n ranks leaves each with an n-th of "
     "the states.",
     source="Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020 "
@@ -182,6 +168,4 @@ CLAIM = Claim(
     compared="memory held between steps and peak of a step on one rank of 1, 2, 4 and 8, by ZeRO stage, against "
     "12 bytes a parameter over n and against the planner; the large model by the planner alone",
     target=f"states within {TARGET:.0f}% of theory and the planner's peaks within {TARGET:.0f}% of what was measured",
-    measure=measure,
-    judge=judge,
 )

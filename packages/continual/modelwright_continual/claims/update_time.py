@@ -14,7 +14,7 @@ from typing import Any
 from modelwright.core.progress import SilentProgress
 from modelwright.pipeline.config import RunConfig
 from modelwright.recipes.load import load
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import Estimate, estimate
 from modelwright_continual.benchmark import Task
@@ -96,37 +96,29 @@ def samples_of(results: Sequence[DemoResult], verdict: GateVerdict) -> dict[str,
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the new model serves within `MOST_HOURS`, no request failed, and old texts are at most `MOST_FORGOTTEN`
-    percent worse by the gate's upper bound."""
     judgment = Judgment()
     judgment.require(all(samples[ENDED]), f"the loop ended with {conditions['ended']}, so no new model is served")
     judgment.require(not sum(samples[FAILED]), f"{sum(samples[FAILED]):.0f} requests failed")
     with judgment.part():
         hours = estimate([seconds / 3600 for seconds in samples[HANDSOFF]])
-        judgment.figures["hands-off time"] = hours.figure("h")
-        judgment.figures["shorter than a week"] = Figure(value=BEFORE_HOURS / hours.mean, unit="x")
-        judgment.at_most("hands-off time", hours, MOST_HOURS, " h")
+        judgment.ask("hands-off time", hours, "h", "<=", MOST_HOURS)
+        judgment.ask("shorter than a week", BEFORE_HOURS / hours.mean, "x")
         judgment.said.append(f"{60 * hours.mean:.1f} minutes from the changed traffic to the new model in service")
-    with judgment.beside():
-        judgment.figures["whole demonstration"] = Figure(value=samples[WHOLE][0] / 60, unit="min")
+    judgment.note("whole demonstration", lambda: samples[WHOLE][0] / 60, "min")
     for name in CHANGES:
         with judgment.part():
             change, lower, upper = samples[f"change of {name}"]
             found = Estimate(mean=change, spread=0.0, count=2, lower=lower, upper=upper)
-            judgment.figures[f"change of {name}"] = found.figure("%")
-            judgment.said.append(f"{name} {change:+.2f}%")
-            if name == OLD:
-                judgment.at_most(f"change of {name}", found, MOST_FORGOTTEN, "%")
-            else:
-                judgment.below(f"change of {name}", found, 0.0, "%")
+            limit = ("<=", MOST_FORGOTTEN) if name == OLD else ("<", 0.0)
+            judgment.ask(f"change of {name}", found, "%", *limit, say=name + " {0.mean:+.2f}%")
         with judgment.beside():
             for which, bits in zip(MODELS, samples[f"bits per byte, {name}"], strict=True):
-                judgment.figures[f"{name}, {which}"] = Figure(value=bits, unit="bits per byte")
+                judgment.ask(f"{name}, {which}", bits, "bits per byte")
     return judgment.verdict()
 
 
-CLAIM = Claim(
-    name="update_time",
+CLAIM = declared(
+    __name__,
     statement="A model is updated within 8 hours of a change of the traffic, with nobody's help and without "
     "forgetting.",
     source="published with the system's description, without a paper",
@@ -137,6 +129,4 @@ CLAIM = Claim(
     target=f"at most {MOST_HOURS:g} hours, no failed request, old texts at most {MOST_FORGOTTEN:g}% worse and new ones "
     "better (the gate's bounds)",
     headline=("hands-off time", f"change of {OLD}", f"change of {NEW}"),
-    measure=measure,
-    judge=judge,
 )

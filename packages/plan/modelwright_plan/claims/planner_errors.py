@@ -1,4 +1,4 @@
-"""The planner's measured errors, taken from the results: `python -m modelwright_claims.planner_errors`.
+"""The planner's measured errors, taken from the results: `python -m modelwright_plan.claims.planner_errors`.
 
 The product ships them as data, so that `modelwright plan` can state them without the results.
 """
@@ -12,8 +12,8 @@ from typing import Any
 import modelwright_plan
 from modelwright.core.artifacts import write_atomic
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
-from modelwright_claims.planned_memory import HEAP_GAPS, PLANNED_HEAP_GAPS
 from modelwright_claims.results import all_figures, read_results
+from modelwright_plan.claims.planned_memory import HEAP_GAPS, PLANNED_HEAP_GAPS
 from modelwright_plan.measured import DATA_FILE, MeasuredError
 
 RESULTS = Path("benchmarks/results")

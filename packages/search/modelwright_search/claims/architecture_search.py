@@ -7,14 +7,14 @@ synchronous.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from modelwright.core.progress import SilentProgress
 from modelwright.recipes.load import load
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import estimate, exact, percent_above
+from modelwright_claims.statistics import percent_above
 from modelwright_search.config import SearchConfig
 from modelwright_search.result import PROMISE_MARGIN, Contender, SearchResult
 from modelwright_search.run import search
@@ -72,7 +72,7 @@ def samples_of(result: SearchResult) -> dict[str, list[float]]:
 
 
 def _samples_of(contender: Contender) -> dict[str, list[float]]:
-    """A training that failed has an infinite loss; a strategy that has trained nothing has no losses."""
+    """A training that failed has an infinite loss; a strategy that has trained nothing is without losses."""
     name, losses = contender.bench.strategy, [math.inf if loss is None else loss for loss in contender.losses]
     spent = {SPENT + name: [contender.bench.spent]}
     return spent | ({SEARCHED + name: losses[:1], UNSEEN + name: losses[1:]} if losses else {})
@@ -93,17 +93,21 @@ def conditions_of(result: SearchResult, wish: SearchConfig) -> Conditions:
     }
 
 
+def _spent_enough(samples: Samples, rival: str) -> tuple[bool, str]:
+    """Return whether a rival spent `LEAST_SPENT` of the budget, and what to say if it did not."""
+    (spent,), (budget,) = samples[SPENT + rival], samples[BUDGET]
+    return spent >= LEAST_SPENT * budget, f"{rival} spent {spent:.2f} trainings of {budget:g}"
+
+
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the searched shape's loss on unseen seeds is below that of each rival, the searching strategy kept to
-    the budget, the drawing rivals spent nearly all of theirs, and the winner's latency is within a tenth of what was
-    promised. `scaled` ends when it has no further shape; the reason says so where it left much of its budget."""
+    """`scaled` ends when its shapes are exhausted; the reason says so where it left much of its budget."""
     judgment = Judgment()
     for rival in RIVALS:
-        with judgment.part():
-            above = percent_above(samples[UNSEEN + SEARCHING], samples[UNSEEN + rival])
-            judgment.figures[f"loss of the searched shape above that of {rival}"] = above.figure("%")
-            judgment.below(f"loss above {rival}", above, 0.0, "%")
-            judgment.said.append(f"{above.mean:+.2f}% beside {rival}")
+        judgment.ask(
+            f"loss of the searched shape above that of {rival}",
+            lambda rival=rival: percent_above(samples[UNSEEN + SEARCHING], samples[UNSEEN + rival]), "%", "<", 0.0,
+            what=f"loss above {rival}", say="{0.mean:+.2f}% beside " + rival,
+        )  # fmt: skip
     with judgment.part():
         (spent,), (budget,) = samples[SPENT + SEARCHING], samples[BUDGET]
         judgment.require(spent <= budget + TOLERANCE, f"{SEARCHING} spent {spent:.3f} trainings of {budget:g}")
@@ -117,33 +121,20 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     with judgment.part():
         (promised,), (measured,) = samples[PROMISED], samples[MEASURED]
         gap = 100 * (measured / promised - 1)
-        judgment.figures["latency beside the promise"] = Figure(value=gap, unit="%")
         judgment.require(
             abs(gap) <= 100 * PROMISE_MARGIN,
             f"the winner decodes in {measured:.3f} ms a token, promised {promised:.3f} ({gap:+.1f}%)",
         )
-        judgment.said.append(f"searched by {SEARCHING}; latency {gap:+.1f}% beside the promise")
-    _costs(judgment, samples)
+        say = f"searched by {SEARCHING}; latency {gap:+.1f}% beside the promise"
+        judgment.ask("latency beside the promise", gap, "%", say=say)
+    for name in (SEARCHING, *RIVALS):
+        judgment.show(samples, {f"held-out loss on unseen seeds, {name}": UNSEEN + name}, "nats")
+        judgment.show(samples, [SPENT + name], "trainings")
     return judgment.verdict()
 
 
-def _spent_enough(samples: Samples, rival: str) -> tuple[bool, str]:
-    """Whether a rival spent `LEAST_SPENT` of the budget, and what to say if it did not."""
-    (spent,), (budget,) = samples[SPENT + rival], samples[BUDGET]
-    return spent >= LEAST_SPENT * budget, f"{rival} spent {spent:.2f} trainings of {budget:g}"
-
-
-def _costs(judgment: Judgment, samples: Samples) -> None:
-    names: Sequence[str] = [SEARCHING, *RIVALS]
-    for name in names:
-        with judgment.beside():
-            judgment.figures[f"held-out loss on unseen seeds, {name}"] = estimate(samples[UNSEEN + name]).figure("nats")
-        with judgment.beside():
-            judgment.figures[SPENT + name] = exact(samples[SPENT + name][0]).figure("trainings")
-
-
-CLAIM = Claim(
-    name="architecture_search",
+CLAIM = declared(
+    __name__,
     statement="A search finds a better shape than random draws, successive halving and the standard shape scaled, at "
     "the same budget.",
     source="Yu et al., BigNAS, ECCV 2020 (arXiv:2003.11142); Li and Talwalkar, Random Search and Reproducibility for "
@@ -155,10 +146,5 @@ CLAIM = Claim(
     target=f"a lower held-out loss than each of them on {NUM_UNSEEN} unseen seeds, random draws and halving having "
     f"spent at least {100 * LEAST_SPENT:.0f}% of the budget, and the winner's latency within "
     f"{100 * PROMISE_MARGIN:.0f}% of the promise",
-    headline=(
-        *(f"loss of the searched shape above that of {rival}" for rival in RIVALS),
-        "latency beside the promise",
-    ),
-    measure=measure,
-    judge=judge,
+    headline=(*(f"loss of the searched shape above that of {rival}" for rival in RIVALS), "latency beside the promise"),
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from modelwright_claims.spot_simulation import Presence, simulate
+from modelwright_plan.claims.interrupted_run import Presence, simulate
 from modelwright_plan.intervals import CheckpointCosts, daly_interval_s, expected_wall_s
 
 HOUR = 3600.0

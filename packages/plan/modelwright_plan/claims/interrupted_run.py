@@ -1,38 +1,104 @@
 """Claim: the plan of a job on spot instances predicts the wall time of a real, interrupted run within 15%.
 
 `modelwright run` trains in a process that is interrupted by a script: killed by SIGKILL at once, or told by SIGTERM 30
-seconds before. What a checkpoint and a recovery cost is measured first, on a run without and on one with a single
-interruption, as `modelwright plan spot --run` takes it; a simulation of the same checkpoints, losses and recoveries
-then gets the script's periods, and its wall time is compared with the measured one. Notices that are waited out and
-absences are as long in both, so the error without them stands beside it.
+seconds before. The costs of a checkpoint and of a recovery are measured first, on a run without and on one with a
+single interruption, as `modelwright plan spot --run` takes it; a simulation of the same checkpoints, losses and
+recoveries then gets the script's periods, and its wall time is compared with the measured one. Notices that are waited
+out and absences are as long in both, so the error without them stands next to it.
 """
 
+import math
 import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import read_manifest
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.pipeline.run import execute
 from modelwright.recipes.load import load
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
-from modelwright_claims.spot_simulation import Presence, simulate
 from modelwright_claims.statistics import estimate
 from modelwright_plan.intervals import CheckpointCosts
 from modelwright_plan.run_cost import measured_recovery_s, measured_stall_s
+
+MOST_PERIODS = 200_000
+"""A job that needs more periods of presence never ends: with one in an hour they are 23 years."""
+
+
+@dataclass(frozen=True)
+class Presence:
+    """Instances run for `up_s` seconds, then missing for `down_s`. Of the former, the job knows for the last
+    `notice_s` seconds that they end: it saves its state and stops.
+    """
+
+    up_s: float
+    down_s: float
+    notice_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpotOutcome:
+    """The uses of the time of a job, in seconds."""
+
+    wall_s: float
+    spot_s: float
+    """Time on the instances: work, stalls, lost work and recoveries."""
+    lost_s: float = 0.0
+    """Work since the last checkpoint, and recoveries, that an interruption ended."""
+    num_interruptions: int = 0
+
+
+def simulate(work_s: float, *, interval_s: float, costs: CheckpointCosts, periods: Iterable[Presence]) -> SpotOutcome:
+    """Run the job on spot instances until it is done. The first start takes no recovery.
+
+    An interruption that is announced early enough for a checkpoint loses nothing but the time of its notice. Raises
+    `ConfigError` if no period of presence is ever long enough for a recovery and a checkpoint.
+    """
+    left_s, wall_s, spot_s, lost_s = work_s, 0.0, 0.0, 0.0
+    starts_new = True
+    for number, period in enumerate(islice(periods, MOST_PERIODS)):
+        recovery_s = 0.0 if starts_new else costs.recovery_s
+        useful_s = period.up_s - period.notice_s - recovery_s
+        needed_s = left_s + (math.ceil(left_s / interval_s - 1e-9)) * costs.stall_s
+        if useful_s >= needed_s:
+            busy_s = recovery_s + needed_s
+            return SpotOutcome(wall_s=wall_s + busy_s, spot_s=spot_s + busy_s, lost_s=lost_s, num_interruptions=number)
+        saved_s, gone_s = _saved(useful_s, left_s, interval_s, costs, period.notice_s)
+        left_s -= saved_s
+        lost_s += gone_s if useful_s >= 0 else period.up_s - period.notice_s
+        wall_s += period.up_s + period.down_s
+        spot_s += period.up_s
+        starts_new = starts_new and period.up_s == 0
+    raise ConfigError(f"interval: {interval_s:.0f} s of work between checkpoints never end; choose a shorter one")
+
+
+def _saved(
+    useful_s: float, left_s: float, interval_s: float, costs: CheckpointCosts, notice_s: float
+) -> tuple[float, float]:
+    """Seconds of work that a presence with `useful_s` seconds for work and checkpoints saves, and those of work and of
+    an unfinished checkpoint that are lost at its end.
+    """
+    segment_s = interval_s + costs.stall_s
+    num_whole = max(0, math.floor(useful_s / segment_s))
+    saved_s, rest_s = num_whole * interval_s, useful_s - num_whole * segment_s
+    if rest_s > 0 and notice_s >= costs.stall_s:
+        return min(left_s, saved_s + min(rest_s, interval_s)), 0.0
+    return saved_s, rest_s
+
 
 MOST_OFF = 15.0
 """Percent of the measured wall time."""
@@ -150,7 +216,7 @@ def run_through(folder: Path, periods: Sequence[Presence]) -> tuple[float, int]:
 
 @contextmanager
 def _started(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that runs what is left in a folder; killed at the end of the block."""
+    """A process that runs the rest of a folder; killed at the end of the block."""
     command = [sys.executable, "-m", "modelwright.cli.main", "run", str(folder)]
     with open(folder.with_suffix(".log"), "ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -162,8 +228,8 @@ def _started(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _ends(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    """Wait until a moment for the process to end by itself. Raises `ModelwrightError` if it ended with an error that is
-    not the answer to SIGTERM.
+    """Wait until a moment for the process to end without a signal. Raises `ModelwrightError` if it ended with an error
+    that is not the answer to SIGTERM.
     """
     try:
         code = process.wait(max(0.0, deadline - time.monotonic()))
@@ -198,42 +264,36 @@ def _conditions(course: Course, whole_s: float, costs: CheckpointCosts, num_stal
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when every predicted wall time is within `MOST_OFF` percent of the measured one, and all runs end with the
-    weights of the run without interruptions."""
     judgment = Judgment()
+
+    def errors_without(left_out: Sequence[float]) -> list[float]:
+        """Percent of the measured times, without some seconds of each run in both of its times."""
+        runs = zip(samples[PREDICTED], samples[MEASURED], left_out, strict=True)
+        return [100 * ((predicted - fixed) / (measured - fixed) - 1) for predicted, measured, fixed in runs]
+
+    def shown(errors: Sequence[float]) -> str:
+        return ", ".join(f"{error:+.1f}%" for error in errors)
+
     with judgment.part():
-        errors = list(_errors(samples))
+        errors = errors_without([0.0] * len(samples[MEASURED]))
         worst = max(map(abs, errors))
-        judgment.figures["largest error of the predicted wall time"] = Figure(value=worst, unit="%")
-        judgment.figures["predicted above measured"] = estimate(errors).figure("%")
+        judgment.ask("largest error of the predicted wall time", worst, "%")
+        judgment.ask("predicted above measured", estimate(errors), "%")
         judgment.require(worst <= MOST_OFF, f"a predicted wall time is {worst:.1f}% off, not at most {MOST_OFF:g}%")
-        judgment.said.append(
-            ", ".join(f"{error:+.1f}%" for error in errors) + " beside the measured wall time of interrupted runs"
-        )
+        judgment.said.append(f"{shown(errors)} beside the measured wall time of interrupted runs")
     with judgment.beside():
-        own = list(_errors(samples, without=samples[FIXED]))
-        judgment.figures["largest error without notices and absences"] = Figure(value=max(map(abs, own)), unit="%")
-        judgment.said.append(
-            ", ".join(f"{error:+.1f}%" for error in own) + " without the notices and absences that both times contain"
-        )
+        own = errors_without(samples[FIXED])
+        judgment.ask("largest error without notices and absences", max(map(abs, own)), "%")
+        judgment.said.append(f"{shown(own)} without the notices and absences that both times contain")
     with judgment.part():
         judgment.require(all(samples[SAME]), "an interrupted run ended with other weights")
         judgment.said.append(f"{sum(samples[INTERRUPTIONS]):.0f} interruptions, same weights")
-    for name in (PREDICTED, MEASURED):
-        with judgment.beside():
-            judgment.figures[name] = estimate(samples[name]).figure("s")
+    judgment.show(samples, [PREDICTED, MEASURED], "s")
     return judgment.verdict()
 
 
-def _errors(samples: Samples, without: Sequence[float] = ()) -> Iterator[float]:
-    """Percent of the measured times. without: seconds of each run that are left out of both of its times."""
-    left_out = without or [0.0] * len(samples[MEASURED])
-    for predicted, measured, fixed in zip(samples[PREDICTED], samples[MEASURED], left_out, strict=True):
-        yield 100 * ((predicted - fixed) / (measured - fixed) - 1)
-
-
-CLAIM = Claim(
-    name="interrupted_run",
+CLAIM = declared(
+    __name__,
     statement="The plan of a job on spot instances predicts the wall time of an interrupted run within 15%.",
     source="Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 2006",
     published="a model of expected time; no comparison with a training run",
@@ -242,6 +302,4 @@ CLAIM = Claim(
     target=f"every predicted wall time within {MOST_OFF:g}% of the measured one, and the weights of an "
     "uninterrupted run",
     headline=("largest error of the predicted wall time", "predicted above measured"),
-    measure=measure,
-    judge=judge,
 )

@@ -2,51 +2,132 @@
 half of its compute at most.
 
 A model learns the documentation of the standard library; then three updates bring that of NumPy, that of PyTorch, and
-code, each by the product's own update (`continual.update`) with a share of rows that it replays by itself from all runs
-before: the update after the first has texts of two bodies to draw from, the next of three. Beside them stands one model
-of the same size that learned all four bodies from random weights with the compute of the first model and its updates
-together: the capacity floor. Losses are bits per byte of held-out modules; the share of replay is chosen on one half of
-these documents and reported on the other.
+code, each by the product's own update (`continual.update`) with a share of rows that it replays without help from all
+runs before: the update after the first has texts of two bodies to draw from, the next of three. Next to them is one
+model of the same size that learned all four bodies from random weights with the compute of the first model and its
+updates together: the capacity floor. Losses are bits per byte of held-out modules; the share of replay is chosen on
+one half of these documents and reported on the other.
 """
 
+import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import is_finished
+from modelwright.core.artifacts import is_finished, write_atomic
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
+from modelwright.core.seeds import derive_seed
+from modelwright.data.document import Document
+from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.records import record_costs
 from modelwright.model.hf import load_model
 from modelwright.pipeline.models import find_model
-from modelwright_claims import product_runs, update_texts
-from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
-from modelwright_claims.experiment import open_cache
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
-from modelwright_claims.product_runs import facts_of, make_run, side_by_side
-from modelwright_claims.statistics import estimate, percent_above, ratios
-from modelwright_claims.update_texts import OLD, UPDATES, UpdateTexts, write_texts
-from modelwright_continual.benchmark import (
-    HALVES,
-    TASKS,
-    Benchmark,
-    Half,
-    Task,
-    freeze_benchmark,
-    load_benchmark,
-)
+from modelwright_claims.product_runs import SeedJob, by_seed, facts_of, make, make_run
+from modelwright_claims.statistics import Estimate, estimate, percent_above, ratios
+from modelwright_continual.benchmark import HALVES, TASKS, Benchmark, Half, Task, freeze_benchmark, load_benchmark
 from modelwright_continual.update import UpdateRequest, run_update
+
+OLD = "old"
+UPDATES = ("numpy", "torch", "code")
+"""In the order in which they come."""
+SOURCES = {"python:stdlib": OLD, "python:topics": OLD, "python:numpy": "numpy", "python:torch": "torch"}
+"""The body that prose of each source belongs to."""
+HELDOUT_FRACTION = 1 / 8
+"""Share of the modules that nothing is trained on."""
+FEWEST_CHARS, MOST_CHARS = 100, 4_000
+PIECE_CHARS = 1_000
+"""Length of a piece of code, so that it is about as long as a docstring."""
+
+
+@dataclass(frozen=True)
+class UpdateTexts:
+    """A JSON-lines file for each body and, with `-heldout`, for its held-out part."""
+
+    folder: Path
+
+    def train(self, body: str) -> str:
+        return str((self.folder / f"{body}.jsonl").resolve())
+
+    def heldout(self, body: str) -> str:
+        return str((self.folder / f"{body}-heldout.jsonl").resolve())
+
+
+def write_texts(folder: Path, *, fraction: float, most_old: int, most_new: int, most_heldout: int) -> UpdateTexts:
+    """Write the files, unless they exist. fraction: of the modules; most: documents of a body, drawn by hash."""
+    texts = UpdateTexts(folder)
+    if (folder / "done").exists():
+        return texts
+    folder.mkdir(parents=True, exist_ok=True)
+    by_file: dict[str, dict[str, Document]] = {}
+    heldout: set[str] = set()
+    documents = sorted(_documents(fraction), key=lambda one: not _is_heldout(one[1]))
+    for body, document in documents:  # of two equal texts the held-out one stays
+        if _is_heldout(document):
+            heldout.add(_content(document))
+            by_file.setdefault(f"{body}-heldout", {}).setdefault(_content(document), document)
+        elif _content(document) not in heldout:
+            by_file.setdefault(body, {}).setdefault(_content(document), document)
+    limits = {OLD: most_old} | dict.fromkeys(UPDATES, most_new)
+    for body, most in limits.items():
+        for name, limit in ((body, most), (f"{body}-heldout", most_heldout)):
+            drawn = _drawn(list(by_file.get(name, {}).values()), limit)
+            write_atomic(folder / f"{name}.jsonl", "".join(f"{one.to_json()}\n" for one in drawn))
+    write_atomic(folder / "done", json.dumps(limits))
+    return texts
+
+
+def _documents(fraction: float) -> Iterator[tuple[str, Document]]:
+    """Documents with their body; code in pieces."""
+    for document in machine_corpus(fraction=fraction, skip=lambda reason, file: None):
+        if document.kind == "prose" and document.source in SOURCES:
+            if FEWEST_CHARS <= len(document.text) <= MOST_CHARS:
+                yield SOURCES[document.source], document
+        elif document.kind == "code":
+            for number, piece in enumerate(_pieces(document.text)):
+                yield "code", replace(document, id=f"{document.id}:{number}", text=piece)
+
+
+def _pieces(code: str) -> Iterator[str]:
+    """Whole lines, at most `PIECE_CHARS` characters together where lines are shorter."""
+    piece: list[str] = []
+    size = 0
+    for line in code.splitlines(keepends=True):
+        if size + len(line) > PIECE_CHARS and size >= FEWEST_CHARS:
+            yield "".join(piece)
+            piece, size = [], 0
+        piece.append(line)
+        size += len(line)
+    if FEWEST_CHARS <= size <= MOST_CHARS:
+        yield "".join(piece)
+
+
+def _content(document: Document) -> str:
+    """The text without its title, by which documents are compared."""
+    return document.text.partition("\n\n")[2] if document.kind == "prose" else document.text
+
+
+def _is_heldout(document: Document) -> bool:
+    return derive_seed(0, "updates", "heldout", document.meta["module"]) < HELDOUT_FRACTION * 2**63
+
+
+def _drawn(documents: Sequence[Document], limit: int) -> list[Document]:
+    chosen = sorted(documents, key=lambda document: derive_seed(0, "updates", document.id))[:limit]
+    return [replace(document, split="open", meta={}) for document in chosen]
+
 
 MOST_ABOVE = 1.0
 """Percent of the loss of training from scratch on everything."""
 MOST_COMPUTE = 0.5
 """The largest share of the compute of training from scratch on everything."""
-AT_ONCE = 2
 SCRATCH, FIRST = "from scratch on everything", "first model"
 GROUPS: tuple[tuple[Half, Task], ...] = tuple((half, task) for half in HALVES for task in TASKS)
 """Held-out documents that are measured by themselves."""
@@ -54,7 +135,7 @@ GROUPS: tuple[tuple[Half, Task], ...] = tuple((half, task) for half in HALVES fo
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large a measurement is."""
+    """The size of a measurement."""
 
     seeds: tuple[int, ...]
     fraction: float
@@ -68,7 +149,7 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """How the updates are made."""
+    """The way in which updates are made."""
 
     replay: float
     average: bool = False
@@ -85,12 +166,10 @@ ARMS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChainJob:
+class ChainJob(SeedJob):
     """The work of one process. name: of the arm, `FIRST` or `SCRATCH`."""
 
-    folder: Path
     scale: Scale
-    seed: int
     name: str
     num_steps: int = 0
     """Steps of the model that is trained from scratch."""
@@ -133,38 +212,55 @@ def measure(setting: Setting) -> Measurement:
     )
     _benchmark(folder)
     arms = ARMS[:1] + ARMS[-2:] if setting.quick else ARMS
-    first = _make(setting, [ChainJob(folder=folder, scale=scale, seed=seed, name=FIRST) for seed in scale.seeds])
+    one = ChainJob(folder=folder, seed=0, quick=setting.quick, scale=scale, name=FIRST)
+    first = _make(setting, [replace(one, seed=seed) for seed in scale.seeds])
     names = [arm.name for arm in arms]
-    jobs = [ChainJob(folder=folder, scale=scale, seed=seed, name=name) for seed in scale.seeds for name in names]
+    jobs = [replace(one, seed=seed, name=name) for seed in scale.seeds for name in names]
     made = dict(zip(((job.seed, job.name) for job in jobs), _make(setting, jobs), strict=True))
+    # The model from scratch has at least the compute of a first model and its updates.
     whole = [
-        ChainJob(folder=folder, scale=scale, seed=seed, name=SCRATCH, num_steps=_steps_of_all(seed, names, made))
+        replace(one, seed=seed, name=SCRATCH, num_steps=max(made[seed, name].num_steps for name in names))
         for seed in scale.seeds
     ]
     chains: dict[str, list[Chain]] = {FIRST: first, SCRATCH: _make(setting, whole)}
     chains |= {name: [made[seed, name] for seed in scale.seeds] for name in names}
-    samples = {sample: values for name, of in chains.items() for sample, values in _samples(name, of).items()}
-    return Measurement(samples=samples, conditions=_conditions(scale))
-
-
-def _steps_of_all(seed: int, names: Sequence[str], made: Mapping[tuple[int, str], Chain]) -> int:
-    """The most steps of a first model and its updates, so that the model from scratch has at least that compute."""
-    return max(made[seed, name].num_steps for name in names)
+    samples: dict[str, list[float]] = {}
+    kinds = {"old": "test/old", "new": "test/new", "old, validation": "validation/old"}
+    for name, of in chains.items():
+        samples |= {f"{kind}: {name}": [chain.bits[key] for chain in of] for kind, key in kinds.items()}
+        samples[f"FLOPs: {name}"] = [chain.flops for chain in of]
+        for number in range(1, 1 + min(len(chain.after) for chain in of)):
+            samples[f"old after update {number}: {name}"] = [chain.after[number - 1] for chain in of]
+    return Measurement(
+        samples=samples,
+        conditions={
+            "seeds": len(scale.seeds),
+            "updates": len(UPDATES),
+            "steps of the first model": scale.num_steps,
+            "model": f"{scale.model['num_layers']} layers of width {scale.model['model_dim']}",
+            "rate": "4e-3 from scratch and 2e-3 in updates, warmup and decay each time, as in the recipe "
+            "continual-demo",
+            "texts": "documentation of the standard library, then of NumPy, of PyTorch, then the standard "
+            "library's code",
+            "from scratch": "all texts together, as many steps as the first model and its updates with the most of "
+            "them",
+            "replayed": "by the product itself: drawn from all bodies before, each by its size",
+            "compute of the updates": "FLOPs of the three updates, without those of the first model, which exists",
+        },
+    )
 
 
 def _make(setting: Setting, jobs: Sequence[ChainJob]) -> list[Chain]:
-    """What the jobs give; what an earlier call has made is kept. Updates need their first model in the folder."""
-    cache = open_cache(setting, product_runs, update_texts, name="forgetting")
-    keys = [{"scale": asdict(job.scale), "seed": job.seed, "name": job.name, "steps": job.num_steps} for job in jobs]
-    missing = [number for number, key in enumerate(keys) if key not in cache]
-    if missing and jobs[0].name not in (FIRST, SCRATCH):
-        seeds = sorted({jobs[number].seed for number in missing})
-        side_by_side(setting, run_chain, [replace(jobs[0], seed=one, name=FIRST) for one in seeds], at_once=AT_ONCE)
-    for number, chain in zip(
-        missing, side_by_side(setting, run_chain, [jobs[number] for number in missing], at_once=AT_ONCE), strict=True
-    ):
-        cache[keys[number]] = chain
-    return [Chain(**cache[key]) for key in keys]
+    """Return the results of the jobs; results of an earlier call are kept. Updates need their first model in the
+    folder.
+    """
+
+    def make_first(missing: Sequence[ChainJob]) -> None:
+        updates = {job.seed: replace(job, name=FIRST) for job in missing if job.name not in (FIRST, SCRATCH)}
+        make(setting, run_chain, list(updates.values()))
+
+    here = sys.modules[__name__]
+    return [Chain(**chain) for chain in by_seed(setting, run_chain, jobs, here, name="forgetting", before=make_first)]
 
 
 def run_chain(job: ChainJob) -> Chain:
@@ -255,81 +351,46 @@ def _chain(runs: Sequence[RunDir], bits: Mapping[str, float], after: Sequence[fl
     )
 
 
-def _samples(name: str, chains: Sequence[Chain]) -> dict[str, list[float]]:
-    """By what is measured and the name of the chain."""
-    kinds = {"old": "test/old", "new": "test/new", "old, validation": "validation/old"}
-    samples = {f"{kind}: {name}": [chain.bits[key] for chain in chains] for kind, key in kinds.items()}
-    samples[f"FLOPs: {name}"] = [chain.flops for chain in chains]
-    if name not in (FIRST, SCRATCH):
-        for number in range(1, len(UPDATES) + 1):
-            samples[f"old after update {number}: {name}"] = [chain.after[number - 1] for chain in chains]
-    return samples
-
-
-def _conditions(scale: Scale) -> Conditions:
-    return {
-        "seeds": len(scale.seeds),
-        "updates": len(UPDATES),
-        "steps of the first model": scale.num_steps,
-        "model": f"{scale.model['num_layers']} layers of width {scale.model['model_dim']}",
-        "rate": "4e-3 from scratch and 2e-3 in updates, warmup and decay each time, as in the recipe continual-demo",
-        "texts": "documentation of the standard library, then of NumPy, of PyTorch, then the standard library's code",
-        "from scratch": "all texts together, as many steps as the first model and its updates with the most of them",
-        "replayed": "by the product itself: drawn from all bodies before, each by its size",
-        "compute of the updates": "FLOPs of the three updates, without those of the first model, which exists",
-    }
-
-
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when, with the arm that keeps old texts best on the validation half, old texts end at most `MOST_ABOVE`
-    percent above the model from scratch on the test half, and the updates took at most `MOST_COMPUTE` of its compute.
-    """
     judgment = Judgment()
+
+    def above(kind: str, name: str, other: str) -> Estimate:
+        return percent_above(samples[f"{kind}: {name}"], samples[f"{kind}: {other}"])
+
+    def compute(name: str) -> Estimate:
+        """FLOPs of the updates alone, to those of the model from scratch."""
+        pairs = zip(samples[f"FLOPs: {name}"], samples[f"FLOPs: {FIRST}"], strict=True)
+        return ratios([whole - first for whole, first in pairs], samples[f"FLOPs: {SCRATCH}"])
+
     names = [name for arm in ARMS if f"old: {(name := arm.name)}" in samples]
     for name in names:
-        _figures(judgment, samples, name)
+        with judgment.part():
+            for kind in ("old", "new"):
+                judgment.ask(f"{kind} loss above that from scratch, {name}", above(kind, name, SCRATCH), "%")
+            judgment.ask(f"old loss above the first model's, {name}", above("old", name, FIRST), "%")
+            judgment.ask(f"compute of the updates to that from scratch, {name}", compute(name), "x")
+            for number in range(1, len(UPDATES) + 1):
+                after = estimate(samples[f"old after update {number}: {name}"])
+                judgment.ask(f"old bits per byte after update {number}, {name}", after, "bits")
     chosen = min(names, key=lambda name: statistics.fmean(samples[f"old, validation: {name}"]))
     with judgment.part():
-        above = percent_above(samples[f"old: {chosen}"], samples[f"old: {SCRATCH}"])
-        judgment.at_most(f"old loss above that from scratch, {chosen}", above, MOST_ABOVE, "%")
-        judgment.at_most("compute of the updates", _compute(samples, chosen), MOST_COMPUTE, "x")
+        loss = above("old", chosen, SCRATCH)
+        judgment.ask("", loss, "%", "<=", MOST_ABOVE, what=f"old loss above that from scratch, {chosen}")
+        cost = compute(chosen)
+        judgment.ask("", cost, "x", "<=", MOST_COMPUTE, what="compute of the updates")
         judgment.said.append(
-            f"{chosen} (chosen on the validation half): old texts {above.mean:+.2f}% beside training from scratch on "
-            f"everything, with {_compute(samples, chosen).mean:.2f} of its compute"
+            f"{chosen} (chosen on the validation half): old texts {loss.mean:+.2f}% beside training from scratch on "
+            f"everything, with {cost.mean:.2f} of its compute"
         )
     with judgment.part():
-        judgment.said.append(
-            "old texts since the first model: "
-            + ", ".join(
-                f"{name} {percent_above(samples[f'old: {name}'], samples[f'old: {FIRST}']).mean:+.1f}%"
-                for name in (*names, SCRATCH)
-            )
-        )
+        since = ", ".join(f"{name} {above('old', name, FIRST).mean:+.1f}%" for name in (*names, SCRATCH))
+        judgment.said.append(f"old texts since the first model: {since}")
     judgment.said.append(f"{conditions['seeds']} seeds")
     return judgment.verdict()
 
 
-def _figures(judgment: Judgment, samples: Samples, name: str) -> None:
-    with judgment.part():
-        for kind in ("old", "new"):
-            above = percent_above(samples[f"{kind}: {name}"], samples[f"{kind}: {SCRATCH}"])
-            judgment.figures[f"{kind} loss above that from scratch, {name}"] = above.figure("%")
-        since = percent_above(samples[f"old: {name}"], samples[f"old: {FIRST}"])
-        judgment.figures[f"old loss above the first model's, {name}"] = since.figure("%")
-        judgment.figures[f"compute of the updates to that from scratch, {name}"] = _compute(samples, name).figure("x")
-        for number in range(1, len(UPDATES) + 1):
-            after = estimate(samples[f"old after update {number}: {name}"])
-            judgment.figures[f"old bits per byte after update {number}, {name}"] = after.figure("bits")
-
-
-def _compute(samples: Samples, name: str):
-    """FLOPs of the updates alone, to those of the model from scratch."""
-    pairs = zip(samples[f"FLOPs: {name}"], samples[f"FLOPs: {FIRST}"], strict=True)
-    return ratios([whole - first for whole, first in pairs], samples[f"FLOPs: {SCRATCH}"])
-
-
-CLAIM = Claim(
-    name="forgetting",
+CLAIM = declared(
+    __name__,
     statement="Replay keeps old tasks through three successive updates within 1% of training from scratch on "
     "everything, at half of its compute at most.",
     source="Ibrahim et al., Simple and Scalable Strategies to Continually Pre-train Large Language Models, 2024 "
@@ -341,6 +402,4 @@ CLAIM = Claim(
     target=f"bits per byte of old held-out texts at most {MOST_ABOVE:g}% above training from scratch, with the arm "
     f"that is chosen on other documents, and at most {MOST_COMPUTE:g} of the compute",
     headline=tuple(f"old loss above that from scratch, {arm.name}" for arm in ARMS),
-    measure=measure,
-    judge=judge,
 )

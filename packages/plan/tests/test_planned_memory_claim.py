@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from modelwright.train.memory.trace import Lifetime, MemoryTimeline
-from modelwright_claims import planned_memory
 from modelwright_claims.claim import Measurement, Verdict
 from modelwright_claims.judging import judge
 from modelwright_claims.memory_probe import Measured
-from modelwright_claims.planned_memory import Case, Pair
+from modelwright_plan.claims import planned_memory
+from modelwright_plan.claims.planned_memory import Case, Pair
 
 CASE = Case(model=planned_memory.base(), rows=1, train={})
 

@@ -1,29 +1,30 @@
-"""Claim: what the measured techniques save of the bill of training and of serving, by the product's cost model.
+"""Claim: the share that the measured techniques save of the bill of training and of serving, by the product's cost
+model.
 
 The workload is stated here; how much faster training and serving get comes from stored measurements of other claims
-(`benchmarks/results`), of this machine where there are some. Training takes fewer hours by the measured factor. Serving
-takes fewer instances by the measured speed-up of decoding. Storage and traffic stay as they are. The sensitivity is the
-product's tornado: each factor and each assumption by itself a quarter lower and higher.
+(`benchmarks/results`), of this machine where there are some. Training takes fewer hours by the measured factor.
+Serving takes fewer instances by the measured speed-up of decoding. Storage and traffic stay unchanged. The sensitivity
+is the product's tornado: each factor and each assumption alone a quarter lower and higher.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from modelwright.core.config import parse
-from modelwright_claims.claim import UNTESTABLE, Claim, Conditions, Measurement, Samples, Setting, Verdict
-from modelwright_claims.inference_arms import FP32, INT8, decoding
-from modelwright_claims.judging import Judgment
+from modelwright_claims.claim import UNTESTABLE, Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.int8 import FP32, INT8, decoding
+from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.results import machine, machine_slug, read_records
-from modelwright_claims.statistics import Estimate, exact
+from modelwright_claims.statistics import Estimate
 from modelwright_plan.cost.bill import make_bill, tornado
 from modelwright_plan.cost.prices import PriceTable, shipped_prices
 from modelwright_plan.cost.workload import Workload
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
 TRAINING_SAVED, INFERENCE_SAVED = 67.0, 54.0
 """Percent, as published."""
 VARIED = 0.25
@@ -56,25 +57,9 @@ SAVED = "saved, "
 PARTS = ("training", "inference", "training on spot instances too")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Assumptions:
-    """Values by name, and how many times faster training and serving are."""
-
-    values: Mapping[str, float]
-    training_gain: float
-    serving_gain: float
-
-    def changed(self, name: str, value: float) -> "Assumptions":
-        if name == "measured factor of training":
-            return replace(self, training_gain=value)
-        if name == "measured factor of serving":
-            return replace(self, serving_gain=value)
-        return replace(self, values={**self.values, name: value})
-
-    @property
-    def named(self) -> dict[str, float]:
-        factors = {"measured factor of training": self.training_gain, "measured factor of serving": self.serving_gain}
-        return {**self.values, **factors}
+TRAINING_FACTOR, SERVING_FACTOR = "measured factor of training", "measured factor of serving"
+"""How many times faster training and serving are: two more of the assumptions."""
+Assumptions = Mapping[str, float]
 
 
 def measure(setting: Setting) -> Measurement:
@@ -85,8 +70,8 @@ def measure(setting: Setting) -> Measurement:
         text = f"no stored full measurement of {missing.claim} has {missing.figure!r}"
         return Measurement(conditions={UNTESTABLE: text})
     prices = shipped_prices()
-    assumed = Assumptions(values=ASSUMED, training_gain=training.value, serving_gain=serving.value)
-    lowest = replace(assumed, training_gain=training.lower, serving_gain=serving.lower)
+    assumed = {**ASSUMED, TRAINING_FACTOR: training.value, SERVING_FACTOR: serving.value}
+    lowest = {**ASSUMED, TRAINING_FACTOR: training.lower, SERVING_FACTOR: serving.lower}
     found, at_least = saved(assumed, prices), saved(lowest, prices)
     samples: dict[str, list[float]] = {SAVED + part: [found[part], at_least[part]] for part in PARTS}
     for part in PARTS[:2]:
@@ -98,7 +83,7 @@ def measure(setting: Setting) -> Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """A stored figure: its value, its lower confidence bound (the value where there is none), where it comes from."""
+    """A stored figure: its value, its lower confidence bound (the value where it is missing), where it comes from."""
 
     value: float
     lower: float
@@ -116,38 +101,33 @@ def find_factor(gain: Gain, records: Sequence[Mapping[str, Any]]) -> Factor | No
     figure = record["figures"][gain.figure]
     where = f"{gain.claim} on {machine_slug(record['machine'])} of {record['date']}, commit {record['commit'][:12]}"
     value = float(figure["value"])
-    return Factor(
-        value=value,
-        lower=float(figure.get("lower", value)),
-        origin=f"{value:.3g}x: {gain.figure} ({where})",
-    )
+    return Factor(value=value, lower=float(figure.get("lower", value)), origin=f"{value:.3g}x: {gain.figure} ({where})")
 
 
 def saved(assumed: Assumptions, prices: PriceTable) -> dict[str, float]:
     """Percent of each part of the bill that is saved."""
-    plain, better = costs(replace(assumed, training_gain=1.0, serving_gain=1.0), prices), costs(assumed, prices)
+    plain, better = costs({**assumed, TRAINING_FACTOR: 1.0, SERVING_FACTOR: 1.0}, prices), costs(assumed, prices)
     beside = dict(zip(PARTS, ("training", "inference", "training"), strict=True))
     return {part: 100 * (1 - better[part] / plain[other]) for part, other in beside.items()}
 
 
 def costs(assumed: Assumptions, prices: PriceTable) -> dict[str, float]:
     """US dollars of each part, by the product's cost model."""
-    values = assumed.values
-    hours = values["training hours, plain"] / assumed.training_gain
+    hours = assumed["training hours, plain"] / assumed[TRAINING_FACTOR]
     spot = {
         "purchase": "spot",
-        "interruptions_per_hour": values["interruptions an hour on spot instances"],
-        "checkpoint_stall_s": values["stall of a checkpoint, s"],
-        "recovery_s": values["recovery, s"],
+        "interruptions_per_hour": assumed["interruptions an hour on spot instances"],
+        "checkpoint_stall_s": assumed["stall of a checkpoint, s"],
+        "recovery_s": assumed["recovery, s"],
     }
     training = {"instance": INSTANCE, "hours": hours}
     serving = {
         "name": "inference",
         "instance": INSTANCE,
         "months": MONTHS,
-        "tokens_per_month": values["tokens served a month"],
-        "tokens_per_s": values["tokens a second of an instance, plain"] * assumed.serving_gain,
-        "utilization": min(1.0, values["utilization"]),
+        "tokens_per_month": assumed["tokens served a month"],
+        "tokens_per_s": assumed["tokens a second of an instance, plain"] * assumed[SERVING_FACTOR],
+        "utilization": min(1.0, assumed["utilization"]),
     }
     workload = parse(
         Workload,
@@ -166,9 +146,9 @@ def costs(assumed: Assumptions, prices: PriceTable) -> dict[str, float]:
 
 
 def swings(assumed: Assumptions, prices: PriceTable, part: str) -> dict[str, tuple[float, float]]:
-    """What is saved of a part at both ends of each assumption that matters, the widest first."""
-    ranges = {name: (value * (1 - VARIED), value * (1 + VARIED)) for name, value in assumed.named.items()}
-    bars = tornado(ranges, lambda name, value: saved(assumed.changed(name, value), prices)[part])
+    """Return the savings of a part at both ends of each assumption that matters, the widest first."""
+    ranges = {name: (value * (1 - VARIED), value * (1 + VARIED)) for name, value in assumed.items()}
+    bars = tornado(ranges, lambda name, value: saved({**assumed, name: value}, prices)[part])
     return {bar.name: (bar.at_low, bar.at_high) for bar in bars[:NUM_BARS] if bar.width > 0}
 
 
@@ -188,37 +168,33 @@ def _conditions(prices: PriceTable) -> Conditions:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when training and inference save what is published, without counting spot instances."""
+    """The factors' lower bounds give those of the savings."""
     judgment = Judgment()
-    targets = {"training": TRAINING_SAVED, "inference": INFERENCE_SAVED}
-    for part, target in targets.items():
+
+    def saved_part(part: str) -> Estimate:
+        value, lower = samples[SAVED + part]
+        return Estimate(mean=value, spread=0.0, count=2, lower=lower, upper=math.inf)
+
+    for part, target in (("training", TRAINING_SAVED), ("inference", INFERENCE_SAVED)):
         with judgment.part():
-            share = _estimate(samples[SAVED + part])
-            judgment.figures[f"cost saved, {part}"] = share.figure("%")
-            judgment.at_least(f"cost saved, {part}", share, target, "%")
+            share = saved_part(part)
+            judgment.ask(f"cost saved, {part}", share, "%", ">=", target)
             origin = conditions[f"{part} is faster by"]
             judgment.said.append(f"{part} costs {-share.mean:+.0f}% at {origin}")
         prefix = f"{part} saved, at the ends of: "
-        for name in (name for name in samples if name.startswith(prefix)):
-            for end, value in zip(("lower", "higher"), samples[name], strict=True):
-                bar = f"{part} saved with {name.removeprefix(prefix)} a quarter {end}"
-                judgment.figures[bar] = exact(value).figure("%")
+        for name in names_between(samples, prefix):
+            for end, value in zip(("lower", "higher"), samples[prefix + name], strict=True):
+                judgment.ask(f"{part} saved with {name} a quarter {end}", value, "%")
     with judgment.part():
-        spot = _estimate(samples[SAVED + PARTS[2]])
-        judgment.figures[f"cost saved, {PARTS[2]}"] = spot.figure("%")
+        spot = saved_part(PARTS[2])
+        judgment.ask(f"cost saved, {PARTS[2]}", spot, "%")
         judgment.said.append(f"with spot instances training costs {-spot.mean:+.0f}%")
     judgment.said.append(f"assumed: {conditions['instance']}; {conditions['assumed']}")
     return judgment.verdict()
 
 
-def _estimate(ends: Sequence[float]) -> Estimate:
-    """What is saved at the measured factor, and at its lower confidence bound."""
-    value, lower = ends
-    return Estimate(mean=value, spread=0.0, count=2, lower=lower, upper=math.inf)
-
-
-CLAIM = Claim(
-    name="planned_cost",
+CLAIM = declared(
+    __name__,
     statement="By the cost model, the measured techniques save 67% of the cost of training and 54% of that of "
     "inference.",
     source="the product's cost model (`modelwright plan cost`) on a stated workload",
@@ -227,6 +203,4 @@ CLAIM = Claim(
     "factors of the ledger, on the same instances on demand",
     target=f"{TRAINING_SAVED:g}% of training and {INFERENCE_SAVED:g}% of inference, without counting spot instances",
     headline=("cost saved, training", "cost saved, inference", f"cost saved, {PARTS[2]}"),
-    measure=measure,
-    judge=judge,
 )
