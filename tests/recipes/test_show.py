@@ -141,7 +141,7 @@ def test_dry_run_ends_with_an_example_and_a_run_shows_its_rows(
     assert "form: messages (62)" in out
     with pytest.raises(ConfigError):
         show(run)
-    assert main([*words, "--stages", "clean,init,pack"]) == 0
+    assert main([*words, "--stages", "clean,pack"]) == 0
     shown = show(run, rows=1)
     # Every piece of a row is an example with its answer, and no token is shown that is not in the row
     assert all(re.fullmatch(r"(?s).*<\|im_end\|>", learned(one)) for one in shown.texts)
