@@ -25,9 +25,9 @@ from modelwright.data.clean.folder import REPORT
 from modelwright.data.clean.report import CleanReport, describe_drops
 from modelwright.data.clean.steps.privacy import PRIVACY
 from modelwright.data.clean.steps.step import CorpusStep, Drop
-from modelwright.data.document import Document
+from modelwright.data.document import WEIGHT, Document
 from modelwright.data.rows.batch import IGNORED
-from modelwright.data.rows.examples import ConversationFit
+from modelwright.data.rows.examples import ConversationFit, template_variables
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.rows.pack import INDEX
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
@@ -224,7 +224,15 @@ def _encoded(
     tokenizer: Tokenizer, document: Document, seq_len: int, loss: ChatLoss, notes: Sequence[str]
 ) -> Iterator[ShownText]:
     encoded: list[tuple[str, np.ndarray, np.ndarray]]
-    notes = list(notes)
+    notes, given = list(notes), {"tools": document.tools, "variables": template_variables(document)}
+    if WEIGHT in document.meta:
+        notes.append(f"weight {document.meta[WEIGHT]:g}: an epoch has it as many times")
+    if document.has_turns and not document.has_answer:
+        yield shown_text(
+            tokenizer, document.id, (ids := np.asarray(tokenizer.encode_prompt(document.messages, **given))),
+            np.zeros(len(ids), np.uint8), notes=["a prompt without an answer: nothing of it is learned", *notes],
+        )  # fmt: skip
+        return
     try:
         if not document.has_turns:
             ids = np.asarray(tokenizer.encode_document(document.text))
@@ -236,11 +244,11 @@ def _encoded(
             if "margin" in document.meta:
                 notes.append(f"margin of the preference: {document.meta['margin']:g}")
             encoded = [
-                (name, *tokenizer.encode_completion([*prompt, *side], len(prompt), tools=document.tools))
+                (name, *tokenizer.encode_completion([*prompt, *side], len(prompt), **given))
                 for name, side in zip(names, sides, strict=True)
             ]
         else:
-            chats = tokenizer.encode_training_chats(document.messages, tools=document.tools, loss=loss)
+            chats = tokenizer.encode_training_chats(document.messages, loss=loss, **given)
             encoded = [(f"part {n}" if len(chats) > 1 else "", *chat) for n, chat in enumerate(chats, start=1)]
     except DataError as error:
         yield ShownText(

@@ -12,7 +12,7 @@ of the merges.
 import heapq
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -376,8 +376,9 @@ class Tokenizer:
             "normalizer": {"type": "Sequence", "normalizers": steps},
         }  # fmt: skip
         library = tokenizers.Tokenizer.from_str(json.dumps(definition))
-        numbers = {library.token_to_id(token): number for token, number in self._added.items()}
-        return library, {} if all(one == other for one, other in numbers.items()) else numbers
+        numbers = [(library.token_to_id(token), number) for token, number in self._added.items()]
+        moved = any(one != other for one, other in numbers)
+        return library, {one: number for one, number in numbers if one is not None} if moved else {}
 
     def encode_prompt(
         self,
@@ -508,7 +509,7 @@ class Tokenizer:
         return self._added.get(token)
 
 
-def _without_special(definition: Mapping[str, Any], special: Collection[str]) -> tokenizers.Tokenizer:
+def _without_special(definition: Mapping[str, Any], special: Set[str]) -> tokenizers.Tokenizer:
     """Returns the tokenizer for plain text, in which special tokens are text like any other."""
     in_model = {token for token, _ in _pieces(definition["model"])} & special
     model = _without_pieces(definition["model"], special)
@@ -526,7 +527,7 @@ def _pieces(model: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [*vocab.items()] if isinstance(vocab, dict) else [tuple(one) for one in vocab]
 
 
-def _without_pieces(model: Mapping[str, Any], special: Collection[str]) -> Mapping[str, Any]:
+def _without_pieces(model: Mapping[str, Any], special: Set[str]) -> Mapping[str, Any]:
     """Returns the model of a `tokenizer.json` without special tokens among its words, where it could make one from
     plain text: Unigram finds them like any piece, and models of words look a whole word up. BPE makes merges only.
     """

@@ -169,7 +169,7 @@ def read_trusted(sources: tuple[str, ...], most: int) -> list[Document]:
     A tenth of the modules of `stdlib`, the documentation and code on this machine, is enough.
     """
     config = SourceConfig(
-        sources=sources, validation_fraction=0.0, on_bad_record="skip", stdlib_fraction=_STDLIB_FRACTION
+        sources=sources, validation_fraction=0.0, on_bad_record="skip", learns=False, stdlib_fraction=_STDLIB_FRACTION
     )
     documents = read_documents(config, report=SourceReport())
     return list(islice((document for document in documents if document.kind in ("prose", "code")), most))
