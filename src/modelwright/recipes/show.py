@@ -305,10 +305,12 @@ def show_run(run: RunDir, *, rows: int) -> Shown:
         raise ConfigError(f"show: {run.path} has no packed rows yet; run its stage {PACK.name}, or name data after it")
     tokenizer = Tokenizer.load(run.stage(tokenizer_stage(config)).artifact)
     facts = read_manifest(packed, kind=PACK.name).facts
-    names = [stage.rows.name for stage in config.trainings if stage.rows and f"{stage.rows.name}/train" in facts]
-    folders = [packed / name / "train" for name in reversed(names) if (packed / name / "train" / INDEX).is_file()]
+    names = [stage.rows.name for stage in reversed(config.trainings) if stage.rows]
+    # A run may have been told to stop before its trainings.
+    names += [name.removesuffix("/train") for name in facts if name.endswith("/train")]
+    folders = [packed / name / "train" for name in names if (packed / name / "train" / INDEX).is_file()]
     if not folders:
-        raise ConfigError(f"show: no training of {run.path} learns from packed rows; name data after it")
+        raise ConfigError(f"show: {run.path} has packed no row to learn from; name data after it")
     reader = PackedRows(folders[0])
     batch = reader.gather(np.arange(min(rows, reader.num_groups)))
     texts = list[ShownText]()

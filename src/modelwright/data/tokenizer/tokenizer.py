@@ -62,6 +62,7 @@ _PROBE = "probe"
 _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{LONG_SPACE}}}")
 _TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 _FILES = ("tokenizer.json", "tokenizer_config.json")
+GENERATION = "generation_config.json"
 _FURTHER_FILES = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt",
     "tokenizer.model", _TOOL_TEMPLATE,
@@ -194,11 +195,11 @@ class Tokenizer:
         for path in paths:
             if not path.is_file():
                 raise ArtifactError(f"{path}: is missing; give a folder with {' and '.join(_FILES)} (a fast tokenizer)")
-        generation = folder / "generation_config.json"
+        generation = folder / GENERATION
         try:
             library = tokenizers.Tokenizer.from_file(str(paths[0]))
             settings = json.loads(paths[1].read_text(encoding="utf-8"))
-            generated = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
+            generated: Any = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
         except Exception as error:  # the library raises bare Exception
             raise ArtifactError(f"{folder}: its tokenizer cannot be read ({error})") from None
         stops = generated.get("eos_token_id") if isinstance(generated, dict) else None
@@ -232,15 +233,20 @@ class Tokenizer:
 
     def save(self, folder: Path, *, max_length: int | None = None) -> None:
         """Writes a folder for `load` and `transformers.AutoTokenizer`. max_length: the model's, in tokens. The files of
-        a loaded tokenizer stay unchanged; one without a chat template gets the default one.
+        a loaded tokenizer stay unchanged; one without a chat template gets the default one. The `eos_token_id` of a
+        `generation_config.json` there becomes `stop_ids`, so that every copy of a model stops where this one does.
         """
         folder.mkdir(parents=True, exist_ok=True)
+        generation = folder / GENERATION
+        if self._generation_stops or generation.is_file():
+            settings = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
+            write_atomic(generation, json.dumps({**settings, "eos_token_id": [*self.stop_ids]}, indent=2) + "\n")
         if self._files:
             for name, content in self._files.items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 write_atomic(folder / name, content)
             return
-        settings: dict[str, Any] = {
+        settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **self.special_tokens,
             "added_tokens_decoder": {
