@@ -85,7 +85,7 @@ def test_a_judgement_in_a_field_of_any_name_is_refused_until_it_is_named(
     path = tmp_path / "r.jsonl"
     records = [{"messages": [USER, {**GOOD, "content": str(n)}], "rating": value} for n, value in enumerate(values)]
     path.write_text("\n".join(map(json.dumps, records)))
-    with pytest.raises(DataError, match="'rating' .*--data.fields '{label: rating}'"):
+    with pytest.raises(DataError, match=r"'rating' .*--data\.fields '{label: rating}'"):
         read(path)
     found, _ = read(path, fields={"label": "rating"})
     assert [document.meta["desirable"] for document in found] == expected
