@@ -35,8 +35,20 @@ def test_pieces_and_whole_are_those_of_tokenizers(kind: str, data: Any, skips: b
     size = made.get_vocab_size()
     # runs of bytes often, whole characters among them
     text = st.text(max_size=4).map(lambda one: made.encode(one, add_special_tokens=False).ids)
-    low = st.integers(1, min(256, size - 1))
-    runs = st.one_of(st.lists(st.integers(0, size - 1), max_size=6), st.lists(low, max_size=6), text)
+    runs = st.one_of(
+        st.lists(st.integers(0, size - 1), max_size=6), st.lists(st.integers(1, min(256, size - 1)), max_size=6), text
+    )
+    check(made, tokenizer, [one for run in data.draw(st.lists(runs, max_size=5)) for one in run], skips)
+
+
+@pytest.mark.parametrize("decoder", [None, decoders.BPEDecoder(), decoders.CTC("a", "|", True), decoders.Fuse()])
+@settings(max_examples=60, deadline=None)
+@given(ids=st.lists(st.integers(0, 5), max_size=8))
+def test_other_decoders(decoder: Any, ids: list[int]) -> None:
+    made = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b</w>": 1, "c": 2, "|": 3, ".": 4, "</s>": 5}, "a"))
+    if decoder is not None:
+        made.decoder = decoder
+    tokenizer = Tokenizer(made, special_tokens={"eos_token": "</s>"}, template="{{ messages[0].content }}")
     check(made, tokenizer, ids, False)
 
 
