@@ -69,7 +69,8 @@ class Form:
     def last_name(self, fields: Fields) -> str:
         """Returns the name that the last needed field has in a record."""
         name = self.needs[-1]
-        return name if fields.plain.get(name) is not None else self.aliases.get(name, name)
+        alias = self.aliases.get(name, name)
+        return alias if fields.plain.get(name) is None and alias in fields.plain else name
 
 
 def _read_messages(fields: Fields) -> list[Message]:

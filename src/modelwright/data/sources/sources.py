@@ -469,7 +469,7 @@ def _document(
         wanted = PAIRED if ("chosen" in record) != ("rejected" in record) else ""
     name = "" if config.record_type == "text" or wants_text else wanted
     if not name and config.record_type != "text" and not wants_text and is_conversation(record):
-        name = type_of_record(record)
+        name = type_of_record(fields)
         # A text with the prompt that it was written for is a text.
         name = "" if name == PROMPT_ONLY and config.text_field in record else name
     if name:
