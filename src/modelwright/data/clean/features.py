@@ -197,7 +197,7 @@ _ERROR_SIGN = re.compile(
     r"^(?:HTTP Status |Error |Fehler )?[45]\d\d\b|^(?:nginx|openresty|Apache|cloudflare)(?:/[\d.]+)?",
     re.MULTILINE,
 )
-_MOST_WORDS_OF_ERROR, _SHARE_OF_ERROR_LINES = 150, 0.4
+_MOST_WORDS_OF_ERROR = 150
 _ERROR_PHRASES = frozenset(phrase.lower() for phrase in _ERRORS)
 _SPEAKER = re.compile(
     r"\s*(?:[\[(]?\d{1,2}:\d\d(?::\d\d)?[\])]?\s*(?:- )?)?"
@@ -215,34 +215,15 @@ _CONFUSIONS = (
     ("h", "b"), ("e", "c"), ("rn", "m"), ("m", "rn"), ("cl", "d"), ("d", "cl"), ("l", "1"), ("i", "l"),
     ("o", "0"), ("u", "ii"), ("w", "vv"), ("s", "5"), ("i", "1"), ("t", "f"), ("c", "e"),
 )  # fmt: skip
-_REAL_WORDS = frozenset(("arc", "bad", "bat", "bet", "bis", "bot", "cst", "dic", "fie", "ist", "1st", "fat", "fit", "foo"))
-    [
-        "arc",
-        "bad",
-        "bat",
-        "bet",
-        "bis",
-        "bot",
-        "cst",
-        "dic",
-        "fie",
-        "ist",
-        "1st",
-        "fo",
-        "fat",
-        "fit",
-        "foo",
-        "tho",
-        "thc",
-    ]
-) - {"thc", "tho"}
+_REAL_WORDS = frozenset(
+    ("arc", "bad", "bat", "bet", "bis", "bot", "cst", "dic", "fie", "ist", "1st", "fat", "fit", "foo")
+)
+"""Confusions that are words themselves."""
 _ENDS = frozenset(".!?:;…\"'”’»)]}>。!?】」』*`|")
 _CUT_START = re.compile(r"[a-zà-öø-ÿ,;.)\]}](?!\.\.)")
 _PIECE = re.compile(r"(?<![\w'’.\-])[a-z]{1,2}$")
 _SHORT_WORDS = frozenset(
     ("me", "us", "up", "so", "no", "ok", "go", "we", "he", "my", "oh", "hi", "am", "pm", "tv", "pc", "id", "vs")
-)
-    ["me", "us", "up", "so", "no", "ok", "go", "we", "he", "my", "oh", "hi", "am", "pm", "tv", "pc", "id", "vs"]
 )
 _OPENED, _CLOSED = re.compile(r"(?<![:;=\-])[(\[{]"), re.compile(r"[)\]}]")
 
@@ -252,7 +233,7 @@ def layout_of(text: str) -> Layout:
     lines = [line for line in text[:_LAYOUT_CHARS].split("\n") if line.strip()]
     if len(lines) < _FEWEST_ROWS:
         return "text"
-    speakers = [match[1] for line in lines if (match := _SPEAKER.match(line))]
+    speakers = [match[1] or match[2] for line in lines if (match := _SPEAKER.match(line))]
     if len(speakers) >= 0.5 * len(lines) and len(set(speakers)) <= 0.5 * len(speakers):
         return "chat"
     cells = Counter(len(_CELLS.findall(line)) for line in lines)

@@ -365,7 +365,7 @@ def refusal(noise: Mapping[str, Any]) -> str:
     return (
         f"the step noise kept everything: on text that its classifier has not seen, {noise['precision']:.0%} of what "
         f"it would drop is junk where a tenth of a corpus is, and only {noise['precision_low']:.0%} is certain; "
-        f"{noise['min_precision']:.0%} must be, for each layout and language (give more trusted text that is like yours "
+        f"{noise['min_precision']:.0%} must be, for a layout and language (give more trusted text that is like yours "
         "with --clean.noise.trusted, or leave the step out with --clean.noise.trusted [])"
     )
 
