@@ -1,10 +1,12 @@
-"""A second labeled set of personal data, from packages that no pattern was tuned on: mimesis, other locales of Faker.
+"""A second labeled set of personal data, made by other packages: mimesis, and locales of Faker not used before.
 
 `benchmarks/personal_data.py --set foreign` measures with it. Values stand in sentences of mimesis in thirteen languages,
 without a word that names them, after a label in the language, or in a line of JSON, CSV, a log or a setting. A value
 that is digits alone (a Polish PESEL, a Dutch BSN) has its label, because nothing else tells it from another number.
 Negatives are versions of the packages on this machine, identifiers with check digits, and measurements.
 """
+
+# ruff: noqa: E501 - tables of made-up texts
 
 import ipaddress
 import json

@@ -1,10 +1,12 @@
 """Labeled texts from sources that no limit of the step quality was tuned on; `quality_sets.py --set foreign` measures.
 
-Good text: code in JavaScript, Perl, C and shell of this machine, manual pages in fifteen languages that the first set
-does not have, LaTeX as sympy writes it around sentences of mimesis, chats in six layouts, tables of pandas, and poems in
+Good text: code in JavaScript, Perl and C of this machine, manual pages in fifteen languages that the first set does not
+have, LaTeX as sympy writes it around sentences of mimesis, chats in six layouts, tables of pandas, and poems in
 the public domain. Bad text is made of the manual pages: cut out of the middle, read by a bad scanner (other confusions
 than in `quality_sets.py`), lists of words in any order, and the error pages of nine servers.
 """
+
+# ruff: noqa: E501 - tables of made-up texts
 
 import gzip
 import random
