@@ -2,7 +2,7 @@
 
     python benchmarks/personal_data.py                                  the test half of the labeled set
     python benchmarks/personal_data.py --half development               what the patterns are tuned on
-    python benchmarks/personal_data.py --set foreign                    values and texts of other packages (pip install mimesis)
+    python benchmarks/personal_data.py --set foreign                    made by other packages (pip install mimesis)
     python benchmarks/personal_data.py --misses 40                      print values and alarms that were wrong
     python benchmarks/personal_data.py --presidio ENV/bin/python        presidio in an environment of its own
     python benchmarks/personal_data.py --real FOLDER ... --misses 200   alarms in real text, to look at
@@ -70,9 +70,8 @@ def compare(given: argparse.Namespace) -> None:
     labels = [example.values for example in examples]
     found, speed = run_modelwright(texts, codes)
     num_values = sum(map(len, labels))
-    print(
-        f"{'foreign set' if given.set == 'foreign' else given.half + ' half'}: {num_values} values, {given.negatives} texts without any\n"
-    )
+    name = "foreign set" if given.set == "foreign" else f"{given.half} half"
+    print(f"{name}: {num_values} values, {given.negatives} texts without any\n")
     columns = {"modelwright": score(labels, found)}
     speeds = {"modelwright": speed}
     for form in _PRESIDIO_FORMS if given.presidio else ():

@@ -259,7 +259,7 @@ def test_lists_scans_and_pages_of_other_makers(text: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "\n".join(f"{n}\tAnna Kowalska\tGdynia\tPolska\tTokarz" for n in range(10, 40)),
+    "\n".join(f"{n}\t{WORDS[-n].title()}\t{WORDS[n].title()}\tTokarz" for n in range(10, 40)),
     "\n".join(f"[1{n % 10}:00] {('Olcay', 'Mika')[n % 2]}: {('lol', 'ok', 'peki tamam')[n % 3]}" for n in range(40)),
     "\n".join(f"**{('Kansu', 'Acun')[n % 2]}**: {('ok', 'tamam', ':)')[n % 3]}" for n in range(40)),
     "Hence it is finite.\n\\begin{equation}\n  \\int_{0}^{\\infty} \\frac{\\sin(x)}{x} dx = 1\n\\end{equation}\n",
