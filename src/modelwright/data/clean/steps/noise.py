@@ -119,7 +119,7 @@ class Noise:
             write_atomic(path, json.dumps([asdict(trained[0]), trained[1]]))
         # Read back even if just written: a resumed run must decide by the same values.
         fields, report = json.loads(path.read_text())
-        cascade = Cascade(**fields | {"forms": KnownForms(tuple(map(tuple, fields["forms"]["pairs"])))})
+        cascade = Cascade(**fields | {"forms": KnownForms(pairs=tuple(map(tuple, fields["forms"]["pairs"])))})
         if not report["acts"]:
             nothing = dict.fromkeys(("judged", "abstained", "uncertain", "dropped"), 0)
             return Decisions(drops={}, report={"noise": {**report, **nothing}})
@@ -283,7 +283,7 @@ def train_cascade(
         by_form[layout, language] = {name: found[name] for name in ("precision_low", "acts")}
     acting = tuple(form for form, found in by_form.items() if found["acts"])
     if acting:
-        cascade = replace(cascade, forms=KnownForms(acting))
+        cascade = replace(cascade, forms=KnownForms(pairs=acting))
         dropped &= np.array([cascade.forms.includes(texts[i]) for i in test])
     report = heldout_report(generators[test], dropped, config) | {"acts": bool(acting)}
     report |= {"num_trusted": len(trusted_texts), "threshold": round(cascade.threshold, 4)}
