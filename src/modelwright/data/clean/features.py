@@ -208,15 +208,17 @@ _CELLS = re.compile(r"\||\t|;|,(?! )| {2,}(?=\S)")
 _FEWEST_ROWS, _LAYOUT_CHARS = 4, 4000
 Layout = Literal["chat", "table", "text"]
 # Texts of fewer words may have no word twice.
-_FEWEST_WORDS_OF_CUT = 4
+_FEWEST_WORDS_OF_CUT, _FEWEST_WORDS_OF_SCAN = 4, 30
 _FEWEST_WORDS_OF_LIST, _SHARE_OF_DISTINCT_WORDS = 60, 0.97
 # What bad scans read: a letter, or two, in place of others.
 _CONFUSIONS = (
     ("h", "b"), ("e", "c"), ("rn", "m"), ("m", "rn"), ("cl", "d"), ("d", "cl"), ("l", "1"), ("i", "l"),
-    ("o", "0"), ("u", "ii"), ("w", "vv"), ("s", "5"), ("i", "1"), ("t", "f"), ("c", "e"),
+    ("o", "0"), ("u", "ii"), ("w", "vv"), ("s", "5"), ("i", "1"), ("c", "e"),
 )  # fmt: skip
+# In others too many confusions are words themselves.
+_LANGUAGES_OF_SCANS = ("en", "de", "fr", "es", "it", "pt", "nl")
 _REAL_WORDS = frozenset(
-    ("arc", "bad", "bat", "bet", "bis", "bot", "cst", "dic", "fie", "ist", "1st", "fat", "fit", "foo")
+    ("arc", "bad", "eon", "bat", "bet", "bis", "bot", "cst", "dic", "fie", "ist", "1st", "fat", "fit", "foo")
 )
 """Confusions that are words themselves."""
 _ENDS = frozenset(".!?:;…\"'”’»)]}>。!?】」』*`|")
@@ -278,7 +280,8 @@ def measure(document: Document) -> list[float]:
     is_list = num_words >= _FEWEST_WORDS_OF_LIST and num_distinct >= _SHARE_OF_DISTINCT_WORDS * len(words)
     confused = confused_words(language)
     num_broken = sum(_BROKEN_WORD.search(part) is not None for part in parts)
-    num_broken += 2 * sum(word in confused for word in words)  # a few of many: the others look like words
+    # A few of many: the others look like words. The language of a short text may be another one.
+    num_broken += 2 * sum(word in confused for word in words) if len(words) >= _FEWEST_WORDS_OF_SCAN else 0
     num_cut = (_CUT_START.match(ends) is not None) + (ends[-1:] not in _ENDS and ends[-1:].isascii())
     num_cut += _PIECE.search(ends) is not None and words[-1] not in _LANGUAGES_OF and words[-1] not in _SHORT_WORDS
     num_cut = min(2, num_cut + (len(_OPENED.findall(ends)) > len(_CLOSED.findall(ends))))
@@ -330,7 +333,8 @@ def error_share(text: str) -> float:
 @cache
 def confused_words(language: str) -> frozenset[str]:
     """Function words of a language as bad scans have them: `tbe` and `thc` for `the`."""
-    own, found = _FUNCTION_WORDS[language], set[str]()
+    own = _FUNCTION_WORDS[language] if language in _LANGUAGES_OF_SCANS else frozenset[str]()
+    found = set[str]()
     for word in own:
         if len(word) >= 3:
             found |= {
