@@ -2,6 +2,7 @@
 
     python benchmarks/clean_fuzz.py --count 100000
     python benchmarks/clean_fuzz.py --count 1000 --clean.quality.thresholds auto
+    python benchmarks/clean_fuzz.py --count 20000 --generator foreign      records of Faker and mimesis
 
 Prints the exit status, the counts and any traceback, and exits with 1 if there is one.
 """
@@ -12,7 +13,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,43 @@ def value(rng: random.Random, depth: int = 0) -> Any:
     return rng.choice(simple)()
 
 
+def foreign_records(count: int, seed: int) -> Iterator[bytes]:
+    """Lines of records under the fields of all forms, with values of Faker and mimesis; of some, a few bytes are
+    changed, removed or repeated.
+    """
+    from faker import Faker
+    from mimesis import Generic, Locale
+
+    from modelwright.data.sources.fields import SIGNIFICANT
+    from modelwright.data.sources.forms import FIELDS, FORMS_OF_RECORDS
+
+    rng, names = random.Random(seed), [*FIELDS, *SIGNIFICANT]
+    Faker.seed(seed)
+    fake, made = Faker(["en_US", "ar_AA", "hi_IN", "th_TH", "he_IL", "ja_JP"]), [Generic(one) for one in Locale]
+
+    def anything(depth: int = 0) -> Any:
+        text = rng.choice(made).text
+        role, content = rng.choice(("role", "from")), rng.choice(("content", "value"))
+        turn = {role: rng.choice(("user", "assistant", "human", "gpt", "tool", "model")), content: text.sentence()}
+        turn[rng.choice(names)] = rng.choice((0, 1, None, "x"))
+        made_here = (
+            text.text(quantity=3), text.word(), fake.pyfloat(), fake.pybool(), None, fake.pystr(), fake.iso8601(), turn,
+            [turn] * rng.randrange(4), fake.pydict(4, allowed_types=[str, int, float, bool]),
+            fake.pylist(3, allowed_types=[str]), json.dumps([turn], ensure_ascii=False),
+            {rng.choice(names): anything(depth + 1)} if depth < 3 else 0,
+        )  # fmt: skip
+        return rng.choice(made_here)
+
+    for _ in range(count):
+        form = rng.choice(FORMS_OF_RECORDS)
+        chosen = [*form.needs, *rng.sample(names, rng.randrange(4))]
+        line = json.dumps({name: anything() for name in chosen}, ensure_ascii=rng.random() < 0.5).encode()
+        if rng.random() < 0.2:
+            at = rng.randrange(len(line))
+            line = line[:at] + rng.choice((b"", rng.randbytes(3), line[at : at + 9] * 3)) + line[at + 1 :]
+        yield line.replace(b"\n", b" ") + b"\n"
+
+
 def record(rng: random.Random) -> str:
     kind = rng.randrange(6)
     if kind == 0:
@@ -77,12 +115,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--generator", choices=("own", "foreign"), default="own")
     given, settings = parser.parse_known_args()
     rng = random.Random(given.seed)
     with tempfile.TemporaryDirectory() as name:
         source = Path(name) / "records.jsonl"
-        with open(source, "w", encoding="utf-8", errors="replace") as file:
-            file.writelines(f"{record(rng)}\n" for _ in range(given.count))
+        with open(source, "wb") as file:
+            lines = (f"{record(rng)}\n".encode("utf-8", "replace") for _ in range(given.count))
+            file.writelines(foreign_records(given.count, given.seed) if given.generator == "foreign" else lines)
         words = ["clean", str(source), "--out", f"{name}/out", "--data.on_bad_record", "skip", *settings]
         done = subprocess.run([sys.executable, "-m", "modelwright.cli.main", *words], capture_output=True, text=True)
     print(done.stdout)

@@ -2,6 +2,7 @@
 
     python benchmarks/personal_data.py                                  the test half of the labeled set
     python benchmarks/personal_data.py --half development               what the patterns are tuned on
+    python benchmarks/personal_data.py --set foreign                    made by other packages (pip install mimesis)
     python benchmarks/personal_data.py --misses 40                      print values and alarms that were wrong
     python benchmarks/personal_data.py --presidio ENV/bin/python        presidio in an environment of its own
     python benchmarks/personal_data.py --real FOLDER ... --misses 200   alarms in real text, to look at
@@ -39,6 +40,7 @@ _MOST_FILES = 4000
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half", choices=("development", "test"), default="test")
+    parser.add_argument("--set", choices=("own", "foreign"), default="own")
     parser.add_argument("--per-kind", type=int, default=400)
     parser.add_argument("--negatives", type=int, default=2400)
     parser.add_argument("--presidio", type=Path, help="Python of an environment with presidio-analyzer")
@@ -57,13 +59,19 @@ def main() -> None:
 def compare(given: argparse.Namespace) -> None:
     from personal_data_set import labeled, negatives
 
-    examples = labeled(given.half, per_kind=given.per_kind) + negatives(given.half, count=given.negatives)
+    if given.set == "foreign":
+        import foreign_personal_data as foreign
+
+        examples = foreign.labeled(per_kind=given.per_kind) + foreign.negatives(count=given.negatives)
+    else:
+        examples = labeled(given.half, per_kind=given.per_kind) + negatives(given.half, count=given.negatives)
     random.Random(0).shuffle(examples)
     texts, codes = [example.text for example in examples], [example.is_code for example in examples]
     labels = [example.values for example in examples]
     found, speed = run_modelwright(texts, codes)
     num_values = sum(map(len, labels))
-    print(f"{given.half} half: {num_values} values, {given.negatives} texts without any\n")
+    name = "foreign set" if given.set == "foreign" else f"{given.half} half"
+    print(f"{name}: {num_values} values, {given.negatives} texts without any\n")
     columns = {"modelwright": score(labels, found)}
     speeds = {"modelwright": speed}
     for form in _PRESIDIO_FORMS if given.presidio else ():

@@ -2,6 +2,7 @@
 
     python benchmarks/quality_sets.py --man /usr/share/man --count 100
     python benchmarks/quality_sets.py --man /usr/share/man --half development
+    python benchmarks/quality_sets.py --man /usr/share/man --set foreign --code /usr/share /usr/lib
     python benchmarks/quality_sets.py --man /usr/share/man --datatrove ENV/bin/python
 
 Good text: sources and docstrings of the standard library, manual pages by language from `--man` (Debian's manpages-de,
@@ -27,6 +28,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
+from itertools import islice
 from pathlib import Path
 
 from modelwright.core.progress import SilentProgress
@@ -239,15 +241,33 @@ def dropped_by_datatrove(
     return set(answer["dropped"]), answer["cpu_s"]
 
 
+def foreign(count: int, man: Path, code: tuple[Path, ...]) -> list[tuple[str, bool, Document]]:
+    """`(kind, is bad, document)` of `foreign_quality_sets.py`."""
+    import foreign_quality_sets as sets
+
+    rng = random.Random(3)
+    english = [*islice(sets.pages(man, "man1", "man8"), 400)]
+    entries = [(kind, False, text) for kind, texts in sets.good(count, man, code, rng).items() for text in texts]
+    entries += [(kind, True, make(rng.choice(english), rng)) for kind, make in sets.BAD.items() for _ in range(count)]
+    return [
+        (kind, bad, Document(id=f"{number}", text=text, kind="prose", split="train", source=""))
+        for number, (kind, bad, text) in enumerate(entries)
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--man", type=Path, required=True)
     parser.add_argument("--datatrove", type=Path, help="Python of an environment with datatrove")
     parser.add_argument("--count", type=int, default=100, help="documents of each kind")
     parser.add_argument("--half", choices=HALVES, default="test")
+    parser.add_argument("--set", choices=("own", "foreign"), default="own")
+    parser.add_argument("--code", type=Path, nargs="*", default=[], help="folders with code of the foreign set")
     given = parser.parse_args()
     other = HALVES[1 - HALVES.index(given.half)]
     entries = labelled(given.half, given.count, given.man)
+    if given.set == "foreign":
+        entries = foreign(given.count, given.man, tuple(given.code))
     trusted = [document for _, bad, document in labelled(other, given.count, given.man) if not bad]
     random.Random(0).shuffle(trusted)
     columns = {"quality drops": dropped(entries, [])[0], "with noise": dropped(entries, trusted)[0]}

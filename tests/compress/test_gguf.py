@@ -23,6 +23,7 @@ from modelwright.core.errors import ConfigError, ModelError
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.attention import causal_attend
 from modelwright.model.hf import load_config, load_model, type_of
+from modelwright.pipeline.exports.gguf import modelfile
 
 gguf = pytest.importorskip("gguf")
 
@@ -224,6 +225,18 @@ def test_begin_tokens_follow_the_tokenizer(tmp_path: Path) -> None:
     vocabulary = read_vocabulary(tmp_path, 300)
     assert vocabulary.adds_bos is True
     assert vocabulary.special["eot"] != vocabulary.special["eos"]
+
+
+def test_a_third_stop_token_is_kept(tmp_path: Path) -> None:
+    trained = train_tokenizer(
+        ["some words to learn from"], TokenizerConfig(vocab_size=300, special_tokens=("<|eom|>",))
+    )
+    trained.save(tmp_path)
+    stop = trained.id_of("<|eom|>")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [trained.eos_id, stop]}))
+    assert read_vocabulary(tmp_path, 300).special["eom"] == stop
+    text = modelfile(Tokenizer.load(tmp_path), "m.gguf", max_seq_len=64, adds_bos=True)
+    assert 'PARAMETER stop "<|eom|>"' in text
 
 
 def sentencepiece_folder(folder: Path, **changes: Any) -> Path:

@@ -34,6 +34,22 @@ def config(*sources: Path) -> CleanConfig:
     return CleanConfig(decontamination=DecontaminationConfig(sources=tuple(map(str, sources))))
 
 
+def test_a_rejected_answer_counts_and_sets_may_have_any_field(tmp_path: Path) -> None:
+    passage = " ".join(words(20))
+    (tmp_path / "set.jsonl").write_text(json.dumps({"question": "Q", "answer": passage, "is_hard": True}))
+    turns = [{"role": role, "content": " ".join(words(20))} for role in ("user", "assistant")]
+    documents = [
+        Document(
+            id=f"d{n}", text=turns[1]["content"], kind="qa", split="train", source="s",
+            meta={"messages": turns, "rejected": [{"role": "assistant", "content": text}], "prompt_turns": 1},
+        )
+        for n, text in enumerate((passage, " ".join(words(20))))
+    ]  # fmt: skip
+    step = build_steps(config(tmp_path / "set.jsonl"))[1]
+    clean_documents(iter(documents), [step], tmp_path / "out", SilentProgress())
+    assert [entry.document.id for entry in read_dropped(tmp_path / "out")] == ["d0"]
+
+
 def test_the_documents_that_share_a_passage_are_dropped(tmp_path: Path) -> None:
     questions = [" ".join(words(length)) for length in (40, 13, 30, 12, 20)]
     sets = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]

@@ -64,7 +64,15 @@ def clean(
 ) -> tuple[list[str], dict[str, tuple[str, str]]]:
     config = CleanConfig(
         duplicates=DuplicatesConfig(**settings),
-        quality=QualityConfig(limits={"min_num_chars": 0, "min_stop_word_fraction": 0}),
+        quality=QualityConfig(
+            limits={
+                "min_num_chars": 0,
+                "min_stop_word_fraction": 0,
+                "max_sorted_fraction": 1,
+                "max_cut_end_fraction": 1,
+                "max_broken_word_fraction": 1,
+            }
+        ),
         privacy=PrivacyConfig(replace=()),
     )
     clean_documents(

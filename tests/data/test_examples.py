@@ -55,7 +55,7 @@ def test_the_run_stops_before_most_pairs_are_dropped_for_their_answers(tmp_path:
         DataError, match=r"9\d% of the question/answer pairs .*--clean\.duplicates\.pairs_by conversation"
     ):
         cleaned(tmp_path, records)
-    cleaned(tmp_path, records, duplicates={"max_pair_fraction": 1.0})
+    cleaned(tmp_path, records, duplicates={"pairs_by": "answer_always"})
     assert len(list(read_kept(tmp_path / "out"))) <= 4
     cleaned(tmp_path, records, duplicates={"pairs_by": "conversation", "near": False})
     assert len(list(read_kept(tmp_path / "out"))) == 60

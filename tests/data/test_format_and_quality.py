@@ -2,14 +2,25 @@
 
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from modelwright.core.errors import ConfigError
+from modelwright.core.progress import SilentProgress
+from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.features import FEATURES, measure
+from modelwright.data.clean.folder import read_kept
 from modelwright.data.clean.steps.format import Format, FormatConfig
-from modelwright.data.clean.steps.quality import QualityConfig, has_language, judge, judged_kinds, limits_by_kind
+from modelwright.data.clean.steps.quality import (
+    Quality,
+    QualityConfig,
+    has_language,
+    judge,
+    judged_kinds,
+    limits_by_kind,
+)
 from modelwright.data.clean.steps.step import Drop
 from modelwright.data.document import KINDS, Document
 
@@ -209,12 +220,53 @@ def test_prose_with_some_of_the_signs_stays(text: str) -> None:
     assert not reasons(text)
 
 
-def test_fragments_are_dropped_where_a_limit_is_set() -> None:
-    limits = {"max_cut_end_fraction": 0.75}
-    assert not reasons("mmittee met on Tuesday to dis")
-    assert reasons("mmittee met on Tuesday to dis", limits=limits) == ["fragment"]
-    assert not reasons("anyone knows when they met?", limits=limits)
-    assert not reasons(PROSE[3:-1], limits=limits), "long texts are more than their ends"
+@pytest.mark.parametrize("text", [
+    "mmittee met on Tuesday to dis", "e members agreed that the reading room (which sh", "The vote is planned for a qu",
+])  # fmt: skip
+def test_fragments_are_dropped(text: str) -> None:
+    assert reasons(text) == ["fragment"]
+    assert not reasons(text, limits={"max_cut_end_fraction": 1.0})
+
+
+@pytest.mark.parametrize("text", [
+    "anyone knows when they met?", "The committee met on Tuesday", "the fog comes\non little cat feet", PROSE[3:-1],
+    "for name in os.listdir(folder):", "blue and white",
+])  # fmt: skip
+def test_texts_with_ends_of_their_own_stay(text: str) -> None:
+    assert "fragment" not in reasons(text)
+
+
+@pytest.mark.parametrize(("num_cut", "num_kept"), [(3, 12), (24, 36)])
+def test_ends_say_nothing_where_most_texts_have_them(tmp_path: Path, num_cut: int, num_kept: int) -> None:
+    cut = [document(f"yes we met there in room {n} again", id=f"c{n}") for n in range(num_cut)]
+    whole = [document(f"We met there in room {n} again.", id=f"w{n}") for n in range(12)]
+    clean_documents(iter([*cut, *whole]), [Quality(QualityConfig())], tmp_path, SilentProgress())
+    assert len(list(read_kept(tmp_path))) == num_kept
+
+
+WORDS = sorted({word.lower() for word in re.findall(r"\w{3,}", PROSE + LOREM)}, key=len)
+SCAN = PROSE.replace("the ", "tbe ").replace("and", "ancl").replace("in ", "ln ").replace("for", "f0r")
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    (", ".join(WORDS), "word list"), (SCAN, "broken words"),
+    ("Oops! That page can't be found.\n\nIt looks like nothing was found at this location.", "error page"),
+    ("Access denied\n\nThis site uses a security service to protect itself.\nRay ID: 94b6", "error page"),
+    ("Seite nicht gefunden\n\nDie Seite konnte nicht gefunden werden (Fehler 404).\n\nZur Startseite", "error page"),
+])  # fmt: skip
+def test_lists_scans_and_pages_of_other_makers(text: str, reason: str) -> None:
+    assert reason in reasons(text)
+
+
+@pytest.mark.parametrize("text", [
+    "\n".join(f"{n}\t{WORDS[-n].title()}\t{WORDS[n].title()}\tTokarz" for n in range(10, 40)),
+    "\n".join(f"[1{n % 10}:00] {('Olcay', 'Mika')[n % 2]}: {('lol', 'ok', 'peki tamam')[n % 3]}" for n in range(40)),
+    "\n".join(f"**{('Kansu', 'Acun')[n % 2]}**: {('ok', 'tamam', ':)')[n % 3]}" for n in range(40)),
+    "Hence it is finite.\n\\begin{equation}\n  \\int_{0}^{\\infty} \\frac{\\sin(x)}{x} dx = 1\n\\end{equation}\n",
+    "The page says Access denied when the login failed. Ask the administrator of the site for a new one.",
+])  # fmt: skip
+def test_tables_chats_and_formulas_stay(text: str) -> None:
+    assert not reasons(text)
 
 
 def test_code_without_a_kind_is_judged_as_code() -> None:

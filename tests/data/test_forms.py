@@ -75,6 +75,67 @@ def test_labels_beside_any_form(tmp_path: Path, record: dict, name: str, value: 
     assert document.messages == [USER, GOOD]
 
 
+@pytest.mark.parametrize(("values", "expected"), [
+    (("good", "bad"), [True, False]), (("yes", "no"), [True, False]), (("accepted", "rejected"), [True, False]),
+    ((1, 0), [True, False]), (("reject", "accept"), [False, True]),
+])  # fmt: skip
+def test_a_judgement_in_a_field_of_any_name_is_refused_until_it_is_named(
+    tmp_path: Path, values: tuple, expected: list[bool]
+) -> None:
+    path = tmp_path / "r.jsonl"
+    records = [{"messages": [USER, {**GOOD, "content": str(n)}], "rating": value} for n, value in enumerate(values)]
+    path.write_text("\n".join(map(json.dumps, records)))
+    with pytest.raises(DataError, match=r"'rating' .*--data\.fields '{label: rating}'"):
+        read(path)
+    found, _ = read(path, fields={"label": "rating"})
+    assert [document.meta["desirable"] for document in found] == expected
+
+
+def test_signs_are_refused_and_names_of_classes_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    for values, is_refused in (((1, -1), True), ((1, -1, 2), False), (("sea", "land"), False)):
+        records = [{"question": f"Q{n}", "answer": "A", "vote": value} for n, value in enumerate(values)]
+        path.write_text("\n".join(map(json.dumps, records)))
+        if is_refused:
+            with pytest.raises(DataError, match="'vote'"):
+                read(path)
+        else:
+            assert len(read(path)[0]) == len(values)
+
+
+@pytest.mark.parametrize("prompt", ["Q", [USER], USER])
+def test_prompts_alone_are_for_rewards(tmp_path: Path, prompt: object) -> None:
+    document = one(tmp_path, {"prompt": prompt, "solution": "S"}, keep_fields=("solution",))
+    assert (document.kind, document.messages, document.has_answer) == ("qa", [USER], False)
+    assert document.meta["solution"] == "S"
+
+
+@pytest.mark.parametrize(("record", "problem"), [
+    ({"prompt": [USER, GOOD]}, "no prompt to answer"),
+    ({"prompt": "Q", "chosen": "A"}, "rejected"),
+    ({"prompt": "Q", "completion": None}, "completion"),
+    ({"question": "Q", "answer": "A", "text": "A passage."}, "--data.fields '{context: text}'"),
+    ({"question": "Q", "answer": "A", "document": "A passage."}, "--data.fields '{context: document}'"),
+    ({"question": "Q", "answer": "A", "paragraph": "A passage."}, "--data.fields '{context: paragraph}'"),
+    ({"question": "Q", "answer": "A", "chat_history": [["Q", "A"]]}, "--data.fields '{history: chat_history}'"),
+    ({"question": "Q", "answer": "A", "cot": "T"}, "--data.fields '{reasoning_content: cot}'"),
+])  # fmt: skip
+def test_siblings_that_are_refused(tmp_path: Path, record: dict, problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        one(tmp_path, record)
+
+
+def test_a_text_with_its_prompt_is_a_text(tmp_path: Path) -> None:
+    assert one(tmp_path, {"prompt": "Write.", "text": "A text of its own."}).kind == "prose"
+    assert one(tmp_path, {"question": "Q", "answer": "A", "text": "Q and A"}).text == "Q\n\nA", "made of both"
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt", "system_message"])
+def test_names_of_a_system_turn(tmp_path: Path, name: str) -> None:
+    turns = one(tmp_path, {name: "S", "messages": [USER, GOOD]}).messages
+    assert turns == [{"role": "system", "content": "S"}, USER, GOOD]
+
+
 @pytest.mark.parametrize("value", [float("nan"), 2, None, 0.5, [1]])
 def test_labels_that_are_no_judgement_are_refused(tmp_path: Path, value: object) -> None:
     with pytest.raises(DataError, match="not true or false"):

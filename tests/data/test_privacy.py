@@ -57,6 +57,14 @@ VALUES = [
     ("credentials", "git clone https://4f1c9a7be02d4c6f8a93@example.org/x.git"),
     ("credentials", "redis://:Zq8wPf31x@cache.example.org:6379/0"),
     ("credentials", "mysql://ann@example.org:Zq8wPf31x@db.example.org/shop"),
+    ("credentials", "amqp://agnes:xvSy$vavfHu9@mq.example.org:5672/a"),
+    ("ip", "remote_addr=147.209.247.47 ok"),
+    ("phone", "телефон=+380-(95)-836-63-27"),
+    ("phone", "puh.: +358 40 720 1300"),
+    ("phone", "tel.: 98 897 323"),
+    ("card", "card number=5592 1827 4736 3884"),
+    ("national_id", "Henkilötunnus=131052-308T"),
+    ("national_id", "주민등록번호: 220209-2266030"),
     ("secret", "key AKIAJ2Q5XV7DT4WLPZ6M"),
     ("secret", "ghp_a8Kq2ZxT9bLm4Wv7Rc1YdN6uPs3EgHj5Qf0B"),
     ("secret", "api_key = 'a8f5f167f44f4964e6c998dee827110c'"),
@@ -87,6 +95,9 @@ HARMLESS = [
     "logo@2x.png getty@tty1.service Item@1b6d3586.toString a.b@6cb41068.so.6",
     "git@HOST:a/b, ssh://git@example.org/a/b, git@gitlab.example.org:a/b",
     "order number 4111111111111111, Bestellnummer 0171 2345678",
+    "Kontrollnummer: 008-042-6599, Aktenzeichen 984-638-4764, numer kontrolny 01447537361",
+    "Updated the viewer to 1.65.2.165 and restarted; ельбор/58.8.171.22 (X11)",
+    "https://example.org/a?id=4111111111111111&n=536904399",
 ]
 
 

@@ -102,9 +102,9 @@ def test_pairs_with_other_rejected_answers_are_no_duplicates() -> None:
 def test_field_names_and_types_can_be_given(tmp_path: Path) -> None:
     (document,), _ = read(tmp_path, {"q": "Q", "a": "A"}, fields={"question": "q", "answer": "a"})
     assert document.meta == {"question": "Q", "answer": "A"}
-    both = {"text": "whole", "question": "Q", "answer": "A"}
+    both = {"text": "Q whole", "question": "Q", "answer": "A"}
     assert read(tmp_path, both)[0][0].kind == "qa"
-    assert read(tmp_path, both, record_type="text")[0][0].text == "whole"
+    assert read(tmp_path, both, record_type="text")[0][0].text == "Q whole"
     with pytest.raises(DataError, match="a record of type messages needs the field 'messages'"):
         read(tmp_path, both, record_type="messages")
 

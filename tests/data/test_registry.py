@@ -82,7 +82,8 @@ def test_columns_that_the_registry_leaves_out_are_refused_where_they_matter(tmp_
     ({"file_name": "renamed.json", "columns": {"prompt": "question"}}, "lacks the field 'question'"),
     ({"file_name": "renamed.json", "columns": ["ask"]}, "columns that are not names"),
     ({"file_name": "renamed.json", "columns": {"chosen": "say"}}, "without ranking"),
-    ({"file_name": "renamed.json", "weight": 2}, "batching.mixture"),
+    ({"file_name": "renamed.json", "weight": 0}, "the weight 0"),
+    ({"file_name": "renamed.json", "weight": "2"}, "the weight '2'"),
     ("renamed.json", "is not a mapping"),
 ])  # fmt: skip
 def test_entries_that_cannot_be_followed_are_named(tmp_path: Path, entry: Any, problem: str) -> None:

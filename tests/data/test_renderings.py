@@ -116,8 +116,8 @@ def check_rows(tokenizer: Tokenizer, theirs: Any, name: str, chat: tuple[list[An
             prompt = applied(plain[:number], tokenize=False, add_generation_prompt=True)
             call, said = plain[number].get("tool_calls"), f" {plain[number]['content'].strip()}"
             if call:
-                said = f"[TOOL_CALLS] [{json.dumps(call[0]['function'], ensure_ascii=False)}]"
-            said = said.replace("[TOOL_CALLS]", renamed("[TOOL_CALLS]", TEMPLATES[name][1]))
+                mark = renamed("[TOOL_CALLS]", TEMPLATES[name][1])
+                said = f"{mark} [{json.dumps(call[0]['function'], ensure_ascii=False)}]"
             expected_rows.append(theirs(f"{prompt}{said}{theirs.eos_token}", add_special_tokens=False)["input_ids"])
         assert all(ids.tolist() in expected_rows for ids, _ in rows)
         return

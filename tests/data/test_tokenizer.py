@@ -254,6 +254,47 @@ def test_files_of_a_loaded_tokenizer_stay_as_they_are(tmp_path: Path) -> None:
     assert settings == json.loads((source / "tokenizer_config.json").read_text())
 
 
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("template_has_it", [False, True])
+def test_the_begin_token_occurs_once_or_never(
+    tokenizer: Tokenizer, tmp_path: Path, adds: bool, template_has_it: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer.save(tmp_path)
+    definition = json.loads((tmp_path / "tokenizer.json").read_text())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    if not adds:
+        definition["post_processor"] = None
+    if not template_has_it:
+        settings["chat_template"] = settings["chat_template"].removeprefix("{{ bos_token }}")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    own, reference = Tokenizer.load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ((ids, _),) = own.encode_training_chats(CHAT)
+    assert ids.tolist() == reference.apply_chat_template(CHAT)["input_ids"]
+    assert ids.tolist().count(own.bos_id) == template_has_it
+    assert own.encode_prompt(CHAT[:1]).count(own.bos_id) == template_has_it
+    document = own.encode_document("A text.").tolist()
+    assert document[:-1] == reference("A text.")["input_ids"]
+    assert document.count(own.bos_id) == adds
+
+
+def test_stop_tokens_are_a_union_that_every_copy_keeps(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path / "a")
+    assert not (tmp_path / "a" / "generation_config.json").exists()
+    further = tokenizer.encode("\n")[0]
+    stops = {"eos_token_id": [further, tokenizer.vocab_size + 7], "temperature": 0.6}
+    (tmp_path / "a" / "generation_config.json").write_text(json.dumps(stops))
+    loaded = Tokenizer.load(tmp_path / "a")
+    assert loaded.stop_ids == (tokenizer.end_id, tokenizer.eos_id, further), "of the vocabulary only"
+    loaded.save(tmp_path / "b")
+    assert Tokenizer.load(tmp_path / "b").stop_ids == loaded.stop_ids
+    loaded.save(tmp_path / "a")
+    kept = json.loads((tmp_path / "a" / "generation_config.json").read_text())
+    assert kept == {"eos_token_id": [*loaded.stop_ids], "temperature": 0.6}
+
+
 def test_foreign_chatml(tmp_path: Path) -> None:
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]

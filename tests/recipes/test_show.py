@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from finetune_files import write_examples, write_model
 from modelwright.cli.main import main
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.tokenizer.tokenizer import Tokenizer
+from modelwright.recipes.load import finetune_request
 from modelwright.recipes.show import Shown, ShownText, show, visible
 
 CHAT = [{"role": "user", "content": "Which  color?"}, {"role": "assistant", "content": "Blue, naïve 猫."}]
@@ -141,7 +144,7 @@ def test_dry_run_ends_with_an_example_and_a_run_shows_its_rows(
     assert "form: messages (62)" in out
     with pytest.raises(ConfigError):
         show(run)
-    assert main([*words, "--stages", "clean,init,pack"]) == 0
+    assert main([*words, "--stages", "clean,pack"]) == 0
     shown = show(run, rows=1)
     # Every piece of a row is an example with its answer, and no token is shown that is not in the row
     assert all(re.fullmatch(r"(?s).*<\|im_end\|>", learned(one)) for one in shown.texts)
@@ -150,3 +153,40 @@ def test_dry_run_ends_with_an_example_and_a_run_shows_its_rows(
     assert "form: messages (62)" in text
     assert "conversations" in text
     assert "cleaning:" in text
+
+
+def test_weights_of_files_and_prompts_without_an_answer(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("twice", "half", "once"):
+        lines_of(folder / f"{name}.jsonl", *({"ask": f"{name} {n}?", "say": f"It is {n}."} for n in range(40)))
+    entry = {"columns": {"prompt": "ask", "response": "say"}}
+    weights = {"twice": {"weight": 2}, "half": {"weight": 0.5}, "once": {}}
+    registry = {name: {"file_name": f"{name}.jsonl", **entry, **one} for name, one in weights.items()}
+    (folder / "datasets.yaml").write_text(json.dumps(registry))
+    run, words = tmp_path / "run", ["--data.validation_fraction", "0", "--stages", "clean,pack"]
+    assert main(["finetune", str(model), str(folder), "--run-dir", str(run), *words]) == 0
+    asked = [re.search(r"(twice|half|once) \d+", whole(one)) for one in show(run, rows=1000).texts]
+    times = Counter(match[0] for match in asked if match)
+    assert {times[f"twice {n}"] for n in range(40)} == {2}
+    assert {times[f"once {n}"] for n in range(40)} == {1}
+    assert 8 <= sum(times[f"half {n}"] for n in range(40)) <= 32
+    shown = show(model, folder / "twice.jsonl", rows=1)
+    assert any("weight 2" in note for note in shown.texts[0].notes)
+    prompts = lines_of(tmp_path / "p.jsonl", {"prompt": "Which color?"})
+    assert "nothing of it is learned" in str(show(model, prompts))
+    with pytest.raises(DataError, match=r"p\.jsonl:1: is a prompt without an answer"):
+        finetune_request(str(model), [str(prompts)], {}, str(tmp_path / "other"))
+
+
+def test_variables_of_the_template_are_those_of_training(model: Path, tmp_path: Path) -> None:
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    settings["chat_template"] = "{{ 'No thoughts. ' if enable_thinking is false }}" + settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    record = {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}}
+    pair = {"prompt": "Which?", "chosen": "Blue.", "rejected": "Red.", **record}
+    pair.pop("messages")
+    for shown in show(folder, lines_of(tmp_path / "a.jsonl", record, pair)).texts:
+        assert whole(shown).startswith("No thoughts. ")

@@ -63,6 +63,21 @@ def test_old_turns_are_forgotten_when_the_context_is_full(server: ServerThread):
     assert "".join(conversation.ask("dog " * 2000))
 
 
+def test_tools_and_variables_reach_the_template(server: ServerThread, monkeypatch: pytest.MonkeyPatch):
+    tokenizer, seen = server.service.model.tokenizer, []
+    encode = type(tokenizer).encode_chat
+
+    def watched(self, messages, **given):
+        seen.append(given)
+        return encode(self, messages)
+
+    monkeypatch.setattr(type(tokenizer), "encode_chat", watched)
+    given = {"tools": [{"name": "tide"}], "variables": {"enable_thinking": False}}
+    conversation = Conversation(small_engine(server), tokenizer, SamplingParams(temperature=0, max_tokens=2), **given)
+    next(conversation.ask("the quick"))
+    assert seen == [given]
+
+
 def test_stopping_an_answer_keeps_its_beginning(server: ServerThread):
     engine = small_engine(server)
     conversation = Conversation(engine, server.service.model.tokenizer, SamplingParams(temperature=0))

@@ -3,6 +3,7 @@
 import argparse
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.serve import STAGE_HELP, show_remark
@@ -20,20 +21,38 @@ def parser() -> argparse.ArgumentParser:
         default=0.95,
         help="sample from the likeliest tokens of this weight, at most 1; default: 0.95",
     )
+    parser.add_argument("--tools", metavar="FILE", default="", help="JSON file with functions that the model may call")
+    parser.add_argument(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        default="{}",
+        help="variables of the chat template, such as {enable_thinking: false}",
+    )
     return parser
 
 
 def chat(words: Sequence[str]) -> int:
     options = parser().parse_args(words)
+    import yaml
+
     from modelwright.api.models import find
+    from modelwright.core.errors import ConfigError
+    from modelwright.data.sources.turns import read_tools
     from modelwright.infer.sequence import SamplingParams
     from modelwright.serve.terminal import chat as talk
 
+    try:
+        variables = yaml.safe_load(options.chat_template_kwargs)
+        tools = read_tools(Path(options.tools).read_text(encoding="utf-8")) if options.tools else []
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--tools, --chat-template-kwargs: cannot be read ({error}); give JSON") from None
+    if not isinstance(variables, dict):
+        raise ConfigError("--chat-template-kwargs: is not an object; give {NAME: VALUE}")
     params = SamplingParams(temperature=options.temperature, top_p=options.top_p)
     result = find(options.target, stage=options.stage, int8=options.int8)
     show_remark(result.remark)
     print(f"Model: {result.source.describe()}", flush=True)
-    talk(result.source.folder, params)
+    talk(result.source.folder, params, tools=tools, variables=variables)
     return 0
 
 

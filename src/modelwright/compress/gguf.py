@@ -351,6 +351,7 @@ def _add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
         "bos": writer.add_bos_token_id,
         "eos": writer.add_eos_token_id,
         "eot": writer.add_eot_token_id,
+        "eom": writer.add_eom_token_id,
         "unknown": writer.add_unk_token_id,
         "padding": writer.add_pad_token_id,
     }

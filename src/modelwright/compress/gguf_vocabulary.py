@@ -45,7 +45,7 @@ class Vocabulary:
     merges: Sequence[str] = ()
     scores: Sequence[float] = ()
     special: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Token ids by name: bos, eos, eot, unknown, padding."""
+    """Token ids by name: bos, eos, eot, eom, unknown, padding."""
     adds_bos: bool = False
     strips_like_phi3: bool = False
     """True if special tokens take the white space after them, as those of Phi-3 do."""
@@ -93,7 +93,10 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
         kinds.append(kind)
     named = {"padding": tokenizer.special_tokens.get("pad_token"), "unknown": model.get("unk_token")}
     ids = {name: tokenizer.id_of(token) for name, token in named.items() if token}
-    special = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "eot": tokenizer.end_id, **ids}
+    # llama.cpp stops at each of eos, eot and eom; further ones are only in the Modelfile.
+    further = (stop for stop in tokenizer.stop_ids if stop not in (tokenizer.eos_id, tokenizer.end_id))
+    special = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "eot": tokenizer.end_id, "eom": next(further, None)}
+    special |= ids
     # llama.cpp knows one choice of added tokens that take the white space after them, Phi-3's
     # (`llama_vocab::impl::load`), and none that take the space before them.
     by_text = {entry["content"]: entry for entry in definition["added_tokens"]}

@@ -16,6 +16,8 @@ assistant may have `tool_calls` (`{"type": "function", "function": {"name": ...,
 answer the `name` or the `tool_call_id` of its call. `reasoning_content` is the text of the assistant's thought. These
 are the names that chat templates know. An assistant's turn with `train: False` is context: it is not learned."""
 
+WEIGHT = "epoch_weight"
+"""Field of `Document.meta`: how many times each epoch of a training has the document."""
 KINDS: tuple[Kind, ...] = ("prose", "code", "qa", "image")
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 """The splits of a run."""
@@ -57,6 +59,11 @@ class Document:
             return list(self.meta["messages"])
         question, answer = self.meta["question"], self.meta["answer"]
         return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    @property
+    def has_answer(self) -> bool:
+        """True for a conversation with an answer, and not only a prompt to answer."""
+        return self.has_turns and any(turn["role"] == "assistant" for turn in self.messages)
 
     @property
     def tools(self) -> Sequence[Any]:

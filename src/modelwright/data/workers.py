@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from multiprocessing.connection import wait as wait_for
@@ -68,10 +68,12 @@ class LocalProcesses:
     """Runs work in `num_workers` processes of this machine, or in this one for few items.
 
     An item whose process is killed is tried again in a new one. Raises `ModelwrightError` if that happens repeatedly,
-    as when the machine has too little memory.
+    as when the machine has too little memory. The processes stay for the next work: to start and import takes each of
+    them seconds, which for a small corpus is more than two save.
     """
 
     num_workers: int
+    _idle: list[ProcessPoolExecutor] = field(default_factory=list[ProcessPoolExecutor], repr=False, compare=False)
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         items = iter(items)
@@ -97,7 +99,8 @@ class LocalProcesses:
     ) -> Iterator[Any]:
         """Yields results of unfinished and left items. unfinished: by number, kept up to date for another try."""
         context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of PyTorch hold
-        pool = ProcessPoolExecutor(self.num_workers, context, initializer=follow_parent)
+        new = partial(ProcessPoolExecutor, self.num_workers, context, initializer=follow_parent)
+        pool, is_whole = self._idle.pop() if self._idle else new(), False
         try:
             running = {pool.submit(function, item): number for number, item in unfinished.items()}
             while True:
@@ -105,13 +108,17 @@ class LocalProcesses:
                     unfinished[number] = item
                     running[pool.submit(function, item)] = number
                 if not running:
+                    is_whole = True
                     return
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     number, result = running.pop(future), future.result()
                     del unfinished[number]
                     yield result
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            if is_whole:
+                self._idle.append(pool)
+            else:
+                pool.shutdown(wait=False, cancel_futures=True)
 
 
 def follow_parent() -> None:

@@ -132,7 +132,7 @@ def record_costs(
     """Scores documents; returns plain rows with `id`, `num_tokens`, `num_bytes` and `nats` in their order, by key:
     `answers` of conversations, `text` of other documents; a key without documents is left out.
     """
-    spoken = [document for document in documents if document.kind == "qa"]
+    spoken = [document for document in documents if document.kind == "qa" and document.has_answer]
     written = [document for document in documents if document.kind != "qa"]
     rows = {
         ANSWERS: score_answers(model, tokenizer, spoken, config, progress=progress) if spoken else [],

@@ -63,7 +63,7 @@ def evaluate_model(
     scores = scoring.score_documents(model, tokenizer, chosen, config, progress=progress)
     write_lines(folder / DOCUMENTS_FILE, [asdict(score) for score in scores])
     # Answers that a preference marks as undesirable are not meant to become likely.
-    wanted = [document for document in documents if document.kind == "qa" and not document.is_undesirable]
+    wanted = [one for one in documents if one.kind == "qa" and one.has_answer and not one.is_undesirable]
     conversations = scoring.select_documents(wanted, kinds=("qa",), max_bytes_per_kind=size, seed=config.seed)
     spoken = scoring.score_answers(model, tokenizer, conversations, config, progress=progress)
     write_lines(folder / ANSWERS_FILE, spoken)

@@ -263,7 +263,7 @@ def _own_weights(
                     "that the adapter belongs to"
                 )
             lengths = [len(tensor)] if is_end else [shape[0] for shape in parts]
-            weights |= dict(zip(tensors[plain], tensor.split(lengths), strict=True))
+            weights |= dict(zip(tensors[plain], torch.split(tensor, lengths), strict=True))
         elif name.startswith(PREFIX) and module in END_MODULES:
             adapted.setdefault(module, {})[own] = tensor
         else:

@@ -78,8 +78,8 @@ def compare_models(
     without such records.
     """
     # Nothing is held out: every record is compared.
-    source = SourceConfig(sources=tuple(sources), validation_fraction=0.0)
-    documents = (d for d in read_documents(source, report=SourceReport()) if d.kind == "qa" and not d.is_undesirable)
+    source = SourceConfig(sources=tuple(sources), validation_fraction=0.0, learns=False)
+    documents = (d for d in read_documents(source, report=SourceReport()) if d.has_answer and not d.is_undesirable)
     records = list(islice(documents, config.num_records or None))
     if not records:
         raise DataError(

@@ -291,6 +291,11 @@ def measure_records(
     ):
         if document.kind != "qa" or document.is_undesirable:
             continue
+        if not document.has_answer:
+            raise DataError(
+                f"{document.id}: is a prompt without an answer, so it cannot be learned; name the field of its answer "
+                "with --data.fields '{completion: FIELD}', or train with a reward (stages grpo and ppo)"
+            )
         try:
             chats = tokenizer.encode_training_chats(
                 document.messages, tools=document.tools, variables=template_variables(document)

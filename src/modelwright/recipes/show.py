@@ -25,9 +25,9 @@ from modelwright.data.clean.folder import REPORT
 from modelwright.data.clean.report import CleanReport, describe_drops
 from modelwright.data.clean.steps.privacy import PRIVACY
 from modelwright.data.clean.steps.step import CorpusStep, Drop
-from modelwright.data.document import Document
+from modelwright.data.document import WEIGHT, Document
 from modelwright.data.rows.batch import IGNORED
-from modelwright.data.rows.examples import ConversationFit
+from modelwright.data.rows.examples import ConversationFit, template_variables
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.rows.pack import INDEX
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
@@ -224,7 +224,15 @@ def _encoded(
     tokenizer: Tokenizer, document: Document, seq_len: int, loss: ChatLoss, notes: Sequence[str]
 ) -> Iterator[ShownText]:
     encoded: list[tuple[str, np.ndarray, np.ndarray]]
-    notes = list(notes)
+    notes, given = list(notes), {"tools": document.tools, "variables": template_variables(document)}
+    if WEIGHT in document.meta:
+        notes.append(f"weight {document.meta[WEIGHT]:g}: an epoch has it as many times")
+    if document.has_turns and not document.has_answer:
+        yield shown_text(
+            tokenizer, document.id, (ids := np.asarray(tokenizer.encode_prompt(document.messages, **given))),
+            np.zeros(len(ids), np.uint8), notes=["a prompt without an answer: nothing of it is learned", *notes],
+        )  # fmt: skip
+        return
     try:
         if not document.has_turns:
             ids = np.asarray(tokenizer.encode_document(document.text))
@@ -236,11 +244,11 @@ def _encoded(
             if "margin" in document.meta:
                 notes.append(f"margin of the preference: {document.meta['margin']:g}")
             encoded = [
-                (name, *tokenizer.encode_completion([*prompt, *side], len(prompt), tools=document.tools))
+                (name, *tokenizer.encode_completion([*prompt, *side], len(prompt), **given))
                 for name, side in zip(names, sides, strict=True)
             ]
         else:
-            chats = tokenizer.encode_training_chats(document.messages, tools=document.tools, loss=loss)
+            chats = tokenizer.encode_training_chats(document.messages, loss=loss, **given)
             encoded = [(f"part {n}" if len(chats) > 1 else "", *chat) for n, chat in enumerate(chats, start=1)]
     except DataError as error:
         yield ShownText(
@@ -297,10 +305,12 @@ def show_run(run: RunDir, *, rows: int) -> Shown:
         raise ConfigError(f"show: {run.path} has no packed rows yet; run its stage {PACK.name}, or name data after it")
     tokenizer = Tokenizer.load(run.stage(tokenizer_stage(config)).artifact)
     facts = read_manifest(packed, kind=PACK.name).facts
-    names = [stage.rows.name for stage in config.trainings if stage.rows and f"{stage.rows.name}/train" in facts]
-    folders = [packed / name / "train" for name in reversed(names) if (packed / name / "train" / INDEX).is_file()]
+    names = [stage.rows.name for stage in reversed(config.trainings) if stage.rows]
+    # A run may have been told to stop before its trainings.
+    names += [name.removesuffix("/train") for name in facts if name.endswith("/train")]
+    folders = [packed / name / "train" for name in names if (packed / name / "train" / INDEX).is_file()]
     if not folders:
-        raise ConfigError(f"show: no training of {run.path} learns from packed rows; name data after it")
+        raise ConfigError(f"show: {run.path} has packed no row to learn from; name data after it")
     reader = PackedRows(folders[0])
     batch = reader.gather(np.arange(min(rows, reader.num_groups)))
     texts = list[ShownText]()

@@ -2,9 +2,11 @@
 
 import secrets
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.infer.engine import Engine, EngineConfig
@@ -25,16 +27,21 @@ class Conversation:
     _tokenizer: ServedTokenizer
     _params: SamplingParams
     messages: list[dict[str, str]] = field(default_factory=list)
+    tools: Sequence[Any] = ()
+    """JSON schemas of functions that the template shows; a call of one is text."""
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Variables of the template, such as `enable_thinking`."""
 
     def ask(self, question: str) -> Generator[str, None, None]:
         """Yields pieces of the answer. Closing the generator stops the answer and keeps the text so far."""
         self.messages.append({"role": "user", "content": question})
         limit = self._engine.max_seq_len - self._engine.max_seq_len // ANSWER_ROOM
-        prompt = self._tokenizer.encode_chat(self.messages)
+        encode = partial(self._tokenizer.encode_chat, tools=self.tools, variables=self.variables)
+        prompt = encode(self.messages)
         while len(prompt) > limit and len(self.messages) > 1:
             # a question goes with its answer, because templates expect the roles to alternate
             del self.messages[: 2 if len(self.messages) > 2 else 1]
-            prompt = self._tokenizer.encode_chat(self.messages)
+            prompt = encode(self.messages)
         prompt = prompt[-limit:]
         text = IncrementalDetokenizer(self._tokenizer.stream())
         params = replace(self._params, stop_ids=self._tokenizer.stop_ids, max_tokens=self._engine.max_seq_len)
@@ -60,15 +67,17 @@ def _write(text: str) -> None:
 
 
 def chat(
-    folder: Path, params: SamplingParams, *, read: Callable[[str], str] = input, write: Callable[[str], object] = _write
-) -> None:
+    folder: Path, params: SamplingParams, *, tools: Sequence[Any] = (), variables: Mapping[str, Any] | None = None,
+    read: Callable[[str], str] = input, write: Callable[[str], object] = _write,
+) -> None:  # fmt: skip
     """Reads questions and writes answers until the end of input. Ctrl-C ends an answer, and raises `KeyboardInterrupt`
     elsewhere. Raises `ModelError` if the folder cannot be loaded.
     """
     model, tokenizer = load_folder(folder, Int8WeightsConfig())
     # the cache is allocated in blocks of 16 tokens
     engine = Engine(model, EngineConfig(max_num_seqs=1, kv_cache_tokens=-(-model.config.max_seq_len // 16) * 16))
-    conversation = Conversation(engine, tokenizer, params)
+    begin = partial(Conversation, engine, tokenizer, params, tools=tools, variables=variables or {})
+    conversation = begin()
     hint = expectation(model.config.num_parameters)
     write("\n".join([HELP, *([hint] if hint else []), ""]))
     while True:
@@ -83,7 +92,7 @@ def chat(
         if question == "/exit":
             return
         if question == "/new":
-            conversation = Conversation(engine, tokenizer, params)
+            conversation = begin()
         elif question:
             pieces = conversation.ask(question)
             try:

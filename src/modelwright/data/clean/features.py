@@ -15,8 +15,10 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from http import HTTPStatus
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +75,7 @@ _FUNCTION_WORDS: Mapping[str, frozenset[str]] = {
         "cs": "a se v na je že o s z do i to jako pro není nebo pokud",
         "hu": "a az és hogy nem is egy ez van meg de volt csak vagy ha",
         "ro": "și de în a la cu pe o nu că din care este un se sau dacă",
-        "tr": "ve bir bu da de için ile olarak daha çok gibi o ne veya",
+        "tr": "ve bir bu da de için ile olarak daha çok gibi o ne veya her en sonra kadar ise olan değil ki ama",
         "hr": "i u je na se za da su s od o koji a ili ako",
         "sl": "in je v na se za da so z ki ne pa če ali",
         "id": "yang dan di dengan untuk ini dari dalam itu tidak pada ke adalah atau",
@@ -181,8 +183,63 @@ _ERROR_LINE = re.compile(
     r".{0,40}",
     re.IGNORECASE,
 )
+# What error pages say of themselves, in the words of servers, proxies and browsers.
+_ERROR_SIGN = re.compile(
+    r"(?i:requested (?:url|page|resource)|was not found on (?:this|the) server|check your spelling|try again later|"
+    r"access (?:is )?denied|page (?:can(?:no|')?t be|was not|not|could not be) found|nothing was found at this|"
+    r"site can.?t be reached|took too long to respond|ray id|security service to protect|status report|error code|"
+    r"nothing matches the given uri|did not find a current representation|temporarily unable to service|"
+    r"unable to service your request|maintenance downtime|error response|contact the (?:web ?)?(?:site )?administrator|"
+    r"seite (?:wurde )?nicht gefunden|konnte (?:leider )?nicht gefunden werden|page (?:introuvable|non trouvée)|"
+    r"página no encontrada|pagina non trovata|página não encontrada|pagina niet gevonden|страница не найдена|"
+    r"nie znaleziono strony|stránka nenalezena|sidan (?:kunde inte hittas|hittades inte)|zur startseite)|"
+    r"ERR_[A-Z_]{6,}|페이지를 찾을 수 없|ページが見つかりません|找不到(?:该)?页面|页面不存在|页面未找到|"
+    r"^(?:HTTP Status |Error |Fehler )?[45]\d\d\b|^(?:nginx|openresty|Apache|cloudflare)(?:/[\d.]+)?",
+    re.MULTILINE,
+)
+_MOST_WORDS_OF_ERROR = 150
+_ERROR_PHRASES = frozenset(phrase.lower() for phrase in _ERRORS)
+_SPEAKER = re.compile(
+    r"\s*(?:[\[(]?\d{1,2}:\d\d(?::\d\d)?[\])]?\s*(?:- )?)?"
+    r"(<[^<>\s]{1,24}>|\**[^\W\d][\w .'-]{0,24}(?:\**:\**(?=\s)|> ))|"
+    r"([^\W\d][\w .'-]{0,24}) \(\d{1,2}:\d\d(?::\d\d)?\)\s*$"
+)
+_CELLS = re.compile(r"\||\t|;|,(?! )| {2,}(?=\S)")
+_FEWEST_ROWS, _LAYOUT_CHARS = 4, 4000
+Layout = Literal["chat", "table", "text"]
+# Texts of fewer words may have no word twice.
+_FEWEST_WORDS_OF_CUT, _FEWEST_WORDS_OF_SCAN = 4, 30
+_FEWEST_WORDS_OF_LIST, _SHARE_OF_DISTINCT_WORDS = 60, 0.97
+# What bad scans read: a letter, or two, in place of others.
+_CONFUSIONS = (
+    ("h", "b"), ("e", "c"), ("rn", "m"), ("m", "rn"), ("cl", "d"), ("d", "cl"), ("l", "1"), ("i", "l"),
+    ("o", "0"), ("u", "ii"), ("w", "vv"), ("s", "5"), ("i", "1"), ("c", "e"),
+)  # fmt: skip
+# In others too many confusions are words themselves.
+_LANGUAGES_OF_SCANS = ("en", "de", "fr", "es", "it", "pt", "nl")
+_REAL_WORDS = frozenset(
+    ("arc", "bad", "eon", "bat", "bet", "bis", "bot", "cst", "dic", "fie", "ist", "1st", "fat", "fit", "foo")
+)
+"""Confusions that are words themselves."""
 _ENDS = frozenset(".!?:;…\"'”’»)]}>。!?】」』*`|")
-_LATIN_START = re.compile(r"[a-zà-öø-ÿ]")
+_CUT_START = re.compile(r"[a-zà-öø-ÿ,;.)\]}](?!\.\.)")
+_PIECE = re.compile(r"(?<![\w'’.\-])[a-z]{1,2}$")
+_SHORT_WORDS = frozenset(
+    ("me", "us", "up", "so", "no", "ok", "go", "we", "he", "my", "oh", "hi", "am", "pm", "tv", "pc", "id", "vs")
+)
+_OPENED, _CLOSED = re.compile(r"(?<![:;=\-])[(\[{]"), re.compile(r"[)\]}]")
+
+
+def layout_of(text: str) -> Layout:
+    """Classifies the lines of a text as turns of a chat, rows of a table or anything else."""
+    lines = [line for line in text[:_LAYOUT_CHARS].split("\n") if line.strip()]
+    if len(lines) < _FEWEST_ROWS:
+        return "text"
+    speakers = [match[1] or match[2] for line in lines if (match := _SPEAKER.match(line))]
+    if len(speakers) >= 0.5 * len(lines) and len(set(speakers)) <= 0.5 * len(speakers):
+        return "chat"
+    cells = Counter(len(_CELLS.findall(line)) for line in lines)
+    return "table" if sum(count for number, count in cells.items() if number >= 2) >= 0.6 * len(lines) else "text"
 
 
 def measure(document: Document) -> list[float]:
@@ -216,9 +273,18 @@ def measure(document: Document) -> list[float]:
     # Digits or exclamation marks between the letters of a word come from bad scans.
     parts = text.split() if _BROKEN_WORD.search(text) else []
     may_be_errors = [line for line in lines if _STATUS.search(line)]
-    # An end that is inside a sentence: a lower-case letter (of Latin script) first, or no punctuation last.
+    # Ends inside a sentence: a lower-case letter (of Latin script) first, no punctuation last, an open bracket.
     ends = body.strip()
-    num_cut = (_LATIN_START.match(ends) is not None) + (ends[-1:] not in _ENDS and ends[-1:].isascii())
+    layout = layout_of(text)
+    num_distinct = len(set(words))
+    is_list = num_words >= _FEWEST_WORDS_OF_LIST and num_distinct >= _SHARE_OF_DISTINCT_WORDS * len(words)
+    confused = confused_words(language)
+    num_broken = sum(_BROKEN_WORD.search(part) is not None for part in parts)
+    # A few of many: the others look like words. The language of a short text may be another one.
+    num_broken += 2 * sum(word in confused for word in words) if len(words) >= _FEWEST_WORDS_OF_SCAN else 0
+    num_cut = (_CUT_START.match(ends) is not None) + (ends[-1:] not in _ENDS and ends[-1:].isascii())
+    num_cut += _PIECE.search(ends) is not None and words[-1] not in _LANGUAGES_OF and words[-1] not in _SHORT_WORDS
+    num_cut = min(2, num_cut + (len(_OPENED.findall(ends)) > len(_CLOSED.findall(ends))))
     return [
         float(len(body) if body.strip() else 0),
         float(num_words),
@@ -227,22 +293,57 @@ def measure(document: Document) -> list[float]:
         _entropy(np.unique(hashes, return_counts=True)[1]),
         num_digits / num_chars,
         num_symbols / num_chars,
-        duplicate_share(lines) if has_lines else 0.0,
+        duplicate_share(lines) if has_lines and layout != "chat" else 0.0,
         data_share(lines) if has_lines else 0.0,
         _top_ngram_share(hashes, lengths, num_chars),
         len(zlib.compress(raw, 1)) / max(1, len(raw)),
-        function_words if words and is_latin else 1.0,
+        function_words if words and is_latin and layout == "text" else 1.0,
         sum(_CUT_OFF.search(line) is not None for line in may_be_cut_off) / max(1, len(lines)),
         misordered_share(words, language),
-        sum(first < second for first, second in pairs) / max(1, len(pairs)),
-        sum(_BROKEN_WORD.search(part) is not None for part in parts) / max(1, len(words)),
+        1.0 if is_list and is_latin and layout == "text" else sum(a < b for a, b in pairs) / max(1, len(pairs)),
+        num_broken / max(1, len(words)),
         record_share(lines) if has_lines else 0.0,
-        sum(_ERROR_LINE.fullmatch(line) is not None for line in may_be_errors) / max(1, len(lines)),
-        num_cut / 2 if ends else 0.0,
+        max(
+            sum(_ERROR_LINE.fullmatch(line) is not None for line in may_be_errors) / max(1, len(lines)),
+            error_share(text),
+        )
+        if num_words <= _MOST_WORDS_OF_ERROR
+        else 0.0,
+        # A line of a poem, of code or of a list may begin and end like this.
+        num_cut / 2
+        if "\n" not in ends and len(words) >= _FEWEST_WORDS_OF_CUT and not _CODE_LINE.fullmatch(ends)
+        else 0.0,
         sum(_CODE_LINE.fullmatch(line) is not None for line in lines) / len(lines)
         if len(lines) >= _FEWEST_LINES_OF_CODE
         else 0.0,
     ]
+
+
+def error_share(text: str) -> float:
+    """Fraction of characters in the lines of a text that say what error pages do; 0 with fewer than two such signs."""
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    signs = {match[0].lower() for match in _ERROR_SIGN.finditer(text)}
+    signs |= {line.lower() for line in lines if line.lower().strip(" .!") in _ERROR_PHRASES}
+    if len(signs) < 2:
+        return 0.0
+    own = [one for one in lines if _ERROR_SIGN.search(one) or one.lower().strip(" .!") in _ERROR_PHRASES]
+    return sum(map(len, own)) / sum(map(len, lines))
+
+
+@cache
+def confused_words(language: str) -> frozenset[str]:
+    """Function words of a language as bad scans have them: `tbe` and `thc` for `the`."""
+    own = _FUNCTION_WORDS[language] if language in _LANGUAGES_OF_SCANS else frozenset[str]()
+    found = set[str]()
+    for word in own:
+        if len(word) >= 3:
+            found |= {
+                word[:at] + wrong + word[at + len(right) :]
+                for right, wrong in _CONFUSIONS
+                for at in range(len(word))
+                if word.startswith(right, at)
+            }
+    return frozenset(found - _LANGUAGES_OF.keys() - _REAL_WORDS)
 
 
 def function_word_share(words: Sequence[str]) -> tuple[float, str]:

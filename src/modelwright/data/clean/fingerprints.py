@@ -55,12 +55,10 @@ class DuplicatesConfig:
     """Drop near-duplicates."""
     min_jaccard: float = 0.85
     """Jaccard similarity of word 5-grams from which two documents are near-duplicates."""
-    pairs_by: Literal["answer", "conversation"] = "answer"
+    pairs_by: Literal["answer", "conversation", "answer_always"] = "answer"
     """Text by which question/answer pairs are compared: `answer`, so that one answer to many questions is learned once,
-    or `conversation`, which keeps answers that many questions have in common, such as labels."""
-    max_pair_fraction: float = 0.2
-    """The run stops where a larger fraction of the question/answer pairs would be dropped for answers that other
-    questions have, too; 1 never stops it."""
+    or `conversation`, which keeps answers that many questions have in common, such as labels. By `answer` the run stops
+    where more than a fifth of the pairs would go; `answer_always` drops them."""
     index: str = ""
     """Folder with the fingerprints of earlier runs' kept documents, whose near-duplicates are dropped, too."""
     min_near_words: int = constant(20)
@@ -69,8 +67,6 @@ class DuplicatesConfig:
     def __post_init__(self) -> None:
         if not 0.5 <= self.min_jaccard <= 1:
             raise ConfigError(f"min_jaccard: must be from 0.5 to 1, got {self.min_jaccard}; 0.85 is usual")
-        if not 0 < self.max_pair_fraction <= 1:
-            raise ConfigError(f"max_pair_fraction: {self.max_pair_fraction} is not in (0, 1]; 1 never stops the run")
 
 
 @dataclass(frozen=True)

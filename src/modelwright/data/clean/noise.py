@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from modelwright.core.errors import DataError
 from modelwright.core.resources import num_usable_cores
+from modelwright.data.clean.features import layout_of
 
 _BUCKETS = 2**18
 # Number of characters at the start of a text that are read.
@@ -28,9 +29,6 @@ _HEAD_CHARS = 4000
 _FOLDS = 5
 # Forms with a smaller share of the trusted documents are unknown.
 _RARE = 0.01
-_SPEAKER = re.compile(r"\s*(?:[\[(]?\d{1,2}:\d\d(?::\d\d)?[\])]?\s*)?(<[^<>\s]{1,24}>|[^\W\d][\w .'-]{0,24}:(?=\s))")
-_CELLS = re.compile(r"\||\t|;|,(?! )| {3,}")
-_MIN_LINES = 4
 # Lower bound of the threshold: where samples are easy to tell apart, a lower one would be right for them alone.
 _LEAST_THRESHOLD = 0.5
 _MENU = (
@@ -53,19 +51,6 @@ _MARKUP = (
 )  # fmt: skip
 _BATCH = 16
 _MAX_TOKENS = 512
-Layout = Literal["chat", "table", "text"]
-
-
-def layout_of(text: str) -> Layout:
-    """Classifies the lines of a text as turns of a chat, rows of a table or anything else."""
-    lines = [line for line in text[:_HEAD_CHARS].split("\n") if line.strip()]
-    if len(lines) < _MIN_LINES:
-        return "text"
-    speakers = [match[1] for line in lines if (match := _SPEAKER.match(line))]
-    if len(speakers) >= 0.5 * len(lines) and len(set(speakers)) <= 0.5 * len(speakers):
-        return "chat"
-    cells = Counter(len(_CELLS.findall(line)) for line in lines)
-    return "table" if sum(count for number, count in cells.items() if number >= 2) >= 0.6 * len(lines) else "text"
 
 
 def language_of(text: str) -> str:
@@ -79,20 +64,19 @@ def language_of(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownForms:
-    """The layouts and languages of the trusted text."""
+    """Layouts with languages of the trusted text, "" where the language cannot be told: all texts of the layout."""
 
-    layouts: tuple[str, ...]
-    languages: tuple[str, ...]
+    pairs: tuple[tuple[str, str], ...]
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> "KnownForms":
-        counts = [Counter(form(text) for text in texts) for form in (layout_of, language_of)]
-        layouts, languages = (sorted(name for name, n in one.items() if n >= _RARE * len(texts)) for one in counts)
-        return cls(layouts=tuple(layouts), languages=tuple(languages))
+        counts = Counter((layout_of(text), language_of(text)) for text in texts)
+        pairs = {pair for pair, n in counts.items() if n >= _RARE * len(texts)}
+        return cls(pairs=tuple(sorted(pairs | {(layout, "") for layout, _ in pairs})))
 
     def includes(self, text: str) -> bool:
-        """True if a text's layout is known, and its language is known or cannot be told."""
-        return layout_of(text) in self.layouts and language_of(text) in ("", *self.languages)
+        """True if a text has one of the layouts in one of its languages, or in one that cannot be told."""
+        return (layout_of(text), language_of(text)) in self.pairs
 
 
 @dataclass(frozen=True)

@@ -49,15 +49,17 @@ _ADDRESS = words(
     r"netmask|subnet|cidr|firewall|login|logged in|connect|\bssh\b|visitor|dirección|endereço|servidor|serveur|"
     r"地址|服务器|主机|访问|登录|アドレス|サーバ|接続|ログイン|ホスト"
 )
+_ASSIGNED_ADDRESS = words(r"(?:\bip|ipv4|host|hostname|addr|address|server|client|peer|gateway|dns|remote\w*)=$")
 # Words right before a version or the number of a section.
 _VERSION = words(
     r"(?:\b(?:version|versions|ver|v|release|released|rel|build|rfc|sections?|sect?|chapter|clause|article|table|figure|"
     r"fig|appendix|annex|item|rule|paragraph|see|oid|firmware|driver|kernel|upgraded? to|updated? to|since|since \w+|"
     r"before|until|prior to|abschnitt|kapitel|tabelle|abbildung|versión|sección|capítulo|"
     r"chapitre|tableau|versão|seção|firefox|chrome|safari|edge|windows|linux|android|python|node|java)\b[.:]?|"
-    r"§+|版本|版|章|节|第|バージョン|節|項)[\s(\[\"'v]{0,4}$"
+    r"§+|版本|版|章|节|第|バージョン|節|項)[\s(\[\"'v]{0,4}$|"
+    r"\b(?:updat|upgrad|downgrad|bump|mis[eà] à jour|aktualisier|actualiz|aggiorn|обнов)\w*(?: [^\s.:;]+){0,4} [\"'v]?$"
 )
-_NAME_OF_SOFTWARE = ascii_regex(r"[A-Za-z][A-Za-z0-9]*[-_/=]v?$|[-_~=<>^]$")
+_NAME_OF_SOFTWARE = re.compile(r"[^\W\d]\w*[-_/=]v?$|[-_~=<>^]$")
 _RELEASE = re.compile(
     r"\)? ?(?:unstable|stable|experimental|testing|urgency|alpha|beta|rc\d|lts|release)", re.IGNORECASE
 )
@@ -65,10 +67,12 @@ _LARGE_PART, _LARGE_SUM = 32, 150
 # Distance of the word that an address with small parts needs, less than for other context: servers have versions.
 _NEAR_CHARS = 30
 _PHONE_WORDS = words(
-    r"\btel\b|telep?hon|telef[oó]n|phone|\bmobile?\b|mobilnummer|mobiltel|\bcell\b|cellular|\bfax\b|whatsapp|\bsms\b|"
+    r"\btel\b|telep?hon|tel[eé]f[oó]n|phone|\bmobile?\b|mobilnummer|mobiltel|\bcell\b|cellular|\bfax\b|whatsapp|\bsms\b|"
     r"(?<!recent )\bcall(?:s|ed|ing)?\b|\btext me|hotline|\bdial(?:ed|led|ing)?\b|\bring\b|\bcontact\b|handy|"
     r"reach (?:me|us|him|her|them)|anruf|\brufen|rufnummer|durchwahl|festnetz|erreich|téléphon|\btél\b|portable|"
     r"appel|joindre|numéro de|móvil|llam|llám|celular|ligue|ligar|\bfone\b|telemóvel|contato|contacto|"
+    r"телефон|\bтел\b|мобил|전화|연락처|휴대|puhelin|\bpuh\b|\btlf\b|\bgsm\b|\bcep\b|komórk|mobiel|mobil\b|โทร|"
+    r"điện thoại|هاتف|טלפון|τηλέφ|फ़ोन|फोन|"
     r"电话|手机|致电|拨打|联系|热线|号码|来电|短信|電話|携帯|連絡|ファックス|ケータイ|お問い合わせ|番号"
 )
 # Words right before a number of another kind.
@@ -77,6 +81,12 @@ _NOT_A_PHONE = words(
     r"latitude|longitude|lat|lon|unicode|u\+|range|years?|seiten?|páginas?|zip|plz|postcode|account|konto|kontonummer|"
     r"iban|bic|blz|ssn|total|price|preis|prix|precio|preço|population|einwohner|id)\b|[$€£¥₹]|\bU\+|isbn-1[03]|"
     r"身份证|人口|页|ページ|邮编|〒)[\s.:：#=°º(\"'“「]*$"
+)
+# A number that a compound or two words name: `Kontrollnummer`, `numer kontrolny`, `file no.`.
+_NAME_OF_NUMBER = words(
+    r"\b(?:\w{3,}[\- ]?(?:nummer|number)|\w{3,}[\- ](?:nr|no|nº|n°)|"
+    r"(?:numer|numero|número|numéro|číslo|номер)(?: (?:de|di|do|du)| d')? ?\w{4,}|"
+    r"aktenzeichen|geschäftszeichen|dossier|docket|case|expediente|processo|sprawy|zaak\w*)[\s.:：#=\"']*$"
 )
 _CJK = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]")
 _SEPARATOR = r"(?: ?[.\-/\u2010-\u2015] ?|[ \u00a0\u202f])"
@@ -140,7 +150,7 @@ def _ipv4(candidate: Candidate) -> Match | None:
     if (
         address is None
         or candidate.follows(_VERSION)
-        or candidate.follows(_NAME_OF_SOFTWARE)
+        or (candidate.follows(_NAME_OF_SOFTWARE) and not candidate.follows(_ASSIGNED_ADDRESS))
         or _RELEASE.match(candidate.after)
     ):
         return None
@@ -216,12 +226,24 @@ def _phone(candidate: Candidate) -> Match | None:
     is_direct = _PHONE_WORDS.search(candidate.before[-_CHARS_DIRECT:])
     if (candidate.follows(_NOT_A_PHONE) and not is_direct) or _UNIT.match(candidate.after):
         return None
+    named_otherwise = _NAME_OF_NUMBER.search(candidate.before)
+    if named_otherwise and not _PHONE_WORDS.search(named_otherwise[0]):
+        return None
+    if candidate.before[-1:] == "=" and not is_direct:
+        return None
     if _DATE.fullmatch(value) or _OTHER_FORM.fullmatch(value):
         return None
     if candidate.after[:1] == ":" == candidate.before[-1:]:
         return None  # a field of a longer identifier, such as a resource name of AWS
     named = bool(_PHONE_WORDS.search(candidate.before) or _PHONE_WORDS.search(candidate.after[:_CHARS_AFTER]))
     number = _international(candidate, value, named) or _national(candidate, value, digits, named)
+    if (
+        number is None
+        and is_direct
+        and re.fullmatch(r"[\d+()][\d ()\-/]+", value)
+        and not re.match(r"[ ,.]\d", candidate.after)
+    ):
+        number = digits  # a label right before it: of any country
     return candidate.cut(number, start=start, end=end) if number else None
 
 
@@ -287,7 +309,7 @@ PHONES: tuple[Pattern, ...] = (
         name="phonenumbers",
         shape=DIGITS,
         regex=ascii_regex(
-            rf"(?<![\w.,/=#$%<>@+\-])(?<!\d:)(?:\(?\+|\()?\d(?:(?:{_SEPARATOR}|\){_SEPARATOR}?|{_SEPARATOR}?\()?\d){{6,17}}"
+            rf"(?<![\w.,/#$%<>@+\-])(?<!\d:)(?:\(?\+|\()?\d(?:(?:{_SEPARATOR}|\){_SEPARATOR}?|{_SEPARATOR}?\()?\d){{6,17}}"
             rf"(?:{_EXTENSION}(?![\w%]|[.,:]\d|-\w))"
         ),
         unless=OTHER_NUMBER,
@@ -297,7 +319,7 @@ PHONES: tuple[Pattern, ...] = (
 
 
 # Boundaries of a number: not inside a longer one, a decimal, a date, a path or an identifier.
-_BEGIN, _END = r"(?<![\w.,\-/+=#])", r"(?![\w\-/]|[.,:]\d)"
+_BEGIN, _END = r"(?<![\w.,\-/+#])", r"(?![\w\-/]|[.,:]\d)"
 
 _CARD_WORDS = words(
     r"card|visa|master|amex|american express|discover|maestro|diners|jcb|unionpay|credit|debit|paid|pay|charge|carte|"
@@ -372,6 +394,13 @@ def _rvnr(candidate: Candidate) -> Match | None:
     return candidate.cut(value) if total % 10 == int(value[11]) else None
 
 
+def _rrn(candidate: Candidate) -> Match | None:
+    # A Korean resident number: since October 2020 its last digits are random, so the date of birth must do.
+    month, day = int(candidate.value[2:4]), int(candidate.value[4:6])
+    is_date = 1 <= month <= 12 and 1 <= day <= 31
+    return _compact(candidate) if is_date or candidate.is_named(words(_ID_WORDS)) else None
+
+
 def _ssn(candidate: Candidate) -> Match | None:
     """Checks a social security number, or one of the same form for taxpayers without it (ITIN)."""
     digits = re.sub(r"\D", "", candidate.value)
@@ -408,6 +437,7 @@ def _number(
 # Every national number has five digits with at most one character between each: codice fiscale has letters.
 _FIVE_DIGITS = ascii_regex(r"\d(?:[^\n]?\d){4}")
 _ID_WORDS = (
+    r"주민등록|codice fiscale|"
     r"\bssn\b|social security|national insurance|\bnino?\b|personal number|identity (?:card|number)|identification|"
     r"national id|\bid (?:card|number|no)|citizen|passport|tax(?:payer)? (?:id|number|no)|\btin\b|insurance number"
 )
@@ -428,7 +458,7 @@ NUMBERS: tuple[Pattern, ...] = (
         kind="card",
         name="card",
         shape=DIGITS,
-        regex=ascii_regex(r"(?<![\w.,\-/+=#])(?<!\d )\d(?:[ \-]?\d){11,18}(?![\w\-/]|[.,:]\d| \d{3})"),
+        regex=ascii_regex(r"(?<![\w.,\-/+#])(?<!\d )\d(?:[ \-]?\d){11,18}(?![\w\-/]|[.,:]\d| \d{3})"),
         context=_CARD_WORDS,
         needs_context="in code",
         unless=OTHER_NUMBER,
@@ -451,7 +481,7 @@ NUMBERS: tuple[Pattern, ...] = (
     _number("fr.nir", r"[12] ?\d{2} ?\d{2} ?(?:\d{2}|2[AB]) ?\d{3} ?\d{3} ?\d{2}", near=_FRENCH),
     _number("br.cpf", r"\d{3}\.\d{3}\.\d{3}-\d{2}", near=_CPF),
     _number("br.cpf without dots", r"\d{9}-?\d{2}", partial(_stdnum, "br.cpf"), near=_CPF, needs="always"),
-    _number("kr.rrn", r"\d{6}-[1-8]\d{6}"),
+    _number("kr.rrn", r"\d{6}-[1-8]\d{6}", _rrn),
     _number("se.personnummer", r"\d{6}(?:\d{2})?[-+]\d{4}", near=r"personnummer|personnr|födelse", needs="always"),
     _number("fi.hetu", r"\d{6}[-+A-FU-Y]\d{3}[0-9A-FHJ-NPR-Y]", near=r"henkilötunnus|hetu|personbeteckning"),
     _number("in_.aadhaar", r"[2-9]\d{3}[ -]?\d{4}[ -]?\d{4}", near=r"aadhaar|aadhar|uidai|आधार", needs="always"),

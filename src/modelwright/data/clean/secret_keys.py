@@ -22,7 +22,7 @@ _PLACEHOLDER = words(
 # User name and password as documentation writes them.
 _PLACEHOLDER_USERINFO = words(
     r"^(?:user(?:name)?|login|name|admin|root|me|foo|u)?:(?:p|pw|pass(?:word|wd)?|pwd|secret|token|bar)$|"
-    r"[<>{}\[\]]|\$(?:[A-Z_]{2}|\()|%[sd(]|\.\.\.|:[x*]+$|\byour|placeholder|:[^:@]*(?:example|password)|my_?pass"
+    r"[<>{}\[\]]|(?:^|:)\$(?:[A-Z_]{2,}$|\()|%[sd(]|\.\.\.|:[x*]+$|\byour|placeholder|:[^:@]*(?:example|password)|my_?pass"
 )
 # Lower-case words joined by `_`, `-`, `.` or `/`, with at most a short number after each.
 _IDENTIFIER = re.compile(r"(?=.{25})[a-z]+(?:[_\-./][a-z]*[0-9]{0,4})+")

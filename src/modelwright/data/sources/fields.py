@@ -12,16 +12,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SIGNIFICANT: Mapping[str, str] = {
-    **dict.fromkeys(("reasoning_content", "reasoning", "thinking", "chain_of_thought", "rationale"), "a thought"),
-    **dict.fromkeys(("context", "contexts", "passage", "passages", "article", "background", "evidence"), "a passage"),
+    **dict.fromkeys(
+        ("reasoning_content", "reasoning", "thinking", "chain_of_thought", "cot", "rationale", "thought", "thoughts"),
+        "a thought",
+    ),
+    **dict.fromkeys(
+        (
+            "context", "contexts", "passage", "passages", "article", "background", "evidence", "paragraph",
+            "paragraphs", "document", "documents", "story", "excerpt", "knowledge", "facts",
+        ),
+        "a passage",
+    ),
     **dict.fromkeys(("label", "kto_tag", "desirable"), "a judgement"),
     **dict.fromkeys(("weight", "train", "training", "mask", "loss", "loss_mask", "train_detail"), "what is learned"),
     **dict.fromkeys(("tools", "functions", "tool_calls", "function_call"), "functions or calls"),
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "an image, a video or a sound"),
-    "history": "earlier turns", "system": "a system turn", "choices": "the choices of a question",
+    **dict.fromkeys(("history", "chat_history", "conversation_history", "dialogue_history"), "earlier turns"),
+    **dict.fromkeys(("system", "system_prompt", "system_message"), "a system turn"),
+    "choices": "the choices of a question",
 }  # fmt: skip
 """Fields that change what should be learned, and what each holds."""
-_MEANT = {"a thought": "reasoning_content", "a passage": "context", "a judgement": "label"}
+_MEANT = {
+    "a thought": "reasoning_content", "a passage": "context", "a judgement": "label", "earlier turns": "history",
+    "a system turn": "system",
+}  # fmt: skip
 """Field to which one is mapped that holds this."""
 HARMLESS = frozenset(("parallel_tool_calls", "strict", "stream"))
 """Booleans that say how a server should answer and not what is learned."""
@@ -33,6 +47,13 @@ _MOST_FILES = 200
 _MOST_SHOWN = 12
 _MANY = "(further fields)"
 _FLAGS = {"true": True, "false": False, "1": True, "0": False}
+_WORDS = {
+    **dict.fromkeys(("chosen", "good", "yes", "desirable", "accepted", "accept", "correct", "pass", "up"), True),
+    **dict.fromkeys(("rejected", "bad", "no", "undesirable", "reject", "incorrect", "wrong", "fail", "down"), False),
+}
+"""Words by which data sets judge an answer."""
+LABEL_WORDS = frozenset((*_FLAGS, "chosen", "rejected"))
+"""Those that are judgements and not names of classes wherever they occur."""
 
 
 class Fields(Mapping[str, Any]):
@@ -89,6 +110,10 @@ class Fields(Mapping[str, Any]):
         """Returns the fields of a turn, which are counted with those of the record."""
         return Fields(turn, prefix=TURN, shared=self)
 
+    def is_mapped(self, name: str) -> bool:
+        """True if the user or a registry says which field of the file this is."""
+        return name in self._names
+
     def take_all(self) -> None:
         """Marks every field as used."""
         self.used.update(name for name, _ in self.present())
@@ -107,8 +132,10 @@ class Fields(Mapping[str, Any]):
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    def refusal(self) -> tuple[str, str, str] | None:
-        """Returns reason, problem and remedy if a field is left over that changes what should be learned."""
+    def refusal(self, registry: str = "") -> tuple[str, str, str] | None:
+        """Returns reason, problem and remedy if a field is left over that changes what should be learned. registry: the
+        file that names the columns of the record.
+        """
         for name, value in self.present():
             own = name.removeprefix(TURN)
             if name in self.used or own in self.ignored or own in HARMLESS:
@@ -127,7 +154,11 @@ class Fields(Mapping[str, Any]):
             else:
                 continue
             meant = _MEANT.get(what, "") if name == own else ""
-            mapped = f"pass --data.fields '{{{meant}: {shown}}}' if it is {what}, or " if meant not in ("", own) else ""
+            mapped = ""
+            if registry and meant:
+                mapped = f"name its column in {registry}, or "
+            elif meant not in ("", own):
+                mapped = f"pass --data.fields '{{{meant}: {shown}}}' if it is {what}, or "
             return "field not understood", problem, f"{mapped}pass --data.ignore {shown} to learn without it"
         return None
 
@@ -149,7 +180,8 @@ class FieldUse:
     present: Counter[str] = field(default_factory=Counter[str])
     used: Counter[str] = field(default_factory=Counter[str])
     _binary: dict[str, set[bool] | None] = field(default_factory=dict[str, "set[bool] | None"], repr=False)
-    """Values of fields beside conversations that were 0 or 1 in every record; None for those that had another one."""
+    """Values of fields beside conversations that were 0 or 1 (-1 or 1, "bad" or "good") in every record; None for those
+    that had another one."""
 
     def add(self, fields: Fields, unread: Sequence[str] = (), *, is_conversation: bool = False) -> None:
         """Adds a record. unread: columns of its table that were not read."""
@@ -165,12 +197,12 @@ class FieldUse:
 
     def _compare(self, name: str, value: Any) -> None:
         values = self._binary.setdefault(name, set())
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value in (0, 1)
-        is_text = isinstance(value, str) and value.strip() in ("0", "1")
-        if values is None or not (is_number or is_text):
+        is_sign = not isinstance(value, str) and value == -1
+        flag = False if is_sign else None if isinstance(value, bool) else as_flag(value)
+        if values is None or flag is None:
             self._binary[name] = None
         else:
-            values.add(bool(int(value)))
+            values.add(flag)
 
     def merge(self, other: "FieldUse") -> None:
         self.num_records += other.num_records
@@ -178,9 +210,17 @@ class FieldUse:
         self.used.update(other.used)
 
     def binary(self, ignored: Sequence[str]) -> str:
-        """A field beside conversations that was not used and held both 0 and 1 and nothing else; "" without one."""
+        """What to do about a field beside conversations that was not used and held both 0 and 1, or other signs of bad
+        and good, and nothing else; "" without one."""
         found = (name for name, values in self._binary.items() if values == {True, False})
-        return next((name for name in found if name.removeprefix(TURN) not in ignored), "")
+        if not (name := next((name for name in found if name.removeprefix(TURN) not in ignored), "")):
+            return ""
+        shown = printable(name.removeprefix(TURN))
+        meant = f"pass --data.fields '{{label: {shown}}}' if 1 (or yes, or good) is a good answer"
+        if name.startswith(TURN):
+            meant = "rename it to weight if 1 is a turn that is learned"
+        text = f"the field {printable(name)!r} is 0 or 1 (or bad or good) in every record and may say what should be"
+        return f"{text} learned; {meant}, or --data.ignore {shown} to learn without it"
 
     def facts(self) -> dict[str, Any]:
         fields = {n: {"records": self.present[n], "used": self.used[n]} for n in sorted(self.present)}
@@ -212,13 +252,13 @@ def use_of(tallies: dict[str, FieldUse], name: str) -> FieldUse:
 
 
 def as_flag(value: Any) -> bool | None:
-    """Reads a Boolean that data sets write as true, 1, "true" or "chosen"; None for any other value."""
+    """Reads a Boolean that data sets write as true, 1, "true", "chosen" or "good"; None for any other value."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int | float):
         return bool(value) if value in (0, 1) else None
     if isinstance(value, str):
-        return {**_FLAGS, "chosen": True, "rejected": False}.get(value.strip().lower())
+        return {**_FLAGS, **_WORDS}.get(value.strip().lower())
     return None
 
 

@@ -14,23 +14,26 @@ from itertools import pairwise
 from typing import Any, cast
 
 from modelwright.data.document import Message, join_turns, says_something
-from modelwright.data.sources.fields import Fields, as_flag, as_text
+from modelwright.data.sources.fields import LABEL_WORDS, Fields, as_flag, as_text
 from modelwright.data.sources.turns import THOUGHTS, check_learned, parsed, read_tools, read_turns, turn
 
 FORMS = (
     "question (+ choices) + answer, instruction (+ input) + output, prompt + completion, "
     'messages [{"role": "user", "content": ...}, ...], conversations [{"from": "human", "value": ...}, ...] '
-    "(prompt +) chosen + rejected, input + preferred_output + non_preferred_output or prompt + completion + label"
+    "(prompt +) chosen + rejected, input + preferred_output + non_preferred_output, prompt + completion + label or, to "
+    "answer prompts by reinforcement learning, prompt alone"
 )
 """Accepted forms, for messages to the user."""
 UNPAIRED, PAIRED, OPENAI_PAIRED = "unpaired_preference", "preference", "openai_preference"
+PROMPT_ONLY = "prompt_only"
 PASSAGES = ("context", "passage", "article")
 """Fields of the text that a question is about, which precedes it."""
 LABELS = ("kto_tag", "label", "desirable")
+SYSTEMS = ("system", "system_prompt", "system_message")
 TURN_MARK = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 """Beginning of a turn of a dialogue in one text, as in HH-RLHF (Bai et al. 2022)."""
 _FURTHER = (
-    "input", "prompt", "system", "history", "tools", "functions", "chat_template_kwargs", "answerKey", "answers",
+    "input", "prompt", *SYSTEMS, "history", "tools", "functions", "chat_template_kwargs", "answerKey", "answers",
     "margin", "reasoning_content", "reasoning", "thinking", "response", "conversation", *LABELS, *PASSAGES,
 )  # fmt: skip
 
@@ -66,7 +69,8 @@ class Form:
     def last_name(self, fields: Fields) -> str:
         """Returns the name that the last needed field has in a record."""
         name = self.needs[-1]
-        return name if fields.plain.get(name) is not None else self.aliases.get(name, name)
+        alias = self.aliases.get(name, name)
+        return alias if fields.plain.get(name) is None and alias in fields.plain else name
 
 
 def _read_messages(fields: Fields) -> list[Message]:
@@ -95,7 +99,13 @@ def _read_question(fields: Fields) -> list[Message]:
         if not answer:
             raise ValueError(f"the field {name!r} has no answer; the question cannot be learned")
         answer = cast(list[Any], answer)[0]
-    passage = _optional(fields, *PASSAGES)
+    passage, beside = _optional(fields, *PASSAGES), fields.plain.get("text")
+    # Some data sets have there what they made of question and answer (Alpaca); others what the question is about.
+    if not passage and isinstance(beside, str) and beside.strip() and question not in beside:
+        raise ValueError(
+            "the field 'text' stands beside a question and may be what it is about; pass --data.fields "
+            "'{context: text}' if it is, or --data.ignore text"
+        )
     return [turn("user", _joined(passage, question)), turn("assistant", as_text(name, answer))]
 
 
@@ -138,6 +148,7 @@ FORMS_OF_RECORDS: tuple[Form, ...] = (
     Form("question_answer", ("question", "answer"), _read_question, aliases={"answer": "answers"}),
     INSTRUCTION,
     PROMPT,
+    Form(PROMPT_ONLY, ("prompt",), lambda fields: _side(fields, "prompt", "user"), takes_label=False),
 )
 """In the order of recognition: a form precedes those whose fields are among its own."""
 _BY_NAME = {form.name: form for form in FORMS_OF_RECORDS}
@@ -165,8 +176,11 @@ def type_of_record(record: Mapping[str, Any]) -> str:
     plain = record.plain if isinstance(record, Fields) else record
     kind = record_type(name for name, value in plain.items() if value is not None)
     # The columns of a table may be those of other rows, whose values are None in this one.
-    if kind and _BY_NAME[kind].takes_label and _label_name(plain):
+    if kind and _BY_NAME[kind].takes_label and _label_name(record):
         return UNPAIRED
+    # An answer that is missing makes no prompt of a pair.
+    if kind == PROMPT_ONLY:
+        return record_type(plain)
     return kind or record_type(plain)
 
 
@@ -211,6 +225,10 @@ def read_record(fields: Fields, kind: str = "") -> Reading:
     elif is_pair:
         _check_answer("chosen" if kind == PAIRED else "preferred_output", turns)
         meta = _paired(fields, turns, kind)
+    elif kind == PROMPT_ONLY:
+        if turns[-1]["role"] == "assistant":
+            raise ValueError("prompt ends with an answer (a turn of the assistant), so it is no prompt to answer")
+        meta = {"messages": turns}
     else:
         check_learned(turns, form.needs[-1])
     if kind == "multiple_choice":
@@ -253,10 +271,15 @@ def _form_of(fields: Fields, kind: str) -> Form:
 
 def _label_name(record: Mapping[str, Any]) -> str:
     """Returns the field that says whether a single answer is a good one; "" without one."""
+    plain = record.plain if isinstance(record, Fields) else record
     for name in LABELS:
-        value = record.get(name)
-        # Text that is no judgement, such as the name of a class, is another field than the label.
-        if name in record and (name != "label" or not isinstance(value, str) or as_flag(value) is not None):
+        value = plain.get(name)
+        if name not in plain:
+            continue
+        # Text that is no judgement, such as the name of a class, is another field than the label; a few words are one
+        # only if the user says so.
+        is_said = isinstance(record, Fields) and record.is_mapped(name)
+        if name != "label" or not isinstance(value, str) or is_said or value.strip().lower() in LABEL_WORDS:
             return name
     return ""
 
@@ -290,11 +313,11 @@ def _with_context(fields: Fields, turns: list[Message], *, thought: bool = False
     if history := parsed(fields.get("history")):
         place = 1 if turns[0]["role"] == "system" else 0
         turns = [*turns[:place], *_history(history, fields), *turns[place:]]
-    system = fields.plain.get("system")
-    if system and turns[0]["role"] != "system":
-        turns = [turn("system", _text(fields, "system")), *turns]
-    elif system == turns[0]["content"]:
-        fields.get("system")  # said twice
+    name = next((name for name in SYSTEMS if fields.plain.get(name)), "")
+    if name and turns[0]["role"] != "system":
+        turns = [turn("system", _text(fields, name)), *turns]
+    elif name and fields.plain[name] == turns[0]["content"]:
+        fields.get(name)  # said twice
     if thought and (said := fields.first(*THOUGHTS)):
         if not isinstance(said, str) or turns[-1]["role"] != "assistant":
             raise ValueError("the thought is not a text, or no answer follows it")
@@ -320,7 +343,7 @@ def _history(history: Any, fields: Fields) -> list[Message]:
 
 
 def _unpaired(fields: Fields, turns: list[Message]) -> dict[str, Any]:
-    name = _label_name(fields.plain) or next(name for name in LABELS if name in fields)
+    name = _label_name(fields) or next(name for name in LABELS if name in fields)
     label = as_flag(fields.get(name))
     if label is None:
         value = fields.plain[name]

@@ -17,7 +17,7 @@ from jsonschema.validators import validator_for
 from referencing.exceptions import Unresolvable
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.document import KINDS, SPLITS
+from modelwright.data.document import KINDS, SPLITS, WEIGHT
 from modelwright.data.images.decode import KEY, is_stored_image
 
 AUTHOR_FIELD, ANSWER_FIELD = "answer_by", "answer"
@@ -62,7 +62,7 @@ def has_types_of_document(meta: Mapping[str, Any]) -> bool:
     """Returns True if the fields of `meta` that `Document` reads have the right types."""
     if not all(isinstance(meta.get(name, ""), str) for name in ("title", "summary", "question", "answer")):
         return False
-    if not isinstance(meta.get("desirable", True), bool):
+    if not isinstance(meta.get("desirable", True), bool) or type(meta.get(WEIGHT, 1.0)) not in (int, float):
         return False
     if not isinstance(meta.get("chat_template_kwargs", {}), dict) or not isinstance(meta.get("tools", []), list):
         return False

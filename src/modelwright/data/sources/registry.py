@@ -3,7 +3,7 @@
 `dataset_info.json` is that of LLaMA-Factory (its data/README.md); `datasets.yaml` has the same entries. An entry names
 a file (`file_name`), its `formatting` ("alpaca", "sharegpt" or "openai"), the `columns` by their meaning, the `tags` of
 the turns, and whether it holds pairs of answers (`ranking`). Columns that an entry does not name keep the names that
-the format has by default. `weight`, of ours, is refused: the share of a file is a setting of training.
+the format has by default. `weight`, of ours, is how many times each epoch has the records of the file.
 """
 
 import json
@@ -56,6 +56,7 @@ class Entry:
     columns: Mapping[str, str]
     tags: Mapping[str, str] = field(default_factory=dict[str, str])
     stated: frozenset[str] = frozenset()
+    weight: float = 1.0
 
     def fields(self, record: Mapping[str, Any], *, ignored: Sequence[str] = ()) -> Fields:
         """Returns a record under the names of our forms; columns that the entry does not name are left over. Raises
@@ -146,10 +147,9 @@ def _entry(name: str, value: Any, where: str) -> Entry | None:
         if key not in (*_KEYS, *_ELSEWHERE):
             known = "which is not understood here" if key in _UNUSED else "which no registry has"
             raise refuse(f"has the key {key!r}, {known}{did_you_mean(key, _KEYS)}", "remove it")
-    if entry.get("weight", 1) != 1:
-        raise refuse(
-            "has a weight", f"give the file's share of training instead: --batching.mixture '{{{name}: SHARE}}'"
-        )
+    weight = entry.get("weight", 1.0)
+    if type(weight) not in (int, float) or not 0 < weight <= 100:
+        raise refuse(f"has the weight {weight!r}", "give the times that an epoch has its records, above 0, at most 100")
     formatting = entry.get("formatting", "alpaca")
     if formatting not in ("alpaca", "sharegpt", "openai"):
         raise refuse(f"has the formatting {formatting!r}", "use alpaca, sharegpt or openai")
@@ -168,7 +168,7 @@ def _entry(name: str, value: Any, where: str) -> Entry | None:
     for tag in tags:
         if tag not in _TAGS:
             raise refuse(f"has the tag {tag!r}{did_you_mean(tag, tuple(_TAGS))}", f"use {', '.join(_TAGS)}")
-    columns = {**(_ALPACA if is_alpaca else _SHAREGPT), **(_RANKING if is_ranking else {}), **given}
+    columns: dict[str, str] = {**(_ALPACA if is_alpaca else _SHAREGPT), **(_RANKING if is_ranking else {}), **given}
     if is_ranking and is_alpaca and "response" not in given:
         columns.pop("response")  # the answers are the chosen and the rejected one
     if not is_ranking and not {"chosen", "rejected"}.isdisjoint(given):
@@ -179,4 +179,4 @@ def _entry(name: str, value: Any, where: str) -> Entry | None:
     stated = frozenset(theirs for ours, theirs in given.items() if ours in needed)
     all_tags = {} if is_alpaca else {**(_OPENAI_TAGS if formatting == "openai" else _TAGS), **tags}
     file_name = str(PurePosixPath(entry["file_name"]))
-    return Entry(name, where, file_name, names, all_tags, stated)
+    return Entry(name, where, file_name, names, all_tags, stated, float(weight))

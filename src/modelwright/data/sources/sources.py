@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.data.document import Document, Kind, Split, Unsplit, with_splits
+from modelwright.data.document import WEIGHT, Document, Kind, Split, Unsplit, with_splits
 from modelwright.data.images.read import (
     ARCHIVE_EXTENSIONS,
     CAPTION_FIELDS,
@@ -44,6 +44,7 @@ from modelwright.data.sources.forms import (
     FIELDS,
     FORMS,
     PAIRED,
+    PROMPT_ONLY,
     PairError,
     conversation_meta,
     is_conversation,
@@ -98,7 +99,7 @@ class SourceConfig:
     and that no reader understands is an error unless it is named here."""
     record_type: Literal[
         "auto", "text", "messages", "sharegpt", "question_answer", "multiple_choice", "instruction",
-        "prompt_completion", "preference", "openai_preference", "unpaired_preference",
+        "prompt_completion", "prompt_only", "preference", "openai_preference", "unpaired_preference",
     ] = "auto"  # fmt: skip
     """Type of all records; `auto` recognizes it from the fields of each. docs/data.md lists the fields of each type."""
     keep_fields: tuple[str, ...] = ()
@@ -110,6 +111,9 @@ class SourceConfig:
     request log) as a bad one, unless only its prompt is read; `train` learns from such answers, too."""
     on_bad_record: Literal["error", "skip"] = "error"
     """`error` stops at the first unreadable record; `skip` drops and counts it."""
+    learns: bool = constant(True)
+    """False where records are only compared with, as evaluation sets are: fields that say what is learned may be left
+    over."""
     max_document_chars: int = constant(10_000)
     """Longer text files are split into several documents at blank lines."""
     max_record_bytes: int = 16 * 2**20
@@ -147,10 +151,12 @@ class SourceReport:
     """Which fields of the records were used, by file."""
     on_skip: Callable[[str, str, str], None] | None = field(default=None, repr=False, compare=False)
     """Called with the reason, the place and the problem of every skipped record."""
+    first_problem: str = field(default="", repr=False, compare=False)
+    """Place and problem of the first skipped record that was not just empty."""
 
     def facts(self) -> dict[str, Any]:
         """Returns the counts as plain data."""
-        plain = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "on_skip"}
+        plain = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.compare}
         return plain | {"field_use": {name: use.facts() for name, use in self.field_use.items()}}
 
     @property
@@ -173,6 +179,7 @@ class SourceReport:
     def skip(self, reason: str, where: str, problem: str = "") -> None:
         """Counts a skipped record."""
         self._count(self.skipped, reason, where)
+        self.first_problem = self.first_problem or (f"{where}: {problem}" if problem else "")
         if self.on_skip is not None:
             self.on_skip(reason, where, problem or reason)
 
@@ -233,8 +240,8 @@ def read_documents(
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
         shown = ", ".join(config.sources)
         if bad := sum(report.skipped.values()) - report.skipped.get("empty text", 0):
-            text = f"{shown}: none of the records could be read ({reasons})"
-            raise DataError(f"{text}; --data.on_bad_record error shows the problem of the first of the {bad}")
+            first = report.first_problem or "--data.on_bad_record error shows the problem"
+            raise DataError(f"{shown}: none of the records could be read ({reasons}); the first of the {bad}: {first}")
         text = f"{shown}: the corpus is empty ({reasons or 'no records'})"
         raise DataError(f"{text}; give files that contain text with --data.sources")
 
@@ -319,7 +326,7 @@ def _read_file(file: readers.File, config: SourceConfig, report: SourceReport) -
             continue
         if is_image_record(fields.plain):
             found = list(read_image_record(where, fields, file, complain))
-            if found and found[0].has_turns and (refused := fields.refusal()):
+            if config.learns and found and found[0].has_turns and (refused := fields.refusal()):
                 complain(refused[0], where, *refused[1:])
                 continue
             use.add(fields, unread, is_conversation=any(one.has_turns for one in found))
@@ -329,19 +336,20 @@ def _read_file(file: readers.File, config: SourceConfig, report: SourceReport) -
         if result is None:
             continue
         document = result.document if isinstance(result, Unsplit) else result
-        if document.kind == "qa" and (refused := fields.refusal()):
+        registry = file.entry.registry if file.entry else ""
+        if config.learns and document.kind == "qa" and (refused := fields.refusal(registry)):
             complain(refused[0], where, *refused[1:])
             continue
+        if file.entry is not None and file.entry.weight != 1:
+            weighted = replace(document, meta={**document.meta, WEIGHT: file.entry.weight})
+            result = Unsplit(weighted) if isinstance(result, Unsplit) else weighted
         use.add(fields, unread, is_conversation=document.kind == "qa")
         if len(document.text) > config.max_record_bytes:  # a cell of a table, or a page of a web archive
             complain("record too long", where, *limit.record_problem())
             continue
         yield replace(document, split=given) if given and isinstance(result, Unsplit) else result
-    if name := use.binary(config.ignore):
-        name = printable(name.removeprefix(TURN))
-        text = f"{file.name}: the field {name!r} is 0 or 1 in every record and may say what should be learned"
-        mapped = f"pass --data.fields '{{label: {name}}}' if 1 is a good answer"
-        raise DataError(f"{text}; {mapped}, or --data.ignore {name} to learn without it")
+    if config.learns and (problem := use.binary(config.ignore)):
+        raise DataError(f"{file.name}: {problem}")
 
 
 def _fields(record: Mapping[str, Any], config: SourceConfig, file: readers.File) -> Fields:
@@ -420,7 +428,8 @@ def _loose_records(
     try:
         for where, record in read(file, complain_of_text, limit):
             is_text = is_text or config.text_field in record or is_image_record(record)
-            is_text = is_text or num_hints(record) >= ENOUGH_HINTS or is_conversation(record)
+            is_text = is_text or num_hints(record) >= ENOUGH_HINTS
+            is_text = is_text or (is_conversation(record) and type_of_record(record) != PROMPT_ONLY)
             if not is_text:
                 raise _NoRecords
             yield where, record
@@ -456,10 +465,14 @@ def _document(
     wants_text = config.text_field != DEFAULT_TEXT_FIELD and config.text_field in record
     wanted = "" if config.record_type in ("auto", "text") else config.record_type
     # Half of a preference pair is read as a pair, so that the complaint is about the other half and not about a text.
-    if not wanted and config.text_field not in record and not record_type(record):
+    if not wanted and config.text_field not in record and record_type(record) in ("", PROMPT_ONLY):
         wanted = PAIRED if ("chosen" in record) != ("rejected" in record) else ""
-    if config.record_type != "text" and not wants_text and (wanted or is_conversation(record)):
-        name = wanted or type_of_record(record)
+    name = "" if config.record_type == "text" or wants_text else wanted
+    if not name and config.record_type != "text" and not wants_text and is_conversation(record):
+        name = type_of_record(fields)
+        # A text with the prompt that it was written for is a text.
+        name = "" if name == PROMPT_ONLY and config.text_field in record else name
+    if name:
         try:
             reading = read_record(fields, name)
         except ValueError as error:

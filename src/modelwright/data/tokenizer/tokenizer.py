@@ -12,7 +12,7 @@ of the merges.
 import heapq
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -62,6 +62,7 @@ _PROBE = "probe"
 _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{LONG_SPACE}}}")
 _TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 _FILES = ("tokenizer.json", "tokenizer_config.json")
+GENERATION = "generation_config.json"
 _FURTHER_FILES = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt",
     "tokenizer.model", _TOOL_TEMPLATE,
@@ -194,11 +195,11 @@ class Tokenizer:
         for path in paths:
             if not path.is_file():
                 raise ArtifactError(f"{path}: is missing; give a folder with {' and '.join(_FILES)} (a fast tokenizer)")
-        generation = folder / "generation_config.json"
+        generation = folder / GENERATION
         try:
             library = tokenizers.Tokenizer.from_file(str(paths[0]))
             settings = json.loads(paths[1].read_text(encoding="utf-8"))
-            generated = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
+            generated: Any = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
         except Exception as error:  # the library raises bare Exception
             raise ArtifactError(f"{folder}: its tokenizer cannot be read ({error})") from None
         stops = generated.get("eos_token_id") if isinstance(generated, dict) else None
@@ -232,15 +233,20 @@ class Tokenizer:
 
     def save(self, folder: Path, *, max_length: int | None = None) -> None:
         """Writes a folder for `load` and `transformers.AutoTokenizer`. max_length: the model's, in tokens. The files of
-        a loaded tokenizer stay unchanged; one without a chat template gets the default one.
+        a loaded tokenizer stay unchanged; one without a chat template gets the default one. The `eos_token_id` of a
+        `generation_config.json` there becomes `stop_ids`, so that every copy of a model stops where this one does.
         """
         folder.mkdir(parents=True, exist_ok=True)
+        generation = folder / GENERATION
+        if self._generation_stops or generation.is_file():
+            settings = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
+            write_atomic(generation, json.dumps({**settings, "eos_token_id": [*self.stop_ids]}, indent=2) + "\n")
         if self._files:
             for name, content in self._files.items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 write_atomic(folder / name, content)
             return
-        settings: dict[str, Any] = {
+        settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **self.special_tokens,
             "added_tokens_decoder": {
@@ -376,8 +382,9 @@ class Tokenizer:
             "normalizer": {"type": "Sequence", "normalizers": steps},
         }  # fmt: skip
         library = tokenizers.Tokenizer.from_str(json.dumps(definition))
-        numbers = {library.token_to_id(token): number for token, number in self._added.items()}
-        return library, {} if all(one == other for one, other in numbers.items()) else numbers
+        numbers = [(library.token_to_id(token), number) for token, number in self._added.items()]
+        moved = any(one != other for one, other in numbers)
+        return library, {one: number for one, number in numbers if one is not None} if moved else {}
 
     def encode_prompt(
         self,
@@ -508,7 +515,7 @@ class Tokenizer:
         return self._added.get(token)
 
 
-def _without_special(definition: Mapping[str, Any], special: Collection[str]) -> tokenizers.Tokenizer:
+def _without_special(definition: Mapping[str, Any], special: Set[str]) -> tokenizers.Tokenizer:
     """Returns the tokenizer for plain text, in which special tokens are text like any other."""
     in_model = {token for token, _ in _pieces(definition["model"])} & special
     model = _without_pieces(definition["model"], special)
@@ -526,7 +533,7 @@ def _pieces(model: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [*vocab.items()] if isinstance(vocab, dict) else [tuple(one) for one in vocab]
 
 
-def _without_pieces(model: Mapping[str, Any], special: Collection[str]) -> Mapping[str, Any]:
+def _without_pieces(model: Mapping[str, Any], special: Set[str]) -> Mapping[str, Any]:
     """Returns the model of a `tokenizer.json` without special tokens among its words, where it could make one from
     plain text: Unigram finds them like any piece, and models of words look a whole word up. BPE makes merges only.
     """

@@ -11,6 +11,7 @@ import torch
 from modelwright.compress.int8 import is_int8_folder
 from modelwright.core.artifacts import MANIFEST, write_atomic
 from modelwright.core.errors import ConfigError
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.adapters import attach_adapters, merge_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import (
@@ -73,6 +74,8 @@ def merge_folder(
                 is_own = path.name in (MANIFEST, CONFIG, TENSORS, "training_args.bin", "trainer_state.json")
                 if path.is_file() and not is_weights and not is_own and (folder is source or path.name != "README.md"):
                     shutil.copyfile(path, draft.path / path.name)
+        if tokens is adapter and (draft.path / "tokenizer_config.json").is_file():
+            Tokenizer.load(draft.path).save(draft.path)  # its stop tokens join those of the generation_config.json
         write_atomic(draft.path / "config.json", json.dumps(config, indent=2) + "\n")
         save_tensors(draft.path / WEIGHTS, {name: one.to(written) for name, one in hf_weights(model).items()})
     if tokens is adapter:

@@ -7,7 +7,6 @@ and the reference model.
 from pathlib import Path
 
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document, Split
 from modelwright.data.rows.examples import PreferenceFit, PromptedAnswer
 from modelwright.data.rows.pack import TokenSequence
@@ -29,7 +28,7 @@ def _pack_pairs(job: PackJob, split: Split) -> None:
     fit = PreferenceFit(tokenizer=job.tokenizer, answers=new_fit(job))
 
     def sequences() -> Sequences:
-        for document in read_kept(job.clean, split=split, kinds=("qa",)):
+        for document in job.documents(split, "qa"):
             if "rejected" not in document.meta:
                 continue
             if answers := fit.pair(document):

@@ -2,11 +2,10 @@
 of all stages: weights, shape, tokenizer, and stop tokens.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from modelwright.core.artifacts import verify_if_artifact, write_atomic
+from modelwright.core.artifacts import verify_if_artifact
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.core.rundir import RunDir
 from modelwright.core.texts import hub_hint
@@ -26,10 +25,6 @@ def save_model_folder(
     pad_id = tokenizer.id_of(pad) if pad else None
     save(model, folder, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id, pad_id=pad_id)
     tokenizer.save(folder, max_length=model.config.max_seq_len)
-    path = folder / "generation_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    settings["eos_token_id"] = list(tokenizer.stop_ids)
-    write_atomic(path, json.dumps(settings, indent=2) + "\n")
 
 
 def initial_folder(init_from: str) -> Path:

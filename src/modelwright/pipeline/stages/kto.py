@@ -3,7 +3,6 @@
 from itertools import tee
 
 from modelwright.core.errors import DataError
-from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Split
 from modelwright.data.rows.examples import PreferenceFit, with_mismatched_answers
 from modelwright.objectives.preference import Kto, KtoConfig
@@ -21,7 +20,7 @@ def _pack_labeled(job: PackJob, split: Split) -> None:
     1 for a desirable answer, else 0.
     """
     fit = PreferenceFit(tokenizer=job.tokenizer, answers=new_fit(job))
-    documents = (one for one in read_kept(job.clean, split=split, kinds=("qa",)) if "desirable" in one.meta)
+    documents = (one for one in job.documents(split, "qa") if "desirable" in one.meta)
     kept = ((one, answer) for one in documents if (answer := fit.single(one)))
     # Mismatching runs some answers ahead, so documents are paired with its results through a second iterator.
     ordered, encoded = tee(kept)

@@ -16,7 +16,6 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import DataError
 from modelwright.core.records import column, json_line, read_records
 from modelwright.core.seeds import derive_seed
-from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Split
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.examples import PromptRecord, read_prompts, write_prompts
@@ -49,7 +48,7 @@ from modelwright.train.technique import Runtime, Technique, TechniqueBuilder
 def _pack_prompts(job: PackJob, split: Split) -> None:
     prompts, name = list[PromptRecord](), f"{PROMPT_ROWS.name}/{split}"
     num_long = 0
-    for document in read_kept(job.clean, split=split, kinds=("qa",)):
+    for document in job.documents(split, "qa"):
         try:
             prompt = PromptRecord.of(document, job.tokenizer)
         except DataError as error:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.augment.augmenter import Encode
 from modelwright.data.clean.folder import read_kept
-from modelwright.data.document import Document, Kind, Message, Split, says_something
+from modelwright.data.document import WEIGHT, Document, Kind, Message, Split, says_something
 from modelwright.data.images.store import ImageStore, has_images, image_layout, images_folder, open_images
 from modelwright.data.rows.ahead import LookaheadLoader, PlannedRows
 from modelwright.data.rows.batch import TokenBatch
@@ -96,6 +96,15 @@ class PackJob:
     text_kinds: tuple[Kind, ...] = field(default=TEXT_KINDS)
     """Kinds of documents in `TEXT_ROWS`."""
 
+    def documents(self, split: Split, *kinds: Kind) -> Iterator[Document]:
+        """Yields the documents of a split, those with a weight as many times as an epoch has them: of a fraction, the
+        texts with the smallest hashes.
+        """
+        for document in read_kept(self.clean, split=split, kinds=kinds):
+            weight = float(document.meta.get(WEIGHT, 1.0)) if split == "train" else 1.0
+            place = derive_seed(0, WEIGHT, document.text) / 2**63 if weight % 1 else 1.0
+            yield from repeat(document, int(weight) + (place < weight % 1))
+
     def pack(self, name: str, sequences: Sequences, *, group_size: int = 1) -> dict[str, Any]:
         """Packs one split of a set, such as `pretrain/train`; adds its report to the artifact's facts and returns it.
         {} if no sequence is left to pack. group_size: see `data.pack.pack`.
@@ -155,7 +164,7 @@ def _texts(job: PackJob, split: Split) -> Sequences:
     waiting: deque[Document] = deque()
 
     def texts() -> Iterator[str]:
-        for document in read_kept(job.clean, split=split, kinds=job.text_kinds):
+        for document in job.documents(split, *job.text_kinds):
             if not document.is_undesirable:
                 waiting.append(document)
                 yield document.text
@@ -195,13 +204,17 @@ def _pack_chats(job: PackJob, split: Split) -> None:
 
 
 def _conversations(job: PackJob, split: Split, fit: ConversationFit) -> Sequences:
-    for document in read_kept(job.clean, split=split, kinds=("qa",)):
-        if document.is_undesirable:
+    num_prompts = 0
+    for document in job.documents(split, "qa"):
+        num_prompts += not document.has_answer
+        if document.is_undesirable or not document.has_answer:
             continue
         # Dropped parts keep their number: augmentation finds the copy of a part by it.
         for part, fitted in enumerate(_chats(job.tokenizer, document, job.settings.chat_loss, fit)):
             if fitted:
                 yield job.labeled(document, *fitted, part=part)
+    if num_prompts:
+        job.context.progress.note(f"pack: {num_prompts:,} prompts of {split} have no answer to learn from")
 
 
 def _chats(

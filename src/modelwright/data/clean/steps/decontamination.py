@@ -41,7 +41,8 @@ class Decontamination:
         first: list[int] = []
         every: list[NDArray[np.int64]] = []
         for document in documents:
-            hashes = passage_hashes(document.text)
+            # A rejected answer is learned from, too.
+            hashes = passage_hashes("\n\n".join([document.text, *(turn["content"] for turn in document.rejected)]))
             places = np.minimum(np.searchsorted(known.hashes, hashes), len(known.hashes) - 1)
             numbers = places[known.hashes[places] == hashes] if len(known.hashes) else _NOTHING
             first.append(int(numbers[0]) if len(numbers) else _NONE)
@@ -101,7 +102,7 @@ class _Passages:
 @cache
 def _passages(sources: tuple[str, ...]) -> _Passages:
     """Reads the evaluation sets, once in each process."""
-    config = SourceConfig(sources=sources, validation_fraction=0.0)
+    config = SourceConfig(sources=sources, validation_fraction=0.0, learns=False)
     documents = list(read_documents(config, report=SourceReport()))
     rows = [passage_hashes(document.text) for document in documents]
     flat = np.concatenate([*rows, np.empty(0, np.uint64)])

@@ -45,6 +45,8 @@ _BAD = ("duplicate_line_fraction", "data_fraction", "digit_fraction", "symbol_fr
 _EQUAL = ("duplicate", "near-duplicate")
 # Fewer pairs are no sign of a mistake.
 _FEWEST_LOST = 10
+# A larger fraction is more likely a file of labels or of canned answers than one of repetitions.
+_MOST_LOST = 0.2
 _EARLIER = "a document of an earlier run"
 _FORMAT = {"format": "modelwright duplicate index", "version": "1"}
 _BLOCK = 512
@@ -108,7 +110,7 @@ class Duplicates:
                 sizes.update((np.unique(duplicate.instead, return_counts=True)[1] + 1).tolist())
         figures = {"cluster_sizes": {str(size): sizes[size] for size in sorted(sizes)}}
         report: dict[str, Any] = {"figures": figures} if sizes else {}
-        if num_lost == int(equal.sum()) > 0 and self.config.pairs_by == "answer":
+        if num_lost == int(equal.sum()) > 0 and self.config.pairs_by != "conversation":
             report["remedies"] = {"duplicate": "--clean.duplicates.pairs_by conversation"}
         return Decisions(drops=Drops(numbers[order], drop), report=report)
 
@@ -116,21 +118,22 @@ class Duplicates:
         self, corpus: MeasuredCorpus, numbers: NDArray[np.int64], instead: NDArray[np.int64], equal: NDArray[np.bool_]
     ) -> int:
         """Returns the number of pairs that are dropped for the answer of another question. Raises `DataError` if these
-        are too many. numbers: of the dropped documents; instead: those kept instead of them; equal: true for duplicates
+        are too many. numbers: of the dropped documents; instead: those kept instead of them; equal: True for duplicates
         of one another.
         """
         kind, starts = KINDS.index("qa"), zip(corpus.starts[:-1], corpus.starts[1:], strict=True)
         kinds = zip(starts, corpus.parts("kind"), strict=True)
         num_pairs = sum(int((corpus.alive[start:end] & (part == kind)).sum()) for (start, end), part in kinds)
         # Corpora of text alone, the large ones, need no memory for this.
-        if num_pairs < _FEWEST_LOST:
+        if not num_pairs:
             return 0
         is_own = equal & (instead != NOTHING) & (instead < len(corpus))
         numbers, instead = numbers[is_own], instead[is_own]
         is_pair = corpus.values("kind", numbers) == kind
         numbers, instead = numbers[is_pair], instead[is_pair]
         num_lost = int((corpus.values("whole", numbers) != corpus.values("whole", instead)).sum())
-        if num_lost < _FEWEST_LOST or num_lost <= self.config.max_pair_fraction * num_pairs:
+        is_meant = self.config.pairs_by == "answer_always"
+        if is_meant or num_lost < _FEWEST_LOST or num_lost <= _MOST_LOST * num_pairs:
             return num_lost
         text = (
             f"{num_lost / num_pairs:.0%} of the question/answer pairs ({num_lost:,} of {num_pairs:,}) would be dropped"
@@ -138,7 +141,7 @@ class Duplicates:
         raise DataError(
             f"{text}, because other questions have the same answers or nearly the same; to keep them pass "
             "--clean.duplicates.pairs_by conversation --clean.duplicates.near false, or to learn each answer once "
-            "--clean.duplicates.max_pair_fraction 1"
+            "--clean.duplicates.pairs_by answer_always"
         )
 
 

@@ -3,14 +3,14 @@
 Junk is made of trusted text by generators (`data/clean/noise.py`, with the classifier), which also spoil corpora for
 benchmarks. The classifier learns from some of them and is tested on the others, with documents that it has not seen, so
 the report covers kinds of junk that it never learned from. It decides the clear cases; where a second model is given
-(`noise.model`), that one reads only the uncertain ones. Where the test cannot show that the promised share of what
-would be dropped is junk, nothing is dropped.
+(`noise.model`), that one reads only the uncertain ones. Where the test cannot show for a layout and language that the
+promised share of what would be dropped is junk, nothing of that form is dropped.
 """
 
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,14 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.seeds import derive_seed
-from modelwright.data.clean.features import FEATURES, split_words
+from modelwright.data.clean.features import FEATURES, layout_of, split_words
 from modelwright.data.clean.noise import (
     TEST_CORRUPTIONS,
     TRAINING_CORRUPTIONS,
     KnownForms,
     LinearClassifier,
     NoiseModel,
+    language_of,
     logistic,
     threshold_for,
 )
@@ -118,7 +119,7 @@ class Noise:
             write_atomic(path, json.dumps([asdict(trained[0]), trained[1]]))
         # Read back even if just written: a resumed run must decide by the same values.
         fields, report = json.loads(path.read_text())
-        cascade = Cascade(**fields | {"forms": KnownForms(**fields["forms"])})
+        cascade = Cascade(**fields | {"forms": KnownForms(pairs=tuple(map(tuple, fields["forms"]["pairs"])))})
         if not report["acts"]:
             nothing = dict.fromkeys(("judged", "abstained", "uncertain", "dropped"), 0)
             return Decisions(drops={}, report={"noise": {**report, **nothing}})
@@ -169,7 +170,7 @@ def read_trusted(sources: tuple[str, ...], most: int) -> list[Document]:
     A tenth of the modules of `stdlib`, the documentation and code on this machine, is enough.
     """
     config = SourceConfig(
-        sources=sources, validation_fraction=0.0, on_bad_record="skip", stdlib_fraction=_STDLIB_FRACTION
+        sources=sources, validation_fraction=0.0, on_bad_record="skip", learns=False, stdlib_fraction=_STDLIB_FRACTION
     )
     documents = read_documents(config, report=SourceReport())
     return list(islice((document for document in documents if document.kind in ("prose", "code")), most))
@@ -269,13 +270,24 @@ def train_cascade(
     by_model = np.zeros(len(p))
     if config.model:
         cascade, by_model = _with_model(cascade, texts, is_noise, p, train, test, config)
-    dropped = np.array([forms.includes(texts[i]) for i in test])
-    dropped &= (p[test] >= cascade.threshold) | (
+    dropped = (p[test] >= cascade.threshold) | (
         cascade.is_uncertain(p[test]) & (by_model[test] >= cascade.model_threshold)
     )
-    report = heldout_report(generators[test], dropped, config)
+    # Junk counts for the form of the text that it was made of: its own language often cannot be told.
+    numbers = np.array(groups)[test]
+    own = {number: (layout_of(trusted_texts[number]), language_of(trusted_texts[number])) for number in set(numbers)}
+    by_form = dict[tuple[str, str], dict[str, Any]]()
+    for layout, language in forms.pairs:
+        inside = np.array([own[n][0] == layout and language in ("", own[n][1]) for n in numbers])
+        found = heldout_report(generators[test][inside], dropped[inside], config)
+        by_form[layout, language] = {name: found[name] for name in ("precision_low", "acts")}
+    acting = tuple(form for form, found in by_form.items() if found["acts"])
+    if acting:
+        cascade = replace(cascade, forms=KnownForms(pairs=acting))
+        dropped &= np.array([cascade.forms.includes(texts[i]) for i in test])
+    report = heldout_report(generators[test], dropped, config) | {"acts": bool(acting)}
     report |= {"num_trusted": len(trusted_texts), "threshold": round(cascade.threshold, 4)}
-    report |= {"layouts": list(forms.layouts), "languages": list(forms.languages)}
+    report["forms"] = {f"{layout}, {language or 'any language'}": one for (layout, language), one in by_form.items()}
     report["share_uncertain"] = round(float(cascade.is_uncertain(p[test]).mean()), 4)
     return cascade, report
 
@@ -353,8 +365,8 @@ def refusal(noise: Mapping[str, Any]) -> str:
     return (
         f"the step noise kept everything: on text that its classifier has not seen, {noise['precision']:.0%} of what "
         f"it would drop is junk where a tenth of a corpus is, and only {noise['precision_low']:.0%} is certain; "
-        f"{noise['min_precision']:.0%} must be (give more trusted text that is like yours with --clean.noise.trusted, "
-        "or leave the step out with --clean.noise.trusted [])"
+        f"{noise['min_precision']:.0%} must be, for a layout and language (give more trusted text that is like yours "
+        "with --clean.noise.trusted, or leave the step out with --clean.noise.trusted [])"
     )
 
 

@@ -137,7 +137,9 @@ def find(
             candidate = Candidate(text, start, end, is_code, regions)
             if taken.find(1, start, end) >= 0 or (pattern.unless is not None and candidate.follows(pattern.unless)):
                 continue
-            if needs_name and (pattern.context is None or not candidate.is_named(pattern.context)):
+            # After an equals sign there may be any number: of a query, or of an assignment.
+            is_assigned = pattern.context is not None and text[start - 1 : start] == "="
+            if (needs_name or is_assigned) and (pattern.context is None or not candidate.is_named(pattern.context)):
                 continue
             try:
                 match = pattern.check(candidate)

@@ -56,8 +56,8 @@ DEFAULT_LIMITS: Mapping[Kind, Limits] = {
         "max_duplicate_line_fraction": 0.3, "max_top_ngram_fraction": 0.3, "max_digit_fraction": 0.5,
         "max_symbol_fraction": 0.3, "min_char_entropy": 2.0, "max_char_entropy": 8.0, "min_compression_ratio": 0.1,
         "max_mean_word_chars": 15.0, "min_stop_word_fraction": 0.07, "max_ellipsis_fraction": 0.3,
-        "max_misordered_fraction": 0.1, "max_broken_word_fraction": 0.08, "max_record_fraction": 0.5,
-        "max_sorted_fraction": 0.8, "max_error_fraction": 0.1,
+        "max_misordered_fraction": 0.1, "max_broken_word_fraction": 0.055, "max_record_fraction": 0.5,
+        "max_sorted_fraction": 0.8, "max_error_fraction": 0.1, "max_cut_end_fraction": 0.75,
     },
     "code": _ANY | {
         "max_duplicate_line_fraction": 0.6, "min_char_entropy": 2.0, "min_compression_ratio": 0.05,
@@ -75,8 +75,11 @@ _OF_ANY_LENGTH = (
     "num_chars", "num_words", "duplicate_line_fraction", "data_fraction", "ellipsis_fraction", "misordered_fraction",
     "broken_word_fraction", "error_fraction", "cut_end_fraction",
 )  # fmt: skip
-# Long texts are more than their ends. No limit by default: chats and comments are often written in lower case.
+# Long texts are more than their ends.
 _OF_SHORT_TEXTS = ("cut_end_fraction",)
+# Chats and comments are often written in lower case and without a full stop: where more of the short texts are than
+# this, the ends say nothing.
+_MOST_CUT_ENDS = 0.6
 _NEVER_AUTOMATIC = ("num_chars", "num_words", "cut_end_fraction", "code_fraction")
 
 _LANGUAGE_CHARS = 2_000
@@ -141,6 +144,8 @@ class Quality:
             with TemporaryDirectory(dir=corpus.folder) as folder:
                 texts = _LongTexts.of(corpus, Path(folder))
                 limits = limits_by_kind(self.config, {kind: partial(texts.column, kind) for kind in KINDS})
+        if cut_is_usual(corpus) and not any("cut_end_fraction" in name for name in self.config.limits):
+            limits["prose"].pop("max_cut_end_fraction", None)
         # Judging no document tells the order of the limits.
         judged: dict[Kind, list[tuple[str, str, float]]] = {
             kind: [entry[1:] for entry in judge(_NO_DOCUMENTS, limits[kind])] for kind in KINDS
@@ -225,6 +230,19 @@ class _Violations:
 
 
 QUALITY = StepSpec(name="quality", build=lambda config, seed: Quality(config))
+
+
+def cut_is_usual(corpus: MeasuredCorpus) -> bool:
+    """True if most of the short texts of a corpus begin and end like fragments."""
+    num_short = num_cut = 0
+    for features, kinds in zip(corpus.parts("features"), corpus.parts("kind"), strict=True):
+        num_words, num_chars, cut = (
+            features[:, FEATURES.index(one)] for one in ("num_words", "num_chars", "cut_end_fraction")
+        )
+        is_short = (num_words < _SHORT_WORDS) & (num_chars < _SHORT_CHARS) & (kinds == KINDS.index("prose"))
+        num_short += int(is_short.sum())
+        num_cut += int((is_short & (cut == 1.0)).sum())
+    return num_cut > _MOST_CUT_ENDS * num_short
 
 
 def has_language(document: Document, config: QualityConfig) -> bool:
