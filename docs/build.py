@@ -1,6 +1,6 @@
 """Builds the documentation site into build/site: `make docs`.
 
-The pages of docs/ are copied to build/docs, those at the root of the repository (README, CONTRIBUTING, ...) beside them,
+The pages of docs/ are copied to build/docs, with those at the root of the repository (README, CONTRIBUTING and others),
 and what follows from the code is added: the reference of commands, of the Python interface and of settings, and the
 ledger of claims. Links to other files of the repository lead to copies of them. Zensical then builds the site, with
 warnings as errors; a link that leads nowhere, a missing anchor and a page outside the navigation end the build.
@@ -30,6 +30,7 @@ COPIES = "repository"
 MEASURED = re.compile(r"^<!-- measured: ([\w ]+) -->$", re.MULTILINE)
 """In a page: the figures of these claims come here."""
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
+FROM_CODE = "Written from the code by `make docs`."
 API = {
     "Runs": ("run", "finetune", "align", "Run", "Step"),
     "Models": ("load", "Model", "compare", "Comparison", "evaluate", "export", "serve"),
@@ -49,8 +50,17 @@ def commands_page() -> str:
     missing = sorted(DISTRIBUTIONS.keys() - commands.keys())
     if missing:
         raise SystemExit(f"docs: the commands {', '.join(missing)} are of packages that are not installed; make docs")
-    lines = ["# Commands", "", "Written from the code by `make docs`. `modelwright COMMAND --help` prints the same.", ""]
-    lines += ["| command | |", "| --- | --- |", *(f"| [{name}](#{name}) | {commands[name].summary} |" for name in commands)]
+    lines = [
+        "# Commands",
+        "",
+        "Written from the code by `make docs`. `modelwright COMMAND --help` prints the same.",
+        "",
+    ]
+    lines += [
+        "| command | |",
+        "| --- | --- |",
+        *(f"| [{name}](#{name}) | {commands[name].summary} |" for name in commands),
+    ]
     for name, command in commands.items():
         lines += ["", f"## {name}", "", "```text", command.parser().format_help().rstrip(), "```"]
     return "\n".join(lines) + "\n"
@@ -62,8 +72,15 @@ def api_page() -> str:
 
     named = [name for names in API.values() for name in names]
     if {*named, "__version__"} != set(modelwright.__all__):
-        raise SystemExit(f"docs: API in docs/build.py and modelwright.__all__ differ: {set(named) ^ set(modelwright.__all__)}")
-    lines = ["# Python interface", "", "Written from the code by `make docs`. `import modelwright as mw` offers all of it.", ""]
+        raise SystemExit(
+            f"docs: API in docs/build.py and modelwright.__all__ differ: {set(named) ^ set(modelwright.__all__)}"
+        )
+    lines = [
+        "# Python interface",
+        "",
+        "Written from the code by `make docs`. `import modelwright as mw` offers all of it.",
+        "",
+    ]
     for title, names in API.items():
         lines += [f"## {title}", ""]
         for name in names:
