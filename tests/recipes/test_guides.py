@@ -76,12 +76,3 @@ def test_every_technique_of_the_training_loop_has_a_page() -> None:
     named = "".join((DOCS / "techniques" / f"{name}.md").read_text(encoding="utf-8") for name in PAGES)
     modules = {path.stem for path in (PACKAGE / "train" / "techniques").glob("*.py")} - {"__init__"} - parts
     assert {module for module in modules if f"train/techniques/{module}.py" not in named} == set()
-
-
-def test_the_tests_that_moved_are_where_the_log_says() -> None:
-    """Every test that the table of moved tests names as today's proof."""
-    page = (DOCS / "log" / "moved-tests.md").read_text(encoding="utf-8").partition("## Gone")[0]
-    proofs = [proof for row in page.splitlines() if row.startswith("| `") for proof in re.findall(r"`(\S+)`", row)[1:]]
-    assert len(proofs) > 80
-    for path, _, name in (proof.partition("::") for proof in proofs):
-        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
