@@ -44,6 +44,7 @@ OF_OTHERS = {
     "reduce_range": "an argument of PyTorch's observers",
     "normalize_answer": "a function of SQuAD's evaluation script",
     "reliability_guard": "a function of HumanEval",
+    "BPEDecoder": "a class of tokenizers",
     "mslk": "a package that torchao may ask for",
     "find_executable_batch_size": "a function of accelerate",
     "traceparent": "a header of W3C's trace context",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from finetune_files import write_examples
 from modelwright.cli.run import _read, parser
 from modelwright.core.overrides import read_overrides
 from modelwright.data.sources.forms import RECORD_TYPES
@@ -92,9 +93,14 @@ def test_the_command_works(words, folder):
 @pytest.mark.slow
 def test_the_python_of_the_readme_works(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^[\d,]+ parameters$", done.stdout, flags=re.MULTILINE)
+    assert len(code.splitlines()) <= 10
+    write_examples(tmp_path / "examples.jsonl")
+    write_examples(tmp_path / "heldout.jsonl", num_records=10)
+    (tmp_path / "readme.py").write_text(code)
+    status, output, errors = start_process(tmp_path / "readme.py", cwd=tmp_path).end()
+    assert status == 0, errors
+    assert re.search(r"^http://\S+:\d+$", output, flags=re.MULTILINE)
+    assert (tmp_path / "runs/mine/report.html").is_file()
 
 
 def other_runs() -> list[list[str]]:
