@@ -4,19 +4,17 @@ Small recipes and few steps stand in for the real ones; blocks with a title are 
 """
 
 import json
-import re
 import shlex
 import signal
 import socket
 import time
 import urllib.request
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from doc_pages import blocks, commands_of
 from finetune_files import write_examples, write_model
 from rank_processes import Started, start_process
 
@@ -34,28 +32,6 @@ ALIGNED = (
     "--dpo.batch_tokens=256",
 )  # fmt: skip
 PATIENCE_S = 120.0
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a page: its language, its title, and its text."""
-
-    language: str
-    title: str
-    text: str
-
-
-def blocks(page: Path) -> Iterator[Block]:
-    fence = r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$'
-    for language, title, text in re.findall(fence, page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL):
-        yield Block(language, title, text)
-
-
-def commands(page: Path) -> list[str]:
-    """The lines of the page's shell blocks; with those that are indented, as older pages have them."""
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    shell = [line for block in blocks(page) if block.language == "sh" for line in block.text.splitlines()]
-    return [*filter(None, shell), *(line.strip() for line in text.splitlines() if line.startswith("    modelwright "))]
 
 
 class Reader:
@@ -166,7 +142,7 @@ def test_a_tutorial_works_from_its_first_line_to_the_last(name: str, reader: Rea
 
 def test_the_tutorial_on_updates_has_commands_that_run_elsewhere() -> None:
     """The package of updates runs those of its guides, with a model that has something to forget."""
-    proven = {line for name in ("continual", "drift") for line in commands(DOCS / f"{name}.md")}
-    typed = commands(DOCS / "tutorials" / "keep-current.md")
+    proven = {line for name in ("continual", "drift") for line in commands_of(DOCS / f"{name}.md")}
+    typed = commands_of(DOCS / "tutorials" / "keep-current.md")
     assert len(typed) >= 5
     assert set(typed) - proven == set()
