@@ -4,6 +4,7 @@ Small recipes and few steps stand in for the real ones; blocks with a title are 
 """
 
 import json
+import random
 import shlex
 import signal
 import socket
@@ -109,12 +110,26 @@ class Reader:
             assert code in (0, 143), errors
 
 
+def write_questions(path: Path) -> None:
+    """Conversations whose answers have nothing in common, so that cleaning keeps them."""
+    dice, lines = random.Random(3), []
+    words = [a + b + c for a in ("ka", "lo", "mi", "ru") for b in ("na", "ri", "sto", "va") for c in ("l", "m", "n")]
+    for number in range(40):
+        question, answer = (" ".join(dice.sample(words, 8)) for _ in range(2))
+        turns = [
+            {"role": "user", "content": f"{question}?"},
+            {"role": "assistant", "content": f"Box {number}: {answer}."},
+        ]
+        lines.append(json.dumps({"messages": turns}))
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
 @pytest.fixture
 def reader(tmp_path: Path) -> Reader:
     """Someone with the model and the records that the tutorials start from."""
     write_model(tmp_path / "models" / "mine")
     write_examples(tmp_path / "examples.jsonl")
-    write_examples(tmp_path / "questions.jsonl")
+    write_questions(tmp_path / "questions.jsonl")
     write_examples(tmp_path / "heldout.jsonl", num_records=10)
     pairs = [{"prompt": f"Say hello {n}.", "chosen": "Hello to you.", "rejected": "What now?"} for n in range(40)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
