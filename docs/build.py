@@ -132,7 +132,8 @@ GENERATED: Mapping[str, Callable[[], str]] = {
 def stage() -> list[str]:
     """Writes build/docs; returns what is wrong with links."""
     shutil.rmtree(STAGE, ignore_errors=True)
-    pages = {f"docs/{path.relative_to(SOURCES)}": path.read_text("utf-8") for path in SOURCES.rglob("*.md")}
+    sources = [path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*.md")]
+    pages = {f"docs/{name}": (SOURCES / name).read_text("utf-8") for name in sources if not name.startswith("claims")}
     pages |= {f"docs/{name}": make() for name, make in GENERATED.items()}
     pages |= {f"docs/{name}": text for name, text in ledger_pages().items()}
     pages |= {name: (ROOT / name).read_text("utf-8") for name in ROOT_PAGES}
