@@ -116,13 +116,20 @@ class Duplicates:
         self, corpus: MeasuredCorpus, numbers: NDArray[np.int64], instead: NDArray[np.int64], equal: NDArray[np.bool_]
     ) -> int:
         """Returns the number of pairs that are dropped for the answer of another question. Raises `DataError` if these
-        are too many. numbers: of the dropped
-        documents; instead: those kept instead of them; equal: true for duplicates of one another."""
-        is_pair, whole = corpus.column("kind") == KINDS.index("qa"), corpus.column("whole")
-        is_own = equal & (instead != NOTHING) & (instead < len(corpus)) & is_pair[numbers]
+        are too many. numbers: of the dropped documents; instead: those kept instead of them; equal: true for duplicates
+        of one another.
+        """
+        kind, starts = KINDS.index("qa"), zip(corpus.starts[:-1], corpus.starts[1:], strict=True)
+        kinds = zip(starts, corpus.parts("kind"), strict=True)
+        num_pairs = sum(int((corpus.alive[start:end] & (part == kind)).sum()) for (start, end), part in kinds)
+        # Corpora of text alone, the large ones, need no memory for this.
+        if num_pairs < _FEWEST_LOST:
+            return 0
+        is_own = equal & (instead != NOTHING) & (instead < len(corpus))
         numbers, instead = numbers[is_own], instead[is_own]
-        num_lost = int((whole[numbers] != whole[instead]).sum())
-        num_pairs = int((corpus.alive & is_pair).sum())
+        is_pair = corpus.values("kind", numbers) == kind
+        numbers, instead = numbers[is_pair], instead[is_pair]
+        num_lost = int((corpus.values("whole", numbers) != corpus.values("whole", instead)).sum())
         if num_lost < _FEWEST_LOST or num_lost <= self.config.max_pair_fraction * num_pairs:
             return num_lost
         text = (

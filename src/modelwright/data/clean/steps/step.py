@@ -396,6 +396,14 @@ class MeasuredCorpus:
         """Yields the parts of a column, one shard at a time in memory."""
         return (files.array(self.stage, name) for files in self.shards)
 
+    def values(self, name: str, numbers: NDArray[np.int64]) -> NDArray[Any]:
+        """The values of a column of numbers for some documents, in their order, with one shard at a time in memory."""
+        found = np.empty(len(numbers), np.uint64)
+        for start, part in zip(self.starts[:-1], self.parts(name), strict=True):
+            is_here = (numbers >= start) & (numbers < start + len(part))
+            found[is_here] = part[numbers[is_here] - start]
+        return found
+
     def identifier(self, number: int) -> str:
         """The `id` of a document, read from disk."""
         if self._identifiers is None:
