@@ -92,11 +92,13 @@ def test_the_command_works(words, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_python_of_the_readme_works(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert len(code.splitlines()) <= 10
-    write_examples(tmp_path / "examples.jsonl")
-    write_examples(tmp_path / "heldout.jsonl", num_records=10)
+    for name, count in (("examples.jsonl", 60), ("heldout.jsonl", 10)):
+        lines = write_examples(tmp_path / name).read_text().splitlines()[:count]  # the others have tools
+        (tmp_path / name).write_text("\n".join(lines))
     (tmp_path / "readme.py").write_text(code)
     status, output, errors = start_process(tmp_path / "readme.py", cwd=tmp_path).end()
     assert status == 0, errors
