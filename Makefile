@@ -6,6 +6,7 @@
 # make test-all   both
 # make coverage  the same with the share of lines in src/modelwright that were run: 40% more CPU time on Python 3.11,
 #             so not a part of make test; lines that only processes of their own run do not count
+# make docs   build the documentation into build/site, with warnings as errors
 # make wheel-check  build the wheels, and try them in empty environments: without extras, and with all of them
 # make lint   formatting, types, import layers
 # make bench  the same training on two other trainers, side by side, and fine-tuning beside TRL and PEFT, which get
@@ -47,7 +48,7 @@ ISA_TESTS := tests/ops tests/train/precision tests/parallel/test_gather_formats.
 	tests/train/memory/test_checkpointing.py tests/train/test_wired_precision.py
 HAS_AVX512 := $(shell grep -qsw avx512f /proc/cpuinfo && echo yes)
 
-.PHONY: demo test test-slow test-all coverage wheel-check lint bench loading-peers prove parity gpu-check clean
+.PHONY: demo test test-slow test-all coverage docs wheel-check lint bench loading-peers prove parity gpu-check clean
 
 demo: $(VENV)/.installed
 	@echo "time     $$(($$(date +%s) - $(STARTED))) s: installation"
@@ -68,6 +69,9 @@ test-all:
 coverage: $(VENV)/.installed-dev
 	$(PYTEST) --cov --cov-report= $(ARGS)
 	$(BIN)/coverage report --skip-covered --sort=miss
+
+docs: $(VENV)/.installed-docs
+	OMP_NUM_THREADS=1 $(BIN)/python docs/build.py $(ARGS)
 
 wheel-check: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/wheel_check.py $(ARGS)
@@ -118,6 +122,10 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml $(PROJECTS)
 
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml $(PROJECTS)
 	$(PIP) -c constraints.txt -e '.[dev]' $(EDITABLE)
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: $(VENV)/.torch pyproject.toml $(PROJECTS)
+	$(PIP) -c constraints.txt -e '.[docs]' $(EDITABLE)
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-peers: $(VENV)/.torch pyproject.toml $(PROJECTS)

@@ -20,22 +20,14 @@ from modelwright.cli.main import COMMANDS, DISTRIBUTIONS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(modelwright.__file__).parent
+ELSEWHERE = ("config.md", "claims.md", "claims/", "log/")
+"""Pages that are made from the code, and those about the past."""
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
-    "docs/architecture.md",
-    "docs/internals.md",
-    "docs/data.md",
-    "docs/alignment.md",
-    "docs/parallel.md",
-    "docs/planning.md",
-    "docs/federated.md",
-    "docs/drift.md",
-    "docs/multimodal.md",
-    "docs/search.md",
-    "docs/continual.md",
-    "docs/vision.md",
-)
+    *(f"docs/{page}" for path in sorted((ROOT / "docs").rglob("*.md"))
+      if not (page := path.relative_to(ROOT / "docs").as_posix()).startswith(ELSEWHERE)),
+)  # fmt: skip
 SUFFIXES = "py|h|cpp|md|yaml|json|jsonl|toml|txt|html|jinja|css|js|csv|tsv|zst|gz|safetensors|parquet|xml"
 FILE = re.compile(rf"[\w.*<>/-]+\.(?:{SUFFIXES})|(?:[\w.-]+/)+")
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
@@ -52,6 +44,13 @@ OF_OTHERS = {
     "reduce_range": "an argument of PyTorch's observers",
     "normalize_answer": "a function of SQuAD's evaluation script",
     "reliability_guard": "a function of HumanEval",
+    "BPEDecoder": "a class of tokenizers",
+    "mslk": "a package that torchao may ask for",
+    "find_executable_batch_size": "a function of accelerate",
+    "traceparent": "a header of W3C's trace context",
+    "OTEL_SERVICE_NAME": "a variable of OpenTelemetry",
+    "OTEL_TRACES_SAMPLER": "a variable of OpenTelemetry",
+    "Dockerfile": "a file that Docker reads",
     "NaN": "a word of JSON as Python writes it",
     "Infinity": "a word of JSON as Python writes it",
     "MoEAuxLossAutoScaler": "a class of Megatron-LM",
@@ -131,7 +130,8 @@ def _is_known(name: str) -> bool:
     stem, _, suffix = name.rpartition("_")
     is_suffix = name.startswith("_") and any(word.endswith(name) for word in words_of_code())
     is_shaped = suffix.isupper() and stem in words_of_code()
-    return name in words_of_code() or bool(NOTATION.fullmatch(name)) or is_suffix or is_shaped
+    is_counter = suffix == "total" and stem in words_of_code()  # a suffix that prometheus_client adds
+    return name in words_of_code() or bool(NOTATION.fullmatch(name)) or is_suffix or is_shaped or is_counter
 
 
 def _can_be_imported(name: str) -> bool:

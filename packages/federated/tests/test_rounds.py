@@ -132,6 +132,14 @@ def test_bad_updates_are_refused_and_long_ones_scaled(tmp_path: Path) -> None:
     assert "the patient's name" not in str(failed.error.reason)
 
 
+def test_a_local_round_writes_no_checkpoint(tmp_path: Path) -> None:
+    """No one would read it, and it is as large as the model."""
+    local = local_training(tmp_path, OwnRows(0, 8), local_steps=2)
+    local.round(local.weights.read(), number=0, proximal_mu=0.0)
+    assert list(tmp_path.rglob("metrics.jsonl"))
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_a_round_goes_on_without_a_client_that_is_lost(tmp_path: Path) -> None:
     config = settings()
     grid = MemoryGrid(config, trainings(), lost=lambda name, number, _: name == "ben" and number == 1)

@@ -16,7 +16,7 @@ SWITCH = "MODELWRIGHT_ISA"
 SPIN_COUNT = "5000"
 """Turns of libgomp's loop in which a thread waits actively before it sleeps. With libgomp's own 300,000, threads that
 wait keep the core from the one that they wait for, wherever another process keeps the machine busy; with 1,000 they
-sleep between the operators of a small step, and waking them takes a sixth of it (docs/log.md)."""
+sleep between the operators of a small step, and waking them takes a sixth of it (docs/log/speed.md)."""
 WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 

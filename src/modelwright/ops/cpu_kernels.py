@@ -41,8 +41,8 @@ TOLERANCE = 0.05
 UNMEASURED: Mapping[str, frozenset[Kernel]] = {
     "avx512": frozenset({"attention", "norm", "rotary", "gated_activation", "int8"})
 }
-"""Kernels that are used without measured rows. On AVX-512 these together made whole training steps faster (docs/log.md:
-in FP32 from 6.3 to 5.5 s, in BF16 from 3.2 to 1.7 s, in INT8 from 4.4 to 1.55 s); elsewhere they were not measured."""
+"""Kernels that are used without measured rows. On AVX-512 these together made whole training steps faster (in FP32 from
+6.3 to 5.5 s, in BF16 from 3.2 to 1.7 s, in INT8 from 4.4 to 1.55 s; docs/log/speed.md); not measured elsewhere."""
 
 
 @functools.cache

@@ -44,7 +44,7 @@ PROBE_TOKENS = 2048
 BUDGET_S = 2.0
 """Maximum tokens with which rates are measured, and seconds for each format."""
 CLEARLY_FASTER = 1.2
-"""Speed-up from which oneDNN makes FP32 products: 1.9 to 2.2 on AMD EPYC with AVX-512 (`docs/claims.md`,
+"""Speed-up from which oneDNN makes FP32 products: 1.9 to 2.2 on AMD EPYC with AVX-512 (the ledger,
 adaptive_precision), and no measurement of equally fast ones is off by so much."""
 INT8_ROUNDS = 3
 SHOWN = 3
