@@ -4,9 +4,8 @@ import argparse
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 
-import shtab
-
 from modelwright.cli.parsers import Command, new_parser
+from modelwright.core.extras import require
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -16,6 +15,9 @@ def completion(commands: Callable[[], Mapping[str, Command]]) -> Command:
 
     def run(words: Sequence[str]) -> int:
         shell = parser().parse_args(words).shell
+        require({"completion": "completion"})
+        import shtab
+
         program = argparse.ArgumentParser(prog="modelwright")
         subparsers = program.add_subparsers()
         for name, command in commands().items():

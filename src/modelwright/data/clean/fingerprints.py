@@ -20,7 +20,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
@@ -162,6 +161,8 @@ def shingles(text: str) -> NDArray[np.uint32]:
 
 def band_hashes(flat: NDArray[np.uint32], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Hashes of the MinHash signatures' bands [N, 16]; 0 for documents without shingles."""
+    from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
+
     num_documents = len(offsets) - 1
     bands = np.zeros((num_documents, NUM_BANDS), np.uint64)
     rows = np.flatnonzero(np.diff(offsets))

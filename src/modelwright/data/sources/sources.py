@@ -53,7 +53,6 @@ from modelwright.data.sources.forms import (
     type_of_record,
 )
 from modelwright.data.sources.office import is_readable, read_document
-from modelwright.data.sources.readers import read_warc
 from modelwright.data.sources.records import (
     ANSWER_FIELD,
     AUTHOR_FIELD,
@@ -275,6 +274,8 @@ def _read_file(file: readers.File, config: SourceConfig, report: SourceReport) -
         report.skip(reason, where, problem)
 
     report.num_files += 1
+    if not is_readable(file, report.pass_over):
+        return
     limit = readers.Limit(config.max_record_bytes, "raise --data.max_record_bytes")
     if file.extension in PROSE_EXTENSIONS + MARKUP_EXTENSIONS + CODE_EXTENSIONS:
         is_code = file.extension in CODE_EXTENSIONS
@@ -293,10 +294,9 @@ def _read_file(file: readers.File, config: SourceConfig, report: SourceReport) -
                 report.skip("empty text", where)
         return
     if file.extension in DOCUMENT_EXTENSIONS:
-        if is_readable(file, report.pass_over):
-            for where, text in read_document(file, complain, report.skip, config.max_document_chars):
-                if text.strip():
-                    yield Unsplit(Document(id=where, text=text, kind="prose", split="open", source=file.name))
+        for where, text in read_document(file, complain, report.skip, config.max_document_chars):
+            if text.strip():
+                yield Unsplit(Document(id=where, text=text, kind="prose", split="open", source=file.name))
         return
     if file.extension in PAIRED_EXTENSIONS:
         read = read_archive if file.extension in ARCHIVE_EXTENSIONS else read_image
@@ -394,6 +394,8 @@ def _records(
         case ".arrow":
             return readers.read_arrow(file, complain, choose)
         case ".warc" | ".wet":
+            from modelwright.data.sources.web_archives import read_warc
+
             return read_warc(file, complain, report.skip)
     assert file.extension in LOOSE_EXTENSIONS
     return _loose_records(file, config, report, complain, limit)

@@ -144,6 +144,7 @@ DUPLICATES = StepSpec(
         "near-duplicate": "--clean.duplicates.near false",
     },
     paths=("index",),
+    needs_clean=lambda config: ["near"] if config.near else [],
 )
 
 
