@@ -64,8 +64,8 @@ from modelwright.train.techniques.augmentation_strength import NEEDS as AUGMENTA
 def check_training(
     config: RunConfig, layout: ParallelConfig, *, num_processes: int, stages: Sequence[str], elastic: bool = False
 ) -> None:
-    """Checks that the extras that `stages` (names) need are installed, and that `num_processes` laid out as `layout` can
-    do the trainings among them. `config.model` is the model that is trained; elastic: the layout is fitted to the
+    """Checks that the extras that `stages` (names) need are installed, and that `num_processes` laid out as `layout`
+    can do the trainings among them. `config.model` is the model that is trained; elastic: the layout is fitted to the
     processes first. Raises `ConfigError`.
     """
     require({name: it for stage in config.stages if stage.name in stages for name, it in stage.extras(config).items()})

@@ -105,8 +105,8 @@ def _named(entry: dict[str, Any]) -> dict[str, tuple[StepSpec, Any]]:
 
 
 def build_steps(config: CleanConfig, *, seed: int = 1) -> list[Step | CorpusStep]:
-    """Builds the steps of the settings. Raises `ConfigError` for one that cannot be loaded or whose name is taken, and for
-    an extra that is not installed.
+    """Builds the steps of the settings. Raises `ConfigError` for one that cannot be loaded or whose name is taken, and
+    for an extra that is not installed.
     """
     require(config.extras())
     own = list[Step | CorpusStep]()

@@ -89,12 +89,12 @@ class Fingerprints:
     bands: NDArray[np.uint64]
 
 
-def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False) -> Fingerprints:
+def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False, with_bands: bool = True) -> Fingerprints:
     """Computes the fingerprints of some documents: own [N], whole [N], keys [N, 2], shingles [S], offsets [N + 1],
     bands [N, 16].
 
     whole_pairs: compare pairs by the whole conversation, not by its answers. Documents of fewer than 5 words have an
-    empty row of shingles and bands of 0.
+    empty row of shingles and bands of 0. with_bands: False leaves all bands at 0, which only near-duplicates need.
     """
     bodies: list[str] = []
     for d in documents:
@@ -116,7 +116,7 @@ def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False) ->
         keys=np.array(keys, dtype=np.uint64).reshape(-1, 2),
         shingles=flat,
         offsets=offsets,
-        bands=band_hashes(flat, offsets),
+        bands=band_hashes(flat, offsets) if with_bands else np.zeros((len(documents), NUM_BANDS), np.uint64),
     )
 
 

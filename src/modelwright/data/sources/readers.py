@@ -146,9 +146,9 @@ def read_html(file: File, complain: Complaint, limit: Limit, section_chars: int)
     The page is in the encoding that it declares, UTF-8 by default. The text is cut as by `read_sections`; `where`
     counts the lines of the text, not those of the page.
     """
-    for markup in _markup(file, complain, limit):
-        from resiliparse.extract.html2text import extract_plain_text  # pyright: ignore[reportMissingModuleSource]
+    from resiliparse.extract.html2text import extract_plain_text  # pyright: ignore[reportMissingModuleSource]
 
+    for markup in _markup(file, complain, limit):
         text = extract_plain_text(markup, alt_texts=False, skip_elements=["nav", "footer"])
         lines = enumerate(text.encode("utf-8", "replace").splitlines(keepends=True), start=1)
         for first, section in cut_sections(lines, section_chars):
@@ -157,6 +157,11 @@ def read_html(file: File, complain: Complaint, limit: Limit, section_chars: int)
 
 def _markup(file: File, complain: Complaint, limit: Limit) -> Iterator[str]:
     """Yields the page of a file, decoded as it declares (HTML Living Standard, 13.2.3.2)."""
+    from resiliparse.parse.encoding import (  # pyright: ignore[reportMissingModuleSource]
+        bytes_to_str,
+        map_encoding_to_html5,
+    )
+
     for content in whole(file, complain, limit.max_bytes, f"divide it, or {limit.way_out}"):
         head = content[:_JUDGED_BYTES]
         declared = _META_CHARSET.search(head) or _XML_CHARSET.search(head)

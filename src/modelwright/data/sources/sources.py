@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from modelwright.core import hub
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.document import Document, Kind, Split, Unsplit, with_splits
@@ -304,6 +305,7 @@ def _read_file(file: readers.File, config: SourceConfig, report: SourceReport) -
         return
     # A Hugging Face dataset names its splits: `.../test/data-00000.arrow` is held out.
     is_heldout = file.extension == ".arrow" and PurePosixPath(file.path).parent.name in _HELDOUT_NAMES
+    is_heldout |= not file.is_named and hub.is_heldout(file.path)
     given: Split | None = "heldout" if is_heldout else None
     schema = RecordSchema.read(config.schema) if config.schema else None
     unread = list[str]()
