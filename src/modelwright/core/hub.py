@@ -43,6 +43,8 @@ def _asking(name: str, missing: str) -> Generator[None]:
         first = redact_text(str(error).strip().partition("\n")[0])
         reason = f"{type(error).__name__}: {first}" if first else type(error).__name__
         text = f"{name}: {missing}, and {where} cannot be asked ({reason}); check the connection and HF_ENDPOINT"
+        if isinstance(error, known.HfHubHTTPError):
+            text = f"{name}: {where} refuses this ({reason}); check the name, and what HF_TOKEN may do"
         if constants.HF_HUB_OFFLINE:
             text = f"{name}: {missing}, nor in the cache, and HF_HUB_OFFLINE is set; unset it{hub_hint(name)}"
     else:
