@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.core import extras
+from modelwright.core.config import load_yaml, parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.data.clean.config import CleanConfig, build_steps
@@ -78,8 +79,6 @@ def test_several_extras_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_step_without_its_libraries_is_refused(monkeypatch: pytest.MonkeyPatch, settings: dict, key: str) -> None:
-    from modelwright.core.config import parse
-
     config = parse(CleanConfig, settings)
     assert build_steps(config)
     without(monkeypatch, "clean")
@@ -98,13 +97,13 @@ def test_a_run_is_refused_before_it_begins(monkeypatch: pytest.MonkeyPatch, tmp_
     assert not run.path.exists()
 
 
-def test_the_tiny_recipe_and_finetuning_need_no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["tiny", "finetune"])
+def test_the_smallest_recipe_and_finetuning_need_no_extra(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    settings = load_yaml(RECIPES[name])
+    config = parse(CleanConfig, settings["clean"])
     without(monkeypatch)
-    for name in ("tiny", "finetune"):
-        clean = recipe("tiny").section("clean") if name == "tiny" else None
-        text = RECIPES[name].read_text()
-        assert "serve_check" not in re.findall(r"^stages: \[(.*)\]$", text, re.MULTILINE)[0]
-        assert clean is None or not clean.extras()
+    assert build_steps(config)
+    assert {"serve_check", "align", "vision"}.isdisjoint(settings["stages"])
 
 
 def test_no_module_of_an_extra_is_imported_by_the_commands() -> None:
