@@ -5,12 +5,13 @@
 Builds the wheels of the main package and of all packages built onto it into dist/, installs them into a new environment
 without extras, then into another one with `--extras` (default: all). In each, the recipe tiny runs, and a small Hugging
 Face folder is fine-tuned on conversations. Without extras, every command of tests/every_command.py works or ends with
-exit code 2 and one line that names the extra to install. With all of them, every command shows its help, text is cleaned
-with all steps, and a run serves its model and asks it. Anything else is a fault; exit code 1 where one is found.
+exit code 2 and one line that names the extra to install. With all of them, every command shows its help, text is
+cleaned with all steps, and a run serves its model and asks it. Anything else is a fault; exit code 1 where one is found.
 """
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from every_command import RELAXED, command_lines, fault_of, write_inputs  # noqa
 
 PROJECTS = [ROOT, *(path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml")))]
 MOST_S = 1800
+ALONE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+"""Variables of the processes in a new environment, which must not find this checkout."""
 
 
 def build_wheels(target: Path) -> list[Path]:
@@ -46,13 +49,13 @@ def new_environment(folder: Path, wheels: Sequence[Path], extras: str) -> Path:
     main = next(path for path in wheels if path.name.startswith("modelwright-"))
     wanted = f"modelwright[{extras}] @ {main.as_uri()}" if extras else str(main)
     pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--upgrade", "pip>=25,<26.2"], check=True)
+    subprocess.run([*pip, "--upgrade", "pip>=25,<26.2"], check=True, env=ALONE)
     constraints = ["-c", str(ROOT / "constraints.txt")]
     version = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert version is not None
     # The build for processors alone, where the index has it: the other one brings gigabytes of CUDA with it.
-    subprocess.run([*pip, f"torch=={version[1]}+cpu"], capture_output=True)
-    subprocess.run([*pip, *constraints, "--find-links", str(ROOT / "dist"), wanted], check=True)
+    subprocess.run([*pip, f"torch=={version[1]}+cpu"], capture_output=True, env=ALONE)
+    subprocess.run([*pip, *constraints, "--find-links", str(ROOT / "dist"), wanted], check=True, env=ALONE)
     return folder / "bin"
 
 
@@ -71,7 +74,7 @@ def faults(programs: Path, folder: Path, *, with_extras: bool) -> Iterator[str]:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [str(programs / "modelwright"), *words]
         return subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=MOST_S, stdin=subprocess.DEVNULL
+            command, cwd=folder, env=ALONE, capture_output=True, text=True, timeout=MOST_S, stdin=subprocess.DEVNULL
         )
 
     def shown(fault: str, name: str) -> None:
