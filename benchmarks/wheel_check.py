@@ -6,7 +6,7 @@ Builds the wheels of the main package and of all packages built onto it into dis
 without extras, then into another one with `--extras` (default: all). In each, the recipe tiny runs, and a small Hugging
 Face folder is fine-tuned on conversations. Without extras, every command of tests/every_command.py works or ends with
 exit code 2 and one line that names the extra to install. With all of them, every command shows its help, text is
-cleaned with all steps, and a run serves its model and asks it. Anything else is a fault; exit code 1 where one is found.
+cleaned with all steps, and a run serves its model and asks it. Exit code 1 for anything else.
 """
 
 import argparse
