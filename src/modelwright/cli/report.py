@@ -1,12 +1,10 @@
 """`modelwright report`: writes the page of a run."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.errors import ConfigError
-from modelwright.core.extras import install_line, is_installed
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,8 +28,6 @@ def report(words: Sequence[str]) -> int:
     if settings is None:
         raise ConfigError(f"{run.path}: lacks config.yaml; run it again")
     write_report(settings, run)
-    if not is_installed("report"):
-        print(f"without charts; {install_line('report')} to have them", file=sys.stderr)
     print(run.report)
     return 0
 

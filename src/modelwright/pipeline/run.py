@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelwright.core import VERSION
+from modelwright.core import VERSION, extras
 from modelwright.core.artifacts import Manifest
 from modelwright.core.compatibility import Feature
 from modelwright.core.config import save_yaml
 from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError, prefix_errors
-from modelwright.core.extras import require
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.resources import OtherProcesses, busy_machine, git_commit, hardware, versions
 from modelwright.core.rundir import RunDir
@@ -68,7 +67,9 @@ def check_training(
     can do the trainings among them. `config.model` is the model that is trained; elastic: the layout is fitted to the
     processes first. Raises `ConfigError`.
     """
-    require({name: it for stage in config.stages if stage.name in stages for name, it in stage.extras(config).items()})
+    extras.require(
+        {name: it for stage in config.stages if stage.name in stages for name, it in stage.extras(config).items()}
+    )
     trainings = [stage for stage in config.trainings if stage.name in stages]
     on_cpu = resolved_device(config.hardware.device) == "cpu"
     augmented = [stage for stage in trainings if is_augmented(config, stage)]
