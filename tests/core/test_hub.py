@@ -152,7 +152,8 @@ def test_names_within_the_cache() -> None:
     assert not is_heldout(f"{root}/data/train-00000-of-00001.parquet")
     assert not is_heldout(f"{root}/latest/contest.jsonl"), "words, not parts of words"
     assert not is_heldout("/home/test/own/test.jsonl"), "a user's own folder"
-    assert is_data(f"{root}/data.jsonl", root)
-    assert not is_data(f"{root}/README.md", root)
+    assert is_data("data.jsonl")
+    assert is_data("data/README.md")
+    assert not is_data("README.md")
     assert name_of(Path("/cache/models--owner--small/snapshots") / SHA) == "owner/small"
     assert name_of(Path("/models/small")) == "small"

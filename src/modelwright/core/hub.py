@@ -9,7 +9,7 @@ import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.extras import require
@@ -25,8 +25,8 @@ _HELDOUT = frozenset(("test", "testing", "validation", "valid", "val", "dev", "e
 
 
 @contextmanager
-def _asking(name: str, missing: str) -> Generator[None]:
-    """Turns what the library raises into one `ConfigError` with the remedy."""
+def _asking(name: str, missing: str, hint: str = "") -> Generator[None]:
+    """Turns what the library raises into one `ConfigError` with the remedy. hint: remedy without a hub."""
     from huggingface_hub import constants
     from huggingface_hub import errors as known
 
@@ -40,13 +40,13 @@ def _asking(name: str, missing: str) -> Generator[None]:
     except known.RevisionNotFoundError:
         text = f"{name}: exists on {where}, but not in this revision"
     except Exception as error:  # of the network, the hub or the token; several libraries have their own
-        first = redact_text(str(error).strip().partition("\n")[0])
-        reason = f"{type(error).__name__}: {first}" if first else type(error).__name__
-        text = f"{name}: {missing}, and {where} cannot be asked ({reason}); check the connection and HF_ENDPOINT"
-        if isinstance(error, known.HfHubHTTPError):
-            text = f"{name}: {where} refuses this ({reason}); check the name, and what HF_TOKEN may do"
+        reason = f"{type(error).__name__}: {redact_text(str(error).strip().partition(chr(10))[0])}"
         if constants.HF_HUB_OFFLINE:
-            text = f"{name}: {missing}, nor in the cache, and HF_HUB_OFFLINE is set; unset it{hub_hint(name)}"
+            text = f"{name}: {missing}, and HF_HUB_OFFLINE is set; unset it{hint}"
+        elif isinstance(error, known.HfHubHTTPError):
+            text = f"{name}: {where} refuses this ({reason}); check the name, and what HF_TOKEN may do"
+        else:
+            text = f"{name}: {missing}, and {where} cannot be asked ({reason}); check the connection and HF_ENDPOINT"
     else:
         return
     raise ConfigError(text, code="missing")
@@ -59,7 +59,7 @@ def model_folder(name: str) -> Path:
     require({name: "hub"})
     from huggingface_hub import snapshot_download
 
-    with _asking(name, "no such folder"):
+    with _asking(name, "no such folder, here or in the cache", hub_hint(name)):
         folder = Path(snapshot_download(name, allow_patterns=MODEL_FILES, ignore_patterns=["*/*"]))
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{name}: has no config.json with weights in safetensors at its top; choose another model")
@@ -84,10 +84,9 @@ def dataset_path(source: str) -> tuple[Path, Path]:
     return Path(folder), Path(folder, path or "")
 
 
-def is_data(file: str, root: Path) -> bool:
-    """Returns False for files at the top of a data set that describe it or load it."""
-    path = PurePosixPath(file).relative_to(root.as_posix())
-    return len(path.parts) > 1 or _ABOUT.fullmatch(path.name) is None
+def is_data(path: str) -> bool:
+    """Returns False for a path within a data set of a file that describes it or loads it."""
+    return _ABOUT.fullmatch(path) is None
 
 
 def is_heldout(file: str) -> bool:

@@ -67,9 +67,8 @@ def check_training(
     can do the trainings among them. `config.model` is the model that is trained; elastic: the layout is fitted to the
     processes first. Raises `ConfigError`.
     """
-    extras.require(
-        {name: it for stage in config.stages if stage.name in stages for name, it in stage.extras(config).items()}
-    )
+    to_do = [stage for stage in config.stages if stage.name in stages]
+    extras.require({setting: extra for stage in to_do for setting, extra in stage.extras(config).items()})
     trainings = [stage for stage in config.trainings if stage.name in stages]
     on_cpu = resolved_device(config.hardware.device) == "cpu"
     augmented = [stage for stage in trainings if is_augmented(config, stage)]

@@ -70,10 +70,11 @@ def _on_hub(source: str, skip: SkipFile) -> Iterator[File]:
     root, path = hub.dataset_path(source)
     url = source[: len(hub.DATASETS)] + "/".join(source.removeprefix(hub.DATASETS).split("/")[:2])
     for file in _locate(str(path), skip):
-        if hub.is_data(file.path, root):
-            yield replace(file, name=f"{url}/{PurePosixPath(file.path).relative_to(root)}")
+        within = str(PurePosixPath(file.path).relative_to(root))
+        if hub.is_data(within):
+            yield replace(file, name=f"{url}/{within}")
         else:
-            skip("file about the data set", file.path)
+            skip("file about the data set", f"{url}/{within}")
 
 
 def _locate(source: str, skip: SkipFile) -> Iterator[File]:

@@ -15,12 +15,11 @@ from modelwright.core.extras import install_line
 from modelwright.data.sources.readers import Complaint, File, Skip, cut_sections, whole
 
 NAMES = {".pdf": "PDF document", ".docx": "Word document"}
+_PAGE, _ARCHIVE = ("resiliparse", "clean"), ("fastwarc", "clean")
 OPTIONAL = {
-    ".pdf": ("pypdf", "documents"),
-    ".docx": ("docx", "documents"),
-    **dict.fromkeys((".html", ".htm"), ("resiliparse", "clean")),
-    **dict.fromkeys((".warc", ".wet"), ("fastwarc", "clean")),
-}
+    ".pdf": ("pypdf", "documents"), ".docx": ("docx", "documents"),
+    ".html": _PAGE, ".htm": _PAGE, ".warc": _ARCHIVE, ".wet": _ARCHIVE,
+}  # fmt: skip
 """Formats of sources that an extra reads: its package, and the name of the extra."""
 _MOST_BYTES = 2**28
 """Maximum size of a document, and of what is compressed in it."""

@@ -157,10 +157,7 @@ def read_html(file: File, complain: Complaint, limit: Limit, section_chars: int)
 
 def _markup(file: File, complain: Complaint, limit: Limit) -> Iterator[str]:
     """Yields the page of a file, decoded as it declares (HTML Living Standard, 13.2.3.2)."""
-    from resiliparse.parse.encoding import (  # pyright: ignore[reportMissingModuleSource]
-        bytes_to_str,
-        map_encoding_to_html5,
-    )
+    from resiliparse.parse.encoding import bytes_to_str, map_encoding_to_html5  # pyright: ignore
 
     for content in whole(file, complain, limit.max_bytes, f"divide it, or {limit.way_out}"):
         head = content[:_JUDGED_BYTES]

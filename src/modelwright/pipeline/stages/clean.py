@@ -74,19 +74,13 @@ def _run(context: StageContext, config: RunConfig) -> None:
     note(f"clean: {cleaned.num_kept:,} documents kept, {describe_drops(cleaned)}{where}")
 
 
-def _extras(config: RunConfig) -> dict[str, str]:
-    if config.rows_from:
-        return {}
-    return config.section(CLEAN).extras() | ({"data.sources": "images"} if "digits" in config.data.sources else {})
-
-
 CLEAN = StageSpec(
     name="clean",
     title="Reading and cleaning",
     config=CleanConfig,
     build=_build,
     estimate=lambda config, run, rates: moving_estimate("clean", config, bytes_per_s=BYTES_PER_S),
-    extras=_extras,
+    extras=lambda config: {} if config.rows_from else config.section(CLEAN).extras(),
     report=corpus_section,
     closing=corpus_lines,
 )

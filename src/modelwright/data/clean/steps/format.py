@@ -113,9 +113,7 @@ class Format:
 
     def _repaired(self, text: str, markup: bool) -> str:
         if markup:
-            from resiliparse.extract.html2text import (  # pyright: ignore[reportMissingModuleSource]
-                extract_plain_text,
-            )
+            from resiliparse.extract.html2text import extract_plain_text  # pyright: ignore
 
             text = extract_plain_text(text, alt_texts=False, skip_elements=["nav", "footer"])
         if not text.isascii():
