@@ -140,3 +140,24 @@ def test_the_modules_of_extras_are_imported_where_they_are_used() -> None:
     }
     assert {name.partition("/")[0] for name in found} <= {"serve", "data"}
     assert {name for name in found if name.startswith("data")} == {"data/sources/web_archives.py"}
+
+
+def required(requirement: str) -> tuple[str, str]:
+    """Name and versions of a requirement, as the lock has them."""
+    name, _, versions = re.match(r"([\w.-]+)(\[[^\]]*\])?([^;]*)", requirement).groups()
+    return re.sub(r"[-_.]+", "-", name).lower(), ",".join(sorted(versions.strip().split(",")))
+
+
+def test_the_lock_belongs_to_the_projects() -> None:
+    """Every requirement of the projects, with its versions, is one of uv.lock's, and no other: else run `uv lock`."""
+    text = (ROOT / "uv.lock").read_text()
+    locked = {one["name"]: one for one in tomllib.loads(text)["package"]}
+    for path in (ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml")):
+        project = tomllib.loads(path.read_text())["project"]
+        optional = project.get("optional-dependencies", {}).values()
+        asked = {required(one) for group in (project["dependencies"], *optional) for one in group}
+        entries = locked[project["name"]]["metadata"]["requires-dist"]
+        found = {(one["name"], ",".join(sorted(one.get("specifier", "").split(",")))) for one in entries}
+        assert {one for one in found if one[0] != "modelwright"} == {one for one in asked if one[0] != "modelwright"}
+    hosts = set(re.findall(r"https?://([^/\"]+)", text))
+    assert hosts == {"pypi.org", "files.pythonhosted.org"}, "the public index, whatever index it was made with"
