@@ -42,12 +42,14 @@ def build_wheels(target: Path) -> list[Path]:
 
 
 def new_environment(folder: Path, wheels: Sequence[Path], extras: str) -> Path:
-    """Installs the main wheel with `extras` (may be empty) and returns the folder of the programs. The other wheels are
-    found in dist/; everything else comes from the package index, with the versions of constraints.txt.
+    """Installs the main wheel with `extras` (may be empty) and returns the folder of the programs. With extras, the
+    other wheels are installed as well; everything else comes from the package index, with the versions of constraints.txt.
     """
     venv.create(folder, with_pip=True)
     main = next(path for path in wheels if path.name.startswith("modelwright-"))
-    wanted = f"modelwright[{extras}] @ {main.as_uri()}" if extras else str(main)
+    # All by their files: a package of one of these names may be another project's on the index.
+    others = [str(path) for path in wheels if path != main]
+    wanted = [f"modelwright[{extras}] @ {main.as_uri()}", *others] if extras else [str(main)]
     pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--upgrade", "pip>=25,<26.2"], check=True, env=ALONE)
     constraints = ["-c", str(ROOT / "constraints.txt")]
@@ -55,7 +57,7 @@ def new_environment(folder: Path, wheels: Sequence[Path], extras: str) -> Path:
     assert version is not None
     # The build for processors alone, where the index has it: the other one brings gigabytes of CUDA with it.
     subprocess.run([*pip, f"torch=={version[1]}+cpu"], capture_output=True, env=ALONE)
-    subprocess.run([*pip, *constraints, "--find-links", str(ROOT / "dist"), wanted], check=True, env=ALONE)
+    subprocess.run([*pip, *constraints, *wanted], check=True, env=ALONE)
     return folder / "bin"
 
 
