@@ -42,8 +42,8 @@ def build_wheels(target: Path) -> list[Path]:
 
 
 def new_environment(folder: Path, wheels: Sequence[Path], extras: str) -> Path:
-    """Installs the main wheel with `extras` (may be empty) and returns the folder of the programs. With extras, the
-    other wheels are installed as well; everything else comes from the package index, with the versions of constraints.txt.
+    """Installs the main wheel with `extras` (may be empty), with extras also the others, and returns the folder of the
+    programs. Everything else comes from the package index, with the versions of constraints.txt.
     """
     venv.create(folder, with_pip=True)
     main = next(path for path in wheels if path.name.startswith("modelwright-"))
