@@ -23,7 +23,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from every_command import RELAXED, command_lines, fault_of, write_inputs  # noqa: E402
+from every_command import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    RELAXED,
+    command_lines,
+    fault_of,
+    write_inputs,
+)
 
 PROJECTS = [ROOT, *(path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml")))]
 MOST_S = 1800

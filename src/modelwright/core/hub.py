@@ -57,7 +57,7 @@ def model_folder(name: str) -> Path:
     `ConfigError` if it cannot be had, or is not in the Hugging Face layout with weights in safetensors.
     """
     require({name: "hub"})
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
     with _asking(name, "no such folder, here or in the cache", hub_hint(name)):
         folder = Path(snapshot_download(name, allow_patterns=MODEL_FILES, ignore_patterns=["*/*"]))
@@ -76,7 +76,7 @@ def dataset_path(source: str) -> tuple[Path, Path]:
         raise ConfigError(f"{source}: is not of the form {DATASETS}OWNER/NAME[@REVISION][/PATH]")
     name, revision, path = found.groups()
     require({source: "hub"})
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
     chosen = [path, f"{path}/*"] if path else None
     with _asking(source, "no such data set in the cache"):
