@@ -17,7 +17,7 @@ COPY packages /source/packages
 # By their paths: on PyPI the name modelwright belongs to another project. torch comes first and from its own index, because a
 # version with the suffix of a build is newer to pip than the one without.
 RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" "$(grep '^torch==' /source/constraints.txt)" \
-    && pip install --no-cache-dir -c /source/constraints.txt "/source[hf,structured]" /source/packages/plan /source/packages/continual \
+    && pip install --no-cache-dir -c /source/constraints.txt "/source[clean,completion,hf,hub,report,serve,structured,tensorboard]" /source/packages/plan /source/packages/continual \
     /source/packages/search /source/packages/sandbox \
     && rm -rf /source
 # A user without a home may run it, too: caches lie here.

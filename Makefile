@@ -28,6 +28,12 @@ EDITABLE := $(PACKAGES:%=-e %)
 empty :=
 space := $(empty) $(empty)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -qq
+# Where uv is installed, it installs the versions of uv.lock; `make UV=` installs with pip and constraints.txt.
+UV ?= $(shell command -v uv 2>/dev/null)
+# The build of torch is chosen below, and on a machine without a GPU nothing for one is installed.
+LEAVE := $(if $(UV),$(shell sed -n 's/^name = "\(torch\|triton\|nvidia-[^"]*\|cuda-[^"]*\)"$$/--no-install-package \1/p' uv.lock | sort -u))
+install = $(if $(UV),UV_PROJECT_ENVIRONMENT=$(abspath $(VENV)) $(UV) sync -q --frozen --inexact --all-packages \
+	--extra $(1) $(if $(shell command -v nvidia-smi),--no-install-package torch,$(LEAVE)),$(PIP) -c constraints.txt -e '.[$(1)]' $(EDITABLE))
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 RECIPE ?= quickstart
 ARGS ?=
@@ -117,11 +123,11 @@ $(VENV)/.torch: constraints.txt
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml $(PROJECTS)
-	$(PIP) -c constraints.txt -e . $(EDITABLE)
+	$(call install,all)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml $(PROJECTS)
-	$(PIP) -c constraints.txt -e '.[dev]' $(EDITABLE)
+	$(call install,dev)
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-docs: $(VENV)/.torch pyproject.toml $(PROJECTS)

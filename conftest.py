@@ -17,6 +17,7 @@ import modelwright  # noqa: F401  (sets what PyTorch reads when it is loaded, be
 from forked_commands import fork_commands
 from impatient import look_once
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub, except those of a hub of their own
 look_once()
 fork_commands()
 

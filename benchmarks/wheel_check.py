@@ -3,13 +3,15 @@
     python benchmarks/wheel_check.py [--extras all] [--core-only]
 
 Builds the wheels of the main package and of all packages built onto it into dist/, installs them into a new environment
-without extras, then into another one with `--extras` (default: all). In each: the recipe tiny runs, a small Hugging
-Face folder is fine-tuned on conversations, and every command shows its help. A command may end with exit code 2 and one
-line that names the extra to install; anything else is a fault. Exit code 1 where one is found.
+without extras, then into another one with `--extras` (default: all). In each, the recipe tiny runs, and a small Hugging
+Face folder is fine-tuned on conversations. Without extras, every command of tests/every_command.py works or ends with
+exit code 2 and one line that names the extra to install. With all of them, every command shows its help, text is
+cleaned with all steps, and a run serves its model and asks it. Exit code 1 for anything else.
 """
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,9 +21,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from every_command import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    RELAXED,
+    command_lines,
+    fault_of,
+    write_inputs,
+)
+
 PROJECTS = [ROOT, *(path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml")))]
-EXTRA_LINE = re.compile(r"pip install .*\[[\w,-]+\]|pip install modelwright-\w+")
 MOST_S = 1800
+ALONE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+"""Variables of the processes in a new environment, which must not find this checkout."""
 
 
 def build_wheels(target: Path) -> list[Path]:
@@ -35,62 +47,77 @@ def build_wheels(target: Path) -> list[Path]:
 
 
 def new_environment(folder: Path, wheels: Sequence[Path], extras: str) -> Path:
-    """Installs the main wheel with `extras` (may be empty) and returns the folder of the programs. The other wheels are
-    found in dist/; everything else comes from the package index, with the versions of constraints.txt.
+    """Installs the main wheel with `extras` (may be empty), with extras also the others, and returns the folder of the
+    programs. Everything else comes from the package index, with the versions of constraints.txt.
     """
     venv.create(folder, with_pip=True)
     main = next(path for path in wheels if path.name.startswith("modelwright-"))
-    wanted = f"modelwright[{extras}] @ {main.as_uri()}" if extras else str(main)
+    # All by their files: a package of one of these names may be another project's on the index.
+    others = [str(path) for path in wheels if path != main]
+    wanted = [f"modelwright[{extras}] @ {main.as_uri()}", *others] if extras else [str(main)]
     pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--upgrade", "pip>=25,<26.2"], check=True)
+    subprocess.run([*pip, "--upgrade", "pip>=25,<26.2"], check=True, env=ALONE)
     constraints = ["-c", str(ROOT / "constraints.txt")]
     version = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert version is not None
     # The build for processors alone, where the index has it: the other one brings gigabytes of CUDA with it.
-    subprocess.run([*pip, f"torch=={version[1]}+cpu"], capture_output=True)
-    subprocess.run([*pip, *constraints, "--find-links", str(ROOT / "dist"), wanted], check=True)
+    subprocess.run([*pip, f"torch=={version[1]}+cpu"], capture_output=True, env=ALONE)
+    subprocess.run([*pip, *constraints, *wanted], check=True, env=ALONE)
     return folder / "bin"
 
 
-def write_examples(folder: Path) -> None:
+def write_conversations(path: Path) -> None:
     turns = [
         [{"role": "user", "content": f"What is {a} plus {b}?"}, {"role": "assistant", "content": str(a + b)}]
         for a in range(8)
         for b in range(8)
     ]
-    (folder / "examples.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in turns))
+    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in turns))
 
 
-def faults(programs: Path, folder: Path) -> Iterator[str]:
+def faults(programs: Path, folder: Path, *, with_extras: bool) -> Iterator[str]:
     """Yields what does not work in the environment. folder: an empty one, to work in."""
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [str(programs / "modelwright"), *words]
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=MOST_S)
+        return subprocess.run(
+            command, cwd=folder, env=ALONE, capture_output=True, text=True, timeout=MOST_S, stdin=subprocess.DEVNULL
+        )
 
-    write_examples(folder)
-    for words in (
+    def shown(fault: str, name: str) -> None:
+        print(f"{'FAILS' if fault else 'right'}  modelwright {name}", flush=True)
+
+    write_inputs(folder)
+    write_conversations(folder / "conversations.jsonl")
+    tasks = [
         ("run", "tiny", "--name", "tiny"),
         ("export", "runs/tiny", "--to", "hf", "model"),
-        ("finetune", "model", "examples.jsonl", "--run-dir", "runs/tuned", "--sft.num_steps", "2"),
-    ):
+        ("finetune", "model", "conversations.jsonl", "--run-dir", "runs/tuned", "--sft.num_steps", "2"),
+    ]
+    if with_extras:
+        tasks += [
+            ("clean", "text.txt", "page.html", "--out", "cleaned", *RELAXED),
+            ("run", "tiny", "--name", "tiny", "--stages", "serve_check,report"),
+            ("completion", "bash"),
+        ]
+    for words in tasks:
         done = run(*words)
-        print(f"{'works' if not done.returncode else 'FAILS'}  modelwright {' '.join(words)}", flush=True)
-        if done.returncode:
-            yield f"{' '.join(words)}: exit code {done.returncode}\n{done.stdout[-1500:]}{done.stderr[-1500:]}"
+        fault = f"exit code {done.returncode}\n{done.stdout[-1500:]}{done.stderr[-1500:]}" if done.returncode else ""
+        shown(fault, " ".join(words))
+        if fault:
+            yield f"{' '.join(words)}: {fault}"
             return
-    shown = run("--help")
-    names = re.findall(r"^  (\w[\w-]*)  ", shown.stdout, re.MULTILINE)
+    help_ = run("--help")
+    names = re.findall(r"^  (\w[\w-]*)  ", help_.stdout, re.MULTILINE)
     if len(names) < 10:
-        yield f"--help lists {len(names)} commands:\n{shown.stdout}{shown.stderr}"
-    for name in names:
-        done = run(name, "--help")
-        says_extra = done.returncode == 2 and EXTRA_LINE.search(done.stderr)
-        print(
-            f"{'works' if not done.returncode else 'extra' if says_extra else 'FAILS'}  modelwright {name}", flush=True
-        )
-        if done.returncode and not says_extra:
-            yield f"{name} --help: exit code {done.returncode}\n{done.stderr[-1500:]}"
+        yield f"--help lists {len(names)} commands:\n{help_.stdout}{help_.stderr}"
+    tried = {name: ([name, "--help"], "") for name in names} if with_extras else command_lines(folder)
+    for name, (words, extra) in tried.items():
+        done = run(*words)
+        fault = fault_of(extra, done.returncode, done.stderr)
+        shown(fault, f"{name}{f' (needs {extra})' if extra else ''}")
+        if fault:
+            yield f"{name} {fault}"
 
 
 def main() -> int:
@@ -106,7 +133,7 @@ def main() -> int:
             print(f"== {f'modelwright[{extras}]' if extras else 'modelwright'}", flush=True)
             programs = new_environment(Path(folder) / "environment", wheels, extras)
             (place := Path(folder) / "work").mkdir()
-            found += faults(programs, place)
+            found += faults(programs, place, with_extras=bool(extras))
     print("\n".join(found) if found else "the wheels work")
     return 1 if found else 0
 

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import tempfile
+import tomllib
 import traceback
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +18,10 @@ from typing import Any
 
 def core_distributions() -> set[str]:
     """Normalized names of what `modelwright` requires without extras, and what these require."""
-    found, todo = set[str](), ["modelwright"]
+    # From the file: what is installed in editable form may have been installed before the file was changed.
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    found = {"modelwright"}
+    todo = [re.match(r"[\w.-]+", requirement)[0] for requirement in project["dependencies"]]
     while todo:
         name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
         if name in found:

@@ -96,7 +96,7 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path: Path, capsys: pyte
             "--dtype: gguf does not know the number format 'f17'; choose from f16, q8_0, q4_0",
         ),
         (("--to", "gguf", "--int8"), "--int8: gguf cannot hold these weights; export to one of onnx, openvino"),
-        (("--to", "bin"), "write one of hf, gguf, onnx, openvino, with or without DEST"),
+        (("--to", "bin"), "write one of hf, hub, gguf, onnx, openvino, with or without DEST"),
     ],
 )
 def test_what_a_form_of_a_model_lacks_is_refused(words, problem: str, capsys: pytest.CaptureFixture[str]):

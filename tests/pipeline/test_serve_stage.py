@@ -20,7 +20,7 @@ from modelwright.pipeline.report.run_data import read_run
 from modelwright.pipeline.runner import run_stages
 from modelwright.pipeline.stage import Stage, StageContext
 from modelwright.pipeline.stages.init import save_model_folder
-from modelwright.pipeline.stages.serve import SERVE_CHECK
+from modelwright.pipeline.stages.serve import SERVE_CHECK, ServeCheckConfig
 from modelwright.recipes.load import recipe
 
 CONTEXT, MAX_TOKENS = 64, 16
@@ -75,8 +75,8 @@ def model_stage() -> Stage:
 
 def serve(folder: Path, heldout: list[str], **settings) -> tuple[RunConfig, RunDir, list[str]]:
     config = recipe("tiny")
-    check = replace(config.section(SERVE_CHECK), questions=(), num_validation_questions=3, max_tokens=MAX_TOKENS)
-    config = replace(config, stages=config.stages[:-1])
+    check = ServeCheckConfig(num_validation_questions=3, max_tokens=MAX_TOKENS)
+    config = replace(config, stages=(*config.stages[:-1], SERVE_CHECK))
     config = config.with_sections({SERVE_CHECK.name: replace(check, **settings)})
     run, notes = RunDir(folder / "run").create(), Notes()
     stages = [clean_stage(heldout), model_stage(), SERVE_CHECK.build(config, run, ())]

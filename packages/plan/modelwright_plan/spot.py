@@ -159,6 +159,10 @@ MOST_RESTARTS = 3
 """Largest number of restarts of a job that fails; interruptions do not count."""
 
 
+RUN_EXTRAS = ("clean", "report", "serve", "tensorboard")
+"""Optional dependencies that most recipes need."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SkyTask:
     """A task's command, and the machines that run it."""
@@ -169,7 +173,7 @@ class SkyTask:
     is_file: bool
     """True if the target is a file, which is copied to the machines."""
     extras: Sequence[str] = ()
-    """Optional dependencies of the package that the job needs."""
+    """Optional dependencies of the package that the job needs, beyond those of a usual run."""
     provider: str
     region: str
     instance: str
@@ -206,7 +210,7 @@ class SkyTask:
         if self.is_file:
             mounts[target] = str(Path(self.target).resolve())
         # The commands of a task run in the source tree.
-        package = f".[{','.join(self.extras)}]" if self.extras else "."
+        package = f".[{','.join(dict.fromkeys([*RUN_EXTRAS, *self.extras]))}]"
         setup = (
             f"{UV} venv --allow-existing --python {PINNED_PYTHON} {ENVIRONMENT}\n"
             f"{UV} pip install --python {ENVIRONMENT}/bin/python -c constraints.txt {shlex.quote(package)}\n"

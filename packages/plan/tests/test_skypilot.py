@@ -62,7 +62,7 @@ def test_the_machines_install_the_source_tree_with_its_pinned_versions(tmp_path:
     assert tuple(map(int, python.split("."))) >= tuple(map(int, requires.removeprefix(">=").split(".")))
     assert install[install.index("-c") + 1] == "constraints.txt"
     assert (Path(task["workdir"]) / "constraints.txt").is_file()
-    assert install[-1] == ".[images,hf]"
+    assert install[-1] == ".[clean,report,serve,tensorboard,images,hf]"
 
 
 def test_an_extra_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

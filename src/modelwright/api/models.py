@@ -15,6 +15,7 @@ from modelwright.api.watch import shown
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError
+from modelwright.core.extras import require
 from modelwright.core.overrides import nested_settings
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.data.clean.config import CleanConfig
@@ -347,6 +348,7 @@ def serve(
     """Serves a model over HTTP within the block, in a thread with engines of its own, as the OpenAI API does; drains
     and stops at its end. port: 0 takes a free one; settings: those of `modelwright serve`.
     """
+    require({"serve": "serve"})
     from modelwright.serve.config import ServeConfig
     from modelwright.serve.engines.backends import load_engines
     from modelwright.serve.server import ServerThread

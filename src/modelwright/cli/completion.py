@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 from modelwright.cli.parsers import Command, new_parser
+from modelwright.core.extras import require
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -16,6 +17,9 @@ def completion(commands: Callable[[], Mapping[str, Command]]) -> Command:
         import shtab
 
         shell = parser().parse_args(words).shell
+        require({"completion": "completion"})
+        import shtab
+
         program = argparse.ArgumentParser(prog="modelwright")
         subparsers = program.add_subparsers()
         for name, command in commands().items():

@@ -189,7 +189,7 @@ def _help(exit_code: int) -> int:
     for name, summary in entries:
         print(f"  {name:<{width}}  {summary}")
     print("\nFirst steps:  modelwright run quickstart     a model from this machine's own text, served, with a report")
-    print("              modelwright run tiny           the same in under a minute, to see every stage")
+    print("              modelwright run tiny           a small one in under a minute, without extras")
     print("              modelwright COMMAND --help     what a command takes")
     return exit_code
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.processes import leave_with_parent
 from modelwright.core.errors import ConfigError
+from modelwright.core.extras import require
 from modelwright.core.overrides import read_overrides, split_settings
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
@@ -136,6 +137,7 @@ def serve(words: Sequence[str]) -> int:
     own_names = (*MODEL_OPTIONS, "exit-with-parent", "help")
     leading, own, rest = split_settings(words, own_names)
     parsed = parser().parse_args([*leading, *own])
+    require({"serve": "serve"})
     from modelwright.pipeline.models import find_model
     from modelwright.recipes.load import find_target
     from modelwright.serve.load import ModelSource

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from modelwright.core.config import flatten
 from modelwright.core.errors import ConfigError
+from modelwright.core.extras import install_line, is_installed
 from modelwright.core.texts import redact_text
 
 
@@ -267,4 +268,7 @@ class Tracking:
         settings = flat(self.settings)
         start = SinkStart(run=self.run, name=name, folder=folder, first_step=first_step, settings=settings)
         names = {*ALWAYS, *self.report_to}
+        if not is_installed("tensorboard"):
+            note(f"tensorboard: gets nothing; {install_line('tensorboard')} (metrics.jsonl has it all)")
+            names -= {TENSORBOARD.name}
         return [QueuedSink(spec, start, note) for spec in SINKS if spec.name in names]

@@ -7,6 +7,7 @@ from pathlib import Path
 from modelwright.compress.int8 import is_int8_folder
 from modelwright.core.artifacts import MANIFEST, is_finished, read_manifest, verify_if_artifact
 from modelwright.core.errors import ArtifactError, ConfigError
+from modelwright.core.hub import name_of
 from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.quantize import QUANTIZE
@@ -42,7 +43,7 @@ def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel
                 f"--int8: {path} is a model folder whose weights are not quantized; leave the option out, or name a "
                 f"run with the stage {QUANTIZE.name} or the folder that the stage has written"
             )
-        name, manifest = path.resolve().name, verify_if_artifact(path)
+        name, manifest = name_of(path.resolve()).rpartition("/")[2], verify_if_artifact(path)
         if manifest is None:
             return FoundModel(ModelSource(name=name, folder=path))
         return FoundModel(ModelSource(name=name, folder=path, stage=manifest.kind, digest=manifest.content_digest))

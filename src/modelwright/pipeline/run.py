@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelwright.core import VERSION
+from modelwright.core import VERSION, extras
 from modelwright.core.artifacts import Manifest
 from modelwright.core.compatibility import Feature
 from modelwright.core.config import save_yaml
@@ -63,9 +63,12 @@ from modelwright.train.techniques.augmentation_strength import NEEDS as AUGMENTA
 def check_training(
     config: RunConfig, layout: ParallelConfig, *, num_processes: int, stages: Sequence[str], elastic: bool = False
 ) -> None:
-    """Checks that `num_processes` laid out as `layout` can do the trainings among `stages` (names). `config.model` is
-    the model that is trained; elastic: the layout is fitted to the processes first. Raises `ConfigError`.
+    """Checks that the extras that `stages` (names) need are installed, and that `num_processes` laid out as `layout`
+    can do the trainings among them. `config.model` is the model that is trained; elastic: the layout is fitted to the
+    processes first. Raises `ConfigError`.
     """
+    to_do = [stage for stage in config.stages if stage.name in stages]
+    extras.require({setting: extra for stage in to_do for setting, extra in stage.extras(config).items()})
     trainings = [stage for stage in config.trainings if stage.name in stages]
     on_cpu = resolved_device(config.hardware.device) == "cpu"
     augmented = [stage for stage in trainings if is_augmented(config, stage)]

@@ -180,6 +180,8 @@ class StageSpec:
     """Other stages whose sections it reads; a run with this stage has these sections."""
     needs: Callable[[Config], tuple[str, ...]] = lambda config: ()
     """Names of the stages that a run must have for this one."""
+    extras: Callable[[Config], Mapping[str, str]] = lambda config: {}
+    """Extras whose libraries must be installed before a run with the stage begins, by the setting that needs them."""
     only_if_named: bool = False
     """Leave it out of a run whose `stages` are not set."""
     with_init_from: Literal["kept", "only", "never"] = "kept"

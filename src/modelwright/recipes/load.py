@@ -22,6 +22,7 @@ from typing import Any, get_args
 
 from modelwright.core.config import load_yaml, merge
 from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.hub import model_folder
 from modelwright.core.rundir import RunDir
 from modelwright.core.texts import hub_hint, nearest
 from modelwright.data.rows.examples import ConversationFit, template_variables
@@ -181,7 +182,11 @@ def find_run(word: str) -> RunDir:
 
 
 def find_target(word: str) -> Path:
-    """Finds a run directory, a model folder, or a run by its name under runs/. Raises `ConfigError` if none exists."""
+    """Finds a run directory, a model folder, a run by its name under runs/, or else a model on a hub (OWNER/NAME),
+    which is downloaded. Raises `ConfigError` if none exists.
+    """
+    if hub_hint(word) and not any(os.path.exists(path) for path in (word, RUNS / word)):
+        return model_folder(word)
     return Path(word) if (Path(word) / "config.json").is_file() else find_run(word).path
 
 

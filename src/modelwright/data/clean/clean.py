@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import digest
 from modelwright.core.errors import DataError, writing
+from modelwright.core.extras import is_installed
 from modelwright.core.progress import Progress
 from modelwright.data.clean.folder import DROPPED, KEPT_FILES, KEPT_NAME, ORDER, REPORT, files_by_split
 from modelwright.data.clean.report import CleanReport, describe_drops
@@ -429,7 +430,7 @@ class _Tally:
     def counts(self) -> dict[str, dict[str, int]]:
         """Lengths and languages, by field of `CleanReport`."""
         lengths = {f"{which}_lengths": dict(counter) for which, counter in self._lengths.items()}
-        is_large = len(self.order) + len(self.dropped) >= _FEWEST_FOR_LANGUAGES
+        is_large = len(self.order) + len(self.dropped) >= _FEWEST_FOR_LANGUAGES and is_installed("clean")
         sampled = self._sampled[:: -(-len(self._sampled) // _MOST_LANGUAGES) or 1] if is_large else []
         return {**lengths, "languages": dict(Counter(map(language_of, sampled)))}
 

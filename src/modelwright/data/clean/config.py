@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError, DataError, ModelwrightError
 from modelwright.core.extensions import configured
+from modelwright.core.extras import require
 from modelwright.core.texts import did_you_mean
 from modelwright.data.clean.fingerprints import DuplicatesConfig
 from modelwright.data.clean.steps.decontamination import DECONTAMINATION, DecontaminationConfig
@@ -74,6 +75,12 @@ class CleanConfig:
             steps.append(one)
         object.__setattr__(self, "steps", tuple(steps))
 
+    def extras(self) -> dict[str, str]:
+        """The extras that these settings need, by setting."""
+        own = [(spec, spec.settings_of(self)) for spec in STEPS]
+        names = [f"{spec.section or spec.name}.{name}" for spec, values in own for name in spec.needs_clean(values)]
+        return {f"clean.{name}": "clean" for name in names}
+
     def specs(self) -> list[tuple[StepSpec, Any]]:
         """All steps except those of files, each with its settings: this package's, then those of other packages."""
         named = [one for entry in self.steps if isinstance(entry, dict) for one in _named(entry).values()]
@@ -98,7 +105,10 @@ def _named(entry: dict[str, Any]) -> dict[str, tuple[StepSpec, Any]]:
 
 
 def build_steps(config: CleanConfig, *, seed: int = 1) -> list[Step | CorpusStep]:
-    """Builds the steps of the settings. Raises `ConfigError` for one that cannot be loaded or whose name is taken."""
+    """Builds the steps of the settings. Raises `ConfigError` for one that cannot be loaded or whose name is taken, and
+    for an extra that is not installed.
+    """
+    require(config.extras())
     own = list[Step | CorpusStep]()
     for entry in config.steps:
         if isinstance(entry, str):

@@ -20,7 +20,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
@@ -86,12 +85,12 @@ class Fingerprints:
     bands: NDArray[np.uint64]
 
 
-def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False) -> Fingerprints:
+def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False, with_bands: bool = True) -> Fingerprints:
     """Computes the fingerprints of some documents: own [N], whole [N], keys [N, 2], shingles [S], offsets [N + 1],
     bands [N, 16].
 
     whole_pairs: compare pairs by the whole conversation, not by its answers. Documents of fewer than 5 words have an
-    empty row of shingles and bands of 0.
+    empty row of shingles and bands of 0. with_bands: False leaves all bands at 0, which only near-duplicates need.
     """
     bodies: list[str] = []
     for d in documents:
@@ -113,7 +112,7 @@ def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False) ->
         keys=np.array(keys, dtype=np.uint64).reshape(-1, 2),
         shingles=flat,
         offsets=offsets,
-        bands=band_hashes(flat, offsets),
+        bands=band_hashes(flat, offsets) if with_bands else np.zeros((len(documents), NUM_BANDS), np.uint64),
     )
 
 
@@ -158,6 +157,8 @@ def shingles(text: str) -> NDArray[np.uint32]:
 
 def band_hashes(flat: NDArray[np.uint32], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Hashes of the MinHash signatures' bands [N, 16]; 0 for documents without shingles."""
+    from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
+
     num_documents = len(offsets) - 1
     bands = np.zeros((num_documents, NUM_BANDS), np.uint64)
     rows = np.flatnonzero(np.diff(offsets))

@@ -11,12 +11,12 @@ import re
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
-from typing import Literal
-
-import phonenumbers
-from phonenumbers import NumberParseException, PhoneNumber, PhoneNumberFormat
+from typing import TYPE_CHECKING, Literal
 
 from modelwright.data.clean.patterns import DIGITS, OTHER_NUMBER, Candidate, Match, Pattern, ascii_regex, words
+
+if TYPE_CHECKING:
+    from phonenumbers import PhoneNumber
 
 _COUNTRIES = """
 ac ad ae af ag ai al am ao aq ar as at au aw ax az ba bb bd be bf bg bh bi bj bm bn bo br bs bt bw by bz ca cc cd cf
@@ -249,6 +249,8 @@ def _phone(candidate: Candidate) -> Match | None:
 
 def _international(candidate: Candidate, value: str, named: bool) -> str | None:
     """Reads `+49 30 901820`, or 00, 001 or 011 in place of the plus sign."""
+    import phonenumbers
+
     prefix = re.match(r"\+|\(\+|00(?=[1-9])|011[ \-.]?(?=[1-9])", value)
     if prefix is None:
         return None
@@ -261,11 +263,13 @@ def _international(candidate: Candidate, value: str, named: bool) -> str | None:
         phonenumbers.is_possible_number(number) and (named or (has_plus and (num_groups >= 3 or not candidate.is_code)))
     )
     has_form = has_plus or num_groups >= 3 or named
-    return phonenumbers.format_number(number, PhoneNumberFormat.E164) if has_form and is_good else None
+    return phonenumbers.format_number(number, phonenumbers.PhoneNumberFormat.E164) if has_form and is_good else None
 
 
 def _national(candidate: Candidate, value: str, digits: str, named: bool) -> str | None:
     """Reads a number without its country: of a form that little else has, or after a word for telephones."""
+    import phonenumbers
+
     if candidate.is_code and not named:
         return None
     forms = {"US": _NORTH_AMERICAN, "DE": _BRACKETED, "BR": _BRAZILIAN, "JP": _JAPANESE}
@@ -290,16 +294,18 @@ def _national(candidate: Candidate, value: str, digits: str, named: bool) -> str
         if number is None or not phonenumbers.is_valid_number_for_region(number, region):
             continue
         if named or written or is_plausible:
-            return phonenumbers.format_number(number, PhoneNumberFormat.E164)
+            return phonenumbers.format_number(number, phonenumbers.PhoneNumberFormat.E164)
     # After the word for it people write numbers of any area, but also quantities, years and identifiers.
     is_quantity = re.fullmatch(r"\d{1,3}(?:[., ]\d{3})+", value) or "/" in value
     return digits if written or (named and 9 <= len(digits) <= 13 and not is_quantity) else None
 
 
-def _parse(value: str, region: str | None) -> PhoneNumber | None:
+def _parse(value: str, region: str | None) -> "PhoneNumber | None":
+    import phonenumbers
+
     try:
         return phonenumbers.parse(value, region)
-    except NumberParseException:
+    except phonenumbers.NumberParseException:
         return None
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import scipy.fft
 from numpy.typing import NDArray
 
 from modelwright.core.errors import ConfigError, DataError
@@ -224,6 +223,8 @@ def perceptual_hash(pixels: NDArray[np.uint8]) -> int:
     """
     module = pillow()
     small = module.fromarray(pixels).convert("L").resize((_HASH_SIDE, _HASH_SIDE), module.Resampling.LANCZOS)
+    import scipy.fft
+
     frequencies = np.asarray(scipy.fft.dctn(np.asarray(small, dtype=np.float64), norm="ortho"))[:_LOW, :_LOW]
     bits = frequencies > np.median(frequencies)
     return int.from_bytes(np.packbits(bits).tobytes(), "big")

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modelwright.core.extensions import offered
+from modelwright.core.extras import require
 from modelwright.core.resources import versions
 from modelwright.core.seeds import derive_seed
 from modelwright.core.texts import distinct_word_score
@@ -155,6 +156,7 @@ def digit_images() -> Iterator[Document]:
     1,797 images of 8 x 8 pixels (Alpaydin and Kaynak 1998), enlarged to 32 x 32. A caption names the digit, and the
     thickness and slant of its strokes, which are measured from the pixels.
     """
+    require({"data.sources": "images"})
     from sklearn.datasets import load_digits  # takes a second
 
     digits: Any = load_digits()

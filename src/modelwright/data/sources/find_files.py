@@ -6,12 +6,14 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import PurePosixPath
 
 import fsspec
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
+from modelwright.core import hub
 from modelwright.core.errors import DataError
 from modelwright.data.clean.folder import without_dropped
 from modelwright.data.images.read import ARCHIVE_EXTENSIONS, IMAGE_EXTENSIONS, without_captions
@@ -57,11 +59,22 @@ def locate(sources: tuple[str, ...], skip: SkipFile) -> Iterator[File]:
     # Two sources may name the same file, as a folder and a pattern within it do.
     seen: set[tuple[str, str]] = set()
     for source in sources:
-        for file in _locate(source, skip):
+        for file in _on_hub(source, skip) if source.startswith(hub.DATASETS) else _locate(source, skip):
             key = (type(file.filesystem).__name__, file.path)
             if key not in seen:
                 seen.add(key)
                 yield file
+
+
+def _on_hub(source: str, skip: SkipFile) -> Iterator[File]:
+    root, path = hub.dataset_path(source)
+    url = source[: len(hub.DATASETS)] + "/".join(source.removeprefix(hub.DATASETS).split("/")[:2])
+    for file in _locate(str(path), skip):
+        within = str(PurePosixPath(file.path).relative_to(root))
+        if hub.is_data(within):
+            yield replace(file, name=f"{url}/{within}")
+        else:
+            skip("file about the data set", f"{url}/{within}")
 
 
 def _locate(source: str, skip: SkipFile) -> Iterator[File]:

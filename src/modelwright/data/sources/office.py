@@ -11,23 +11,30 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from modelwright.core.errors import DataError
+from modelwright.core.extras import install_line
 from modelwright.data.sources.readers import Complaint, File, Skip, cut_sections, whole
 
 NAMES = {".pdf": "PDF document", ".docx": "Word document"}
-_PACKAGES = {".pdf": "pypdf", ".docx": "docx"}
-_EXTRA = "pip install 'modelwright[documents]' to read it"
+_PAGE, _ARCHIVE = ("resiliparse", "clean"), ("fastwarc", "clean")
+OPTIONAL = {
+    ".pdf": ("pypdf", "documents"), ".docx": ("docx", "documents"),
+    ".html": _PAGE, ".htm": _PAGE, ".warc": _ARCHIVE, ".wet": _ARCHIVE,
+}  # fmt: skip
+"""Formats of sources that an extra reads: its package, and the name of the extra."""
 _MOST_BYTES = 2**28
 """Maximum size of a document, and of what is compressed in it."""
 
 
 def is_readable(file: File, pass_over: Callable[[str, str], None]) -> bool:
-    """Returns True if the package that reads a document is installed. Otherwise raises `DataError` for one that the
-    user named, and passes over others."""
-    if importlib.util.find_spec(_PACKAGES[file.extension]) is not None:
+    """Returns True if the package that reads a file of this format is installed. Otherwise raises `DataError` for one
+    that the user named, and passes over others."""
+    package, extra = OPTIONAL.get(file.extension, ("", ""))
+    if not package or importlib.util.find_spec(package) is not None:
         return True
+    name, remedy = NAMES.get(file.extension, f"{file.extension} file"), f"{install_line(extra)} to read it"
     if file.is_named:
-        raise DataError(f"{file.name}: is a {NAMES[file.extension]}; {_EXTRA}")
-    pass_over(f"{NAMES[file.extension]} ({_EXTRA})", file.name)
+        raise DataError(f"{file.name}: is a {name}; {remedy}")
+    pass_over(f"{name} ({remedy})", file.name)
     return False
 
 

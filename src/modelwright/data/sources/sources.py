@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from modelwright.core import hub
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.document import WEIGHT, Document, Kind, Split, Unsplit, with_splits
@@ -54,7 +55,6 @@ from modelwright.data.sources.forms import (
     type_of_record,
 )
 from modelwright.data.sources.office import is_readable, read_document
-from modelwright.data.sources.readers import read_warc
 from modelwright.data.sources.records import (
     ANSWER_FIELD,
     AUTHOR_FIELD,
@@ -282,6 +282,8 @@ def _read_file(file: readers.File, config: SourceConfig, report: SourceReport) -
         report.skip(reason, where, problem)
 
     report.num_files += 1
+    if not is_readable(file, report.pass_over):
+        return
     limit = readers.Limit(config.max_record_bytes, "raise --data.max_record_bytes")
     if file.extension in PROSE_EXTENSIONS + MARKUP_EXTENSIONS + CODE_EXTENSIONS:
         is_code = file.extension in CODE_EXTENSIONS
@@ -300,10 +302,9 @@ def _read_file(file: readers.File, config: SourceConfig, report: SourceReport) -
                 report.skip("empty text", where)
         return
     if file.extension in DOCUMENT_EXTENSIONS:
-        if is_readable(file, report.pass_over):
-            for where, text in read_document(file, complain, report.skip, config.max_document_chars):
-                if text.strip():
-                    yield Unsplit(Document(id=where, text=text, kind="prose", split="open", source=file.name))
+        for where, text in read_document(file, complain, report.skip, config.max_document_chars):
+            if text.strip():
+                yield Unsplit(Document(id=where, text=text, kind="prose", split="open", source=file.name))
         return
     if file.extension in PAIRED_EXTENSIONS:
         read = read_archive if file.extension in ARCHIVE_EXTENSIONS else read_image
@@ -311,6 +312,7 @@ def _read_file(file: readers.File, config: SourceConfig, report: SourceReport) -
         return
     # A Hugging Face dataset names its splits: `.../test/data-00000.arrow` is held out.
     is_heldout = file.extension == ".arrow" and PurePosixPath(file.path).parent.name in _HELDOUT_NAMES
+    is_heldout |= not file.is_named and hub.is_heldout(file.path)
     given: Split | None = "heldout" if is_heldout else None
     schema = RecordSchema.read(config.schema) if config.schema else None
     unread = list[str]()
@@ -402,6 +404,8 @@ def _records(
         case ".arrow":
             return readers.read_arrow(file, complain, choose)
         case ".warc" | ".wet":
+            from modelwright.data.sources.web_archives import read_warc
+
             return read_warc(file, complain, report.skip)
     assert file.extension in LOOSE_EXTENSIONS
     return _loose_records(file, config, report, complain, limit)

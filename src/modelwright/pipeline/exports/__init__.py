@@ -6,7 +6,9 @@ from modelwright.core.extensions import offered
 from modelwright.pipeline.exports import gguf, graph, hf
 from modelwright.pipeline.exports.export import Export
 
-EXPORTS: Mapping[str, Export] = {export.name: export for export in (hf.EXPORT, gguf.EXPORT, graph.ONNX, graph.OPENVINO)}
+EXPORTS: Mapping[str, Export] = {
+    export.name: export for export in (hf.EXPORT, hf.HUB, gguf.EXPORT, graph.ONNX, graph.OPENVINO)
+}
 """The only list of the package's own formats."""
 
 EXPORTS_GROUP = "modelwright.exports"

@@ -14,6 +14,7 @@ import yaml
 
 from modelwright.core.artifacts import MANIFEST, ArtifactDraft, write_artifact
 from modelwright.core.errors import ConfigError
+from modelwright.core.hub import name_of
 from modelwright.core.texts import redact_text
 from modelwright.model.hf_types.own import OWN_TYPE
 from modelwright.pipeline.config import RunConfig
@@ -133,7 +134,7 @@ def model_card(data: RunData, stage: str, *, library: str = "transformers", use:
     start = "random weights"
     if config.init_from:  # the name of the folder, or of its run, without the path on this machine
         folder = Path(config.init_from)
-        start = folder.parents[1].name if folder.name == "artifact" and len(folder.parents) > 1 else folder.name
+        start = folder.parents[1].name if folder.name == "artifact" and len(folder.parents) > 1 else name_of(folder)
         fields["base_model"] = start
     kind = "model that reads images, with a decoder" if spec.reads_images else f"{spec.model_title} model"
     summary = (

@@ -2,9 +2,11 @@
 
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from modelwright.core.artifacts import MANIFEST
-from modelwright.pipeline.exports.export import CARD, Export, model_card, replaced, require_exportable
+from modelwright.core.hub import upload
+from modelwright.pipeline.exports.export import CARD, Export, ExportOptions, model_card, replaced, require_exportable
 from modelwright.pipeline.models import FoundModel
 from modelwright.pipeline.report.run_data import read_run
 from modelwright.pipeline.run_config import read_run_config
@@ -30,4 +32,20 @@ EXPORT = Export(
     write=lambda found, target, options: export_hf(found, target, overwrite=options.overwrite),
     target=lambda found, _: found.run.path / "hf" if found.run else Path("hf"),
     needs_run=True,
+)
+
+
+def _upload(found: FoundModel, target: Path, options: ExportOptions) -> Path:
+    with TemporaryDirectory(prefix="modelwright-hub-") as folder:
+        upload(
+            export_hf(found, Path(folder) / "model", overwrite=False), target.as_posix(), overwrite=options.overwrite
+        )
+    return target
+
+
+HUB = Export(
+    name="hub",
+    summary="a model OWNER/NAME on a hub, private when it is new",
+    write=_upload,
+    target=lambda found, _: Path(found.source.name),  # which is refused, because it names no owner
 )

@@ -4,6 +4,7 @@ Drawn with matplotlib's `Figure` objects alone (no pyplot, no global state). Tex
 the page's font is used.
 """
 
+import html
 import io
 import math
 import re
@@ -11,12 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from modelwright.core.extras import install_line, is_installed
 from modelwright.pipeline.report.blocks import compact
 
 WIDTH_IN, HEIGHT_IN = 4.5, 2.45
 FONT_PT = 8.5
 LEAST_LOG_SPAN = 20.0
 """Ratio of largest to smallest value below which a logarithmic axis has too few ticks to read."""
+LEFT_OUT = f"<p>A chart was left out: {html.escape(install_line('report'))}, then <code>modelwright report</code></p>"
+"""What stands where a chart would be without the extra `report`."""
 MOST_POINTS = 700
 """Points of a line that are drawn, evenly chosen, and the last one: more only enlarge the file."""
 
@@ -57,6 +61,8 @@ def line_chart(
 
     Non-finite values are gaps. With `log`, values of zero and below are left out.
     """
+    if not is_installed("report"):
+        return LEFT_OUT
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     figure, axes = _figure()
@@ -114,6 +120,8 @@ def bar_chart(
     the last with a tick (the axis extends beyond it to leave room for the words); `stacked`: the bars of a group follow
     each other in one line.
     """
+    if not is_installed("report"):
+        return LEFT_OUT
     num_lines = 1 if stacked else len(series)
     rows = len(groups) * (num_lines + (0.6 if num_lines > 1 else 0.35))
     figure, axes = _figure(height_in=0.55 + 0.2 * rows)
@@ -154,6 +162,8 @@ def tornado_chart(
 
     `ranges`: (lowest, highest) result of each of `names`.
     """
+    if not is_installed("report"):
+        return LEFT_OUT
     figure, axes = _figure(height_in=0.55 + 0.27 * len(names))
     for row, (low, high) in enumerate(ranges):
         axes.barh(row, high - low, left=low, height=0.62, color=_SERIES[0])

@@ -362,6 +362,7 @@ ALIGN = training_spec(
     rows=ALIGNED_ROWS,
     run_needs=Contrastive.needs,
     needs=lambda config: (PACK.name,),
+    extras=lambda config: {"align": "images"},  # scikit-learn's TF-IDF is the baseline
     config=AlignConfig,
     headline=_headline,
     only_if_named=True,

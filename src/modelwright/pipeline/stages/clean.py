@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from modelwright.core.config import dump
 from modelwright.core.errors import DataError
+from modelwright.core.extras import install_line, is_installed
 from modelwright.core.rundir import RunDir
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.clean.folder import DROPPED
@@ -52,6 +53,8 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
         for line in (*unread, *noise_warnings(cleaned)):
             note(f"clean: {line}")
         where = f"; the dropped text is in {context.folder.artifact / DROPPED}" if cleaned.num_dropped else ""
+        if not is_installed("clean"):
+            note(f"clean: the languages of the text are not counted; {install_line('clean')} to count them")
         if not any("heldout" in splits for splits in cleaned.kept.values()):
             text = "no document is held out, so this run has no validation loss and no evaluation of its text"
             note(f"clean: {text}; raise --data.validation_fraction, or give sources with a held-out split")
@@ -77,6 +80,7 @@ CLEAN = StageSpec(
     config=CleanConfig,
     build=_build,
     estimate=lambda config, run, rates: moving_estimate("clean", config, bytes_per_s=BYTES_PER_S),
+    extras=lambda config: {} if config.rows_from else config.section(CLEAN).extras(),
     report=corpus_section,
     closing=corpus_lines,
 )

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from modelwright.core.artifacts import write_atomic
+from modelwright.core.extras import install_line, is_installed
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.page import build_page, render
@@ -12,6 +13,8 @@ from modelwright.pipeline.stages.estimates import fixed_estimate
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     def write(context: StageContext) -> None:
+        if not is_installed("report"):
+            context.progress.note(f"report: without charts; {install_line('report')} to have them")
         context.progress.begin("report", 0, "sections")
         write_atomic(context.output.path / "report.html", write_report(config, run))
         context.progress.end()

@@ -316,6 +316,7 @@ SERVE_CHECK = StageSpec(
     config=ServeCheckConfig,
     needs=lambda config: (CLEAN.name, *needed_model(config)),
     build=_build,
+    extras=lambda config: {"serve_check": "serve"},
     estimate=_estimate,
     report=serving_section,
     highlight=serving_highlight,

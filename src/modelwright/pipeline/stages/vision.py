@@ -321,6 +321,7 @@ _SPEC = training_spec(
     rows=LABELED_ROWS,
     run_needs=classification.ImageClassification.needs | QUANTIZATION_NEEDS,
     needs=lambda config: (PACK.name,),
+    extras=lambda config: {"vision": "images"},
     config=classification.ImageTrainConfig,
     headline=lambda data, stage: accuracy_facts("Image classification", stage.facts.get("heldout_images")),
     only_if_named=True,

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelwright.core import VERSION
 from modelwright.core.errors import ConfigError, StorageError
+from modelwright.core.extras import require
 from modelwright.data.clean.steps.privacy import Privacy, PrivacyConfig
 from modelwright.data.document import Document
 from modelwright.serve.account import request_store
@@ -70,6 +71,7 @@ class RequestLog:
 
     def __init__(self, config: RequestsConfig, metrics: Metrics) -> None:
         """Raises `ConfigError` and `StorageError` if the database cannot be used."""
+        require({"requests.log": "clean"})  # which recognizes the phone numbers and identity numbers to redact
         self._config = config
         self._metrics = metrics
         self._redaction = TextRedaction()

@@ -67,7 +67,8 @@ class Duplicates:
 
     def measure(self, documents: Sequence[Document], columns: Columns) -> Columns:
         """Measures the fingerprints, and `quality` [N] by `quality_score` (equal for all if nothing judged them)."""
-        prints = fingerprints(documents, whole_pairs=self.config.pairs_by == "conversation")
+        is_near = self.config.near or bool(self.config.index)
+        prints = fingerprints(documents, whole_pairs=self.config.pairs_by == "conversation", with_bands=is_near)
         no_features = np.zeros((len(documents), len(FEATURES)), np.float32)
         return {
             "own": prints.own, "whole": prints.whole, "keys": prints.keys, "bands": prints.bands,
@@ -154,6 +155,7 @@ DUPLICATES = StepSpec(
         "near-duplicate": "--clean.duplicates.near false",
     },
     paths=("index",),
+    needs_clean=lambda config: ["near"] if config.near else ["index"] if config.index else [],
 )
 
 

@@ -23,7 +23,6 @@ from typing import Literal
 import ftfy
 import ftfy.bad_codecs
 from ftfy.badness import is_bad
-from resiliparse.extract.html2text import extract_plain_text  # pyright: ignore[reportMissingModuleSource]
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
@@ -114,6 +113,8 @@ class Format:
 
     def _repaired(self, text: str, markup: bool) -> str:
         if markup:
+            from resiliparse.extract.html2text import extract_plain_text  # pyright: ignore
+
             text = extract_plain_text(text, alt_texts=False, skip_elements=["nav", "footer"])
         if not text.isascii():
             text = _INVISIBLE.sub("", self._decoded(text))
@@ -128,7 +129,11 @@ class Format:
         return ftfy.fix_encoding(text) if is_bad(text) else text
 
 
-FORMAT = StepSpec(name="format", build=lambda config, seed: Format(config))
+FORMAT = StepSpec(
+    name="format",
+    build=lambda config, seed: Format(config),
+    needs_clean=lambda config: ["html"] if config.html == "to_text" else [],
+)
 
 
 def control_share(text: str) -> float:

@@ -162,6 +162,7 @@ NOISE = StepSpec(
     remedies={"noise": "--clean.noise.trusted []"},
     sources=("trusted",),
     files=("model",),
+    needs_clean=lambda config: ["trusted"] if config.trusted else [],
 )
 
 

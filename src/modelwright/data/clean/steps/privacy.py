@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import phonenumbers
-
 from modelwright.core.config import word_for_none
 from modelwright.core.errors import ConfigError
+from modelwright.core.extras import is_installed
 from modelwright.data.clean.patterns import KINDS, Candidate, Finding, Pattern
 from modelwright.data.clean.personal_data import CONTACTS, NUMBERS, PHONES
 from modelwright.data.clean.secret_keys import SECRETS
@@ -29,6 +28,7 @@ _BY_ANCHOR = {
 }
 # The record's own identifier and URL must survive numbers that merely identify, such as an IP address or a card number.
 _FIELDS = ("id", "url")
+_PHONE_REGIONS = ("US", "GB", "DE", "FR", "ES", "IT", "CN", "JP", "IN", "BR")
 _KINDS_IN_FIELDS = ("email", "credentials", "secret")
 
 
@@ -38,15 +38,19 @@ class PrivacyConfig:
 
     replace: tuple[str, ...] = field(default=KINDS, metadata=word_for_none())
     """Kinds of values that are replaced: email, phone, ip, card, iban, national_id, credentials and secret; or none."""
-    phone_regions: tuple[str, ...] = ("US", "GB", "DE", "FR", "ES", "IT", "CN", "JP", "IN", "BR")
+    phone_regions: tuple[str, ...] = _PHONE_REGIONS
     """Countries (ISO 3166) whose national phone numbers are recognized; international ones (`+49 ...`) always are."""
 
     def __post_init__(self) -> None:
         for kind in self.replace:
             if kind not in KINDS:
                 raise ConfigError(f"replace: {kind!r} is not one of {', '.join(KINDS)}; none replaces nothing")
+        if self.phone_regions == _PHONE_REGIONS or not is_installed("clean"):  # without it, no number is recognized
+            return
+        from phonenumbers import SUPPORTED_REGIONS
+
         for region in self.phone_regions:
-            if region not in phonenumbers.SUPPORTED_REGIONS:
+            if region not in SUPPORTED_REGIONS:
                 raise ConfigError(f"phone_regions: {region!r} is not a country code such as DE")
 
 
@@ -116,7 +120,11 @@ class Privacy:
         return changed, sum((counts_of[part] for part in parts), Counter[str]())
 
 
-PRIVACY = StepSpec(name="privacy", build=lambda config, seed: Privacy(config))
+PRIVACY = StepSpec(
+    name="privacy",
+    build=lambda config, seed: Privacy(config),
+    needs_clean=lambda config: ["replace"] if config.replace else [],
+)
 
 
 def find(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
+from modelwright.core.extras import is_installed
 from modelwright.data.clean.features import FEATURES, measure
 from modelwright.data.clean.steps.step import Columns, Decisions, Drop, Drops, MeasuredCorpus, StepSpec
 from modelwright.data.document import KINDS, Document, Kind
@@ -116,7 +117,7 @@ class QualityConfig:
             kind, _, limit = name.rpartition(".")
             if kind not in ("", *DEFAULT_LIMITS) or limit[:4] not in ("min_", "max_") or limit[4:] not in FEATURES:
                 raise ConfigError(f"limits: {name!r} is not [KIND.]min_FEATURE or max_FEATURE; features: {FEATURES}")
-        if self.languages:
+        if self.languages and is_installed("clean"):  # without it, the step is refused
             import py3langid  # takes half a second
 
             known = sorted({code for code, _ in py3langid.rank("")})
@@ -229,7 +230,11 @@ class _Violations:
         return cls(numbers, all_kinds, places, values, seen)
 
 
-QUALITY = StepSpec(name="quality", build=lambda config, seed: Quality(config))
+QUALITY = StepSpec(
+    name="quality",
+    build=lambda config, seed: Quality(config),
+    needs_clean=lambda config: ["languages"] if config.languages else [],
+)
 
 
 def cut_is_usual(corpus: MeasuredCorpus) -> bool:

@@ -203,6 +203,8 @@ class StepSpec:
     """Settings that name files and folders which affect the result."""
     paths: Sequence[str] = ()
     """Settings that name other files and folders, such as one that the step writes."""
+    needs_clean: Callable[[Any], Sequence[str]] = lambda settings: ()
+    """Names the settings that, as they are, need the libraries of the extra `clean`."""
     section: str = ""
     """Section that the step reads, if not one named after it."""
 
