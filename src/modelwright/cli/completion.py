@@ -14,8 +14,6 @@ def completion(commands: Callable[[], Mapping[str, Command]]) -> Command:
     """Builds the command. commands: returns all commands by name, this one included."""
 
     def run(words: Sequence[str]) -> int:
-        import shtab
-
         shell = parser().parse_args(words).shell
         require({"completion": "completion"})
         import shtab
