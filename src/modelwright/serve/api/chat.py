@@ -147,7 +147,8 @@ def render_prompt(
     message, calls as JSON and results in turns of the user. Raises `ApiError` 400 if the template rejects it.
     """
     tokenizer = model.tokenizer
-    names = ("name", "description", "parameters", "strict")
+    # `strict` concerns decoding; training has no such field
+    names = ("name", "description", "parameters")
     described = [
         {"type": "function", "function": {n: value for n in names if (value := getattr(tool.function, n)) is not None}}
         for tool in tools
@@ -311,11 +312,11 @@ def _chat_plan(asked: ChatRequest, model: ServedModel, prompts: Sequence[Prompt]
     """Returns how answers are constrained and read. Raises `ApiError` 400 for grammars that exclude each other."""
     functions, form, tokenizer = asked.callable_functions(), model.form, model.tokenizer
     source = asked.grammar()
+    most = 1 if asked.parallel_tool_calls is False else MAX_CALLS
     if functions and (asked.must_call or any(one.is_strict for one in functions)):
         if source is not None:
             text = f"{source.param} and tools cannot be combined; give one of them."
             raise ApiError(400, text, param="tools", code="invalid_value")
-        most = MAX_CALLS if asked.parallel_tool_calls else 1
         text = form.grammar(functions, tokenizer.special, most=most, is_forced=asked.must_call)
         source = GrammarSource("lark", text, "tools")
     state: Literal["before", "thought", "text"] = "text"
@@ -335,7 +336,6 @@ def _chat_plan(asked: ChatRequest, model: ServedModel, prompts: Sequence[Prompt]
     names = [one.name for one in functions]
 
     def reader() -> AnswerReader:
-        most = 1 if asked.parallel_tool_calls is False else MAX_CALLS
         return AnswerReader(state, form.parser(names, most=most) if names else None)
 
     marks = {form.opening} if names else set[str]()
