@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from modelwright.serve.api.fields import NEUTRAL_VALUES
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import engine_in_thread
 from modelwright.serve.load import ServedTokenizer
@@ -87,9 +88,18 @@ def test_what_cannot_be_done_is_refused(server: ServerThread, fields: dict, para
 
 
 def test_ignored_fields_are_named(server: ServerThread):
-    reply = ask(server, verbosity="low", keep_alive="5m")
+    reply = ask(server, priority=2, keep_alive="5m")
     assert reply.status_code == 200
-    assert set(reply.headers["X-Ignored-Fields"].split(", ")) == {"verbosity", "keep_alive"}
+    assert set(reply.headers["X-Ignored-Fields"].split(", ")) == {"priority", "keep_alive"}
+
+
+def test_fields_that_would_change_answers_take_their_neutral_value_alone(server: ServerThread):
+    for name, neutral in NEUTRAL_VALUES.items():
+        reply = ask(server, **{name: neutral})
+        assert (reply.status_code, "X-Ignored-Fields" in reply.headers) == (200, False), reply.text
+        other = "low" if name == "verbosity" else ["middle-out"] if name == "transforms" else 0.5
+        reply = ask(server, **{name: (not neutral) if isinstance(neutral, bool) else other})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
 
 
 def test_the_template_renders_tools_calls_results_and_thoughts(tool_server: ServerThread):
@@ -119,7 +129,8 @@ def test_forced_calls_in_the_form_of_the_template(tool_server: ServerThread):
     pytest.importorskip("llguidance")
     named = {"type": "function", "function": {"name": "get_tide"}}
     for choice in ("required", named):
-        fields = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 120, "temperature": 1, "seed": 3}
+        fields = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 120, "temperature": 1, "seed": 3,
+                  "thinking_token_budget": 5}  # fmt: skip
         reply = ask(tool_server, **fields)
         assert reply.status_code == 200, reply.text
         answer = reply.json()["choices"][0]

@@ -92,7 +92,11 @@ def draw_request(dice: random.Random, split: Split) -> Request:
         first = date(1950, 1, 1)
         day = str(key(lambda: first + timedelta(days=dice.randrange(36_525))))
         days = dice.randint(2, 365) * dice.choice((1, -1))
-        forms = ("Which day is {0} days {1} {2}?", "What date is {0} days {1} {2}?", "Give me the date {0} days {1} {2}.")
+        forms = (
+            "Which day is {0} days {1} {2}?",
+            "What date is {0} days {1} {2}?",
+            "Give me the date {0} days {1} {2}.",
+        )
         question = dice.choice(forms).format(abs(days), "after" if days > 0 else "before", day)
         return Request(question, "add_days", {"date": day, "days": days})
     town, column = key(lambda: dice.choice(TOWNS)), dice.choice(COLUMNS)
@@ -112,7 +116,10 @@ def tool_conversations() -> Iterator[Document]:
         turns: list[Message] = []
         for place in range(dice.randint(1, MAX_REQUESTS)):
             if place and dice.random() < 0.1:
-                turns += [{"role": "user", "content": "Thank you."}, {"role": "assistant", "content": "You are welcome."}]
+                turns += [
+                    {"role": "user", "content": "Thank you."},
+                    {"role": "assistant", "content": "You are welcome."},
+                ]
                 continue
             asked = draw_request(dice, split)
             turns.append({"role": "user", "content": asked.question})
@@ -130,6 +137,4 @@ def tool_conversations() -> Iterator[Document]:
                 {"role": "assistant", "content": f"It is {result}{unit}."},
             ]  # fmt: skip
         meta = {"messages": turns, "tools": tools}
-        yield Document(
-            id=f"tools:{number}", text=join_turns(turns), kind="qa", split=split, source="tools", meta=meta
-        )
+        yield Document(id=f"tools:{number}", text=join_turns(turns), kind="qa", split=split, source="tools", meta=meta)

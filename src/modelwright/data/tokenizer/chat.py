@@ -33,7 +33,7 @@ DEFAULT_TEMPLATE = (
     "{% if tools %}"
     "{{ '<|system|>' }}{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\\n\\n' }}{% endif %}"
     "{{ 'Functions:\\n' }}{% for tool in tools %}{{ (tool['function'] or tool) | tojson + '\\n' }}{% endfor %}"
-    "{{ 'To call one: <tool_call>\\n{\"name\": ..., \"arguments\": {...}}\\n</tool_call><|end|>' }}"
+    '{{ \'To call one: <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call><|end|>\' }}'
     "{% endif %}"
     "{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
