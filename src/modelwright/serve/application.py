@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modelwright.serve.ab.controller import Experiments
 from modelwright.serve.account.monitoring import CLIENT_ID, ID_HEADER, ID_SCOPE, Metrics, with_fields
 from modelwright.serve.account.observers import RequestLog, Tracing, tracing_to
+from modelwright.serve.api.mcp import ToolServers, read_servers
 from modelwright.serve.api.operations import all_operations
 from modelwright.serve.config import RequestsConfig, ServeConfig
 from modelwright.serve.engines.backends import load_engines
@@ -61,6 +62,7 @@ class Application:
         # settings are checked before a database is opened
         config.check_names(model_name)
         keys = key_ring(config)
+        self._tool_servers = ToolServers(read_servers(config.mcp)) if config.mcp else None
         self.metrics = Metrics(model_name)
         served = serve_model(client, tokenizer, config, self.metrics, source)
         self.service = Service(config, model_name, served, self.metrics, keys)
@@ -84,6 +86,7 @@ class Application:
         app.state.reloader = self.reloader
         app.state.experiments = self._experiments
         app.state.operations = operations
+        app.state.tool_servers = self._tool_servers
         inner: ASGIApp = app
         if service.config.cors_origins:
             # any header is allowed, because OpenAI's client sends a dozen extra ones (`x-stainless-*`); cookies are not
@@ -132,6 +135,8 @@ class Application:
         """Starts the engines and observers. Call it inside the running event loop, before requests arrive."""
         self.service.worker.client.start(self.service.worker)
         self.service.metrics.versions.show(self.service.model.fingerprint)
+        if self._tool_servers:
+            await self._tool_servers.start()
         if self._request_log:
             self._request_log.start()
             self.service.observers.append(self._request_log)
@@ -165,6 +170,8 @@ class Application:
         """Stops the engines and writes all queued records."""
         # observers last, because the ends of answers are reported to them
         await self.reloader.close()
+        if self._tool_servers:
+            await self._tool_servers.close()
         await self.service.worker.client.stop()
         if self._experiments:
             await self._experiments.close()

@@ -80,6 +80,9 @@ class ServeConfig:
     backend: str = constant(OWN_BACKEND)
     """Back-end that computes the answers: see `BACKENDS` in `engines/backends.py`. Not a setting, because each can
     serve a run's model."""
+    mcp: str = constant("")
+    """JSON file with the MCP servers whose tools the chat page offers; "" offers none. Not a setting, because the
+    programs belong to this machine instead of the run."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     tool_parser: ToolParser = "auto"
     """Form in which the model writes calls of functions; `auto` chooses by the chat template, and a template without a

@@ -21,7 +21,7 @@ from starlette.routing import compile_path
 from modelwright.core.errors import ConfigError
 from modelwright.core.extensions import installed
 from modelwright.serve.ab.experiment import EndRequest, ExperimentRequest, ShareRequest
-from modelwright.serve.api import admin, chat, completions, encode, pages, responses
+from modelwright.serve.api import admin, chat, completions, encode, mcp, pages, responses
 from modelwright.serve.keys import KeyScope
 from modelwright.serve.service import FeedbackRequest, service_of
 
@@ -264,6 +264,15 @@ OPERATIONS = (
         "text/plain",
         admin.UnloadAdapterRequest,
         (*ADMINISTERS, 404, 503),
+    ),
+    _get("/mcp/tools", mcp.list_tools, "The tools of the chat page", mcp.ToolListReply, errors=NEEDS_KEY),
+    _post(
+        "/mcp/call",
+        mcp.call_tool,
+        "Run a tool that the user has agreed to",
+        mcp.ToolCallReply,
+        mcp.ToolCallRequest,
+        READS_BODY,
     ),
     _get("/ab", pages.ab_page, "A/B tests as they stand", "text/html"),
     _get("/ab.json", admin.list_tests, "All A/B tests", "application/json", errors=NEEDS_KEY),
