@@ -37,7 +37,7 @@ class ToolServer(Strict):
     """A server of `mcpServers`: a program (`command`) or an address (`url`), in the form that desktop programs use."""
 
     command: str | None = None
-    args: list[str] = []
+    args: list[str] = Field(default_factory=list)
     env: dict[str, str] | None = None
     cwd: str | None = None
     url: str | None = None
@@ -125,7 +125,7 @@ class ToolServers:
                 log.info("MCP server %s offers %s", name, ", ".join(tool.name for tool in listed) or "no tools")
                 ready.set()
                 await self._stopping.wait()
-        except (Exception, asyncio.CancelledError, BaseExceptionGroup) as error:
+        except (Exception, BaseExceptionGroup) as error:
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             reason = f"no answer within {START_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else str(error)
