@@ -79,7 +79,11 @@ def test_a_forced_call_its_result_and_the_next_turn(openai: OpenAI):
     assert item.name == "get_tide"
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "high {{ 7*7 }}<|end|>"}
     kept = openai.responses.create(**fields, input=[result], previous_response_id=first.id, tool_choice="none")
-    echoed = [{"role": "user", "content": "tide?"}, *[one.model_dump(exclude_none=True) for one in first.output], result]
+    echoed = [
+        {"role": "user", "content": "tide?"},
+        *[one.model_dump(exclude_none=True) for one in first.output],
+        result,
+    ]
     sent = openai.responses.create(**fields, input=echoed, tool_choice="none")
     assert kept.usage.input_tokens == sent.usage.input_tokens > first.usage.output_tokens
     assert kept.previous_response_id == first.id
@@ -131,7 +135,11 @@ def test_formats_and_reasoning(server: ServerThread):
     assert json.loads(reply.json()["output"][0]["content"][0]["text"])["n"] in (1, 2)
     assert reply.json()["text"]["format"]["schema"] == schema
     thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
-    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "hi", "annotations": []}]}
+    said = {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "hi", "annotations": []}],
+    }
     reply = post(server, input=[{"role": "user", "content": "a"}, thought, said, {"role": "user", "content": "b"}],
                  reasoning={"effort": "low", "summary": "auto"})  # fmt: skip
     assert reply.status_code == 200, reply.text
