@@ -163,6 +163,15 @@ def test_embeddings_of_many_inputs_have_a_limit_of_their_own(client: OpenAI, ser
     assert "'input' has 2049 entries; a request may have at most 2048" in refused.json()["error"]["message"]
 
 
+def test_2048_pairs_are_scored(judge: ServerThread):
+    for first in ("a", ["a"] * 2048):
+        reply = post(judge, "/v1/score", model="judge", text_1=first, text_2=["b"] * 2048)
+        assert reply.status_code == 200, reply.text
+        assert [one["index"] for one in reply.json()["data"]] == list(range(2048))
+    refused = post(judge, "/v1/score", model="judge", text_1="a", text_2=["b"] * 2049)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text_2")
+
+
 def test_embeddings_that_cannot_be_made_are_refused(client: OpenAI):
     with pytest.raises(openai.BadRequestError, match="has 48 dimensions, fewer than 49"):
         client.embeddings.create(model="tiny", input="a", dimensions=49)

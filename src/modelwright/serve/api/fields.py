@@ -129,7 +129,7 @@ class RequestModel(Strict):
     def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
         """Raises `ApiError` 400 if `data` has more entries or characters than the server can use."""
         for param in cls.PROMPT_FIELDS:
-            limits.check_prompts(data, param)
+            limits.check_prompts(data, param, cls.PROMPT_FIELDS)
 
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
