@@ -1,4 +1,4 @@
-"""A program that offers tools by the Model Context Protocol, some of them hostile; run by the tests of /mcp and the page."""
+"""A program with tools for the Model Context Protocol, some of them hostile, that tests run."""
 
 from mcp.server.fastmcp import FastMCP
 
