@@ -15,7 +15,7 @@ from modelwright.core.errors import DataError
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = {
-    "sft.learning_rate": 1e-2, "sft.num_steps": 6, "sft.num_epochs": 0, "evaluate.bootstrap_resamples": 50,
+    "sft.learning_rate": 1e-2, "sft.num_steps": 6, "sft.num_epochs": 0,
     "data.validation_fraction": 0.2, "training.precision.policy": "fp32", "hardware.num_threads": 1,
     "training.precision.fp32_matmul": "default", "hardware.device": "cpu",
 }  # fmt: skip

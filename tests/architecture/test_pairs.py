@@ -37,7 +37,6 @@ WITHIN_A_SWITCH = {
     "precision.loss_scale": "figures of the loss scale, which FP16 switches on",
     "activation_checkpointing.flops_per_byte": "a figure of the machine",
     "gradient_sync.topk_quantized": "figures of three-level compression",
-    "gradient_sync.topology": "figures of planned collectives",
     "checkpoint_every_minutes": "another unit for the checkpoints",
     "lora.use_rslora": "a factor of the adapters",
     "lora.base_format": "tensor parallelism takes it for some widths only; trained under layouts in test_adapters.py",

@@ -31,7 +31,7 @@ SETTINGS = {
         "checkpoint_every_steps": 3,
         "smoothing": 0.2,
     },
-    "evaluate": {"max_bytes_per_domain": 1000, "bootstrap_resamples": 20, "multiple_choice": {"num_questions": 2}},
+    "evaluate": {"max_bytes_per_domain": 1000, "multiple_choice": {"num_questions": 2}},
 }
 
 

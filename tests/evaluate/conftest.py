@@ -25,13 +25,13 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode("utf-8")
 
-    def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_prompt(self, messages: Sequence[Mapping[str, str]], **_: Any) -> list[int]:
         ids = [self.bos_id]
         for message in messages:
             ids += [257 if message["role"] == "user" else 258, *message["content"].encode("utf-8")]
         return [*ids, 258]
 
-    def encode_training_chats(self, messages: Sequence[Mapping[str, str]], *, tools: Sequence[Any] = ()) -> list[Any]:
+    def encode_training_chats(self, messages: Sequence[Mapping[str, str]], **_: Any) -> list[Any]:
         prompt, answer = self.encode_prompt(messages[:-1]), [*self.encode(messages[-1]["content"]), self.eos_id]
         return [(np.array([*prompt, *answer]), np.array([0] * len(prompt) + [1] * len(answer), dtype=np.uint8))]
 

@@ -227,6 +227,6 @@ def test_training_starts_from_a_folder_of_the_tower(folder: Path, tmp_path: Path
 
 
 def test_rows_of_another_tower_are_refused(folder: Path) -> None:
-    objective = objective_of(folder, vision={**VISION, "patch_size": 2})
+    objective = objective_of(folder, vision_tower={**VISION, "patch_size": 2})
     with pytest.raises(DataError, match="packed for another vision tower"):
         next(iter(objective.batches(tiny_run.tiny_model(torch.float64), first=0, rank=0, world_size=1)))

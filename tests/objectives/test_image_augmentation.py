@@ -14,7 +14,7 @@ from modelwright.ops.image_augment import soft_target
 
 SIDE, NUM_CLASSES = 8, 4
 EVERYTHING = {
-    "crop_padding": 2, "flip": True, "color_jitter": 0.3, "mixup_alpha": 0.4, "cutmix_alpha": 1.0,
+    "crop_padding": 2, "flip": True, "mixup_alpha": 0.4, "cutmix_alpha": 1.0,
 }  # fmt: skip
 NUMBERS = [11, 4, 7, 30, 2, 9, 5, 21]
 
@@ -121,7 +121,7 @@ def test_both_kinds_of_mixing_share_the_images() -> None:
     assert 0.3 < np.mean(is_cut) < 0.7
 
 
-@pytest.mark.parametrize("name", ["crop_padding", "color_jitter", "mixup_alpha", "cutmix_alpha"])
+@pytest.mark.parametrize("name", ["crop_padding", "mixup_alpha", "cutmix_alpha"])
 def test_settings_that_cannot_be_are_named(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         ImageAugmentationConfig(**{name: -1})

@@ -67,7 +67,7 @@ VIT = {
 SETTINGS = {
     "num_steps": 6, "batch_tokens": 2 * BATCH, "checkpoint_every_steps": 2, "checkpoint_every_minutes": 0.0,
     "eval_every_steps": 3, "learning_rate": 1e-2, "precision": {"policy": "fp32"}, "label_smoothing": 0.1,
-    "keep_best": False, "augment": {"crop_padding": 1, "color_jitter": 0.2, "mixup_alpha": 0.4, "cutmix_alpha": 1.0},
+    "keep_best": False, "augment": {"crop_padding": 1, "mixup_alpha": 0.4, "cutmix_alpha": 1.0},
 }  # fmt: skip
 
 

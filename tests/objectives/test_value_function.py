@@ -119,7 +119,7 @@ def test_its_layers_compute_in_the_formats_of_the_run() -> None:
     module = model.heads[VALUE]
     in_fp32 = module(rows)
     changes = {"output_dtype": "bf16", "overrides": {"embedding": "bf16"}, "eval_dtype": "fp32"}
-    narrow = parse(PrecisionConfig, {"policy": "bf16_mixed", **changes})
+    narrow = parse(PrecisionConfig, {"policy": "bf16_mixed", **changes}, constants=True)
     formats = ModelPrecision(model, narrow)
     ModelPrecision(alone, narrow)
     assert {one.ends.stream_dtype for one in decoders_in(model).values()} == {torch.bfloat16}

@@ -17,7 +17,7 @@ SMALL = (
     "--pack.seq_len=128", "--model.max_seq_len=128", "--pretrain.batch_tokens=512", "--sft.batch_tokens=512",
     "--pretrain.num_steps=12", "--pretrain.eval_every_steps=6", "--pretrain.checkpoint_every_steps=4",
     "--sft.num_steps=8", "--sft.eval_every_steps=4", "--sft.checkpoint_every_steps=3",
-    "--evaluate.max_bytes_per_domain=2000", "--evaluate.bootstrap_resamples=20",
+    "--evaluate.max_bytes_per_domain=2000",
     "--evaluate.multiple_choice.num_questions=5", "--tokenizer.vocab_size=400", "--serve.int8.backend=int_mm",
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ from modelwright.recipes.load import finetune_request, measure_records
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = (
-    "--sft.learning_rate=1e-2", "--sft.num_steps=30", "--sft.num_epochs=0", "--evaluate.bootstrap_resamples=50",
+    "--sft.learning_rate=1e-2", "--sft.num_steps=30", "--sft.num_epochs=0",
     "--data.validation_fraction=0.2", "--training.precision.policy=fp32", "--training.precision.fp32_matmul=default",
     "--serve.int8.backend=int_mm", "--hardware.num_threads=1", "--hardware.device=cpu",
 )  # fmt: skip

@@ -39,10 +39,10 @@ def test_quickstart_has_the_promised_size() -> None:
     assert 4_000_000 <= recipe("quickstart").model.num_parameters <= 6_000_000
 
 
-def test_quickstart_cleans_with_all_five_steps() -> None:
+def test_quickstart_cleans_with_all_steps_but_noise() -> None:
+    """With the machine's own documentation as trusted text, the step `noise` cannot show its precision."""
     steps = [step.name for step in build_steps(recipe("quickstart").section("clean"))]
-    assert [name for name in steps if name != "images"] == ["format", "quality", "noise", "duplicates", "privacy"]
-    assert "noise" not in [step.name for step in build_steps(recipe("tiny").section("clean"))]
+    assert [name for name in steps if name != "images"] == ["format", "quality", "duplicates", "privacy"]
 
 
 def test_yaml_file_over_a_recipe(tmp_path: Path) -> None:
@@ -77,7 +77,6 @@ def test_whole_yaml_file(tmp_path: Path) -> None:
         ("tiny", {"stages": ["clean", "wash"]}, "'wash' is not one of"),
         ("tiny", {"name": "a/b"}, "name: 'a/b'"),
         ("tiny", {"hardware": {"num_threads": -1}}, r"hardware\.num_threads"),
-        ("tiny", {"serve_check": {"questions": [], "num_validation_questions": 0}}, r"serve_check\.questions"),
     ],
 )
 def test_mistakes_name_the_field_and_the_way_out(target: str, overrides: dict[str, object], message: str) -> None:

@@ -102,9 +102,12 @@ def test_large_bodies_are_read_in_another_thread(slow_server, monkeypatch):
     server = slow_server()
     tokenizer, threads = server.service.model.tokenizer, []
     encode = tokenizer.encode
-    monkeypatch.setattr(
-        tokenizer, "encode", lambda text: threads.append(threading.current_thread().name) or encode(text)
-    )
+
+    def recorded(text, **flags):
+        threads.append(threading.current_thread().name)
+        return encode(text, **flags)
+
+    monkeypatch.setattr(tokenizer, "encode", recorded)
     for prompt in ("a", ["the quick brown fox " * 60] * 16):
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
         assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200

@@ -130,7 +130,7 @@ def test_200_planted_values_reach_neither_log_nor_metrics(slow_server, tmp_path:
 
 def test_a_record_says_what_happened(slow_server, tmp_path: Path, capsys):
     path = tmp_path / "requests.sqlite"
-    server = slow_server(requests=RequestsConfig(log=str(path)), max_running=4)
+    server = slow_server(requests=RequestsConfig(log=str(path)), max_running=4, clamp_max_tokens=False)
     before = time.time()
     reply = chat(server, "what does this do?", user="one", n=2, seed=1, temperature=1).json()
     followed = [

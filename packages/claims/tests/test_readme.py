@@ -30,7 +30,7 @@ MOST_LINES = 120
 RECIPE = "quickstart"
 SHORT = (
     "--data.stdlib_fraction=0.03", "--pretrain.num_steps=6", "--sft.num_steps=6",
-    "--evaluate.max_bytes_per_domain=2000", "--evaluate.bootstrap_resamples=20",
+    "--evaluate.max_bytes_per_domain=2000",
     "--evaluate.multiple_choice.num_questions=5",
 )  # fmt: skip
 """Settings for a short run."""

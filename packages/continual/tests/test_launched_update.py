@@ -16,8 +16,8 @@ from pipeline.test_launch import finish, num_restarts, wait_until, workers
 from rank_processes import Started, start_process
 from tolerances import TOLERANCES
 
-MORE = ("--margin=0.9", "--sft.num_steps=60")
-STEPS = list(range(1, 61))
+MORE = ("--margin=0.9", "--sft.num_steps=150")
+STEPS = list(range(1, 151))
 
 
 def start(world: World, run: Path) -> Started:

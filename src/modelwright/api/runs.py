@@ -180,28 +180,6 @@ def align(
     return run("quickstart", sources, run_dir=run_dir, restart=restart, on_step=on_step, progress=progress, **merged)
 
 
-def carry_out(
-    request: Request,
-    *,
-    words: Sequence[str],
-    only: Sequence[str],
-    progress: Progress,
-    elastic: bool = False,
-    restart: bool = False,
-) -> RunResult:
-    """Executes a checked request in this process, one of all that were started; `run` and the command line use it."""
-    return execute(
-        request.config,
-        request.run,
-        only=only,
-        origin=request.origin,
-        words=words,
-        progress=progress,
-        elastic=elastic,
-        restart=restart,
-    )
-
-
 def _carry_out(
     request: Request,
     words: Sequence[str],
@@ -216,7 +194,15 @@ def _carry_out(
         for note in request.notes:
             watched.note(note)
         try:
-            result = carry_out(request, words=words, only=only, progress=watched, restart=restart)
+            result = execute(
+                request.config,
+                request.run,
+                only=only,
+                origin=request.origin,
+                words=words,
+                progress=watched,
+                restart=restart,
+            )
         except Stopped:
             if not watched.has_stopped:
                 raise

@@ -101,9 +101,8 @@ def carry_out(
     `add_run_options`; line: the whole command line, for the processes that are started; only: stages to run, all if
     empty; hosts: the `LaunchConfig`, None for processes on this machine only.
     """
-    from modelwright.api import runs
     from modelwright.pipeline.estimate.time_budget import describe_plan
-    from modelwright.pipeline.run import check_request
+    from modelwright.pipeline.run import check_request, execute
 
     if options.dry_run or not is_started():
         if not hosts and options.nproc < 1:
@@ -135,10 +134,12 @@ def carry_out(
         # One process speaks for all: they have the same request.
         for note in request.notes if is_first() else ():
             display.note(note)
-        done = runs.carry_out(
-            request,
-            words=line,
+        done = execute(
+            request.config,
+            request.run,
             only=only,
+            origin=request.origin,
+            words=line,
             progress=display,
             elastic=hosts is not None,
             restart=options.restart,

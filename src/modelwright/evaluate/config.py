@@ -51,7 +51,7 @@ class EvaluateConfig:
     """Most tokens of context, for models whose own would not fit in memory."""
     batch_tokens: int = constant(4096)
     """Tokens per forward pass."""
-    bootstrap_resamples: int = 1000
+    bootstrap_resamples: int = constant(1000)
     """Resamples of documents behind the 95% intervals."""
     multiple_choice: MultipleChoiceConfig = MultipleChoiceConfig()
     bigram_tokens: int = constant(50_000_000)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.compatibility import SYNCHRONOUS_UPDATES, WHOLE_BATCHES, WHOLE_ROWS, Feature, feature
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.data.images.decode import square_pixels
 from modelwright.data.images.store import ImageStore
@@ -199,7 +200,7 @@ class AlignConfig(TrainConfig):
     """Initial temperature, which is learned: 0.07 is CLIP's, 0.1 SigLIP's."""
     embed_dim: int = 128
     """Width of the common space."""
-    pooling: Literal["mean", "last"] = "mean"
+    pooling: Literal["mean", "last"] = constant("mean")
     """Representation of a text or of code: the mean of its hidden states, or the last one."""
     vision_tower: VisionConfig = field(default_factory=VisionConfig)
 

@@ -75,8 +75,6 @@ class ImageAugmentationConfig:
     """Pixels of padding on every side before a crop of the original size (He et al. 2016); 4 for 32 pixels."""
     flip: bool = False
     """Exchange left and right of every other image; not where that changes the class, as with digits."""
-    color_jitter: float = 0.0
-    """Brightness, contrast and saturation are each changed by a factor from 1 - color_jitter to 1 + color_jitter."""
     mixup_alpha: float = 0.0
     """MixUp (Zhang et al. 2018): the share of an image is drawn from Beta(alpha, alpha); 0.2 is usual."""
     cutmix_alpha: float = 0.0
@@ -86,8 +84,6 @@ class ImageAugmentationConfig:
     def __post_init__(self) -> None:
         if self.crop_padding < 0:
             raise ConfigError(f"crop_padding: must not be negative, got {self.crop_padding}; 0 crops nothing")
-        if not 0 <= self.color_jitter <= 1:
-            raise ConfigError(f"color_jitter: must be in [0, 1], got {self.color_jitter}; 0.4 is usual")
         for name in ("mixup_alpha", "cutmix_alpha"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}: must be 0 (off) or above, got {getattr(self, name)}")
@@ -149,22 +145,18 @@ class ImageAugmentation:
         return Augmented(torch.stack(images), torch.stack(targets))
 
     def changed(self, number: int) -> Tensor:
-        """Returns an image after crop, flip and colors."""
+        """Returns an image after crop and flip."""
         config, dice = self.config, self._dice("image", number)
         image_CSS, padding = self.image(number), config.crop_padding
         # All is drawn whether it is used or not: a setting does not shift the draws of the others
         down, right = (int(one) for one in dice.integers(-padding, padding + 1, 2))
-        is_flipped, factors = dice.random() < 0.5, dice.uniform(-1, 1, 3)
+        is_flipped = dice.random() < 0.5
         if padding:
             # Padded with the gray of the outermost pixels' mean, which keeps white paper white
             edges = (image_CSS[:, 0], image_CSS[:, -1], image_CSS[:, :, 0], image_CSS[:, :, -1])
             image_CSS = image_augment.shifted(image_CSS, down, right, float(torch.cat(edges, dim=1).mean()))
         if config.flip and is_flipped:
             image_CSS = image_augment.flipped(image_CSS)
-        if config.color_jitter:
-            changes = (image_augment.brightened, image_augment.contrasted, image_augment.saturated)
-            for change, factor in zip(changes, factors, strict=True):
-                image_CSS = change(image_CSS, 1 + config.color_jitter * float(factor))
         return image_CSS
 
     def partners(self, everyone: Sequence[int]) -> dict[int, int]:

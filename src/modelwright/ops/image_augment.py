@@ -13,9 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LUMA = (0.299, 0.587, 0.114)
-"""Weights of red, green and blue in a gray value (ITU-R BT.601)."""
-
 
 def shifted(image_CHW: Tensor, down: int, right: int, fill: float) -> Tensor:
     """Moves the image by numbers of pixels, which may be negative, with `fill` in the freed area: a random crop of the
@@ -29,27 +26,6 @@ def shifted(image_CHW: Tensor, down: int, right: int, fill: float) -> Tensor:
 def flipped(image_CHW: Tensor) -> Tensor:
     """The image with left and right exchanged."""
     return image_CHW.flip(-1)
-
-
-def gray(image_CHW: Tensor) -> Tensor:
-    """The gray value of each pixel [1, H, W]."""
-    weights_C11 = image_CHW.new_tensor(LUMA)[:, None, None]
-    return (image_CHW * weights_C11).sum(0, keepdim=True)
-
-
-def brightened(image_CHW: Tensor, factor: float) -> Tensor:
-    """Mixes the image with black; a factor above 1 moves it away from black."""
-    return (image_CHW * factor).clamp(0, 1)
-
-
-def contrasted(image_CHW: Tensor, factor: float) -> Tensor:
-    """Mixes the image with its mean gray value."""
-    return torch.lerp(gray(image_CHW).mean().expand_as(image_CHW), image_CHW, factor).clamp(0, 1)
-
-
-def saturated(image_CHW: Tensor, factor: float) -> Tensor:
-    """Mixes the image with its gray version."""
-    return torch.lerp(gray(image_CHW).expand_as(image_CHW), image_CHW, factor).clamp(0, 1)
 
 
 class CutBox(NamedTuple):

@@ -70,12 +70,13 @@ def parse_layers(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> tuple[R
     plain form of all together.
     """
     data = lay_over(base, *layers)
+    inherits = {stage.name: inherited(stage) for stage in known_stages() if stage.objective}
     stages, start = stages_of(data), data.get("init_from")
     if "model" not in data and start and isinstance(start, str):
         data = {"model": dump(load_config(initial_folder(start))), **data}
     names = {part.name for stage in stages for part in (stage, *stage.reads) if part.config}
     trainings = [stage for stage in stages if stage.objective]
-    names |= {name for stage in trainings for name in inherited(stage) if name in SHARED}
+    names |= {name for stage in trainings for name in inherits[stage.name] if name in SHARED}
     sections = section_types()
     for name, config in sections.items():
         # Sections of stages that are left out are checked, too: an error would appear only once the stage is added.
@@ -85,7 +86,7 @@ def parse_layers(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> tuple[R
     # Each training stage inherits the shared settings that it does not set itself; parsing refuses malformed sections.
     for stage in trainings:
         shared, own = kept.get("training", {}), kept.get(stage.name, {})
-        others = {name: kept[name] for name in inherited(stage) if kept.get(name)}
+        others = {name: kept[name] for name in inherits[stage.name] if kept.get(name)}
         if all(isinstance(section, Mapping) for section in (shared, own, *others.values())):
             kept[stage.name] = merge({**shared, **others}, own)
     settings = parse(run_schema(), kept)

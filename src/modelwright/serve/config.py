@@ -46,7 +46,7 @@ class ServeConfig:
     max_queued: int = 128
     """Requests that may wait beyond the `engine.max_num_seqs` that are running in each engine; more are refused with
     429."""
-    max_queued_tokens: int = 1_048_576
+    max_queued_tokens: int = constant(1_048_576)
     """Most tokens of prompts and of the longest possible answers that all running and waiting requests may have
     together; more are refused with 429."""
     max_completions: int = 16

@@ -75,7 +75,7 @@ class LibraryStream:
     skipped: tokens without text. An id is decoded after an anchor, a token whose own text is then removed, so that only
     the first id is decoded like the beginning of a text, whose blank may be removed. Ids of single bytes wait for the
     end of their run: one that is no UTF-8 is replaced as a whole, a character for each byte. A decoder that changes a
-    token by the one after it (`BPEDecoder`, `CTC`) gives its text at the end.
+    token by the one after it (such as the library's decoders of BPE and CTC) gives its text at the end.
     """
 
     def __init__(

@@ -102,7 +102,7 @@ NUM_SAMPLES = 65_536
 class TopKQuantizedConfig:
     """Top-k sparsification with error feedback, quantized values and entropy-coded positions (DGC, Lin et al. 2018)."""
 
-    topk_fraction: float = constant(0.01)
+    topk_fraction: float = 0.01
     """Fraction of the entries that is sent; 1 sends all of them, quantized."""
     max_error: float = constant(0.1)
     """Largest relative quantization error: each bucket takes the fewest bits that meet it."""

@@ -57,7 +57,7 @@ class ServeCheckConfig:
 
     questions: tuple[str, ...] = ()
     """Questions to ask."""
-    num_validation_questions: int = 6
+    num_validation_questions: int = constant(3)
     """Further questions, drawn from the validation question/answer pairs."""
     max_tokens: int = 64
     """Longest answer in tokens."""
@@ -67,14 +67,8 @@ class ServeCheckConfig:
     """Seconds for the server to load the model and answer `/health`."""
 
     def __post_init__(self) -> None:
-        if not self.questions and self.num_validation_questions < 1:
-            raise ConfigError("questions: is empty and num_validation_questions is 0; ask at least one question")
         if self.max_tokens < 1 or self.temperature < 0:
             raise ConfigError("max_tokens: must be at least 1, and temperature at least 0")
-        if self.num_validation_questions < 0:
-            raise ConfigError(
-                f"num_validation_questions: must be 0 (none) or more, got {self.num_validation_questions}"
-            )
         if self.start_timeout_s <= 0:
             raise ConfigError(f"start_timeout_s: must be above 0, got {self.start_timeout_s}")
 
