@@ -312,7 +312,8 @@ def _chat_plan(asked: ChatRequest, model: ServedModel, prompts: Sequence[Prompt]
     """Returns how answers are constrained and read. Raises `ApiError` 400 for grammars that exclude each other."""
     functions, form, tokenizer = asked.callable_functions(), model.form, model.tokenizer
     source = asked.grammar()
-    most = 1 if asked.parallel_tool_calls is False else MAX_CALLS
+    is_single = asked.parallel_tool_calls is False or isinstance(asked.tool_choice, NamedTool)
+    most = 1 if is_single else MAX_CALLS
     if functions and (asked.must_call or any(one.is_strict for one in functions)):
         if source is not None:
             text = f"{source.param} and tools cannot be combined; give one of them."
