@@ -69,7 +69,6 @@ REQUESTS = [
             "max_output_tokens": 3,
         },
     ),
-    ("get", "/mcp/tools", None),
     ("post", "/v1/embeddings", {"model": "tiny", "input": "the quick"}),
     ("post", "/tokenize", {"prompt": "the quick"}),
     ("post", "/detokenize", {"tokens": [70, 71]}),

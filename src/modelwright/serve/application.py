@@ -23,7 +23,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modelwright.serve.ab.controller import Experiments
 from modelwright.serve.account.monitoring import CLIENT_ID, ID_HEADER, ID_SCOPE, Metrics, with_fields
 from modelwright.serve.account.observers import RequestLog, Tracing, tracing_to
-from modelwright.serve.api.mcp import ToolServers, read_servers
 from modelwright.serve.api.operations import all_operations
 from modelwright.serve.config import RequestsConfig, ServeConfig
 from modelwright.serve.engines.backends import load_engines
@@ -62,10 +61,13 @@ class Application:
         # settings are checked before a database is opened
         config.check_names(model_name)
         keys = key_ring(config)
-        self._tool_servers = ToolServers(read_servers(config.mcp)) if config.mcp else None
         self.metrics = Metrics(model_name)
         served = serve_model(client, tokenizer, config, self.metrics, source)
         self.service = Service(config, model_name, served, self.metrics, keys)
+        self._operations = all_operations()
+        for operation in self._operations:
+            if operation.prepare:
+                operation.prepare(self.service)
         self.reloader = Reloader(self.service, locate or partial(same_place, source), self._load)
         self.tracing: Tracing | None = None
         if requests.traces:
@@ -77,7 +79,7 @@ class Application:
 
     def asgi(self) -> ASGIApp:
         """Returns the routes. Call it after `start`."""
-        operations, service = all_operations(), self.service
+        operations, service = self._operations, self.service
         routes = [_TracedRoute(one.path, one.handler, methods=[one.method]) for one in operations]
         app = Starlette(
             routes=routes, exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _error_response)
@@ -86,7 +88,6 @@ class Application:
         app.state.reloader = self.reloader
         app.state.experiments = self._experiments
         app.state.operations = operations
-        app.state.tool_servers = self._tool_servers
         inner: ASGIApp = app
         if service.config.cors_origins:
             # any header is allowed, because OpenAI's client sends a dozen extra ones (`x-stainless-*`); cookies are not
@@ -135,8 +136,8 @@ class Application:
         """Starts the engines and observers. Call it inside the running event loop, before requests arrive."""
         self.service.worker.client.start(self.service.worker)
         self.service.metrics.versions.show(self.service.model.fingerprint)
-        if self._tool_servers:
-            await self._tool_servers.start()
+        for start in self.service.starting:
+            await start()
         if self._request_log:
             self._request_log.start()
             self.service.observers.append(self._request_log)
@@ -170,8 +171,8 @@ class Application:
         """Stops the engines and writes all queued records."""
         # observers last, because the ends of answers are reported to them
         await self.reloader.close()
-        if self._tool_servers:
-            await self._tool_servers.close()
+        for close in self.service.closing:
+            await close()
         await self.service.worker.client.stop()
         if self._experiments:
             await self._experiments.close()

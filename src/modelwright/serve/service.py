@@ -243,6 +243,11 @@ class Service:
     retiring: list[ServedModel] = field(default_factory=list)
     observers: list[ExchangeObserver] = field(default_factory=list)
     arms: Arms | None = None
+    starting: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    """Called when the server starts, for routes of other packages."""
+    closing: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    extensions: dict[str, Any] = field(default_factory=dict)
+    """State of routes of other packages, by the package's word."""
 
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.config.stored_responses)

@@ -21,9 +21,9 @@ from starlette.routing import compile_path
 from modelwright.core.errors import ConfigError
 from modelwright.core.extensions import installed
 from modelwright.serve.ab.experiment import EndRequest, ExperimentRequest, ShareRequest
-from modelwright.serve.api import admin, chat, completions, encode, mcp, pages, responses
+from modelwright.serve.api import admin, chat, completions, encode, pages, responses
 from modelwright.serve.keys import KeyScope
-from modelwright.serve.service import FeedbackRequest, service_of
+from modelwright.serve.service import FeedbackRequest, Service, service_of
 
 REFERENCE = "#/components/schemas/{model}"
 
@@ -82,6 +82,8 @@ class Operation:
     errors: tuple[int, ...] = ()
     event: str = ""
     """Name of the schema of a stream's events; "" for a route that cannot stream."""
+    prepare: Callable[[Service], None] | None = None
+    """Called once before the server starts; may raise `ConfigError`, and add to the service's lists."""
 
     @property
     def name(self) -> str:
@@ -264,15 +266,6 @@ OPERATIONS = (
         "text/plain",
         admin.UnloadAdapterRequest,
         (*ADMINISTERS, 404, 503),
-    ),
-    _get("/mcp/tools", mcp.list_tools, "The tools of the chat page", mcp.ToolListReply, errors=NEEDS_KEY),
-    _post(
-        "/mcp/call",
-        mcp.call_tool,
-        "Run a tool that the user has agreed to",
-        mcp.ToolCallReply,
-        mcp.ToolCallRequest,
-        READS_BODY,
     ),
     _get("/ab", pages.ab_page, "A/B tests as they stand", "text/html"),
     _get("/ab.json", admin.list_tests, "All A/B tests", "application/json", errors=NEEDS_KEY),

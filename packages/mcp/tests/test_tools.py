@@ -8,16 +8,18 @@ from pathlib import Path
 import httpx
 import pytest
 
+from added_package import add_tool_routes
 from modelwright.core.errors import ConfigError
-from modelwright.serve.api.mcp import MAX_RESULT_CHARACTERS, read_servers
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import engine_in_thread
 from modelwright.serve.server import ServerThread
+from modelwright_mcp.tools import MAX_RESULT_CHARACTERS, read_servers
+from serve import tool_program
 from serve.conftest import make_model, make_served_tokenizer
 
 pytest.importorskip("mcp")
 
-PROGRAM = Path(__file__).with_name("tool_program.py")
+PROGRAM = Path(tool_program.__file__)
 
 
 def write_config(folder: Path, **servers) -> str:
@@ -31,8 +33,11 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThrea
     folder = tmp_path_factory.mktemp("mcp")
     tides = {"command": sys.executable, "args": [str(PROGRAM)]}
     config = ServeConfig(port=0, mcp=write_config(folder, tides=tides, broken={"command": "/no/such/program"}))
-    with ServerThread(engine_in_thread(make_model(), config), make_served_tokenizer(), config, model_name="t") as one:
-        yield one
+    client, tokenizer = engine_in_thread(make_model(), config), make_served_tokenizer()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        add_tool_routes(folder, monkeypatch)
+        with ServerThread(client, tokenizer, config, model_name="t") as one:
+            yield one
 
 
 def call(server: ServerThread, name: str, **arguments) -> httpx.Response:
@@ -73,7 +78,16 @@ def test_other_pages_cannot_call(with_tools: ServerThread, headers: dict[str, st
     assert (reply.status_code, reply.json()["error"]["code"]) == (403, "foreign_page")
 
 
-def test_a_server_without_tools_has_none(server: ServerThread):
+def test_a_server_without_tools_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    add_tool_routes(tmp_path, monkeypatch)
+    config = ServeConfig(port=0)
+    client = engine_in_thread(make_model(), config)
+    with ServerThread(client, make_served_tokenizer(), config, model_name="t") as server:
+        has_none(server)
+
+
+def has_none(server: ServerThread) -> None:
+    assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["page_tools"] is False
     assert httpx.get(f"{server.url}/mcp/tools").json() == {"tools": [], "problems": {}}
     assert call(server, "tide").json()["error"]["code"] == "tools_off"
 
@@ -88,3 +102,10 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str):
     for name in (path, tmp_path / "none.json"):
         with pytest.raises(ConfigError, match=name.name):
             read_servers(str(name))
+
+
+def test_a_bad_file_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    add_tool_routes(tmp_path, monkeypatch)
+    config = ServeConfig(port=0, mcp=str(tmp_path / "none.json"))
+    with pytest.raises(ConfigError, match=r"none\.json"):
+        ServerThread(engine_in_thread(make_model(), config), make_served_tokenizer(), config, model_name="t")

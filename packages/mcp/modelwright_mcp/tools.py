@@ -3,7 +3,6 @@ was started with `--mcp CONFIG`. The model never runs a tool: a request to /mcp/
 """
 
 import asyncio
-import importlib.util
 import ipaddress
 import json
 import re
@@ -20,13 +19,15 @@ from starlette.responses import JSONResponse, Response
 
 from modelwright.core.errors import ConfigError
 from modelwright.serve.api.fields import FunctionName, RequestModel, Strict
+from modelwright.serve.api.operations import READS_BODY, Operation, RouteSpec
 from modelwright.serve.api.parsing import read_request
 from modelwright.serve.errors import ApiError, log
-from modelwright.serve.service import service_of
+from modelwright.serve.service import Service, service_of
 
 if TYPE_CHECKING:
     from mcp import ClientSession
 
+WORD = "mcp"
 START_TIMEOUT_S = 20.0
 CALL_TIMEOUT_S = 60.0
 MAX_RESULT_CHARACTERS = 65_536
@@ -68,8 +69,6 @@ def read_servers(path: str) -> dict[str, ToolServer]:
         one = error.errors()[0]
         where = ".".join(map(str, one["loc"]))
         raise ConfigError(f"mcp: {path}: mcpServers.{where}: {one['msg'].removeprefix('Value error, ')}") from None
-    if importlib.util.find_spec("mcp") is None:
-        raise ConfigError("mcp: tools of MCP servers need the package mcp: pip install 'modelwright[mcp]'")
     return read
 
 
@@ -176,8 +175,7 @@ class ToolListReply(BaseModel):
 
 
 async def list_tools(request: Request) -> Response:
-    service_of(request).caller(request, "infer")
-    servers: ToolServers | None = request.app.state.tool_servers
+    servers: ToolServers | None = service_of(request).extensions.get(WORD)
     listed = {"tools": list(servers.tools.values()), "problems": servers.problems} if servers else {}
     return JSONResponse({"tools": [], "problems": {}} | listed)
 
@@ -188,7 +186,6 @@ async def call_tool(request: Request) -> Response:
     can point at this server (DNS rebinding).
     """
     service = service_of(request)
-    service.caller(request, "infer")
     host = request.headers.get("host", "")
     origin = request.headers.get("origin")
     name = urlsplit(f"//{host}").hostname or ""
@@ -202,8 +199,29 @@ async def call_tool(request: Request) -> Response:
         text = "Tools are called from this server's own chat page, with a body of type application/json"
         raise ApiError(403, f"{text}; under a host name they need API keys.", code="foreign_page")
     asked = await read_request(request, ToolCallRequest)
-    servers: ToolServers | None = request.app.state.tool_servers
+    servers: ToolServers | None = service.extensions.get(WORD)
     if servers is None:
         raise ApiError(404, "This server has no tools; start it with --mcp CONFIG.", code="tools_off")
     result, is_error = await servers.call(asked.name, asked.arguments)
     return JSONResponse({"result": result, "is_error": is_error})
+
+
+def prepare(service: Service) -> None:
+    """Reads the file of `serve --mcp`. Raises `ConfigError`."""
+    if service.config.mcp:
+        servers = service.extensions[WORD] = ToolServers(read_servers(service.config.mcp))
+        service.starting.append(servers.start)
+        service.closing.append(servers.close)
+
+
+LIST_TOOLS = RouteSpec(
+    scope="infer",
+    operation=Operation("GET", "/mcp/tools", list_tools, "The tools of the chat page", ToolListReply, prepare=prepare),
+)
+CALL_TOOL = RouteSpec(
+    scope="infer",
+    operation=Operation(
+        "POST", "/mcp/call", call_tool, "Run a tool that the user has agreed to", ToolCallReply, ToolCallRequest,
+        READS_BODY,
+    ),
+)  # fmt: skip
