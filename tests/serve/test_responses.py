@@ -14,6 +14,7 @@ from serve.conftest import make_model, make_served_tokenizer
 
 PARAMETERS = {"type": "object", "properties": {"town": {"type": "string", "maxLength": 5}}, "required": ["town"],
               "additionalProperties": False}  # fmt: skip
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}
 TOOL = {"type": "function", "name": "get_tide", "parameters": PARAMETERS, "strict": True}
 
 
@@ -66,7 +67,7 @@ def test_named_events_make_the_whole_response(openai: OpenAI):
 
 def test_a_forced_call_its_result_and_the_next_turn(openai: OpenAI):
     pytest.importorskip("llguidance")
-    fields = {"model": "t", "tools": [TOOL], "max_output_tokens": 80, "temperature": 1, "parallel_tool_calls": False}
+    fields = {"model": "t", "tools": [TOOL], "max_output_tokens": 120, "temperature": 0, "parallel_tool_calls": False}
     first = openai.responses.create(**fields, input="tide?", tool_choice="required")
     (call,) = first.output
     assert (call.type, call.name, set(json.loads(call.arguments))) == ("function_call", "get_tide", {"town"})
@@ -118,6 +119,13 @@ def test_kept_responses_are_bounded(keeping: ServerThread, server: ServerThread)
     ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://a/b.png"}]}]}, "input"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input"),
+    ({"input": [{"role": "user", "content": [{"type": []}]}]}, "input"),
+    ({"input": [{"role": "user", "content": [7]}]}, "input"),
+    ({"input": [{"role": "assistant", "content": [PICTURE]}]}, "input"),
+    ({"input": [{"role": "system", "content": [PICTURE]}]}, "input"),
+    ({"input": [{"type": "function_call_output", "call_id": "c", "output": [PICTURE]}]}, "input"),
+    ({"input": [{"role": "user", "content": [PICTURE]}]}, "input"),
+    ({"input": [{"type": {}}]}, "input"),
     ({"text": {"verbosity": "low"}}, "text"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"$ref": "#"}}}}, "text"),
     ({"made_up": 1}, "made_up"),

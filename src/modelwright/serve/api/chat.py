@@ -6,7 +6,7 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -177,6 +177,7 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     CLAMPS_TOKENS = True
+    TURNS_FIELD: ClassVar[str] = "messages"
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -285,7 +286,7 @@ def _chat_prompts(asked: ChatRequest, lease: Lease) -> list[Prompt]:
     pixels: list[Pixels] = []
     for number, message in enumerate(asked.messages):
         for part in message.content.images if message.content else ():
-            where = f"messages.{number}.content.{part.number}"
+            where = f"messages.{number}.content.{part.number}" if asked.TURNS_FIELD == "messages" else asked.TURNS_FIELD
             if not info.reads_images:
                 raise _bad_image(where, "this model reads no images; remove the part", code="unsupported_image")
             if len(pixels) == config.max_count:
@@ -345,7 +346,7 @@ def _chat_plan(asked: ChatRequest, model: ServedModel, prompts: Sequence[Prompt]
 
 
 def _bad_image(where: str, reason: str, *, code: str = "invalid_image") -> ApiError:
-    return ApiError(400, f"Invalid value for {where!r}: {reason}.", param="messages", code=code)
+    return ApiError(400, f"Invalid value for {where!r}: {reason}.", param=where.partition(".")[0], code=code)
 
 
 def _full(generation: Generation) -> dict[str, Any]:

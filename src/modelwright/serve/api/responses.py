@@ -54,7 +54,7 @@ def read_parts(content: Any) -> Said | None:
     parts: list[Any] = []
     for number, part in enumerate(cast(list[Any], content) if isinstance(content, list) else []):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _PART_KINDS:
+        if not isinstance(kind, str) or kind not in _PART_KINDS:
             known = "input_text, output_text and input_image"
             raise ValueError(
                 f"part {number}: the type {short(str(kind))!r} is not supported; this server reads {known}"
@@ -220,14 +220,14 @@ class ResponseRequest(RequestModel):
         if isinstance(self.input, str):
             return [Message.model_construct(role="user", content=read_content(self.input))]
         for number, item in enumerate(self.input):
+            said = item.content if isinstance(item, MessageItem) else getattr(item, "output", None)
+            if said and said.images and not (isinstance(item, MessageItem) and item.role == "user"):
+                text = f"Invalid value for 'input.{number}': images belong into turns of the user."
+                raise ApiError(400, text, param="input", code="invalid_value")
             if isinstance(item, CallResultItem):
                 turns.append(Message.model_construct(role="tool", content=item.output, tool_call_id=item.call_id))
                 continue
             if isinstance(item, MessageItem) and item.role != "assistant":
-                if item.content.images and item.role != "user":
-                    raise ApiError(
-                        400, f"Invalid value for 'input.{number}': images belong to the user.", param="input"
-                    )
                 turns.append(Message.model_construct(role=item.role, content=item.content))
                 continue
             if not turns or turns[-1].role != "assistant" or isinstance(item, ThoughtItem):
@@ -247,6 +247,7 @@ class ResponseRequest(RequestModel):
 class _Chat(ChatRequest):
     """A request of the chat API with the one that it was made of."""
 
+    TURNS_FIELD = "input"
     _asked: ResponseRequest = PrivateAttr()
     _store: ResponseStore | None = PrivateAttr(None)
 
