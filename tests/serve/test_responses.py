@@ -1,16 +1,20 @@
 """/v1/responses with OpenAI's own client, and what it refuses."""
 
+import base64
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from openai import OpenAI
 
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines.backends import engine_in_thread
+from modelwright.serve.engines.backends import engine_in_thread, load_engines
+from modelwright.serve.load import ModelSource
 from modelwright.serve.server import ServerThread
 from serve.conftest import make_model, make_served_tokenizer
+from serve.image_model import png, write_image_model
 
 PARAMETERS = {"type": "object", "properties": {"town": {"type": "string", "maxLength": 5}}, "required": ["town"],
               "additionalProperties": False}  # fmt: skip
@@ -152,3 +156,22 @@ def test_formats_and_reasoning(server: ServerThread):
                  reasoning={"effort": "low", "summary": "auto"})  # fmt: skip
     assert reply.status_code == 200, reply.text
     assert "reasoning.summary" in reply.headers["X-Ignored-Fields"]
+
+
+def test_images_are_those_of_the_chat_api(tmp_path: Path):
+    config = ServeConfig(port=0)
+    source = ModelSource(name="eyes", folder=write_image_model(tmp_path))
+    url = f"data:image/png;base64,{base64.b64encode(png(1)).decode()}"
+    with (
+        ServerThread(*load_engines(source, config), config, model_name="eyes", source=source) as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as openai,
+    ):
+        parts = [{"type": "input_image", "image_url": url, "detail": "auto"}, {"type": "input_text", "text": "What?"}]
+        answer = openai.responses.create(
+            model="eyes", input=[{"role": "user", "content": parts}], temperature=0, max_output_tokens=6
+        )
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+        messages = [{"role": "user", "content": parts}]
+        chat = openai.chat.completions.create(model="eyes", messages=messages, temperature=0, max_tokens=6)
+        assert answer.output_text == chat.choices[0].message.content
+        assert answer.usage.input_tokens == chat.usage.prompt_tokens
