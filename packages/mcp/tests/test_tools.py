@@ -10,6 +10,7 @@ import pytest
 
 from added_package import add_tool_routes
 from modelwright.core.errors import ConfigError
+from modelwright.serve.api.operations import OPERATIONS
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import engine_in_thread
 from modelwright.serve.server import ServerThread
@@ -108,4 +109,11 @@ def test_a_bad_file_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     add_tool_routes(tmp_path, monkeypatch)
     config = ServeConfig(port=0, mcp=str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match=r"none\.json"):
+        ServerThread(engine_in_thread(make_model(), config), make_served_tokenizer(), config, model_name="t")
+
+
+def test_without_the_routes_the_option_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("modelwright.serve.application.all_operations", lambda: OPERATIONS)
+    config = ServeConfig(port=0, mcp=write_config(tmp_path))
+    with pytest.raises(ConfigError, match="extra mcp"):
         ServerThread(engine_in_thread(make_model(), config), make_served_tokenizer(), config, model_name="t")

@@ -1,7 +1,6 @@
 """`modelwright serve`: serves a model over HTTP. Also reads the model and the settings of a server from words."""
 
 import argparse
-import importlib.util
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -145,8 +144,6 @@ def serve(words: Sequence[str]) -> int:
     from modelwright.serve.load import ModelSource
     from modelwright.serve.server import run_server
 
-    if parsed.mcp and importlib.util.find_spec("modelwright_mcp") is None:
-        raise ConfigError("--mcp: tools on the chat page need the extra mcp: pip install 'modelwright[mcp]'")
     if parsed.exit_with_parent:
         leave_with_parent()
     serving = read_serving(parsed, rest, own_names)

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from modelwright.core.errors import ConfigError
 from modelwright.serve.ab.controller import Experiments
 from modelwright.serve.account.monitoring import CLIENT_ID, ID_HEADER, ID_SCOPE, Metrics, with_fields
 from modelwright.serve.account.observers import RequestLog, Tracing, tracing_to
@@ -68,6 +69,8 @@ class Application:
         for operation in self._operations:
             if operation.prepare:
                 operation.prepare(self.service)
+        if config.mcp and "mcp" not in self.service.extensions:
+            raise ConfigError("mcp: tools on the chat page need the extra mcp: pip install 'modelwright[mcp]'")
         self.reloader = Reloader(self.service, locate or partial(same_place, source), self._load)
         self.tracing: Tracing | None = None
         if requests.traces:

@@ -31,6 +31,7 @@ from modelwright.serve.api.fields import (
     RequestModel,
     ResponseFormat,
     Said,
+    StreamOptions,
     Strict,
     Unsupported,
     read_content,
@@ -170,10 +171,6 @@ class ReasoningOptions(Strict):
     generate_summary: Ignored = None
 
 
-class StreamFlags(Strict):
-    include_obfuscation: bool | None = None
-
-
 class ResponseRequest(RequestModel):
     """POST /v1/responses. Fields of features that this server lacks are refused by name."""
 
@@ -186,7 +183,7 @@ class ResponseRequest(RequestModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stream: bool | None = None
-    stream_options: StreamFlags | None = None
+    stream_options: StreamOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
