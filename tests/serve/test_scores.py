@@ -93,7 +93,7 @@ def test_reranking_orders_by_score(judge: ServerThread, folder: Path):
 BAD = [
     ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, None, "text_1 has 2 texts and text_2 has 3"),
     ("/v1/score", {"text_1": "a", "text_2": []}, "text_2", "must be a text or a list of texts"),
-    ("/v1/score", {"text_1": "a", "text_2": ["a"] * 1025}, "text_2", "at most 1024"),
+    ("/v1/score", {"text_1": "a", "text_2": ["a"] * 2049}, "text_2", "at most 2048"),
     ("/v1/score", {"text_1": "a", "text_2": "dog " * 600}, "text_2", "context is 512 tokens"),
     ("/v1/score", {"text_1": "a", "text_2": "b", "activation": True}, "activation", "Unknown field"),
     ("/v1/rerank", {"query": 5, "documents": ["a"]}, "query", "must be a string"),
