@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,11 @@ def add_package(
     (info / "entry_points.txt").write_text("".join(lines))
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, module, raising=False)
+
+
+def add_tool_routes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adds the routes of `packages/mcp` where only its checkout is on the path, without an installation."""
+    names = {"list_tools": "LIST_TOOLS", "call_tool": "CALL_TOOL"}
+    if not {entry.name for entry in entry_points(group="modelwright.routes")} & {*names}:
+        source = "from modelwright_mcp.tools import CALL_TOOL, LIST_TOOLS\n"
+        add_package(folder / "routes", monkeypatch, "tool_routes", source, {"modelwright.routes": names})

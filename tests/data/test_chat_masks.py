@@ -8,7 +8,7 @@ import pytest
 from chat_templates import CALL, HERMES, MARKED, TOOL_CHAT, WEATHER, chatml_tokenizer
 from modelwright.core.errors import DataError
 from modelwright.data.tokenizer.chat import ChatTemplate, any_of
-from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 
 ANSWERS = [
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call><|im_end|>',
@@ -125,8 +125,8 @@ def test_neither_tools_nor_arguments_can_speak_special_tokens_or_mark_themselves
     assert answer == "No.<|im_end|>"
 
 
-def test_a_template_without_tools_refuses_them() -> None:
-    tokenizer = train_tokenizer(["some words"], TokenizerConfig(vocab_size=300))
+def test_a_template_without_tools_refuses_them(tmp_path: Path) -> None:
+    tokenizer = chatml_tokenizer(tmp_path, "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}")
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
     with pytest.raises(DataError, match="does not support tools"):
         tokenizer.encode_training_chats(turns, tools=[WEATHER])

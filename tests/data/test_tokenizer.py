@@ -152,7 +152,7 @@ def test_a_message_cannot_speak_for_the_assistant(tokenizer: Tokenizer) -> None:
 
 
 def test_template_refuses_unknown_roles(tokenizer: Tokenizer) -> None:
-    with pytest.raises(DataError, match="must be system, user or assistant, not robot"):
+    with pytest.raises(DataError, match="robot"):
         tokenizer.encode_prompt([{"role": "robot", "content": "x"}])
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from modelwright.serve.agents.calls import Function, TextPart
 from modelwright.serve.agents.forms import FORMS, choose_form
 from modelwright.serve.agents.reasoning import AnswerReader
-from modelwright.serve.engines.grammars import GrammarCompiler, GrammarSource
+from modelwright.serve.engines.grammars import GrammarCompiler, GrammarSource, Thought
 from serve.conftest import make_served_tokenizer
 
 NAMES = ("get_tide", "add")
@@ -110,6 +110,46 @@ def test_the_template_chooses_the_form():
     assert choose_form("auto", "{{ tools }}", takes_tools=True).name == "json"
     assert choose_form("mistral", "{{ '<tool_call>' }}", takes_tools=True).name == "mistral"
     assert choose_form("hermes", "", takes_tools=False).name == "own"
+
+
+def spell(constraint, ids: list[int]) -> bool:
+    """Whether a constraint allows these tokens one after the other."""
+    for token in ids:
+        if not constraint.allowed()[token]:
+            return False
+        constraint.advance(token)
+    return True
+
+
+def test_marks_of_several_tokens_begin_a_thought_and_a_call_alike():
+    """`<think>` and `<tool_call>` begin with the same token, and a thought may contain the beginning of its end."""
+    pytest.importorskip("llguidance")
+    tokenizer = make_served_tokenizer()
+    compiler = GrammarCompiler(tokenizer.definition, 336, tokenizer.stop_ids)
+    begin, end = tokenizer.mark_ids("<think>"), tokenizer.mark_ids("</think>")
+    call = tokenizer.encode('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>', with_begin=False)
+    assert len(begin) > 1
+    assert begin[0] == call[0]
+    functions = [Function("add", {"type": "object"}, True)]
+    text = FORMS["hermes"].grammar(functions, {}, most=1, is_forced=True)
+
+    def constraint(budget: int = -1, *, is_open: bool = False):
+        thought = Thought(begin, end, is_open, budget)
+        return compiler.compile_now(GrammarSource("lark", text, "tools", thought)).constraint()
+
+    thought = tokenizer.encode("a <b.", with_begin=False)
+    assert spell(constraint(), call)
+    assert spell(constraint(), [*begin, *thought, *end, *call])
+    assert spell(constraint(is_open=True), [*thought, *end, *call])
+    assert not spell(constraint(), thought)
+    assert not spell(constraint(), [*begin[:-1], *call])
+    inside = constraint(is_open=True)
+    assert not inside.allowed()[list(tokenizer.stop_ids)].any(), "an answer ends with its call, not in the thought"
+    limited = constraint(2, is_open=True)
+    assert spell(limited, [*thought[:2], *end, *call])
+    assert not spell(constraint(2, is_open=True), tokenizer.encode("abcde", with_begin=False))
+    free = compiler.compile_now(GrammarSource("any", "", "x", Thought(begin, end, True, 1))).constraint()
+    assert spell(free, [thought[0], *end, *thought, tokenizer.stop_ids[0]])
 
 
 SCHEMA = {

@@ -1,15 +1,23 @@
 """The chat page in a real browser: ask, watch the answer come in, stop it, at desktop and phone width."""
 
+import json
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from added_package import add_tool_routes
+from modelwright.serve.config import RequestsConfig, ServeConfig
+from modelwright.serve.engines.backends import engine_in_thread
+from modelwright.serve.load import ServedTokenizer
 from modelwright.serve.server import ServerThread
+from serve.conftest import make_model, make_tokenizer
 from serve.patience import held
+from serve.test_agents import TEMPLATE
 
 sync_api = pytest.importorskip("playwright.sync_api")
 
@@ -187,4 +195,103 @@ def test_a_wrong_setting_is_marked_and_nothing_is_sent(server: ServerThread, bro
     sync_api.expect(page.locator("#temperature + small")).to_be_empty()
     page.keyboard.press("Escape")
     sync_api.expect(page.locator("#panel")).to_be_hidden()
+    page.close()
+
+
+def test_calls_need_consent_and_the_conversation_survives_a_reload(
+    browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    add_tool_routes(tmp_path, monkeypatch)
+    pytest.importorskip("mcp")
+    pytest.importorskip("llguidance")
+    make_tokenizer().save(tmp_path)
+    # the prompt opens the thought, so that every answer has one
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    template = TEMPLATE.replace("{{ '<|assistant|>' }}", "{{ '<|assistant|><think>' }}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    tides = {"command": sys.executable, "args": [str(Path(__file__).with_name("tool_program.py"))]}
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"tides": tides}}))
+    config = ServeConfig(port=0, mcp=str(tmp_path / "mcp.json"))
+    client = engine_in_thread(make_model(2048), config)
+    requests = RequestsConfig(log=str(tmp_path / "log.sqlite"))
+    bodies: list[dict] = []
+
+    def force(route) -> None:
+        """The model is random: its first answer has to be a call, all thoughts are short, and answers end."""
+        body = json.loads(route.request.post_data)
+        bodies.append(body)
+        named = {"type": "function", "function": {"name": "tide"}}
+        body |= {"thinking_token_budget": 3, "max_tokens": 300}
+        if body["messages"][-1]["role"] == "tool":
+            body |= {"tool_choice": "none", "max_tokens": 12}
+        else:
+            body |= {"tool_choice": named, "parallel_tool_calls": False}
+            parameters = body["tools"][0]["function"]["parameters"]
+            parameters["properties"]["town"]["maxLength"], parameters["additionalProperties"] = 4, False
+        route.continue_(post_data=json.dumps(body))
+
+    tokenizer = ServedTokenizer.load(tmp_path)
+    with ServerThread(client, tokenizer, config, model_name="tiny", requests=requests) as server:
+        page = new_page(browser)
+        page.route("**/v1/chat/completions", force)
+        page.goto(server.url)
+        sync_api.expect(page.locator("#tools input")).to_have_count(3)
+        for decision in ("Run", "Refuse"):
+            page.fill("#question", "How high is the water?")
+            page.keyboard.press("Enter")
+            words = page.locator(".call textarea")
+            sync_api.expect(words).to_be_visible()
+            assert page.locator(".thought").last.get_attribute("open") is None
+            sync_api.expect(page.locator(".turn.tool")).to_have_count(0 if decision == "Run" else 1)
+            if decision == "Run":
+                page.reload()  # the call still waits for its decision
+                sync_api.expect(page.locator("#tools input")).to_have_count(3)
+                words.fill('{"town": ')
+                page.click("text=Run")
+                assert words.evaluate("box => box.validity.customError")
+                words.fill('{"town": "Bar"}')
+            page.get_by_role("button", name=decision, exact=True).click()
+            sync_api.expect(page.locator(".note").last).to_contain_text("tokens/s")
+            sync_api.expect(words).to_have_count(0)
+        results = [turn["content"] for turn in bodies[-1]["messages"] if turn["role"] == "tool"]
+        assert results[0].endswith("high in Bar")
+        assert results[1] == "error: the user refused this call"
+        calls = [turn["tool_calls"][0]["function"] for turn in bodies[-1]["messages"] if turn.get("tool_calls")]
+        assert json.loads(calls[0]["arguments"]) == {"town": "Bar"}
+        shown = page.locator(".turn.tool").first
+        assert "<img src=x" in shown.text_content()
+        assert shown.locator("img").count() == 0
+        before = page.locator(".turn").all_text_contents()
+        page.reload()
+        sync_api.expect(page.locator(".turn")).to_have_count(len(before))
+        assert page.locator(".turn").all_text_contents() == before
+        assert page.title() == "Modelwright chat"
+        thumb = page.get_by_label("Good answer").last
+        thumb.click()
+        sync_api.expect(thumb).to_have_attribute("aria-pressed", "true")
+        page.click("#new")
+        page.reload()
+        sync_api.expect(page.locator("#empty")).to_be_visible()
+        page.close()
+
+
+def test_a_missing_or_wrong_key_is_asked_for(slow_server, browser, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PAGE_KEY", "right")
+    page = new_page(browser)
+    page.goto(slow_server(api_key_env="PAGE_KEY").url)
+    sync_api.expect(page.locator("#down")).to_contain_text("asks for an API key")
+    sync_api.expect(page.locator("#key")).to_be_focused()
+    page.keyboard.type("wrong")
+    page.keyboard.press("Tab")
+    sync_api.expect(page.locator("#down")).to_contain_text("does not know this API key")
+    page.fill("#key", "right")
+    page.keyboard.press("Tab")
+    sync_api.expect(page.locator("#state")).to_have_class("up")
+    sync_api.expect(page.locator("#down")).to_be_hidden()
+    page.locator("#max_tokens").evaluate("box => box.value = 3")
+    page.fill("#question", "the quick")
+    page.keyboard.press("Enter")
+    sync_api.expect(page.locator(".note")).to_contain_text("cut at the limit")
+    page.get_by_label("Bad answer").click()
+    sync_api.expect(page.locator(".note.bad")).to_contain_text("requests.log")
     page.close()

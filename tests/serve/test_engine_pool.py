@@ -282,7 +282,7 @@ def test_messages_keep_every_bit():
     params = SamplingParams(temperature=0.1 + 0.2, stop_ids=(3, 4), logit_bias=((5, -1.5),), num_prompt_logprobs=2)
     source = GrammarSource("regex", "[ab]\n+é", "structured_outputs")
     jobs = [
-        GenerationJob([1, 2], params, CompiledGrammar(source, None, 9), "salt"),  # type: ignore[arg-type]
+        GenerationJob([1, 2], params, CompiledGrammar(source, None, 9, (), str), "salt"),  # type: ignore[arg-type]
         GenerationJob([1], SamplingParams()),
         EmbeddingJob([7, 8], "salt"),
     ]
@@ -295,6 +295,6 @@ def test_messages_keep_every_bit():
     sent += b"".join(encode({"output": output_message(output)}) for output in outputs)
     decoder = LineDecoder()
     arrived = [message for at in range(0, len(sent), 7) for message in decoder.feed(sent[at : at + 7])]
-    made = [job_of(one["job"], lambda source: CompiledGrammar(source, None, 9)) for one in arrived[:3]]  # type: ignore[arg-type]
+    made = [job_of(one["job"], lambda source: CompiledGrammar(source, None, 9, (), str)) for one in arrived[:3]]  # type: ignore[arg-type]
     assert made == jobs
     assert [output_of(one["output"]) for one in arrived[3:]] == outputs

@@ -93,7 +93,7 @@ def test_reranking_orders_by_score(judge: ServerThread, folder: Path):
 BAD = [
     ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, None, "text_1 has 2 texts and text_2 has 3"),
     ("/v1/score", {"text_1": "a", "text_2": []}, "text_2", "must be a text or a list of texts"),
-    ("/v1/score", {"text_1": "a", "text_2": ["a"] * 1025}, "text_2", "at most 1024"),
+    ("/v1/score", {"text_1": "a", "text_2": ["a"] * 2049}, "text_2", "at most 2048"),
     ("/v1/score", {"text_1": "a", "text_2": "dog " * 600}, "text_2", "context is 512 tokens"),
     ("/v1/score", {"text_1": "a", "text_2": "b", "activation": True}, "activation", "Unknown field"),
     ("/v1/rerank", {"query": 5, "documents": ["a"]}, "query", "must be a string"),
@@ -161,6 +161,15 @@ def test_embeddings_of_many_inputs_have_a_limit_of_their_own(client: OpenAI, ser
     refused = post(server, "/v1/embeddings", model="tiny", input=["a"] * 2049)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
     assert "'input' has 2049 entries; a request may have at most 2048" in refused.json()["error"]["message"]
+
+
+def test_2048_pairs_are_scored(judge: ServerThread):
+    for first in ("a", ["a"] * 2048):
+        reply = post(judge, "/v1/score", model="judge", text_1=first, text_2=["b"] * 2048)
+        assert reply.status_code == 200, reply.text
+        assert [one["index"] for one in reply.json()["data"]] == list(range(2048))
+    refused = post(judge, "/v1/score", model="judge", text_1="a", text_2=["b"] * 2049)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text_2")
 
 
 def test_embeddings_that_cannot_be_made_are_refused(client: OpenAI):

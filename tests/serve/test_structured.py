@@ -274,13 +274,13 @@ def check_call(name: str, arguments: str) -> None:
 def test_forced_calls_are_valid_whole_and_streamed(tool_client, choice):
     names = set()
     for seed in range(3):
-        answer = tool_client(tool_choice=choice, seed=seed).choices[0]
+        answer = tool_client(tool_choice=choice, seed=seed, parallel_tool_calls=False).choices[0]
         (call,) = answer.message.tool_calls
         assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
         check_call(call.function.name, call.function.arguments)
         names.add(call.function.name)
         name, arguments, ids = "", "", set()
-        for event in tool_client(tool_choice=choice, seed=seed, stream=True):
+        for event in tool_client(tool_choice=choice, seed=seed, parallel_tool_calls=False, stream=True):
             for part in event.choices[0].delta.tool_calls or []:
                 ids |= {part.id} - {None}
                 name += part.function.name or ""

@@ -126,15 +126,18 @@ def parser() -> argparse.ArgumentParser:
         notes=settings_help(),
         example="modelwright serve runs/quickstart --port 8000 --engine.max_num_seqs 64",
         usage="modelwright serve RUN|MODEL_FOLDER [--stage NAME] [--int8] [--port N] [--host H] "
-        "[--adapters NAME=FOLDER ...] [--a.b VALUE ...]",
+        "[--adapters NAME=FOLDER ...] [--mcp CONFIG] [--a.b VALUE ...]",
     )
     add_model_options(parser)
+    parser.add_argument(
+        "--mcp", default="", metavar="CONFIG", help="JSON file with MCP servers, whose tools the chat page offers"
+    )
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when the process that started it is gone")
     return parser
 
 
 def serve(words: Sequence[str]) -> int:
-    own_names = (*MODEL_OPTIONS, "exit-with-parent", "help")
+    own_names = (*MODEL_OPTIONS, "mcp", "exit-with-parent", "help")
     leading, own, rest = split_settings(words, own_names)
     parsed = parser().parse_args([*leading, *own])
     require({"serve": "serve"})
@@ -155,7 +158,7 @@ def serve(words: Sequence[str]) -> int:
 
     number = run_server(
         serving.source,
-        serving.settings,
+        replace(serving.settings, mcp=parsed.mcp),
         model_name=serving.model_name,
         requests=serving.requests,
         announce=lambda line: print(line, flush=True),

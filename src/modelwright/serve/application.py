@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from modelwright.core.errors import ConfigError
 from modelwright.serve.ab.controller import Experiments
 from modelwright.serve.account.monitoring import CLIENT_ID, ID_HEADER, ID_SCOPE, Metrics, with_fields
 from modelwright.serve.account.observers import RequestLog, Tracing, tracing_to
@@ -64,6 +65,12 @@ class Application:
         self.metrics = Metrics(model_name)
         served = serve_model(client, tokenizer, config, self.metrics, source)
         self.service = Service(config, model_name, served, self.metrics, keys)
+        self._operations = all_operations()
+        for operation in self._operations:
+            if operation.prepare:
+                operation.prepare(self.service)
+        if config.mcp and "mcp" not in self.service.extensions:
+            raise ConfigError("mcp: tools on the chat page need the extra mcp: pip install 'modelwright[mcp]'")
         self.reloader = Reloader(self.service, locate or partial(same_place, source), self._load)
         self.tracing: Tracing | None = None
         if requests.traces:
@@ -75,7 +82,7 @@ class Application:
 
     def asgi(self) -> ASGIApp:
         """Returns the routes. Call it after `start`."""
-        operations, service = all_operations(), self.service
+        operations, service = self._operations, self.service
         routes = [_TracedRoute(one.path, one.handler, methods=[one.method]) for one in operations]
         app = Starlette(
             routes=routes, exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _error_response)
@@ -132,6 +139,8 @@ class Application:
         """Starts the engines and observers. Call it inside the running event loop, before requests arrive."""
         self.service.worker.client.start(self.service.worker)
         self.service.metrics.versions.show(self.service.model.fingerprint)
+        for start in self.service.starting:
+            await start()
         if self._request_log:
             self._request_log.start()
             self.service.observers.append(self._request_log)
@@ -165,6 +174,8 @@ class Application:
         """Stops the engines and writes all queued records."""
         # observers last, because the ends of answers are reported to them
         await self.reloader.close()
+        for close in self.service.closing:
+            await close()
         await self.service.worker.client.stop()
         if self._experiments:
             await self._experiments.close()

@@ -80,6 +80,9 @@ class ServeConfig:
     backend: str = constant(OWN_BACKEND)
     """Back-end that computes the answers: see `BACKENDS` in `engines/backends.py`. Not a setting, because each can
     serve a run's model."""
+    mcp: str = constant("")
+    """JSON file with the MCP servers whose tools the chat page offers; "" offers none. Not a setting, because the
+    programs belong to this machine instead of the run."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     tool_parser: ToolParser = "auto"
     """Form in which the model writes calls of functions; `auto` chooses by the chat template, and a template without a
@@ -87,7 +90,9 @@ class ServeConfig:
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
     """`think` returns the text between `<think>` and `</think>` as `reasoning_content`; `auto` does so if the chat
     template or the vocabulary has these marks."""
-    clamp_max_tokens: bool = True
+    stored_responses: int = 0
+    """Responses that are kept in memory for `previous_response_id` of /v1/responses; 0 keeps none."""
+    clamp_max_tokens: bool = constant(True)
     """Lower `max_tokens` of chat requests to the room in the context instead of refusing the request."""
     images: PromptImagesConfig = field(default_factory=PromptImagesConfig, metadata={"constant": True})
     """Limits on images in chat requests."""
@@ -121,8 +126,9 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"port: must be between 0 (any free one) and 65535, got {self.port}")
-        if self.max_queued < 0:
-            raise ConfigError(f"max_queued: must not be negative, got {self.max_queued}")
+        for name in ("max_queued", "stored_responses"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}")
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise ConfigError("tls_certificate, tls_key: HTTPS needs both; give both files or none")
         for name in ("engines", "max_completions", "max_body_bytes", "max_queued_tokens"):

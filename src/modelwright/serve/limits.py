@@ -8,7 +8,7 @@ shape stops no stream. Many numbers can be legitimate (token ids of several prom
 (`api/parsing.py`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,13 +104,13 @@ class Limits:
             text = f"This model's context is {self.context} tokens. The request has a {where} with {count} {what};"
             raise ApiError(400, f"{text} at most {most} are read. Shorten it.", code="context_length_exceeded")
 
-    def check_chat(self, data: dict[str, Any]) -> None:
+    def check_chat(self, data: dict[str, Any], param: str = "messages") -> None:
         """Raises `ApiError` 400 for more messages, fields or characters than the context can hold."""
-        messages = data.get("messages")
-        self._check_entries(data, "messages")
+        messages = data.get(param)
+        self._check_entries(data, param)
         if not isinstance(messages, list):
             return
-        self._check_tokens(len(messages), "messages", "messages")
+        self._check_tokens(len(messages), param, "messages")
         num_characters = num_parts = 0
         for message in messages:
             content = message.get("content") if isinstance(message, dict) else None
@@ -120,40 +120,42 @@ class Limits:
             for entry in (message, *parts[: self.context]):
                 if isinstance(entry, dict) and len(entry) > MAX_FIELDS:
                     text = f"a message has {len(entry)} fields; at most {MAX_FIELDS} are read."
-                    text = f"Invalid value for 'messages': {text}"
-                    raise ApiError(400, text, param="messages", code="invalid_value")
+                    text = f"Invalid value for {param!r}: {text}"
+                    raise ApiError(400, text, param=param, code="invalid_value")
                 for name, value in entry.items() if isinstance(entry, dict) else ():
                     if name != "content" and isinstance(value, (list, dict)) and len(value) > MAX_ENTRIES:
                         text = f"{name!r} has {len(value)} entries; at most {MAX_ENTRIES} are read."
-                        text = f"Invalid value for 'messages': {text}"
-                        raise ApiError(400, text, param="messages", code="invalid_value")
+                        text = f"Invalid value for {param!r}: {text}"
+                        raise ApiError(400, text, param=param, code="invalid_value")
             texts = [content, *(part.get("text") for part in parts[: self.context] if isinstance(part, dict))]
             num_characters += sum(len(text) for text in texts if isinstance(text, str))
-        self._check_tokens(num_parts, "messages", "parts")
-        self._check_characters(num_characters, "messages")
+        self._check_tokens(num_parts, param, "parts")
+        self._check_characters(num_characters, param)
 
-    def check_prompts(self, data: dict[str, Any], param: str) -> None:
-        """Raises `ApiError` 400 for more prompts, tokens or characters in the field `param` than the server can use."""
+    def check_prompts(self, data: dict[str, Any], param: str, prompts: Sequence[str] = ()) -> None:
+        """Raises `ApiError` 400 for more prompts, tokens or characters in the field `param` than the server can use.
+        prompts: all fields with prompts.
+        """
         prompt = data.get(param)
-        self._check_entries(data, param)
+        self._check_entries(data, param, *prompts)
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             if len(prompt) > self.max_choices and param == "prompt":
                 raise too_many_answers(self.max_choices)
             if len(prompt) > self.max_choices:
                 text = f"{param!r} has {len(prompt)} entries; a request may have at most {self.max_choices}."
                 raise ApiError(400, f"{text} Send several.", param=param, code="invalid_value")
-            prompts: Iterable[Any] = prompt
+            entries: Iterable[Any] = prompt
         else:
-            prompts = [prompt]
-        for one in prompts:
+            entries = [prompt]
+        for one in entries:
             if isinstance(one, str):
                 self._check_characters(len(one), param)
             elif isinstance(one, list):
                 self._check_tokens(len(one), param, "token ids")
 
-    def _check_entries(self, data: dict[str, Any], prompt: str) -> None:
+    def _check_entries(self, data: dict[str, Any], *prompts: str) -> None:
         for name, value in data.items():
-            if name != prompt and isinstance(value, (list, dict)) and len(value) > MAX_ENTRIES:
+            if name not in prompts and isinstance(value, (list, dict)) and len(value) > MAX_ENTRIES:
                 text = f"Invalid value for {name!r}: it has {len(value)} entries; at most {MAX_ENTRIES} are read."
                 raise ApiError(400, text, param=name, code="invalid_value")
 

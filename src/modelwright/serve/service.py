@@ -7,10 +7,11 @@ import hashlib
 import hmac
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -203,6 +204,30 @@ class ServiceState:
     reason: str = ""
 
 
+class ResponseStore:
+    """The conversations of the last responses, by id, for `previous_response_id`. capacity: 0 keeps none."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._turns: OrderedDict[str, Sequence[Any]] = OrderedDict()
+
+    def put(self, name: str, turns: Sequence[Any]) -> None:
+        self._turns[name] = turns
+        while len(self._turns) > self.capacity:
+            self._turns.popitem(last=False)
+
+    def get(self, name: str) -> Sequence[Any]:
+        """Returns the turns before and of a response. Raises `ApiError` 400."""
+        if not self.capacity:
+            text = "this server keeps no responses (setting serve.stored_responses); send all earlier items in input"
+            raise ApiError(400, f"Invalid value for 'previous_response_id': {text}.", param="previous_response_id")
+        if (turns := self._turns.get(name)) is None:
+            text = f"No response {name!r} is kept here, where the last {self.capacity} are; send all items in input."
+            code = "previous_response_not_found"
+            raise ApiError(400, text, param="previous_response_id", code=code)
+        return turns
+
+
 @dataclass
 class Service:
     """A server's state. `model`: version for new requests, unless an A/B test assigns them to the candidate of `arms`;
@@ -218,6 +243,14 @@ class Service:
     retiring: list[ServedModel] = field(default_factory=list)
     observers: list[ExchangeObserver] = field(default_factory=list)
     arms: Arms | None = None
+    starting: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    """Called when the server starts, for routes of other packages."""
+    closing: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    extensions: dict[str, Any] = field(default_factory=dict)
+    """State of routes of other packages, by the package's word."""
+
+    def __post_init__(self) -> None:
+        self.responses = ResponseStore(self.config.stored_responses)
 
     @contextmanager
     def lease(self) -> Iterator["Lease"]:

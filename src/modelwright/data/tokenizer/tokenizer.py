@@ -397,7 +397,9 @@ class Tokenizer:
         """Encodes a conversation up to the beginning of the assistant's turn. image_text: as in `encode_rendered`;
         variables: as in `render`. Raises `DataError` if the template rejects the conversation, or omits an image.
         """
-        rendered = self.render(messages, tools=tools, add_generation_prompt=True, **variables)
+        # not by `render`, because a client may name a variable like one of its parameters
+        template = self._tool_template if tools else self.chat_template
+        rendered = template.render(messages, tools=tools, add_generation_prompt=True, variables=variables)
         _require_images(messages, rendered)
         return self.encode_rendered(rendered, image_text)
 

@@ -53,9 +53,13 @@ class CallParser(Protocol):
 class CallForm(Protocol):
     """The form in which a family of models writes calls."""
 
-    name: str
-    marks: tuple[str, ...]
-    """Texts of which a chat template has at least one if its model writes this form."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts of which a chat template has at least one if its model writes this form."""
+        ...
 
     @property
     def opening(self) -> str:

@@ -4,7 +4,7 @@ its client disconnects. Also log-probabilities in the form of JSON.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -57,15 +57,22 @@ class AnswerKind(Generic[G]):
     event_object: str
     plan: Callable[[G, ServedModel, Sequence[Prompt]], AnswerPlan] | None = None
     """How answers are made and read; None for plain texts."""
+    events: Callable[[Generation], AsyncIterator[Mapping[str, Any]]] | None = None
+    """Yields named events instead of those of `opening` and `chunk`; its own errors are events as well."""
+
+
+def require_generator(model: str, lease: Lease) -> None:
+    """Raises `ApiError` for a name that is unknown, or of a model that only scores texts."""
+    lease.require_model(model)
+    if lease.model.info.scores:
+        text = f"The model {model!r} scores texts and generates none; ask /v1/score or /v1/rerank."
+        raise ApiError(400, text, param="model", code="unsupported_task")
 
 
 def read_generation(kind: type[G], body: bytes, lease: Lease) -> G:
     """Validates a body and returns the request. Raises `ApiError`."""
     asked = parse_request(kind, body, lease.model.limits)
-    lease.require_model(asked.model)
-    if lease.model.info.scores:
-        text = f"The model {asked.model!r} scores texts and generates none; ask /v1/score or /v1/rerank."
-        raise ApiError(400, text, param="model", code="unsupported_task")
+    require_generator(asked.model, lease)
     if asked.stream and asked.prompt_logprobs is not None:
         text = "prompt_logprobs come with whole answers only; leave out stream or prompt_logprobs."
         raise ApiError(400, text, param="prompt_logprobs", code="invalid_value")
@@ -149,6 +156,10 @@ async def _events(generation: Generation, kind: AnswerKind[Any], exchange: Excha
     """Yields server-sent events. An error is an event as well, because the status has already been sent."""
     try:
         with exchange.answering():
+            if kind.events is not None:
+                async for event in kind.events(generation):
+                    yield _event(event, name=event["type"])
+                return
             for body in kind.opening(generation):
                 yield _event(body | _usage_so_far(generation))
             async for index, piece in generation.pieces():
@@ -157,6 +168,8 @@ async def _events(generation: Generation, kind: AnswerKind[Any], exchange: Excha
             if generation.request.wants_usage_chunk:
                 yield _event(generation.envelope(kind.event_object, []) | {"usage": generation.usage()})
     except ApiError as error:
+        if kind.events is not None:
+            return
         yield _event(error.body())
     finally:
         generation.stream.close()
@@ -173,8 +186,9 @@ def _usage_so_far(generation: Generation) -> dict[str, Any]:
     return {"usage": generation.usage() if options and options.continuous_usage_stats else None}
 
 
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n\n"
+def _event(body: Mapping[str, Any], *, name: str = "") -> bytes:
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n\n"
 
 
 def token_name(generation: Generation, token_id: int) -> str:

@@ -6,7 +6,7 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -147,7 +147,8 @@ def render_prompt(
     message, calls as JSON and results in turns of the user. Raises `ApiError` 400 if the template rejects it.
     """
     tokenizer = model.tokenizer
-    names = ("name", "description", "parameters", "strict")
+    # `strict` concerns decoding; training has no such field
+    names = ("name", "description", "parameters")
     described = [
         {"type": "function", "function": {n: value for n in names if (value := getattr(tool.function, n)) is not None}}
         for tool in tools
@@ -176,6 +177,7 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     CLAMPS_TOKENS = True
+    TURNS_FIELD: ClassVar[str] = "messages"
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -284,7 +286,7 @@ def _chat_prompts(asked: ChatRequest, lease: Lease) -> list[Prompt]:
     pixels: list[Pixels] = []
     for number, message in enumerate(asked.messages):
         for part in message.content.images if message.content else ():
-            where = f"messages.{number}.content.{part.number}"
+            where = f"messages.{number}.content.{part.number}" if asked.TURNS_FIELD == "messages" else asked.TURNS_FIELD
             if not info.reads_images:
                 raise _bad_image(where, "this model reads no images; remove the part", code="unsupported_image")
             if len(pixels) == config.max_count:
@@ -311,11 +313,12 @@ def _chat_plan(asked: ChatRequest, model: ServedModel, prompts: Sequence[Prompt]
     """Returns how answers are constrained and read. Raises `ApiError` 400 for grammars that exclude each other."""
     functions, form, tokenizer = asked.callable_functions(), model.form, model.tokenizer
     source = asked.grammar()
+    is_single = asked.parallel_tool_calls is False or isinstance(asked.tool_choice, NamedTool)
+    most = 1 if is_single else MAX_CALLS
     if functions and (asked.must_call or any(one.is_strict for one in functions)):
         if source is not None:
             text = f"{source.param} and tools cannot be combined; give one of them."
             raise ApiError(400, text, param="tools", code="invalid_value")
-        most = MAX_CALLS if asked.parallel_tool_calls else 1
         text = form.grammar(functions, tokenizer.special, most=most, is_forced=asked.must_call)
         source = GrammarSource("lark", text, "tools")
     state: Literal["before", "thought", "text"] = "text"
@@ -335,7 +338,6 @@ def _chat_plan(asked: ChatRequest, model: ServedModel, prompts: Sequence[Prompt]
     names = [one.name for one in functions]
 
     def reader() -> AnswerReader:
-        most = 1 if asked.parallel_tool_calls is False else MAX_CALLS
         return AnswerReader(state, form.parser(names, most=most) if names else None)
 
     marks = {form.opening} if names else set[str]()
@@ -344,7 +346,7 @@ def _chat_plan(asked: ChatRequest, model: ServedModel, prompts: Sequence[Prompt]
 
 
 def _bad_image(where: str, reason: str, *, code: str = "invalid_image") -> ApiError:
-    return ApiError(400, f"Invalid value for {where!r}: {reason}.", param="messages", code=code)
+    return ApiError(400, f"Invalid value for {where!r}: {reason}.", param=where.partition(".")[0], code=code)
 
 
 def _full(generation: Generation) -> dict[str, Any]:

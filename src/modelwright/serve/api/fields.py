@@ -108,6 +108,9 @@ class RequestModel(Strict):
     HARMLESS_FIELDS: ClassVar[frozenset[str]] = frozenset()
     """Fields of other servers that change no answer here: they are accepted, and a header of the reply names them."""
 
+    NEUTRAL_VALUES: ClassVar[Mapping[str, Any]] = {}
+    """Fields of features that this server lacks, with the value that does not ask for them."""
+
     PROMPT_FIELDS: ClassVar[tuple[str, ...]] = ()
     """Fields that may be as long as the context. All others need limits of their own, in their types."""
 
@@ -126,7 +129,7 @@ class RequestModel(Strict):
     def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
         """Raises `ApiError` 400 if `data` has more entries or characters than the server can use."""
         for param in cls.PROMPT_FIELDS:
-            limits.check_prompts(data, param)
+            limits.check_prompts(data, param, cls.PROMPT_FIELDS)
 
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
@@ -300,12 +303,12 @@ class ResponseFormat(Strict):
             raise ValueError("json_schema belongs to the type json_schema, which needs it")
         return self
 
-    def source(self) -> GrammarSource | None:
+    def source(self, param: str = "response_format") -> GrammarSource | None:
         """Returns the grammar, or None for plain text. Raises `ApiError`."""
         if self.type == "text":
             return None
         schema = self.json_schema.json_schema if self.json_schema else None
-        return json_source({"type": "object"} if schema is None else schema, "response_format")
+        return json_source({"type": "object"} if schema is None else schema, param)
 
 
 class StructuredOutputs(Strict):
@@ -343,19 +346,29 @@ class StreamOptions(Strict):
 
 HARMLESS_FIELDS = frozenset(
     (
-        *("prediction", "prompt_cache_retention", "verbosity", "moderation"),  # OpenAI: speed, price, style
-        *("cache_control", "provider", "transforms", "route", "session_id", "usage"),  # Anthropic, OpenRouter
-        *("keep_alive", "num_ctx", "priority", "request_id", "use_beam_search", "length_penalty"),  # Ollama, vLLM
-        *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
+        *("prediction", "prompt_cache_retention", "moderation"),  # OpenAI: speed, price
+        *("cache_control", "provider", "route", "session_id", "usage"),  # Anthropic, OpenRouter
+        *("keep_alive", "num_ctx", "priority", "request_id"),  # Ollama, vLLM
     )
 )
 """Fields of other servers that are accepted and change nothing; docs/serving.md lists them."""
+NEUTRAL_VALUES: Mapping[str, Any] = {
+    "verbosity": "medium",
+    "transforms": [],
+    "use_beam_search": False,
+    "length_penalty": 1,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+}
+"""Fields that change answers elsewhere and are not supported here, with the one value that changes nothing."""
 
 
 class GenerationRequest(RequestModel):
     """Fields that completions and chat share. The last group is accepted and ignored."""
 
     HARMLESS_FIELDS = HARMLESS_FIELDS
+    NEUTRAL_VALUES = NEUTRAL_VALUES
     CLAMPS_TOKENS: ClassVar[bool] = False
     """Whether `max_tokens` above the room is lowered to it, where the server's settings allow."""
     MOST_DEFAULT_TOKENS: ClassVar[int] = sys.maxsize

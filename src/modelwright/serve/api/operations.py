@@ -21,9 +21,9 @@ from starlette.routing import compile_path
 from modelwright.core.errors import ConfigError
 from modelwright.core.extensions import installed
 from modelwright.serve.ab.experiment import EndRequest, ExperimentRequest, ShareRequest
-from modelwright.serve.api import admin, chat, completions, encode, pages
+from modelwright.serve.api import admin, chat, completions, encode, pages, responses
 from modelwright.serve.keys import KeyScope
-from modelwright.serve.service import FeedbackRequest, service_of
+from modelwright.serve.service import FeedbackRequest, Service, service_of
 
 REFERENCE = "#/components/schemas/{model}"
 
@@ -82,6 +82,8 @@ class Operation:
     errors: tuple[int, ...] = ()
     event: str = ""
     """Name of the schema of a stream's events; "" for a route that cannot stream."""
+    prepare: Callable[[Service], None] | None = None
+    """Called once before the server starts; may raise `ConfigError`, and add to the service's lists."""
 
     @property
     def name(self) -> str:
@@ -152,7 +154,10 @@ def reply_models() -> dict[str, type[BaseModel]]:
     from openai.types import Completion, CreateEmbeddingResponse
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-    models = (Completion, ChatCompletion, ChatCompletionChunk, CreateEmbeddingResponse, ErrorReply)
+    models = (
+        *(Completion, ChatCompletion, ChatCompletionChunk, CreateEmbeddingResponse),
+        *(ErrorReply, responses.ResponseEvent),
+    )
     return {model.__name__: model for model in models}
 
 
@@ -210,6 +215,15 @@ OPERATIONS = (
         chat.ChatRequest,
         GENERATES,
         event="ChatCompletionChunk",
+    ),
+    _post(
+        "/v1/responses",
+        responses.create_response,
+        "Answer with items, as OpenAI's Responses API",
+        responses.ResponseReply,
+        responses.ResponseRequest,
+        GENERATES,
+        event="ResponseEvent",
     ),
     _post(
         "/v1/embeddings",

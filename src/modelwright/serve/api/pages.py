@@ -95,6 +95,8 @@ class ModelReply(BaseModel):
     owned_by: str
     max_model_len: int
     description: str
+    page_tools: bool
+    """The chat page offers tools (`serve --mcp`)."""
     root: str = ""
     stage: str = ""
     digest: str = ""
@@ -136,5 +138,6 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "modelwright",
         "max_model_len": service.model.info.max_seq_len,
         "input_modalities": ["text", "image"] if service.model.info.reads_images else ["text"],
+        "page_tools": "mcp" in service.extensions,
         "description": expectation(service.model.info.num_parameters),
     }

@@ -43,6 +43,11 @@ def parse_request(kind: type[R], body: bytes, limits: Limits) -> R:
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
     # before pydantic, which would report wrong values of known fields first
     extra = [name for name, value in data.items() if name not in kind.model_fields and value is not None]
+    for name, neutral in kind.NEUTRAL_VALUES.items():
+        if name in extra and data.pop(name) != neutral:
+            text = f"{name} is not supported by this server, which takes only {json.dumps(neutral)}; remove it."
+            raise ApiError(400, text, param=name, code="unsupported_parameter")
+    extra = [name for name in extra if name in data]
     unknown = next((name for name in extra if name not in kind.HARMLESS_FIELDS), None)
     if unknown is not None:
         known, shown = ", ".join(sorted(kind.model_fields)), short(unknown)

@@ -5,17 +5,20 @@ import graphlib
 import importlib.util
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
+import tokenizers
 import torch
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.infer.sequence import TokenConstraint
 from modelwright.serve.agents.calls import JSON_FORM
+from modelwright.serve.agents.reasoning import END_THINK
 from modelwright.serve.errors import ApiError
 
 if TYPE_CHECKING:
@@ -157,10 +160,14 @@ class ThoughtConstraint:
     """Lets a sequence think freely, closes the thought at its budget, and then follows the grammar, if there is one."""
 
     _thought: Thought
+    _grammar: "CompiledGrammar"
     _answer: GrammarConstraint | None
-    _vocab_size: int
+    """None once what was written can be no answer, and without a grammar."""
     _state: Literal["before", "inside", "after"] = "before"
-    _recent: list[int] = field(default_factory=list)
+    _num_begun: int = 0
+    """Tokens of the first mark so far. A mark of several tokens may begin like an answer (`<think>`, `<tool_call>`), so
+    both are followed until one of them is excluded."""
+    _tail: str = ""
     _num_tokens: int = 0
     _num_closed: int = 0
 
@@ -168,58 +175,62 @@ class ThoughtConstraint:
         self._state = "inside" if self._thought.is_open else "before"
 
     def allowed(self) -> Tensor:
+        thought, size, has_grammar = self._thought, self._grammar.vocab_size, self._grammar.matcher is not None
         if self._state == "inside":
-            if 0 <= self._thought.budget <= self._num_tokens:
-                forced = torch.zeros(self._vocab_size, dtype=torch.bool)
-                forced[self._thought.end[self._num_closed]] = True
-                return forced
-            return torch.ones(self._vocab_size, dtype=torch.bool)
-        if self._state == "before" and self._recent:
-            # a mark of several tokens has begun, and goes on
-            forced = torch.zeros(self._vocab_size, dtype=torch.bool)
-            forced[self._thought.begin[len(self._recent)]] = True
-            return forced
-        if self._answer is None:
-            return torch.ones(self._vocab_size, dtype=torch.bool)
-        allowed = self._answer.allowed()
+            if 0 <= thought.budget <= self._num_tokens:
+                return torch.arange(size) == thought.end[self._num_closed]
+            free = torch.ones(size, dtype=torch.bool)
+            # an answer in the form of a grammar must still come
+            free[[token for token in self._grammar.stop_ids if has_grammar]] = False
+            return free
+        allowed = self._answer.allowed() if self._answer is not None else torch.full((size,), not has_grammar)
         if self._state == "before":
-            allowed[self._thought.begin[0]] = True
+            allowed[thought.begin[self._num_begun]] = True
         return allowed
 
     def advance(self, token_id: int) -> None:
         thought = self._thought
-        if self._state == "before":
-            if token_id == thought.begin[len(self._recent)]:
-                self._recent.append(token_id)
-                if len(self._recent) == len(thought.begin):
-                    self._state, self._recent = "inside", []
-                return
-            self._state = "after"
-        if self._state == "after":
-            if self._answer is not None:
-                self._answer.advance(token_id)
+        if self._state == "inside":
+            if 0 <= thought.budget <= self._num_tokens:
+                self._num_closed += 1
+            else:
+                self._num_tokens += 1
+            # by its text, because the token before the mark may contain its beginning
+            self._tail = self._tail[-len(END_THINK) :] + self._grammar.text_of(token_id)
+            if END_THINK in self._tail:
+                self._state, self._answer = "after", self._grammar.answer()
             return
-        if 0 <= thought.budget <= self._num_tokens:
-            self._num_closed += 1
+        if self._state == "before" and token_id == thought.begin[self._num_begun]:
+            self._num_begun += 1
+            if self._num_begun == len(thought.begin):
+                self._state = "inside"
+                return
+            if self._answer is not None and not self._answer.allowed()[token_id]:
+                self._answer = None
         else:
-            self._num_tokens += 1
-        self._recent = [*self._recent, token_id][-len(thought.end) :]
-        if tuple(self._recent) == thought.end:
             self._state = "after"
+        if self._answer is not None:
+            self._answer.advance(token_id)
 
 
 @dataclass(frozen=True)
 class CompiledGrammar:
-    """A compiled grammar, which creates a separate state for each sequence."""
+    """A compiled grammar, which creates a separate state for each sequence. text_of: returns the text of a token."""
 
     source: GrammarSource
     matcher: "LLMatcher | None"
     vocab_size: int
+    stop_ids: Sequence[int]
+    text_of: Callable[[int], str]
+
+    def answer(self) -> GrammarConstraint | None:
+        """Returns the state at the beginning of an answer; None without a grammar."""
+        return GrammarConstraint(self.matcher.deep_copy(), self.vocab_size) if self.matcher else None
 
     def constraint(self) -> TokenConstraint:
-        answer = GrammarConstraint(self.matcher.deep_copy(), self.vocab_size) if self.matcher else None
+        answer = self.answer()
         if self.source.thought is not None:
-            return ThoughtConstraint(self.source.thought, answer, self.vocab_size)
+            return ThoughtConstraint(self.source.thought, self, answer)
         assert answer is not None, "free text has no grammar"
         return answer
 
@@ -238,7 +249,7 @@ class GrammarCompiler:
     async def compile(self, source: GrammarSource) -> CompiledGrammar:
         """Compiles in another thread. Raises `ApiError` 400 for a malformed or slow grammar, and without llguidance."""
         if source.kind == "any":
-            return CompiledGrammar(source, None, self._vocab_size)
+            return self.compile_now(source)
         if importlib.util.find_spec("llguidance") is None:
             text = "constrained output needs llguidance, which the server lacks; its operator can install"
             raise _bad(source.param, f"{text} modelwright[structured]")
@@ -251,7 +262,7 @@ class GrammarCompiler:
     def compile_now(self, source: GrammarSource) -> CompiledGrammar:
         """Compiles in this thread, without a time limit. Raises like `compile`."""
         if source.kind == "any":
-            return CompiledGrammar(source, None, self._vocab_size)
+            return CompiledGrammar(source, None, self._vocab_size, self._stop_ids, self._text_of)
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
         try:
@@ -271,7 +282,14 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise _bad(source.param, matcher.get_error().strip().splitlines()[0][:300])
-        return CompiledGrammar(source, matcher, self._vocab_size)
+        return CompiledGrammar(source, matcher, self._vocab_size, self._stop_ids, self._text_of)
+
+    def _text_of(self, token_id: int) -> str:
+        return self._texts.decode([token_id], skip_special_tokens=False)
+
+    @cached_property
+    def _texts(self) -> tokenizers.Tokenizer:
+        return tokenizers.Tokenizer.from_str(self._definition)
 
 
 def _bad(param: str, reason: str) -> ApiError:
