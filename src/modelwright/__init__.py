@@ -55,11 +55,11 @@ from modelwright.core import VERSION
 from modelwright.core.library_environment import prepare
 
 if TYPE_CHECKING:
-    from modelwright.api.models import Comparison, Model, clean, compare, evaluate, export, load, serve
-    from modelwright.api.runs import Run, align, finetune, run
-    from modelwright.api.watch import Step
     from modelwright.core.errors import ConfigError, ModelwrightError
+    from modelwright.recipes.models import Comparison, Model, clean, compare, evaluate, export, load, serve
+    from modelwright.recipes.runs import Run, align, finetune, run
     from modelwright.recipes.show import show
+    from modelwright.recipes.watch import Step
     from modelwright.train.build import train as train_model
     from modelwright.train.job import TrainJob
 
@@ -72,12 +72,12 @@ __all__ = [
 _EXPORTS = {
     "TrainJob": ("modelwright.train.job", "TrainJob"),
     "train_model": ("modelwright.train.build", "train"),
-    "Step": ("modelwright.api.watch", "Step"),
+    "Step": ("modelwright.recipes.watch", "Step"),
     "show": ("modelwright.recipes.show", "show"),
     **{name: ("modelwright.core.errors", name) for name in ("ConfigError", "ModelwrightError")},
-    **{name: ("modelwright.api.runs", name) for name in ("Run", "align", "finetune", "run")},
+    **{name: ("modelwright.recipes.runs", name) for name in ("Run", "align", "finetune", "run")},
     **{
-        name: ("modelwright.api.models", name)
+        name: ("modelwright.recipes.models", name)
         for name in ("Comparison", "Model", "clean", "compare", "evaluate", "export", "load", "serve")
     },
 }

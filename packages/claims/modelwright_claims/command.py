@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from modelwright.api.display import choose_display
 from modelwright.cli.parsers import Command
 from modelwright.core.errors import ConfigError
+from modelwright.recipes.display import choose_display
 from modelwright_claims import published
 
 PUBLISHED, PAGE, OWN = Path("benchmarks/results"), Path("docs/claims.md"), Path("claims-here")

@@ -65,7 +65,7 @@ HELDOUT_ROWS = 128
 CALIBRATION_BATCHES, CALIBRATION_ROWS = 8, 8
 MORE_RATE = 0.3
 """Rate of the steps that follow, with and without rounding, as a share of the first ones'. At the whole rate training
-on a 4-bit grid ended further from FP32 than rounding afterwards (docs/log.md)."""
+on a 4-bit grid ended further from FP32 than rounding afterwards (docs/log/models-and-alignment.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

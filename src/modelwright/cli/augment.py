@@ -8,11 +8,11 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from modelwright.api.display import shown_progress
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.overrides import all_paths, read_overrides, split_settings
+from modelwright.recipes.display import shown_progress
 
 _FLAGS = ("preview", "help")
 _PIECES = re.compile(r"\s+|\w+|[^\w\s]")

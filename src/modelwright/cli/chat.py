@@ -35,10 +35,10 @@ def chat(words: Sequence[str]) -> int:
     options = parser().parse_args(words)
     import yaml
 
-    from modelwright.api.models import find
     from modelwright.core.errors import ConfigError
     from modelwright.data.sources.turns import read_tools
     from modelwright.infer.sequence import SamplingParams
+    from modelwright.recipes.models import find
     from modelwright.serve.terminal import chat as talk
 
     try:

@@ -42,8 +42,8 @@ def parser() -> argparse.ArgumentParser:
 
 def setting_names() -> list[str]:
     """Settings that `modelwright clean` takes as options."""
-    from modelwright.api.models import CleanCommandConfig
     from modelwright.core.config_docs import settings_of
+    from modelwright.recipes.models import CleanCommandConfig
 
     return [setting.key for setting in settings_of(CleanCommandConfig)]
 
@@ -60,7 +60,7 @@ def clean(words: Sequence[str]) -> int:
         return 0
     if not options.sources:
         raise ConfigError("clean: name at least one source: modelwright clean SOURCE ... --out DIR")
-    from modelwright.api import models
+    from modelwright.recipes import models
 
     given = merge({"clean": {"engine": options.engine}}, read_overrides(models.CleanCommandConfig, settings, _FLAGS))
     lines = models.clean(

@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
 
 def compare(words: Sequence[str]) -> int:
     options = parser().parse_args(words)
-    from modelwright.api.models import compare as compare_models
+    from modelwright.recipes.models import compare as compare_models
 
     result = compare_models(
         options.first,

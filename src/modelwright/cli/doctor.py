@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelwright.api.display import choose_display
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.recipes import recipe_names
 from modelwright.core.errors import ConfigError
+from modelwright.recipes.display import choose_display
 
 
 def parser() -> argparse.ArgumentParser:

@@ -32,8 +32,8 @@ def parser() -> argparse.ArgumentParser:
 
 def evaluate(words: Sequence[str]) -> int:
     options = parser().parse_args(words)
-    from modelwright.api.models import evaluate as evaluate_model
     from modelwright.pipeline.harness import as_json, table
+    from modelwright.recipes.models import evaluate as evaluate_model
 
     done = evaluate_model(
         options.target,

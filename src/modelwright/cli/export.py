@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 def export(words: Sequence[str]) -> int:
     options = parser().parse_args(words)
     name, *rest = options.to
-    from modelwright.api.models import export as export_model
+    from modelwright.recipes.models import export as export_model
 
     if len(rest) > 1:
         raise ConfigError(f"--to: {' '.join(options.to)!r} is not understood; write a format, with or without DEST")

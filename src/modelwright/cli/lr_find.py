@@ -4,12 +4,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelwright.api.display import shown_progress
 from modelwright.cli.config import setting_names
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.recipes import recipe_names
 from modelwright.core.errors import ConfigError
 from modelwright.core.overrides import read_overrides, split_settings
+from modelwright.recipes.display import shown_progress
 
 _FLAGS = ("min-lr", "max-lr", "steps", "run-dir", "out", "help")
 

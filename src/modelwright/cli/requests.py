@@ -8,9 +8,9 @@ from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
-from modelwright.api.display import shown_progress
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.errors import ConfigError
+from modelwright.recipes.display import shown_progress
 
 DAY_S = 86_400.0
 _WHEN = "an ISO date or time (UTC unless it says otherwise), or unix seconds"

@@ -1,4 +1,4 @@
-"""The interface by which long work reports its progress. The command line decides how it looks (`api/display.py`)."""
+"""The interface by which long work reports its progress. `recipes/display.py` decides how it looks."""
 
 from typing import Protocol
 

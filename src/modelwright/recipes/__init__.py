@@ -1,1 +1,1 @@
-"""Complete named runs, as YAML files."""
+"""Complete runs: named ones as YAML files, and the Python interface, which `import modelwright` exports."""

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from modelwright.api.display import choose_display
 from modelwright.cli.config import setting_names
 from modelwright.cli.launch import LAUNCH_FLAGS, add_launch_options, launch_config
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.processes import is_started
 from modelwright.core.errors import ConfigError
 from modelwright.core.overrides import read_overrides, split_settings
+from modelwright.recipes.display import choose_display
 from modelwright_continual.commands.launched_runs import LaunchedRuns
 
 KEY_VARIABLE = "MODELWRIGHT_ADMIN_KEY"

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from modelwright.api.display import choose_display
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.errors import ConfigError
+from modelwright.recipes.display import choose_display
 
 WEBHOOK_VARIABLE = "MODELWRIGHT_DRIFT_WEBHOOK"
 

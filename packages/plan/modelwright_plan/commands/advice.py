@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelwright.api.display import choose_display
 from modelwright.cli.doctor import add_measuring_options, check_seconds
 from modelwright.core.errors import ConfigError
 from modelwright.core.overrides import read_overrides
+from modelwright.recipes.display import choose_display
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

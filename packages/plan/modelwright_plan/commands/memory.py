@@ -59,8 +59,8 @@ def batch_tokens(text: str, seq_len: int) -> int:
 
 def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> int:
     """Prints the timeline and the plan. Raises `ConfigError` for a budget that cannot be met."""
-    from modelwright.api.display import choose_display
     from modelwright.objectives.next_token import NextToken
+    from modelwright.recipes.display import choose_display
     from modelwright_plan.format_memory import Known, memory_page, plan_data, plan_text
     from modelwright_plan.measured import error_text, heap_gap_text, measured_errors
     from modelwright_plan.memory_plan import plan_step

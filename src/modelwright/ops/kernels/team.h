@@ -2,7 +2,7 @@
 // few microseconds, and there is a step every few hundred. OpenMP's threads either wait actively and keep the core from
 // the thread that they wait for, where another program wants it, or sleep after so short a time that each step has to
 // wake them, which takes longer than the step on virtual machines. These wait actively, yield to whoever wants the core,
-// and sleep early for a while when one of them has lost it. docs/log.md has the figures.
+// and sleep early for a while when one of them has lost it. docs/log/speed.md has the figures.
 #pragma once
 
 #include <sched.h>

@@ -25,6 +25,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from modelwright.core.artifacts import write_atomic
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.core.resources import resident_bytes
 from modelwright.core.texts import did_you_mean
@@ -54,7 +55,7 @@ POWERCAP = Path("/sys/class/powercap")
 class EnergyConfig:
     """Factors from which the energy and the carbon dioxide of a training are computed where they are not measured."""
 
-    watts_per_core: float = 12.0
+    watts_per_core: float = constant(12.0)
     """Power of one busy core where the processor cannot be measured: its TDP over its cores. The default is that of
     Green Algorithms (Lannelongue et al. 2021) for an unknown processor."""
     pue: float = 1.56

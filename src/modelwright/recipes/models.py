@@ -10,8 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, overload
 
-from modelwright.api.sources import read_sources
-from modelwright.api.watch import shown
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError
@@ -31,6 +29,8 @@ from modelwright.model.peft_folder import load_adapter
 from modelwright.pipeline.models import FoundModel, find_model
 from modelwright.pipeline.resolve import resolved_device
 from modelwright.recipes.load import find_run, find_target
+from modelwright.recipes.sources import read_sources
+from modelwright.recipes.watch import shown
 from modelwright.serve.load import ModelSource, ServedTokenizer, load_folder
 
 if TYPE_CHECKING:

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from modelwright.api.models import Model, load
-from modelwright.api.sources import read_sources
-from modelwright.api.watch import OnStep, WatchedProgress, shown
 from modelwright.core.config import merge
 from modelwright.core.errors import ConfigError, Stopped
 from modelwright.core.overrides import nested_settings
@@ -21,6 +18,9 @@ from modelwright.pipeline.run import RunResult, check_request, execute
 from modelwright.pipeline.run_config import run_schema
 from modelwright.recipes.load import RUNS, Request, find_run, find_target, finetune_request, settings_of_target
 from modelwright.recipes.load import load as load_request
+from modelwright.recipes.models import Model, load
+from modelwright.recipes.sources import read_sources
+from modelwright.recipes.watch import OnStep, WatchedProgress, shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -135,7 +135,7 @@ def finetune(
 ) -> Run:
     """Fine-tunes a Hugging Face folder or a run on examples, as `modelwright finetune` does.
 
-    sources: paths, records, texts or a frame (`api.sources.read_sources`); those in memory are written into the run's
+    sources: paths, records, texts or a frame (`read_sources`); those in memory are written into the run's
     folder under a name with their digest, so that the same call resumes; lora: train low-rank adapters only. The rest
     as in `run`.
     """

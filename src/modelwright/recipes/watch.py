@@ -66,7 +66,7 @@ class WatchedProgress:
 def shown(progress: "bool | Progress") -> Iterator[Progress]:
     """The progress that a caller asked for: none, the display on the error stream, or the caller's own."""
     if progress is True:
-        from modelwright.api.display import shown_progress
+        from modelwright.recipes.display import shown_progress
 
         with shown_progress() as display:
             yield display

@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from modelwright.api.display import LiveDisplay, PlainDisplay, TaskProgress, choose_display, duration
+from modelwright.recipes.display import LiveDisplay, PlainDisplay, TaskProgress, choose_display, duration
 
 
 def test_plain_lines_come_at_a_limited_rate() -> None:

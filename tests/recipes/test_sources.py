@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.api.sources import read_sources
 from modelwright.core.errors import DataError
+from modelwright.recipes.sources import read_sources
 
 ROWS = [{"question": "1 + 1?", "answer": "2"}, {"question": "ä", "answer": "<b>"}]
 
