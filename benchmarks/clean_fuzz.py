@@ -76,7 +76,10 @@ def foreign_records(count: int, seed: int) -> Iterator[bytes]:
     def anything(depth: int = 0) -> Any:
         text = rng.choice(made).text
         role, content = rng.choice(("role", "from")), rng.choice(("content", "value"))
-        turn = {role: rng.choice(("user", "assistant", "human", "gpt", "tool", "model")), content: text.sentence()}
+        turn: dict[str, Any] = {
+            role: rng.choice(("user", "assistant", "human", "gpt", "tool", "model")),
+            content: text.sentence(),
+        }
         turn[rng.choice(names)] = rng.choice((0, 1, None, "x"))
         made_here = (
             text.text(quantity=3), text.word(), fake.pyfloat(), fake.pybool(), None, fake.pystr(), fake.iso8601(), turn,

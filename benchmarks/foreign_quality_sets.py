@@ -115,7 +115,7 @@ def _latex(rng: random.Random, made: dict[str, Generic]) -> str:
         sentence = made[rng.choice(("en", "it", "sv"))].text.sentence()
         parts.append(f"{sentence} \\begin{{equation}}\n  {sympy.latex(term)}\n\\end{{equation}}")
     return "\n\n".join(
-        [*parts, rf"Hence ${sympy.latex(terms[4].lhs)} \le {rng.randrange(9)}$ by \cite{{k{rng.randrange(99)}}}."]
+        [*parts, rf"Hence ${sympy.latex(terms[4].args[0])} \le {rng.randrange(9)}$ by \cite{{k{rng.randrange(99)}}}."]
     )
 
 

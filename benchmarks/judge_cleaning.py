@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from modelwright.cli.clean import CleanCommandConfig
 from modelwright.core.config import parse
 from modelwright.core.overrides import read_overrides, split_settings
+from modelwright.recipes.models import CleanCommandConfig
 from modelwright_claims.cleaning_scores import Result, judge_cleaning, read_spoiled
 
 

@@ -56,7 +56,7 @@ def test_an_extra_brings_its_modules(name: str) -> None:
 
 def test_all_is_every_extra_that_needs_no_gpu() -> None:
     named = set(",".join(re.findall(r"\[([\w,-]+)\]", " ".join(PROJECT["optional-dependencies"]["all"]))).split(","))
-    assert named == set(PROJECT["optional-dependencies"]) - {"all", "dev", "peers", "ray-serve", "vllm"}
+    assert named == set(PROJECT["optional-dependencies"]) - {"all", "dev", "docs", "peers", "ray-serve", "vllm"}
 
 
 def test_several_extras_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_the_smallest_recipe_and_finetuning_need_no_extra(monkeypatch: pytest.Mo
 def test_no_module_of_an_extra_is_imported_by_the_commands() -> None:
     """In a process that cannot find what the extras bring: everything that a run, a fine-tuning or a chat imports."""
     names = [
-        "cli.main", "api.models", "api.runs", "pipeline.run", "pipeline.stages.specs", "pipeline.exports",
+        "cli.main", "recipes.models", "recipes.runs", "pipeline.run", "pipeline.stages.specs", "pipeline.exports",
         "pipeline.harness", "serve.config", "serve.terminal", "data.augment.augmenter", "objectives.grpo",
     ]  # fmt: skip
     code = (

@@ -45,6 +45,7 @@ class FakeDocument:
     meta: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Any] = ()
     is_undesirable: bool = False
+    has_answer: bool = True
 
     @property
     def messages(self) -> list[dict[str, str]]:

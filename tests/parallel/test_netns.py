@@ -20,7 +20,7 @@ def netns():
 
 @pytest.fixture(scope="module")
 def measure(netns):
-    from modelwright_claims import netns_check
+    import netns_check
 
     return netns_check
 

@@ -14,7 +14,7 @@ from modelwright.cli.main import main
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.records import column, read_records
 from modelwright.data.rows.loader import PackedRows
-from modelwright.data.sources.forms import RECORD_TYPES, read_conversation, type_of_record
+from modelwright.data.sources.forms import PROMPT_ONLY, RECORD_TYPES, read_conversation, type_of_record
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.pipeline.stages.init import save_model_folder
 from tiny_decoder import make_decoder
@@ -220,4 +220,6 @@ def test_the_help_and_the_documentation_name_the_forms_that_are_read(capsys: pyt
     records = [json.loads(text) for text in re.findall(r"`(\{.*?\})`", page)]
     assert {type_of_record(record) for record in records} == set(RECORD_TYPES)
     for record in records:
-        assert read_conversation(record)[-1] == {"role": "assistant", "content": "4"}
+        is_prompt = type_of_record(record) == PROMPT_ONLY
+        wanted = {"role": "user", "content": "2 + 2?"} if is_prompt else {"role": "assistant", "content": "4"}
+        assert read_conversation(record)[-1] == wanted

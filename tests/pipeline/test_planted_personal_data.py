@@ -5,6 +5,7 @@ from pathlib import Path
 
 from modelwright.cli.main import main
 from modelwright.data.clean.folder import read_kept
+from modelwright.data.clean.steps.privacy import KINDS
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from planted_values import planted_values
@@ -27,6 +28,7 @@ def test_planted_values_reach_no_file_of_a_run(tmp_path: Path) -> None:
     words = ["run", "tiny", "--run-dir", str(run), "--data.sources", str(tmp_path / "letters.jsonl")]
     words += ["--data.validation_fraction=0.1", "--tokenizer.vocab_size=400", "--pack.seq_len=64"]
     words += ["--model.max_seq_len=64", "--pretrain.num_steps=2", "--pretrain.batch_tokens=256"]
+    words += ["--clean.privacy.replace", *KINDS]
     assert main([*words, "--stages", "clean,tokenize,pack,pretrain,report"]) == 0
     kept = list(read_kept(run / "clean" / "artifact"))
     assert len(kept) > 100

@@ -70,7 +70,7 @@ def test_the_funnel_is_a_chart_and_evaluation_sets_a_table():
         "figures": {"decontamination": {"exam.jsonl": {"documents": 8, "found": 0.25, "passages_found": 0.1}}},
     }  # fmt: skip
     (chart,) = corpus_charts(clean)
-    for words in ("read", "after format", "after mine", "990", "900"):
+    for words in ("read", "after format", "after mine", "990 (−10)", "900 (−90)"):
         assert f">{words}<" in chart.svg
     assert corpus_charts({"num_documents": 5, "dropped": {}}) == []
     (table,) = _evaluation_sets(clean)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from modelwright.cli.config import setting_names
@@ -134,9 +135,8 @@ def carry_out(
             print("\n".join([plan, *request.notes]))
             return 0
         if options.board:
-            from modelwright.cli.main import find_command  # which imports this file
-
-            find_command("board")  # names the package that is missing, before anything starts
+            if find_spec("modelwright_board") is None:
+                raise ConfigError("--board: needs modelwright-board; pip install 'modelwright[board]'", code="missing")
             board = ("board", str(request.run.path.parent), "--port", "0", "--exit-with-parent", str(os.getpid()))
             subprocess.Popen([sys.executable, "-m", "modelwright.cli.entry", *board])
         if hosts or num_processes > 1:

@@ -248,6 +248,10 @@ def _own_weights(
     tensors = {**hf_tensors(model, type_of(model.config)), "lm_head.weight": [HEAD]}
     parameters = dict(model.named_parameters())
     parameters.setdefault(HEAD, parameters[EMBEDDING])
+    saved = "\n".join(stored).replace(".modules_to_save.", ".")
+    for module in settings.get("modules_to_save") or ():
+        if not re.search(rf"\.{re.escape(module)}\.(.+\.)?(weight|bias)$", saved, re.MULTILINE):
+            raise ModelError(f"{folder / CONFIG}: modules_to_save: {TENSORS} lacks {module}; copy the folder again")
     for name, tensor in stored.items():
         plain = name.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
         module, own = next(

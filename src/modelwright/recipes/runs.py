@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from modelwright.core.config import merge
 from modelwright.core.errors import ConfigError, Stopped
@@ -16,6 +16,14 @@ from modelwright.core.rundir import RunDir
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run import RunResult, check_request, execute
 from modelwright.pipeline.run_config import run_schema
+from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.dpo import DPO
+from modelwright.pipeline.stages.grpo import GRPO
+from modelwright.pipeline.stages.kto import KTO
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.ppo import PPO
+from modelwright.pipeline.stages.report import REPORT
+from modelwright.pipeline.stages.reward import REWARD
 from modelwright.recipes.load import RUNS, Request, find_run, find_target, finetune_request, settings_of_target
 from modelwright.recipes.load import load as load_request
 from modelwright.recipes.models import Model, load
@@ -25,7 +33,7 @@ from modelwright.recipes.watch import OnStep, WatchedProgress, shown
 if TYPE_CHECKING:
     import pandas as pd
 
-Method = Literal["dpo", "kto", "grpo", "ppo"]
+METHODS = (DPO, KTO, GRPO, PPO)
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,7 @@ def align(
     model: "str | os.PathLike[str]",
     sources: Any,
     *,
-    method: Method = "dpo",
+    method: str = DPO.name,
     run_dir: "str | os.PathLike[str]" = "",
     restart: bool = False,
     on_step: OnStep | None = None,
@@ -169,12 +177,12 @@ def align(
     sources: pairs for `dpo`, labeled answers for `kto`; `grpo` and `ppo` take pairs, which train a reward model,
     or records with questions if `rewards` are among the settings of the stage. The rest as in `run`.
     """
-    if method not in ("dpo", "kto", "grpo", "ppo"):
-        raise ConfigError(f"method: {method!r} is not one of dpo, kto, grpo, ppo", code="choice")
+    if method not in (names := [stage.name for stage in METHODS]):
+        raise ConfigError(f"method: {method!r} is not one of {', '.join(names)}", code="choice")
     overrides = nested_settings(run_schema(), settings)
     found = find_model(find_target(os.fspath(model))).source
-    learns_reward = method in ("grpo", "ppo") and "rewards" not in overrides.get(method, {})
-    order = ["clean", "pack", *(["reward"] if learns_reward else []), method, "report"]
+    learns_reward = method in (GRPO.name, PPO.name) and "rewards" not in overrides.get(method, {})
+    order = [CLEAN.name, PACK.name, *([REWARD.name] if learns_reward else []), method, REPORT.name]
     defaults = {"name": f"{found.name}-{method}", "init_from": str(found.folder.resolve()), "stages": order}
     merged = merge(defaults, overrides)
     return run("quickstart", sources, run_dir=run_dir, restart=restart, on_step=on_step, progress=progress, **merged)

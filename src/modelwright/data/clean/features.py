@@ -332,7 +332,7 @@ def error_share(text: str) -> float:
 
 @cache
 def confused_words(language: str) -> frozenset[str]:
-    """Function words of a language as bad scans have them: `tbe` and `thc` for `the`."""
+    """Function words of a language as bad scans have them: "tbe" and "thc" for "the"."""
     own = _FUNCTION_WORDS[language] if language in _LANGUAGES_OF_SCANS else frozenset[str]()
     found = set[str]()
     for word in own:

@@ -98,7 +98,9 @@ def evaluation_highlight(data: RunData, stage: StageData) -> Sequence[Block]:
     if not any(model["bits_per_byte"] for model in results["models"].values()):
         return ()
     final = _bits_chart(results, data.model_titles, name="first-bits")
-    pretrained, baselines = data.done("pretrain"), results.get("baselines") or {}
+    from modelwright.pipeline.stages.pretrain import PRETRAIN  # whose file imports this one
+
+    pretrained, baselines = data.done(PRETRAIN.name), results.get("baselines") or {}
     heldout = column(pretrained.records(), "heldout_loss") if pretrained else []
     if len(heldout) < 2 or not baselines:
         return (final,)

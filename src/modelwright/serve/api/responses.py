@@ -364,7 +364,7 @@ class _Output:
             self.items.append(item)
             return [self.event("output_item.added", output_index=number, item=dict(item))]
         if part.field == THOUGHT_SHOWN:
-            item = {"id": f"rs_{suffix}_{number}", "type": "reasoning", "summary": []}
+            item: dict[str, Any] = {"id": f"rs_{suffix}_{number}", "type": "reasoning", "summary": []}
             content: dict[str, Any] = {"type": "reasoning_text", "text": ""}
         else:
             item = {"id": f"msg_{suffix}_{number}", "type": "message", "role": "assistant"}
