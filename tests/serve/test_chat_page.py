@@ -251,7 +251,8 @@ def test_calls_need_consent_and_the_conversation_survives_a_reload(
                 assert words.evaluate("box => box.validity.customError")
                 words.fill('{"town": "Bar"}')
             page.get_by_role("button", name=decision, exact=True).click()
-            sync_api.expect(page.locator(".note").last).to_contain_text("tokens/s")
+            # a note ends each answer: the one with the call, and the one after its result
+            sync_api.expect(page.locator(".note")).to_have_count(2 if decision == "Run" else 4)
             sync_api.expect(words).to_have_count(0)
         results = [turn["content"] for turn in bodies[-1]["messages"] if turn["role"] == "tool"]
         assert results[0].endswith("high in Bar")
