@@ -40,7 +40,8 @@ from modelwright_claims.statistics import differences
 
 SEEDS = (11, 12, 13, 14, 15)
 NUM_UPDATES = 64
-"""Where a run of the recipe with seed 1, which is not among these, had its highest true reward (docs/log/models-and-alignment.md)."""
+"""Where a run of the recipe with seed 1, which is not among these, had its highest true reward:
+docs/log/models-and-alignment.md."""
 NUM_ANSWERS = 8
 BEST_OF = (4, 8)
 STAGES = ("clean", "tokenize", "pack", "pretrain", "sft", "reward", "ppo")
