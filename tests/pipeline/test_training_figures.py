@@ -14,7 +14,6 @@ from modelwright.model.decoder import Decoder
 from modelwright.pipeline.stages.training_figures import (
     FILE,
     NUM_SHOWN,
-    _keep,
     first_prompt,
     sample_block,
     text_samples,
@@ -45,7 +44,8 @@ def test_text_is_continued_from_its_first_tokens_within_one_document() -> None:
 def test_the_report_shows_samples_from_the_first_to_the_last(tmp_path: Path) -> None:
     assert not sample_block(tmp_path)
     for step in range(0, 90, 10):
-        _keep(tmp_path / FILE, {"step": step, "loss": 2.0, "text": f"text {step}"})
+        with open(tmp_path / FILE, "a") as file:
+            file.write(json_line({"step": step, "loss": 2.0, "text": f"text {step}"}))
     (block,) = sample_block(tmp_path)
     assert [one.question for one in block.items] == ["Step 0", "Step 20", "Step 40", "Step 50", "Step 70", "Step 80"]
     assert len(block.items) == NUM_SHOWN
@@ -114,5 +114,12 @@ def test_samples_that_a_crash_left_are_made_again(tmp_path: Path) -> None:
     """The last line was cut off, and training goes on from an earlier step."""
     path = tmp_path / FILE
     path.write_text(json_line({"step": 10, "text": "a"}) + json_line({"step": 30, "text": "b"}) + '{"step": 40, "te')
-    _keep(path, {"step": 20, "text": "c"})
-    assert [(one["step"], one["text"]) for one in read_records(path)] == [(10, "a"), (20, "c")]
+    tokenizer = train_tokenizer(["def a(b): return b\n" * 20], TokenizerConfig(vocab_size=270))
+    run = mock.MagicMock(model=tiny_model(tokenizer.vocab_size), num_steps=20)
+    technique = text_samples(run, folder=tmp_path, tokenizer=tokenizer, prompt=[5, 6, 7])
+    assert technique is not None
+    assert technique.on_step_end is not None
+    technique.on_step_end(mock.MagicMock(step=20, loss=1.0))
+    first, second = read_records(path)
+    assert (first["step"], first["text"], second["step"]) == (10, "a", 20)
+    assert second["prompt"] == tokenizer.decode([5, 6, 7])

@@ -18,7 +18,9 @@ from modelwright_board import project
 
 
 def test_formats_recipes_and_commands_are_those_of_the_package(tmp_path: Path) -> None:
-    assert {name: tuple(export.dtypes) for name, export in EXPORTS.items()} == dict(project.EXPORT_DTYPES)
+    assert {name: tuple(export.dtypes) for name, export in EXPORTS.items() if name != "hub"} == dict(
+        project.EXPORT_DTYPES
+    ), "an upload is no button"
     assert sorted(project.recipe_names()) == sorted(recipe_names())
     templates = Path(project.__file__).parent.rglob("*.jinja")
     needed = {name for path in templates for name in re.findall(r'needs="([a-z-]+)"', path.read_text(encoding="utf-8"))}

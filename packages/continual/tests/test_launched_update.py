@@ -39,7 +39,7 @@ def test_two_processes_of_which_one_is_lost_end_as_one_does(world: World, tmp_pa
     code, errors = finish(process)
     assert code == 0, errors
     assert num_restarts(errors) == 1, errors
-    assert "resuming from step" in errors
+    assert "resuming from step" in errors, errors
     assert steps(run) == STEPS
     first, last = RunDir(run).read_info()["invocations"]
     assert first["restart"] == 0 < last["restart"]

@@ -17,6 +17,7 @@ import numpy as np
 from rich.text import Text
 
 from modelwright.core.artifacts import is_finished, read_manifest, write_atomic
+from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError, DataError, writing
 from modelwright.core.rundir import RunDir
 from modelwright.core.texts import redact_text
@@ -40,7 +41,7 @@ from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
-from modelwright.recipes.load import MOST_MEASURED, find_run, find_target
+from modelwright.recipes.load import MOST_MEASURED, RECIPE, find_run, find_target, settings_of_target
 
 SEQUENCE_OF_PAIR = ("chosen", "rejected")
 _CSS = """body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}
@@ -152,7 +153,9 @@ def show(target: str | Path, data: str | Path | Sequence[str] = (), *, rows: int
     if sources:
         folder = find_model(find_target(str(target))).source.folder
         config = SourceConfig(sources=sources, validation_fraction=0.0, on_bad_record="skip")
-        result = show_examples(folder, config, CleanConfig(), rows=rows, seq_len=load_config(folder).max_seq_len)
+        # As `modelwright finetune` would read them.
+        clean = parse(CleanConfig, settings_of_target(RECIPE)[CLEAN.name], CLEAN.name)
+        result = show_examples(folder, config, clean, rows=rows, seq_len=load_config(folder).max_seq_len)
     elif (Path(target) / "config.json").is_file():
         raise ConfigError(f"show: {target} is a model folder; name data after it: modelwright show {target} DATA")
     else:
