@@ -80,10 +80,12 @@ def test_truncation_and_cleaning_are_told(model: Path, tmp_path: Path) -> None:
     (one,) = show(model, lines_of(tmp_path / "a.jsonl", {"messages": turns})).texts
     assert one.num_tokens == 512
     assert one.num_cut > 100
-    notes = " ".join(one.notes)
-    assert "privacy" in notes
-    assert "ann@example.org" not in whole(one)
+    assert "ann@example.org" in whole(one), "as fine-tuning reads it, which replaces no personal data"
     assert f"{one.num_cut:,} tokens" in str(Shown([one]))
+    (tmp_path / "b.txt").write_text("The ti\u00adde comes in twice a day.\n", encoding="utf-8")
+    (one,) = show(model, tmp_path / "b.txt").texts
+    assert "format" in " ".join(one.notes)
+    assert "The tide" in learned(one)
 
 
 def test_figures_are_those_of_the_whole_file(model: Path, tmp_path: Path) -> None:
