@@ -81,12 +81,10 @@ class Run:
         return load(self.path, stage=stage, int8=int8)
 
     def _records(self, name: str) -> dict[str, list[dict[str, Any]]]:
-        folders = sorted(self.path.glob(f"*/{name}"), key=lambda path: self._place(path.parent.name))
-        return {path.parent.name: read_records(path) for path in folders}
-
-    def _place(self, stage: str) -> int:
         stages = self.stages
-        return stages.index(stage) if stage in stages else len(stages)
+        places = {stage: place for place, stage in enumerate(stages)}
+        folders = sorted(self.path.glob(f"*/{name}"), key=lambda path: places.get(path.parent.name, len(stages)))
+        return {path.parent.name: read_records(path) for path in folders}
 
     def _repr_html_(self) -> str:
         rows = "".join(

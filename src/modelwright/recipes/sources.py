@@ -75,17 +75,13 @@ def _records(given: Any) -> Iterator[Any]:
         yield from given.iter_rows(named=True)
     elif hasattr(given, "itertuples"):  # pandas, whose missing values are NaN in every column
         for record in given.to_dict("records"):
-            yield {key: value for key, value in record.items() if not _is_missing(value)}
+            yield {k: value for k, value in record.items() if not (isinstance(value, float) and math.isnan(value))}
     elif isinstance(given, Iterable) and not isinstance(given, (bytes, Mapping)):
         yield from cast(Iterable[Any], given)
     else:
         raise DataError(
             f"sources: {type(given).__name__} is no source; give a path, a list of paths, records, texts or a frame"
         )
-
-
-def _is_missing(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
 
 
 def _line(record: Any, number: int) -> bytes:

@@ -73,10 +73,6 @@ class Form:
         return alias if fields.plain.get(name) is None and alias in fields.plain else name
 
 
-def _read_messages(fields: Fields) -> list[Message]:
-    return read_turns("messages", parsed(fields.get("messages")), fields)
-
-
 def _read_sharegpt(fields: Fields) -> list[Message]:
     value = fields.first("conversations", "conversation")
     return read_turns("conversations", parsed(value), fields)
@@ -118,10 +114,6 @@ def _read_prompt(fields: Fields) -> list[Message]:
     return _side(fields, "prompt", "user") + _side(fields, PROMPT.last_name(fields), "assistant")
 
 
-def _read_preference(fields: Fields) -> list[Message]:
-    return _preference_turns(fields, "chosen")
-
-
 def _read_openai(fields: Fields) -> list[Message]:
     return _openai_prompt(fields) + read_turns("preferred_output", fields["preferred_output"], fields)
 
@@ -136,13 +128,13 @@ def _openai_prompt(fields: Fields) -> list[Message]:
 
 
 OPENAI = Form(OPENAI_PAIRED, ("input", "preferred_output", "non_preferred_output"), _read_openai, takes_label=False)
-PREFERENCE = Form(PAIRED, ("chosen", "rejected"), _read_preference, takes_label=False)
+PREFERENCE = Form(PAIRED, ("chosen", "rejected"), lambda fields: _preference_turns(fields, "chosen"), takes_label=False)
 INSTRUCTION = Form("instruction", ("instruction", "output"), _read_instruction, aliases={"output": "response"})
 PROMPT = Form("prompt_completion", ("prompt", "completion"), _read_prompt, aliases={"completion": "response"})
 FORMS_OF_RECORDS: tuple[Form, ...] = (
     OPENAI,
     PREFERENCE,
-    Form("messages", ("messages",), _read_messages),
+    Form("messages", ("messages",), lambda fields: read_turns("messages", parsed(fields.get("messages")), fields)),
     Form("sharegpt", ("conversations",), _read_sharegpt, aliases={"conversations": "conversation"}),
     Form("multiple_choice", ("question", "choices"), _read_choice, takes_label=False),
     Form("question_answer", ("question", "answer"), _read_question, aliases={"answer": "answers"}),
