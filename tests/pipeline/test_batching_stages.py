@@ -72,7 +72,7 @@ def test_sources_with_scores_train_from_records_to_a_model(
     assert rows.group_scores().max() == 119
     packing = read_index(rows.folder)
     assert packing["num_cut"] > 50
-    assert packing["num_targets"] == packing["num_tokens"] - packing["num_pieces"], "repeated tokens count, too"
+    assert packing["num_targets"] < packing["num_tokens"] - packing["num_pieces"], "repeated tokens count once"
     losses = [value for _, value in column(read_records(tmp_path / "run" / "pretrain" / "metrics.jsonl"), "loss")]
     assert losses[-1] < losses[0]
     strengths = column(read_records(tmp_path / "run" / "pretrain" / "metrics.jsonl"), "augmentation_strength")
