@@ -27,7 +27,7 @@ from agents import Agent, FunctionTool, ModelSettings, OpenAIChatCompletionsMode
 from agents.exceptions import AgentsException
 from openai import AsyncOpenAI, OpenAIError
 
-from modelwright.data.sources.tool_corpus import TOOLS, Request, call_function, draw_request
+from modelwright.data.sources.tool_corpus import TOOLS, ToolRequest, call_function, draw_request
 
 SEED = 20_000
 """Another seed than that of any conversation; the values, days and towns are held out as well."""
@@ -52,7 +52,7 @@ def served(run: str, stage: str) -> Iterator[str]:
             process.terminate()
 
 
-async def run_request(client: AsyncOpenAI, request: Request, tool_choice: str) -> dict[str, Any]:
+async def run_request(client: AsyncOpenAI, request: ToolRequest, tool_choice: str) -> dict[str, Any]:
     """Returns what a loop did: its calls as (name, arguments), its answer, and its error or ""."""
     calls: list[tuple[str, str]] = []
 
@@ -92,7 +92,7 @@ def is_valid(name: str, arguments: str) -> bool:
     return True
 
 
-async def measure(address: str, requests: list[Request], tool_choice: str) -> dict[str, Any]:
+async def measure(address: str, requests: list[ToolRequest], tool_choice: str) -> dict[str, Any]:
     """Runs a loop per request, one after the other, and returns the shares with the loops that went wrong."""
     loops: list[dict[str, Any]] = []
     async with AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120) as client:

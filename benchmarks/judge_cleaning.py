@@ -15,7 +15,7 @@ from typing import Any
 
 from modelwright.core.config import parse
 from modelwright.core.overrides import read_overrides, split_settings
-from modelwright.recipes.models import CleanCommandConfig
+from modelwright.recipes.cleaning import CleanCommandConfig
 from modelwright_claims.cleaning_scores import Result, judge_cleaning, read_spoiled
 
 

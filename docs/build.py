@@ -32,8 +32,8 @@ MEASURED = re.compile(r"^<!-- measured: ([\w ]+) -->$", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 FROM_CODE = "Written from the code by `make docs`."
 API = {
-    "Runs": ("run", "finetune", "align", "Run", "Step"),
-    "Models": ("load", "Model", "compare", "Comparison", "evaluate", "export", "serve"),
+    "Runs": ("run", "finetune", "align", "Run", "TrainingStep"),
+    "Models": ("load", "Model", "compare", "ModelComparison", "evaluate", "export", "serve"),
     "Data": ("clean", "show"),
     "Errors": ("ModelwrightError", "ConfigError"),
     "Training a model of your own": ("TrainJob", "train_model"),

@@ -56,29 +56,48 @@ from modelwright.core.library_environment import prepare
 
 if TYPE_CHECKING:
     from modelwright.core.errors import ConfigError, ModelwrightError
-    from modelwright.recipes.models import Comparison, Model, clean, compare, evaluate, export, load, serve
+    from modelwright.recipes.cleaning import clean
+    from modelwright.recipes.models import Model, ModelComparison, compare, evaluate, export, load, serve
     from modelwright.recipes.runs import Run, align, finetune, run
     from modelwright.recipes.show import show
-    from modelwright.recipes.watch import Step
+    from modelwright.recipes.watch import TrainingStep
     from modelwright.train.build import train as train_model
     from modelwright.train.job import TrainJob
 
 __version__ = VERSION
 __all__ = [
-    "Comparison", "ConfigError", "Model", "ModelwrightError", "Run", "Step", "TrainJob", "__version__", "align",
-    "clean", "compare", "evaluate", "export", "finetune", "load", "run", "serve", "show", "train_model",
+    "ConfigError",
+    "Model",
+    "ModelComparison",
+    "ModelwrightError",
+    "Run",
+    "TrainJob",
+    "TrainingStep",
+    "__version__",
+    "align",
+    "clean",
+    "compare",
+    "evaluate",
+    "export",
+    "finetune",
+    "load",
+    "run",
+    "serve",
+    "show",
+    "train_model",
 ]  # fmt: skip
 
 _EXPORTS = {
     "TrainJob": ("modelwright.train.job", "TrainJob"),
     "train_model": ("modelwright.train.build", "train"),
-    "Step": ("modelwright.recipes.watch", "Step"),
+    "clean": ("modelwright.recipes.cleaning", "clean"),
+    "TrainingStep": ("modelwright.recipes.watch", "TrainingStep"),
     "show": ("modelwright.recipes.show", "show"),
     **{name: ("modelwright.core.errors", name) for name in ("ConfigError", "ModelwrightError")},
     **{name: ("modelwright.recipes.runs", name) for name in ("Run", "align", "finetune", "run")},
     **{
         name: ("modelwright.recipes.models", name)
-        for name in ("Comparison", "Model", "clean", "compare", "evaluate", "export", "load", "serve")
+        for name in ("ModelComparison", "Model", "compare", "evaluate", "export", "load", "serve")
     },
 }
 """Imported when they are asked for: they import PyTorch. `modelwright.train` is the package of that name."""

@@ -12,7 +12,7 @@ import yaml
 from modelwright.cli.clean import parser as clean_parser
 from modelwright.core.config import parse
 from modelwright.core.overrides import read_overrides, split_settings
-from modelwright.recipes.models import CleanCommandConfig
+from modelwright.recipes.cleaning import CleanCommandConfig
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 SLURM, KUBERNETES = EXAMPLES / "clean_ray.sbatch", EXAMPLES / "clean_ray.yaml"

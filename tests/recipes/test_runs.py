@@ -81,9 +81,9 @@ def test_a_run_has_metrics_samples_a_report_and_a_model(run: mw.Run) -> None:
 def test_a_callback_stops_a_run_and_the_same_call_ends_it_with_the_same_bits(
     run: mw.Run, model: Path, examples: Path, tmp_path: Path
 ) -> None:
-    seen: list[mw.Step] = []
+    seen: list[mw.TrainingStep] = []
 
-    def stop_at_three(step: mw.Step) -> bool:
+    def stop_at_three(step: mw.TrainingStep) -> bool:
         seen.append(step)
         return step.step < 3
 
@@ -120,7 +120,7 @@ def test_errors_name_the_setting_and_have_a_code(model: Path, examples: Path, tm
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
-    code = "import sys, modelwright as mw; mw.ConfigError, mw.Step; print('torch' in sys.modules)"
+    code = "import sys, modelwright as mw; mw.ConfigError, mw.TrainingStep; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 def setting_names() -> list[str]:
     """Settings that `modelwright clean` takes as options."""
     from modelwright.core.config_docs import settings_of
-    from modelwright.recipes.models import CleanCommandConfig
+    from modelwright.recipes.cleaning import CleanCommandConfig
 
     return [setting.key for setting in settings_of(CleanCommandConfig)]
 
@@ -60,10 +60,10 @@ def clean(words: Sequence[str]) -> int:
         return 0
     if not options.sources:
         raise ConfigError("clean: name at least one source: modelwright clean SOURCE ... --out DIR")
-    from modelwright.recipes import models
+    from modelwright.recipes import cleaning
 
-    given = merge({"clean": {"engine": options.engine}}, read_overrides(models.CleanCommandConfig, settings, _FLAGS))
-    lines = models.clean(
+    given = merge({"clean": {"engine": options.engine}}, read_overrides(cleaning.CleanCommandConfig, settings, _FLAGS))
+    lines = cleaning.clean(
         options.sources, options.out, parquet=options.parquet, dry_run=options.dry_run, progress=True, **given
     )
     print("\n".join(lines))

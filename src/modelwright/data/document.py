@@ -98,7 +98,7 @@ class Document:
         if context := [number for number, turn in enumerate(self.messages) if not turn.get("train", True)]:
             extra["context"] = context
         text = join_turns([*self.messages, *self.rejected])
-        return f"{text}\n{json.dumps(extra, ensure_ascii=False, sort_keys=True)}" if extra else text
+        return "\n".join([text, json.dumps(extra, ensure_ascii=False, sort_keys=True)]) if extra else text
 
     @property
     def split_key(self) -> str:

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, overload
@@ -16,8 +16,6 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.extras import require
 from modelwright.core.overrides import nested_settings
 from modelwright.core.progress import Progress, SilentProgress
-from modelwright.data.clean.config import CleanConfig
-from modelwright.data.sources.sources import SourceConfig
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.scoring import Scored, sequence_nats
 from modelwright.infer.engine import Engine, EngineConfig
@@ -41,15 +39,7 @@ Message = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CleanCommandConfig:
-    """The sections of a run that cleaning reads."""
-
-    data: SourceConfig = field(default_factory=SourceConfig)
-    clean: CleanConfig = field(default_factory=CleanConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Score:
+class TextScore:
     """Cost of one text. nats: negative log-likelihood of all of its tokens."""
 
     nats: float
@@ -113,7 +103,7 @@ class Model:
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         return self._complete([self.tokenizer.encode_chat(turns)], params)[0]
 
-    def score(self, texts: Sequence[str]) -> list[Score]:
+    def score(self, texts: Sequence[str]) -> list[TextScore]:
         """How likely the model finds each text; each token has as much context as the model takes."""
         encoded, config = [self.tokenizer.encode(text, with_begin=False) for text in texts], EvaluateConfig()
         nats = sequence_nats(
@@ -125,7 +115,7 @@ class Model:
             progress=SilentProgress(),
         )
         return [
-            Score(nats=float(cost), num_tokens=len(ids), num_bytes=len(text.encode()))
+            TextScore(nats=float(cost), num_tokens=len(ids), num_bytes=len(text.encode()))
             for text, ids, cost in zip(texts, encoded, nats, strict=True)
         ]
 
@@ -163,7 +153,7 @@ def load(target: PathLike, *, adapter: PathLike = "", stage: str = "", int8: boo
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelComparison:
     """Two models on the same records. result: the `ModelComparison` with its measures."""
 
     result: Any
@@ -187,7 +177,7 @@ def compare(
     max_new_tokens: int = 512,
     num_records: int = 0,
     progress: bool | Progress = False,
-) -> Comparison:
+) -> ModelComparison:
     """Compares two models on the same records, as `modelwright compare` does, with a paired bootstrap over records."""
     from modelwright.pipeline.compare import CompareConfig, compare_models
 
@@ -196,7 +186,7 @@ def compare(
     try:
         paths = [str(given.waiting)] if given.waiting else given.paths
         with shown(progress) as display:
-            return Comparison(compare_models(*found, paths, config, display))
+            return ModelComparison(compare_models(*found, paths, config, display))
     finally:
         given.close()
 
@@ -232,38 +222,6 @@ class Evaluation:
     results: Mapping[str, Any]
     path: Path
     found: FoundModel
-
-
-def clean(
-    sources: Any,
-    out: PathLike = "",
-    *,
-    parquet: bool = False,
-    dry_run: bool = False,
-    progress: bool | Progress = False,
-    **settings: Any,
-) -> list[str]:  # fmt: skip
-    """Cleans text into the folder `out`, as `modelwright clean` does; returns the lines that it prints. dry_run: says
-    what would be dropped of a sample, and writes nothing.
-    """
-    from modelwright.pipeline.cleaning import clean_sources, try_cleaning
-
-    if not os.fspath(out) and not dry_run:
-        raise ConfigError("out: give a folder for the result", code="missing")
-    given = read_sources(sources)
-    try:
-        # Records in memory lie beside the result, which must be outside of its sources.
-        side = Path(f"{os.fspath(out)}-{given.paths[0]}").parent
-        paths = [str(given.waiting)] if dry_run and given.waiting else given.place(side)
-        # Without a run nothing is trained, so nothing is held out unless the caller asks for it.
-        base = {"data": {"sources": paths, "validation_fraction": 0.0}}
-        config = parse(CleanCommandConfig, merge(base, nested_settings(CleanCommandConfig, settings)))
-        with shown(progress) as display:
-            if dry_run:
-                return list(try_cleaning(config.data, config.clean, display))
-            return list(clean_sources(config.data, config.clean, os.fspath(out), display, parquet=parquet))
-    finally:
-        given.close()
 
 
 @dataclass(frozen=True)
@@ -328,7 +286,7 @@ def export(
 
 
 @dataclass(frozen=True)
-class Server:
+class RunningServer:
     """A running server. url: its address without `/v1`; model_name: what clients ask for."""
 
     url: str
@@ -344,7 +302,7 @@ def serve(
     served_model_name: str = "",
     port: int = 0,
     **settings: Any,
-) -> "Iterator[Server]":
+) -> "Iterator[RunningServer]":
     """Serves a model over HTTP within the block, in a thread with engines of its own, as the OpenAI API does; drains
     and stops at its end. port: 0 takes a free one; settings: those of `modelwright serve`.
     """
@@ -359,4 +317,4 @@ def serve(
     name = served_model_name or found.source.name
     engines = load_engines(found.source, config)
     with ServerThread(*engines, config, model_name=name, requests=found.requests, source=found.source) as server:
-        yield Server(server.url, name)
+        yield RunningServer(server.url, name)

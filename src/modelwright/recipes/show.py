@@ -51,7 +51,7 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#f6f6f4;padding:1em;b
 
 
 @dataclass(frozen=True)
-class Span:
+class TokenSpan:
     """Consecutive tokens as text, all learned (weight 1) or none, and all special or none."""
 
     text: str
@@ -66,7 +66,7 @@ class ShownText:
     """
 
     title: str
-    spans: Sequence[Span]
+    spans: Sequence[TokenSpan]
     num_tokens: int
     num_learned: int
     num_cut: int = 0
@@ -255,8 +255,8 @@ def _encoded(
             encoded = [(f"part {n}" if len(chats) > 1 else "", *chat) for n, chat in enumerate(chats, start=1)]
     except DataError as error:
         yield ShownText(
-            title=f"{document.id} (refused)", spans=[Span(document.text, False, False)], num_tokens=0, num_learned=0,
-            notes=[f"training refuses it: {error}"],
+            title=f"{document.id} (refused)", spans=[TokenSpan(document.text, False, False)], num_tokens=0,
+            num_learned=0, notes=[f"training refuses it: {error}"],
         )  # fmt: skip
         return
     for role, ids, mask in encoded:
@@ -278,11 +278,11 @@ def shown_text(
     """Returns tokens [T] with their loss mask [T] in spans. Runs are decoded whole: a character may have several."""
     special = tokenizer.added_ids
     keyed = [(bool(m), int(i) in special, int(i)) for i, m in zip(ids, mask, strict=True)]
-    spans = list[Span]()
+    spans = list[TokenSpan]()
     for (is_learned, is_special), run in groupby(keyed, lambda key: key[:2]):
         numbers = [key[2] for key in run]
         for part in [[one] for one in numbers] if is_special else [numbers]:
-            spans.append(Span(tokenizer.decode(part, skip_special=False), is_learned, is_special))
+            spans.append(TokenSpan(tokenizer.decode(part, skip_special=False), is_learned, is_special))
     return ShownText(
         title=title, spans=spans, num_tokens=len(ids), num_learned=int(mask.sum()), num_cut=num_cut, notes=notes
     )

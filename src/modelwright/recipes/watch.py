@@ -8,7 +8,7 @@ from modelwright.core.progress import Progress, SilentProgress
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class TrainingStep:
     """One logged step of a training. loss: nats per token, or the objective's own; mfu: model FLOPs utilization."""
 
     stage: str
@@ -20,7 +20,7 @@ class Step:
     mfu: float
 
 
-OnStep = Callable[[Step], bool | None]
+OnStep = Callable[[TrainingStep], bool | None]
 """Takes each step; `False` stops the training after it, with a checkpoint from which the same call goes on."""
 
 
@@ -40,7 +40,7 @@ class WatchedProgress:
         self._progress.advance(done, **fields)
         if self._on_step is None or "lr" not in fields:  # only training has a learning rate
             return
-        step = Step(
+        step = TrainingStep(
             stage=self._stage,
             step=int(done),
             num_steps=self._total,

@@ -49,9 +49,9 @@ class ServeConfig:
     max_queued_tokens: int = constant(1_048_576)
     """Most tokens of prompts and of the longest possible answers that all running and waiting requests may have
     together; more are refused with 429."""
-    max_completions: int = 16
+    max_completions: int = constant(16)
     """Most completions of one request (`n` times the number of prompts)."""
-    max_body_bytes: int = 4_000_000
+    max_body_bytes: int = constant(4_000_000)
     """Largest request body in bytes; larger ones are refused with 413. The model's context lowers the limit: a chat
     request may have 16,384 bytes and 16 per token of the context (24,576 at 512 tokens); a completion request has 4
     more per token for each further prompt that `max_completions` allows (55,296 at 512 tokens and 16 prompts)."""

@@ -210,7 +210,7 @@ def cut_sections(lines: Iterable[tuple[int, bytes]], section_chars: int) -> Iter
 
 def read_jsonl(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[str, Record]]:
     """Yields `(where, record)` of a JSON Lines file; blank lines are skipped."""
-    decoder = _Decoder()
+    decoder = _TextDecoder()
     for number, line in read_lines(file, complain, limit):
         for where, text in _decoded(file, number, line, complain):
             if not text.strip():
@@ -246,7 +246,7 @@ def read_json(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[s
 
 def _json_items(file: File, text: str, complain: Complaint, limit: Limit) -> Iterator[tuple[str, Record]]:
     """Yields the items of a list, or the only value. Items before damage are yielded first."""
-    decoder = _Decoder()
+    decoder = _TextDecoder()
     at, line, counted = _next(text, 0), 1, 0
     is_list = text[at] == "["
     at = _next(text, at + is_list)
@@ -284,10 +284,10 @@ def _next(text: str, at: int) -> int:
     return at
 
 
-class Number(float):
+class SpelledNumber(float):
     """A number of JSON with a fraction or an exponent, which as an answer is learned in its own spelling."""
 
-    def __new__(cls, spelling: str) -> "Number":
+    def __new__(cls, spelling: str) -> "SpelledNumber":
         return super().__new__(cls, spelling)
 
     def __init__(self, spelling: str) -> None:
@@ -297,12 +297,12 @@ class Number(float):
         return (self.spelling,)
 
 
-class _Decoder(json.JSONDecoder):
+class _TextDecoder(json.JSONDecoder):
     """Decodes JSON whose objects have each field once."""
 
     def __init__(self) -> None:
         self._twice: list[str] = []
-        super().__init__(object_pairs_hook=self._object, parse_float=Number)
+        super().__init__(object_pairs_hook=self._object, parse_float=SpelledNumber)
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

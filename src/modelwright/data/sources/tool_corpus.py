@@ -50,7 +50,7 @@ TOOLS = (
 
 
 @dataclass(frozen=True)
-class Request:
+class ToolRequest:
     """What a user says, and the call that answers it: the name of a function and its arguments."""
 
     question: str
@@ -71,7 +71,7 @@ def call_function(name: str, arguments: Mapping[str, Any]) -> str:
     raise ValueError(f"there is no {name} of {dict(arguments)}")
 
 
-def draw_request(dice: random.Random, split: Split) -> Request:
+def draw_request(dice: random.Random, split: Split) -> ToolRequest:
     """Returns a random request about a value, a day or a town of the split."""
 
     def key(draw: Any) -> Any:
@@ -87,7 +87,7 @@ def draw_request(dice: random.Random, split: Split) -> Request:
         unit, target = dice.choice(tuple(FACTORS))[:: dice.choice((1, -1))]
         forms = ("How many {1} are {2} {0}?", "Convert {2} {0} to {1}.", "What is {2} {0} in {1}?")
         question = dice.choice(forms).format(unit, target, value)
-        return Request(question, "convert_unit", {"value": value, "unit": unit, "target": target})
+        return ToolRequest(question, "convert_unit", {"value": value, "unit": unit, "target": target})
     if kind == 1:
         first = date(1950, 1, 1)
         day = str(key(lambda: first + timedelta(days=dice.randrange(36_525))))
@@ -98,10 +98,10 @@ def draw_request(dice: random.Random, split: Split) -> Request:
             "Give me the date {0} days {1} {2}.",
         )
         question = dice.choice(forms).format(abs(days), "after" if days > 0 else "before", day)
-        return Request(question, "add_days", {"date": day, "days": days})
+        return ToolRequest(question, "add_days", {"date": day, "days": days})
     town, column = key(lambda: dice.choice(TOWNS)), dice.choice(COLUMNS)
     forms = ("What is the {0} of {1}?", "Look up the {0} of {1}.", "Tell me the {0} of {1}.")
-    return Request(dice.choice(forms).format(column, town), "look_up", {"town": town, "column": column})
+    return ToolRequest(dice.choice(forms).format(column, town), "look_up", {"town": town, "column": column})
 
 
 def tool_conversations() -> Iterator[Document]:

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tiktoken
@@ -141,9 +141,9 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> "Tokenizer
     return Tokenizer(trained, special_tokens={"bos_token": BOS, "eos_token": EOS, "pad_token": PAD})
 
 
-class Tokenizer:
-    """Encodes and decodes. Special tokens in a text stay plain text unless the chat template inserted them. Added
-    tokens that are not special are words of the vocabulary: wherever their text occurs, they are one id.
+class TextTokenizer:
+    """A tokenizer's folder, its tokens, and plain texts. Added tokens that are not special are words of the vocabulary:
+    wherever their text occurs, they are one id.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Tokenizer:
             raise ArtifactError("the tokenizer lacks an eos_token; add one to its tokenizer_config.json")
 
     @classmethod
-    def load(cls, folder: Path) -> "Tokenizer":
+    def load(cls, folder: Path) -> Self:
         """Loads a folder in the Hugging Face layout. Raises `ArtifactError` when a file is missing or damaged."""
         paths = [folder / name for name in _FILES]
         for path in paths:
@@ -340,6 +340,20 @@ class Tokenizer:
             skipped = {self._added[token] for token in self._special} if skip_special else set[int]()
             return ByteStream(self._bytes, skipped)
         return LibraryStream(self._library, self._definition, self._special if skip_special else ())
+
+    def token_text(self, token_id: int) -> str:
+        """Returns a token as text for display; incomplete characters become replacement characters."""
+        return self.decode([token_id], skip_special=False)
+
+    def id_of(self, token: str) -> int | None:
+        """Returns the id of an added token, or None."""
+        return self._added.get(token)
+
+
+class Tokenizer(TextTokenizer):
+    """A tokenizer that encodes conversations, too. Special tokens in their texts stay plain text: only the chat template
+    can insert them.
+    """
 
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Any] = (), add_generation_prompt: bool, **variables: Any
@@ -507,14 +521,6 @@ class Tokenizer:
             last = int(mask.nonzero()[0][-1]) + 1
             ids, mask = np.append(ids[:last], self.end_id), np.append(mask[:last], np.uint8(1))
         return ids, mask
-
-    def token_text(self, token_id: int) -> str:
-        """Returns a token as text for display; incomplete characters become replacement characters."""
-        return self.decode([token_id], skip_special=False)
-
-    def id_of(self, token: str) -> int | None:
-        """Returns the id of an added token, or None."""
-        return self._added.get(token)
 
 
 def _without_special(definition: Mapping[str, Any], special: Set[str]) -> tokenizers.Tokenizer:

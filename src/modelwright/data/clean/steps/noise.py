@@ -76,7 +76,7 @@ class NoiseConfig:
     documentation and Python code on this machine; empty switches the step off."""
     model: str = ""
     """Folder of a Hugging Face sequence-classification model that decides where the classifier is uncertain."""
-    model_noise_label: str = "1"
+    model_noise_label: str = constant("1")
     """Name or number of the class of `model` that means noise."""
     min_precision: float = constant(0.95)
     """Precision that the threshold must reach on held-out samples: the fraction of dropped documents that are junk. If
