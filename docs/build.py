@@ -33,7 +33,7 @@ LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 FROM_CODE = "Written from the code by `make docs`."
 API = {
     "Runs": ("run", "finetune", "align", "Run", "TrainingStep"),
-    "Models": ("load", "Model", "compare", "ModelComparison", "evaluate", "export", "serve"),
+    "Models": ("load", "Model", "compare", "ComparedModels", "evaluate", "export", "serve"),
     "Data": ("clean", "show"),
     "Errors": ("ModelwrightError", "ConfigError"),
     "Training a model of your own": ("TrainJob", "train_model"),

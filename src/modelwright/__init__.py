@@ -57,7 +57,7 @@ from modelwright.core.library_environment import prepare
 if TYPE_CHECKING:
     from modelwright.core.errors import ConfigError, ModelwrightError
     from modelwright.recipes.cleaning import clean
-    from modelwright.recipes.models import Model, ModelComparison, compare, evaluate, export, load, serve
+    from modelwright.recipes.models import ComparedModels, Model, compare, evaluate, export, load, serve
     from modelwright.recipes.runs import Run, align, finetune, run
     from modelwright.recipes.show import show
     from modelwright.recipes.watch import TrainingStep
@@ -66,9 +66,9 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 __all__ = [
+    "ComparedModels",
     "ConfigError",
     "Model",
-    "ModelComparison",
     "ModelwrightError",
     "Run",
     "TrainJob",
@@ -97,7 +97,7 @@ _EXPORTS = {
     **{name: ("modelwright.recipes.runs", name) for name in ("Run", "align", "finetune", "run")},
     **{
         name: ("modelwright.recipes.models", name)
-        for name in ("ModelComparison", "Model", "compare", "evaluate", "export", "load", "serve")
+        for name in ("ComparedModels", "Model", "compare", "evaluate", "export", "load", "serve")
     },
 }
 """Imported when they are asked for: they import PyTorch. `modelwright.train` is the package of that name."""

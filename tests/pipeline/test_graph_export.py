@@ -249,9 +249,8 @@ def test_the_command_writes_graph_tokenizer_and_card(inside: Command, trained: P
     words = ("export", str(trained / "int8"), "--to", "openvino", str(target))
     done = inside(*words)
     assert done.returncode == 0, done.stderr
-    assert {"openvino_model.xml", "openvino_model.bin", "tokenizer.json", "tokenizer_config.json", "README.md"} == {
-        path.name for path in target.iterdir()
-    }
+    names = ("openvino_model.xml", "openvino_model.bin", "tokenizer.json", "tokenizer_config.json", "README.md")
+    assert {*names, "generation_config.json"} == {path.name for path in target.iterdir()}
     ours = (trained / "int8" / "model.safetensors").stat().st_size
     assert (target / "openvino_model.bin").stat().st_size < 1.02 * ours
     assert "chat_template" in json.loads((target / "tokenizer_config.json").read_text())

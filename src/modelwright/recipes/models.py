@@ -153,8 +153,8 @@ def load(target: PathLike, *, adapter: PathLike = "", stage: str = "", int8: boo
 
 
 @dataclass(frozen=True)
-class ModelComparison:
-    """Two models on the same records. result: the `ModelComparison` with its measures."""
+class ComparedModels:
+    """Two models on the same records. result: the `ComparedModels` with its measures."""
 
     result: Any
 
@@ -177,7 +177,7 @@ def compare(
     max_new_tokens: int = 512,
     num_records: int = 0,
     progress: bool | Progress = False,
-) -> ModelComparison:
+) -> ComparedModels:
     """Compares two models on the same records, as `modelwright compare` does, with a paired bootstrap over records."""
     from modelwright.pipeline.compare import CompareConfig, compare_models
 
@@ -186,7 +186,7 @@ def compare(
     try:
         paths = [str(given.waiting)] if given.waiting else given.paths
         with shown(progress) as display:
-            return ModelComparison(compare_models(*found, paths, config, display))
+            return ComparedModels(compare_models(*found, paths, config, display))
     finally:
         given.close()
 
