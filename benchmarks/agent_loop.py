@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-from agents import Agent, FunctionTool, ModelSettings, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
-from agents.exceptions import AgentsException
+from agents import Agent, FunctionTool, ModelSettings, OpenAIChatCompletionsModel, Runner, set_tracing_disabled  # pyright: ignore[reportMissingImports]
+from agents.exceptions import AgentsException  # pyright: ignore[reportMissingImports]
 from openai import AsyncOpenAI, OpenAIError
 
 from modelwright.data.sources.tool_corpus import TOOLS, ToolRequest, call_function, draw_request

@@ -64,7 +64,7 @@ def foreign_records(count: int, seed: int) -> Iterator[bytes]:
     changed, removed or repeated.
     """
     from faker import Faker
-    from mimesis import Generic, Locale
+    from mimesis import Generic, Locale  # pyright: ignore[reportMissingImports]
 
     from modelwright.data.sources.fields import SIGNIFICANT
     from modelwright.data.sources.forms import FIELDS, FORMS_OF_RECORDS

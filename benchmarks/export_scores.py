@@ -103,7 +103,7 @@ def candidates(questions: Sequence[Question], tokenizer: Tokenizer) -> list[list
     """Each question with each candidate after it."""
     found: list[list[Scored]] = []
     for one in questions:
-        prompt = tokenizer.encode_prompt([{"role": "user", "content": one.question}])
+        prompt = tokenizer.chat.encode_prompt([{"role": "user", "content": one.question}])
         prompt = [*prompt, *tokenizer.encode(one.lead)]
         answers = [tokenizer.encode(f" {text}" if one.lead else text) for text in one.candidates]
         found.append([Scored([*prompt, *answer], len(prompt)) for answer in answers])

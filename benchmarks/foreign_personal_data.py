@@ -16,7 +16,7 @@ from dataclasses import replace
 from importlib import metadata
 
 from faker import Faker
-from mimesis import Generic, Locale
+from mimesis import Generic, Locale  # pyright: ignore[reportMissingImports]
 
 from personal_data_set import Example
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pandas as pd
 import sympy
 from faker import Faker
-from mimesis import Generic, Locale
+from mimesis import Generic, Locale  # pyright: ignore[reportMissingImports]
 
 _LANGUAGES = ("cs", "da", "hu", "id", "it", "ko", "nl", "pl", "pt_BR", "ro", "ru", "sl", "sr", "sv", "tr")
 _SPEECH = ("en", "pl", "ru", "it", "sv", "cs", "nl", "tr")

@@ -59,7 +59,7 @@ def reward_model() -> Decoder:
 def prompts(count: int) -> list[PromptRecord]:
     """Prompts of different lengths."""
     questions = [{"role": "user", "content": "a" * (1 + number % 5)} for number in range(count)]
-    return [PromptRecord(ids=tokenizer().encode_prompt([one]), messages=[one]) for one in questions]
+    return [PromptRecord(ids=tokenizer().chat.encode_prompt([one]), messages=[one]) for one in questions]
 
 
 @dataclass(frozen=True)

@@ -130,8 +130,8 @@ class Walker:
     """Follows a parameter through the calls that pass it on, or something made from it, in the order of the code.
 
     It reads names only: a value reaches what is assigned from an expression that contains it, and a call that takes it
-    is followed where the callee is a function of the package that the module defines or imports by name. Each function
-    is walked once. Calls of methods are followed only for `self.` methods of the same class.
+    is followed where the callee is a function of the package that the module defines, imports by name, or reaches by
+    the name of an imported module. Each function is walked once. Calls of methods are not followed.
     """
 
     def __init__(self, modules: Mapping[str, Module], levels: Mapping[str, int]) -> None:
@@ -170,9 +170,14 @@ class Walker:
         values = [*call.args, *(keyword.value for keyword in call.keywords)]
         names = [None] * len(call.args) + [keyword.arg for keyword in call.keywords]
         taken = [number for number, value in enumerate(values) if _mentions(value, carried)]
-        if not taken or not isinstance(call.func, ast.Name):
+        if not taken:
             return
-        target = imported.get(call.func.id, (module, call.func.id))
+        if isinstance(call.func, ast.Name):
+            target = imported.get(call.func.id, (module, call.func.id))
+        elif isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
+            target = (".".join(imported.get(call.func.value.id, ("",))), call.func.attr)  # `cost.estimate(...)`
+        else:
+            return
         node = self._defined.get(target[0], {}).get(target[1])
         if not isinstance(node, ast.FunctionDef):
             return

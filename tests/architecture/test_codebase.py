@@ -44,7 +44,9 @@ def test_a_value_is_followed_through_calls_in_their_order(tmp_path: Path) -> Non
         "top/a.py": "from package.low.b import read\nfrom package.mid.c import check\n\n\n"
         "def run(words):\n    first = read(words)\n    check(first)\n    other(3)\n\n\ndef other(x):\n    check(x)\n",
         "low/b.py": "def read(words):\n    return words\n",
-        "mid/c.py": "from package.low.b import read\n\n\ndef check(first):\n    return read(first)\n",
+        "mid/__init__.py": "",
+        "low/__init__.py": "",
+        "mid/c.py": "from package.low import b\n\n\ndef check(first):\n    return b.read(first)\n",
     }.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(text)

@@ -53,7 +53,7 @@ def test_chats_are_rendered_alike(template: str, adds_bos: bool, tmp_path: Path)
     derived = go_template(tokenizer, adds_bos=adds_bos)
     for chat in CHATS:
         turns = [{"role": role, "content": text} for role, text in chat]
-        expected = tokenizer.render(turns, add_generation_prompt=True)
+        expected = tokenizer.chat.render(turns, add_generation_prompt=True)
         assert filled(derived, chat) == expected.removeprefix(bos)
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 import pytest
 
+from modelwright.core.config import constant, parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.overrides import all_paths, read_overrides, split_words
 
@@ -13,6 +14,7 @@ from modelwright.core.overrides import all_paths, read_overrides, split_words
 class Data:
     sources: tuple[str, ...] = ("python",)
     text_field: str = "text"
+    retries: int = constant(3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,3 +81,13 @@ def test_mistakes(line: str, message: str) -> None:
 
 def test_all_paths_names_groups_and_fields() -> None:
     assert list(all_paths(Run))[:4] == ["name", "data", "data.sources", "data.text_field"]
+
+
+def test_a_setting_that_is_fixed_is_named_as_such_and_accepted_with_its_own_value() -> None:
+    assert parse(Run, read("tiny --data.retries 3")) == Run()
+    with pytest.raises(ConfigError, match=r"data\.retries: is always 3") as caught:
+        parse(Run, read("tiny --data.retries 4"))
+    assert caught.value.code == "fixed"
+    with pytest.raises(ConfigError) as caught:
+        read("tiny --data.tries 4")
+    assert "retries" not in str(caught.value).split("known there")[1]

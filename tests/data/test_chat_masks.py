@@ -37,7 +37,7 @@ def learned(tokenizer: Tokenizer, ids: np.ndarray, mask: np.ndarray) -> list[str
 
 
 def test_calls_and_answers_are_learned_and_results_are_not(hermes: Tokenizer) -> None:
-    ((ids, mask),) = hermes.encode_training_chats(TOOL_CHAT, tools=[WEATHER])
+    ((ids, mask),) = hermes.chat.encode_training_chats(TOOL_CHAT, tools=[WEATHER])
     assert learned(hermes, ids, mask) == ANSWERS
     text = hermes.decode(ids, skip_special=False)
     assert '"description": "The weather of a city."' in text
@@ -45,24 +45,24 @@ def test_calls_and_answers_are_learned_and_results_are_not(hermes: Tokenizer) ->
 
 
 def test_the_prompt_of_an_answer_is_the_prefix_that_is_trained(hermes: Tokenizer) -> None:
-    ((ids, mask),) = hermes.encode_training_chats(TOOL_CHAT, tools=[WEATHER])
+    ((ids, mask),) = hermes.chat.encode_training_chats(TOOL_CHAT, tools=[WEATHER])
     for number, turn in enumerate(TOOL_CHAT):
         if turn["role"] == "assistant":
-            prompt = hermes.encode_prompt(TOOL_CHAT[:number], tools=[WEATHER])
+            prompt = hermes.chat.encode_prompt(TOOL_CHAT[:number], tools=[WEATHER])
             assert ids[: len(prompt)].tolist() == prompt
             assert (mask[len(prompt) - 1], mask[len(prompt)]) == (0, 1)
 
 
 def test_only_the_last_answer(hermes: Tokenizer) -> None:
-    ((whole, _),) = hermes.encode_training_chats(TOOL_CHAT, tools=[WEATHER])
-    ((ids, mask),) = hermes.encode_training_chats(TOOL_CHAT, tools=[WEATHER], loss="last_answer")
+    ((whole, _),) = hermes.chat.encode_training_chats(TOOL_CHAT, tools=[WEATHER])
+    ((ids, mask),) = hermes.chat.encode_training_chats(TOOL_CHAT, tools=[WEATHER], loss="last_answer")
     assert ids.tolist() == whole.tolist()
     assert learned(hermes, ids, mask) == ANSWERS[-1:]
 
 
 def test_all_of_the_text_up_to_the_last_answer(hermes: Tokenizer) -> None:
-    ((whole, _),) = hermes.encode_training_chats(TOOL_CHAT, tools=[WEATHER])
-    ((ids, mask),) = hermes.encode_training_chats(TOOL_CHAT, tools=[WEATHER], loss="all")
+    ((whole, _),) = hermes.chat.encode_training_chats(TOOL_CHAT, tools=[WEATHER])
+    ((ids, mask),) = hermes.chat.encode_training_chats(TOOL_CHAT, tools=[WEATHER], loss="all")
     assert ids.tolist() == whole.tolist()
     assert mask.tolist() == [1] * (len(ids) - 1) + [0]  # the line end after the last <|im_end|>
     assert ids[-2] == hermes.end_id
@@ -72,7 +72,7 @@ def test_marks_are_those_of_transformers(marked_folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer, theirs = Tokenizer.load(marked_folder), transformers.AutoTokenizer.from_pretrained(marked_folder)
     found = theirs.apply_chat_template(TOOL_CHAT, tools=[WEATHER], return_dict=True, return_assistant_tokens_mask=True)
-    ((ids, mask),) = tokenizer.encode_training_chats(TOOL_CHAT, tools=[WEATHER])
+    ((ids, mask),) = tokenizer.chat.encode_training_chats(TOOL_CHAT, tools=[WEATHER])
     last = len(ids)  # ours end with the last mark
     assert ids.tolist() == found["input_ids"][:last]
     assert mask.tolist() == found["assistant_masks"][:last]
@@ -86,7 +86,7 @@ def test_renderings_are_those_of_transformers(marked_folder: Path, tools: list, 
     transformers = pytest.importorskip("transformers")
     tokenizer, theirs = Tokenizer.load(marked_folder), transformers.AutoTokenizer.from_pretrained(marked_folder)
     shown = theirs.apply_chat_template(TOOL_CHAT, tools=tools or None, tokenize=False, add_generation_prompt=prompt)
-    assert shown == tokenizer.render(TOOL_CHAT, tools=tools, add_generation_prompt=prompt)
+    assert shown == tokenizer.chat.render(TOOL_CHAT, tools=tools, add_generation_prompt=prompt)
 
 
 def test_marks_of_a_macro_are_found(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_marks_of_a_macro_are_found(tmp_path: Path) -> None:
         "{% for m in messages %}{{ say(m) }}{% endfor %}"
     )
     tokenizer = chatml_tokenizer(tmp_path, template)
-    ((ids, mask),) = tokenizer.encode_training_chats([TOOL_CHAT[1], TOOL_CHAT[4]])
+    ((ids, mask),) = tokenizer.chat.encode_training_chats([TOOL_CHAT[1], TOOL_CHAT[4]])
     assert learned(tokenizer, ids, mask) == ANSWERS[1:2]
 
 
@@ -105,7 +105,7 @@ def test_a_template_that_marks_nothing_is_an_error(tmp_path: Path) -> None:
     template = MARKED.replace("{% generation %}", "{% if false %}{% generation %}{% endgeneration %}{% endif %}")
     tokenizer = chatml_tokenizer(tmp_path, template.replace("<|im_end|>{% endgeneration %}", "<|im_end|>"))
     with pytest.raises(DataError, match="marks nothing in this conversation"):
-        tokenizer.encode_training_chats(TOOL_CHAT[:2] + TOOL_CHAT[4:])
+        tokenizer.chat.encode_training_chats(TOOL_CHAT[:2] + TOOL_CHAT[4:])
 
 
 def test_neither_tools_nor_arguments_can_speak_special_tokens_or_mark_themselves(marked_folder: Path) -> None:
@@ -118,7 +118,7 @@ def test_neither_tools_nor_arguments_can_speak_special_tokens_or_mark_themselves
         {"role": "tool", "content": evil},
         {"role": "assistant", "content": "No."},
     ]
-    ((ids, mask),) = tokenizer.encode_training_chats(chat, tools=[tool])
+    ((ids, mask),) = tokenizer.chat.encode_training_chats(chat, tools=[tool])
     assert ids.tolist().count(tokenizer.end_id) == 5
     call_text, answer = learned(tokenizer, ids, mask)
     assert call_text.count("I obey") == 1
@@ -129,9 +129,9 @@ def test_a_template_without_tools_refuses_them(tmp_path: Path) -> None:
     tokenizer = chatml_tokenizer(tmp_path, "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}")
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
     with pytest.raises(DataError, match="does not support tools"):
-        tokenizer.encode_training_chats(turns, tools=[WEATHER])
+        tokenizer.chat.encode_training_chats(turns, tools=[WEATHER])
     with pytest.raises(DataError, match="does not support calls of tools"):
-        tokenizer.encode_training_chats([turns[0], {**turns[1], "tool_calls": [CALL]}])
+        tokenizer.chat.encode_training_chats([turns[0], {**turns[1], "tool_calls": [CALL]}])
 
 
 LLAMA3 = (
@@ -170,7 +170,7 @@ def test_a_template_that_does_not_show_where_the_first_answer_begins_says_so() -
 def test_an_empty_turn_of_the_assistant_is_context_and_not_learned(tmp_path: Path, template: str, nothing: str) -> None:
     tokenizer = chatml_tokenizer(tmp_path, template)
     chat = [TOOL_CHAT[1], {"role": "assistant", "content": nothing}, TOOL_CHAT[5], TOOL_CHAT[6]]
-    ((ids, mask),) = tokenizer.encode_training_chats(chat)
-    rendered = tokenizer.render(chat, add_generation_prompt=False)
+    ((ids, mask),) = tokenizer.chat.encode_training_chats(chat)
+    rendered = tokenizer.chat.render(chat, add_generation_prompt=False)
     assert rendered.startswith(tokenizer.decode(ids, skip_special=False))
     assert learned(tokenizer, ids, mask) == ANSWERS[2:]

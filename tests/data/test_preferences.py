@@ -115,7 +115,7 @@ def test_only_the_judged_answers_are_learned(tokenizer: Tokenizer) -> None:
     for completion, answer in zip(found, ("yes", "no"), strict=True):
         learned = completion.ids[completion.mask.astype(bool)]
         assert tokenizer.decode(learned, skip_special=False) == f"{answer}<|end|>"
-        assert completion.ids[: completion.prompt_len].tolist() == tokenizer.encode_prompt(messages[:3])
+        assert completion.ids[: completion.prompt_len].tolist() == tokenizer.chat.encode_prompt(messages[:3])
 
 
 @pytest.mark.parametrize(("document", "overlong", "reason"), [

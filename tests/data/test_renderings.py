@@ -99,7 +99,7 @@ def check_rows(tokenizer: Tokenizer, theirs: Any, name: str, chat: tuple[list[An
         and turn.get("train", True)
         and (turn["content"].strip() or turn.get("tool_calls"))
     ]
-    rows = tokenizer.encode_training_chats(turns, tools=tools, variables=variables)
+    rows = tokenizer.chat.encode_training_chats(turns, tools=tools, variables=variables)
     if name == "smollm3":
         whole = applied(plain, return_dict=True, return_assistant_tokens_mask=True)
         ((ids, mask),) = rows
@@ -145,7 +145,7 @@ def check_rows(tokenizer: Tokenizer, theirs: Any, name: str, chat: tuple[list[An
                 ]
                 expected |= np.array(inside) & np.array(begins)
                 assert (
-                    tokenizer.encode_prompt(turns[:number], tools=tools, variables=variables)
+                    tokenizer.chat.encode_prompt(turns[:number], tools=tools, variables=variables)
                     == applied(plain[:number], add_generation_prompt=True)["input_ids"]
                 ), "what the server makes of the prompt"
         assert mask.tolist() == expected.tolist()

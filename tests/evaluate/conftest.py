@@ -25,6 +25,10 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode("utf-8")
 
+    @property
+    def chat(self) -> "ByteTokenizer":
+        return self
+
     def encode_prompt(self, messages: Sequence[Mapping[str, str]], **_: Any) -> list[int]:
         ids = [self.bos_id]
         for message in messages:

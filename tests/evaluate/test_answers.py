@@ -58,7 +58,7 @@ def test_answers_cost_what_a_plain_forward_pass_says(chatml: Tokenizer, long_mod
     records = score_answers(long_model, chatml, DOCUMENTS, CONFIG, progress=SilentProgress())
     assert [record["id"] for record in records] == ["tools", "short", "two"]
     for record, document in zip(records, DOCUMENTS, strict=True):
-        chats = chatml.encode_training_chats(document.messages, tools=document.tools)
+        chats = chatml.chat.encode_training_chats(document.messages, tools=document.tools)
         assert record["num_tokens"] == sum(int(mask.sum()) for _, mask in chats)
         assert record["num_bytes"] == len(answer_text(document).encode())
         assert record["nats"] == pytest.approx(sum(naive_nats(long_model, *chat) for chat in chats), rel=1e-5)

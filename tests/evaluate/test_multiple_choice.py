@@ -217,8 +217,8 @@ def test_candidates_are_scored_in_the_format_of_fine_tuning() -> None:
     """Prompt and answer as they are encoded here are what SFT trains on, up to the token that ends the turn."""
     tokenizer = train_tokenizer(["Copies a tree of files. What does it do?"] * 3, TokenizerConfig(vocab_size=300))
     turns = [{"role": "user", "content": "What does `a.b` do?"}, {"role": "assistant", "content": "Copies a tree."}]
-    ids, mask = tokenizer.encode_chat(turns)
-    scored = [*tokenizer.encode_prompt(turns[:1]), *tokenizer.encode(turns[1]["content"])]
+    ids, mask = tokenizer.chat.encode_chat(turns)
+    scored = [*tokenizer.chat.encode_prompt(turns[:1]), *tokenizer.encode(turns[1]["content"])]
     assert ids[: len(scored)].tolist() == scored
     assert mask[: len(scored)].sum() == len(tokenizer.encode(turns[1]["content"]))
     assert len(ids) == len(scored) + 1

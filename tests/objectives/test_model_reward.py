@@ -48,7 +48,7 @@ def test_it_scores_conversations_as_the_model_does(folder: Path) -> None:
     samples = [sample("x"), sample("a longer answer"), sample("cut o", "length"), sample("z" * 80)]
     scores = reward.score(samples)
     tokenizer = tiny_rollouts.tokenizer()
-    prompt = tokenizer.encode_prompt(samples[0].prompt)
+    prompt = tokenizer.chat.encode_prompt(samples[0].prompt)
     ended = [[*prompt, *tokenizer.encode(one.answer), tokenizer.end_id] for one in samples[:2]]
     for ids, score in zip([*ended, [*prompt, *tokenizer.encode("cut o")]], scores, strict=False):
         assert score.value == pytest.approx(0.5 * alone(folder, ids), abs=1e-5)
@@ -59,7 +59,7 @@ def test_it_scores_conversations_as_the_model_does(folder: Path) -> None:
 def test_an_empty_answer_has_a_score(folder: Path) -> None:
     reward = build_reward({"model": {"path": str(folder)}}, kinds=MODEL_REWARDS)
     tokenizer, (score,) = tiny_rollouts.tokenizer(), reward.score([sample("")])
-    prompt = tokenizer.encode_prompt(sample("").prompt)
+    prompt = tokenizer.chat.encode_prompt(sample("").prompt)
     assert score.value == pytest.approx(alone(folder, [*prompt, tokenizer.end_id]), abs=1e-5)
 
 

@@ -150,7 +150,7 @@ def test_the_reward_model_of_a_run_scores_the_answers_of_its_policy(
     judge, tokenizer = load_reward_model(run / "reward" / "artifact"), Tokenizer.load(run / "reward" / "artifact")
     first = [one for one in read_records(run / "ppo" / "completions.jsonl") if one["rollout"] == 0]
     for one in first:
-        ids = [*tokenizer.encode_prompt([{"role": "user", "content": one["prompt"]}])]
+        ids = [*tokenizer.chat.encode_prompt([{"role": "user", "content": one["prompt"]}])]
         answers = [[*ids, *tokenizer.encode(one["completion"]), *end] for end in ((), (tokenizer.end_id,))]
         scores = [float(judge.score(TokenBatch.of_sequences([np.array(ids)]))) for ids in answers]
         assert min(abs(score - one["reward"]) for score in scores) < 1e-4
@@ -171,7 +171,7 @@ def check_scores(folder: Path) -> None:
     """Ours are those of `transformers`."""
     tokenizer = Tokenizer.load(folder)
     turns = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "Kana yes"}]
-    ids, _ = tokenizer.encode_chat(turns)
+    ids, _ = tokenizer.chat.encode_chat(turns)
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     assert (theirs.config.num_labels, theirs.config.pad_token_id) == (1, tokenizer.id_of("<|pad|>"))
     with torch.no_grad():

@@ -82,7 +82,7 @@ def test_choices_are_those_of_a_plain_forward_pass(folder: Path) -> None:
     asked = [document for document in documents(folder) if "choices" in document.meta]
     assert [row["right"] for row in rows] == [1, 1]
     for row, document in zip(rows, asked, strict=True):
-        prompt = tokenizer.encode_prompt(document.messages[:1])
+        prompt = tokenizer.chat.encode_prompt(document.messages[:1])
         nats = []
         for text in document.meta["choices"]:
             ids = torch.tensor([[*prompt, *tokenizer.encode(text)]])
@@ -98,7 +98,7 @@ def test_numbers_are_generated_greedily_and_compared(folder: Path) -> None:
     model, tokenizer = load_model(folder / "a").eval(), Tokenizer.load(folder / "a")
     rows = generate_numbers(model, tokenizer, documents(folder), max_new_tokens=6, progress=SilentProgress())
     assert [row["id"].rpartition(":")[2] for row in rows] == ["1", "2"]
-    prompt = tokenizer.encode_prompt([{"role": "user", "content": RECORDS[0]["question"]}])
+    prompt = tokenizer.chat.encode_prompt([{"role": "user", "content": RECORDS[0]["question"]}])
     ids = list(prompt)
     while len(ids) < len(prompt) + 6 and ids[-1] not in tokenizer.stop_ids:
         tokens = torch.tensor([ids])

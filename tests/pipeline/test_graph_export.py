@@ -160,7 +160,7 @@ def learned(model: Decoder, tokenizer: Tokenizer, records: list[dict[str, Any]])
     for _ in range(NUM_STEPS):
         loss = torch.zeros(())
         for record in draw.sample(records, BATCH):
-            prompt = tokenizer.encode_prompt([{"role": "user", "content": record["question"]}])
+            prompt = tokenizer.chat.encode_prompt([{"role": "user", "content": record["question"]}])
             ids = torch.tensor([[*prompt, *tokenizer.encode(record["choices"][1])]])
             hidden = model(ids, torch.arange(ids.shape[1])[None], causal_attend())
             logits = model.logits(hidden)[0, len(prompt) - 1 : -1]
@@ -187,7 +187,7 @@ def graph_choices(run: Run, tokenizer: Tokenizer, documents: list[Document]) -> 
     """The same from a graph's logits, the choices of a question side by side and filled up at the end."""
     found = []
     for document in documents:
-        prompt = tokenizer.encode_prompt(document.messages[:1])
+        prompt = tokenizer.chat.encode_prompt(document.messages[:1])
         answers = [tokenizer.encode(text) for text in document.meta["choices"]]
         length = len(prompt) + max(map(len, answers))
         ids = np.array([[*prompt, *answer, *[0] * (length - len(prompt) - len(answer))] for answer in answers])

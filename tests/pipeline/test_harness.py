@@ -248,5 +248,5 @@ def test_a_message_cannot_speak_control_tokens(folder: Path) -> None:
     lm = EngineLM(engine, tokenizer, uses_chat=True, info={}, progress=SilentProgress())
     turns = [{"role": "user", "content": "Hi <|im_end|>."}]
     ids = lm.tok_encode(lm.apply_chat_template(turns))
-    assert ids == [*tokenizer.begin_ids, *tokenizer.encode_prompt(turns)]
+    assert ids == [*tokenizer.begin_ids, *tokenizer.chat.encode_prompt(turns)]
     assert ids.count(tokenizer.end_id) == 1

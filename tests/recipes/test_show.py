@@ -47,7 +47,7 @@ def test_spans_are_the_rendering_of_transformers(model: Path, tmp_path: Path) ->
         rendered = reference.apply_chat_template(chat, tools=tools, tokenize=False)
         assert rendered.startswith(whole(one))
         assert rendered.removeprefix(whole(one)).strip() == ""
-        assert one.num_tokens == sum(len(ids) for ids in [Tokenizer.load(model).encode_rendered(whole(one))])
+        assert one.num_tokens == sum(len(ids) for ids in [Tokenizer.load(model).chat.encode_rendered(whole(one))])
     assert learned(shown.texts[0]) == "Blue, naïve 猫.<|im_end|>"
     ends = [span for span in shown.texts[0].spans if span.is_special]
     assert {span.text for span in ends} == {"<|im_start|>", "<|im_end|>"}

@@ -25,9 +25,7 @@ TUTORIALS = sorted(
 )
 SHORT = (
     "--data.stdlib_fraction=0.03", "--pretrain.num_steps=4", "--sft.num_steps=4",
-    "--evaluate.max_bytes_per_domain=2000",
-    "--evaluate.multiple_choice.num_questions=5", "--serve_check.num_validation_questions=1",
-    "--evaluate.bootstrap_resamples=20",
+    "--evaluate.max_bytes_per_domain=2000", "--evaluate.multiple_choice.num_questions=5",
 )  # fmt: skip
 ALIGNED = (
     "--pack.seq_len=64", "--data.validation_fraction=0.2", "--clean.quality.limits={}", "--dpo.num_steps=4",

@@ -203,7 +203,7 @@ def test_training_and_serving_give_the_same_ids_of_the_built_in_template(server:
         for turn in turns[:last]
     ], tools=list(document.tools), temperature=None, max_tokens=None)  # fmt: skip
     served = reply.json()["tokens"]
-    ((ids, mask),) = make_tokenizer().encode_training_chats(turns, tools=document.tools)
+    ((ids, mask),) = make_tokenizer().chat.encode_training_chats(turns, tools=document.tools)
     assert ids[: len(served)].tolist() == served
     assert mask[len(served) :].all()
     transformers = pytest.importorskip("transformers")

@@ -61,7 +61,7 @@ def expected_ids(text: str, files: list[bytes]) -> list[int]:
     image_text = IMAGE_TOKEN * NUM_PATCHES
     rendered = f"<|bos|><|user|>{''.join(image_text + chr(10) for _ in files)}{text}<|end|><|assistant|>"
     tokenizer = image_tokenizer()
-    ids = tokenizer.encode_rendered(rendered)
+    ids = tokenizer.chat.encode_rendered(rendered)
     model = image_model()
     engine = Engine(model, EngineConfig(enable_prefix_caching=False), head=model.logits)
     params = SamplingParams(max_tokens=8, temperature=0.0, stop_ids=tokenizer.stop_ids)

@@ -108,11 +108,11 @@ class _Writer:
 
     def _conversations(self, numbers: Sequence[int], seed: int) -> list[dict[str, str]]:
         """Generates a question and its answer per number. A question that leaves no space for an answer gets none."""
-        begin, end = self.tokenizer.question_bounds()
+        begin, end = self.tokenizer.chat.question_bounds()
         # The model may also end its question with an ordinary stop token.
         stops = tuple(dict.fromkeys((end, *self.tokenizer.stop_ids)))
         questions = self._sampled([begin] * len(numbers), numbers, derive_seed(seed, "question"), stops)
-        prompts = [self.tokenizer.encode_prompt([{"role": "user", "content": question}]) for question in questions]
+        prompts = [self.tokenizer.chat.encode_prompt([{"role": "user", "content": question}]) for question in questions]
         most = self.model.config.max_seq_len
         places = [place for place, prompt in enumerate(prompts) if questions[place] and len(prompt) < most]
         answers = self._sampled(

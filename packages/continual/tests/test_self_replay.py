@@ -62,8 +62,8 @@ def test_a_question_is_sampled_from_where_the_template_lets_a_user_begin(talker:
     """Beside a loop over the model's own probabilities, token by token."""
     folder = talker / "sft/artifact"
     tokenizer, model = Tokenizer.load(folder), load_model(folder).eval()
-    begin, end = tokenizer.question_bounds()
-    rendered = tokenizer.render([{"role": "user", "content": "Why?"}], add_generation_prompt=False)
+    begin, end = tokenizer.chat.question_bounds()
+    rendered = tokenizer.chat.render([{"role": "user", "content": "Why?"}], add_generation_prompt=False)
     assert rendered.startswith(tokenizer.decode(begin, skip_special=False) + "Why?" + tokenizer.token_text(end))
     document = texts_of(talker, tmp_path)[0]
     number = int(document.id.rpartition("/")[2])

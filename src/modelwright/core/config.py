@@ -147,6 +147,9 @@ def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -
     fixed = {field.name: field.default for field in known if field.name not in fields}
     settings = {key: value for key, value in settings.items() if key not in fixed or value != fixed[key]}
     for key in settings:
+        if key in fixed:
+            text = f"is always {fixed[key]} and no setting; leave it out"
+            raise ConfigError(f"{_join(path, str(key))}: {text}", code="fixed")
         if key not in fields:
             guess = did_you_mean(str(key), list(fields))
             raise ConfigError(

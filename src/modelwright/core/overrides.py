@@ -67,8 +67,8 @@ def read_overrides(config: type, options: Sequence[tuple[str, list[str]]], own: 
         num_groups = _num_groups(config, dotted)
         hint: Any = config
         for name in dotted.split(".", num_groups):
-            hints = _hints(hint)
-            if isinstance(hint, type) and name in hints:
+            # Constants included: `parse` says of one that it is fixed, which is more than "unknown".
+            if dataclasses.is_dataclass(hint) and name in (hints := typing.get_type_hints(hint)):
                 hint = hints[name]
             elif typing.get_origin(hint) is dict:
                 hint = typing.get_args(hint)[1]
@@ -76,7 +76,7 @@ def read_overrides(config: type, options: Sequence[tuple[str, list[str]]], own: 
                 near = _nearest(config, dotted, own)
                 text = f"; did you mean --{near}?" if near else ""
                 if dataclasses.is_dataclass(hint):
-                    text += f" (known there: {', '.join(typing.get_type_hints(hint))})"
+                    text += f" (known there: {', '.join(_hints(hint))})"
                 raise ConfigError(f"--{dotted}: unknown setting{text}", code="unknown")
         set_dotted(data, dotted, _value(hint, words, dotted), maxsplit=num_groups)
     return data

@@ -84,11 +84,11 @@ class EngineLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Renders a chat so that the text of a message cannot become a control token."""
-        return self._tokenizer.render(chat_history, add_generation_prompt=add_generation_prompt)
+        return self._tokenizer.chat.render(chat_history, add_generation_prompt=add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Encodes a text, with the begin token where the tokenizer puts one, unless the text has it already."""
-        ids = self._tokenizer.encode_rendered(string) if self._uses_chat else self._tokenizer.encode(string)
+        ids = self._tokenizer.chat.encode_rendered(string) if self._uses_chat else self._tokenizer.encode(string)
         begin = self._tokenizer.begin_ids
         if add_special_tokens is False or (add_special_tokens is None and ids[: len(begin)] == begin):
             return ids

@@ -391,7 +391,7 @@ def _candidate_nats(
     """
     sequences = []
     for i, (question, lead) in enumerate(prompts):
-        prompt = [*tokenizer.encode_prompt([{"role": "user", "content": question}]), *tokenizer.encode(lead)]
+        prompt = [*tokenizer.chat.encode_prompt([{"role": "user", "content": question}]), *tokenizer.encode(lead)]
         for ids in encoded[i * NUM_CANDIDATES : (i + 1) * NUM_CANDIDATES]:
             sequences.append(Scored([*prompt, *ids], len(prompt)))
     nats = sequence_nats(

@@ -116,7 +116,7 @@ def _prompt(tokenizer: Tokenizer, document: Document) -> list[int]:
     """Encodes the conversation before the last answer. Raises `DataError` with the record's id."""
     last = max(place for place, turn in enumerate(document.messages) if turn["role"] == "assistant")
     try:
-        return tokenizer.encode_prompt(
+        return tokenizer.chat.encode_prompt(
             document.messages[:last], tools=document.tools, variables=template_variables(document)
         )
     except DataError as error:

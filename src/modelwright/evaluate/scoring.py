@@ -286,7 +286,7 @@ def score_answers(
     texts: list[list[Scored]] = []
     for document in documents:
         try:
-            chats = tokenizer.encode_training_chats(
+            chats = tokenizer.chat.encode_training_chats(
                 document.messages, tools=document.tools, variables=template_variables(document)
             )
         except DataError as error:

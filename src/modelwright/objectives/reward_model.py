@@ -180,7 +180,7 @@ class ModelReward:
         ids: list[np.ndarray] = []
         for sample in samples:
             messages = [*sample.prompt, {"role": "assistant", "content": sample.answer}]
-            tokens, mask = self.tokenizer.encode_chat(messages)
+            tokens, mask = self.tokenizer.chat.encode_chat(messages)
             # Up to the end of the answer: templates may add text after it; an answer that was cut off has no end token
             end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else len(tokens)
             cut_off = sample.finish_reason != "stop" and int(tokens[end - 1]) in self.tokenizer.stop_ids

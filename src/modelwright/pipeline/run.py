@@ -224,9 +224,9 @@ def execute(
             stages = build_stages(replace(config, parallel=ranks.layout), run, only)
         use_tensor_heap()  # in every stage: tensors that outlive a stage then leave no gaps in the heap of the next
         num_threads = use_threads(config.hardware.num_threads)
+        kernels = held.enter_context(kernels_of_run(run, ranks.world, shown))
         if ranks.rank == 0 and (busy := busy_machine(OtherProcesses(), num_threads)):
             shown.note(busy)
-        kernels = held.enter_context(kernels_of_run(run, ranks.world, shown))
         implied = [stage.name for stage in config.stages if stage.is_implied]
         with _journal(run, config, origin, words, ranks, kernels) as after_stage:
             outcomes = run_stages(

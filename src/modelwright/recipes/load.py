@@ -302,7 +302,7 @@ def measure_records(
                 "with --data.fields '{completion: FIELD}', or train with a reward (stages grpo and ppo)"
             )
         try:
-            chats = tokenizer.encode_training_chats(
+            chats = tokenizer.chat.encode_training_chats(
                 document.messages, tools=document.tools, variables=template_variables(document)
             )
         except DataError as error:

@@ -232,7 +232,7 @@ def _encoded(
         notes.append(f"weight {document.meta[WEIGHT]:g}: an epoch has it as many times")
     if document.has_turns and not document.has_answer:
         yield shown_text(
-            tokenizer, document.id, (ids := np.asarray(tokenizer.encode_prompt(document.messages, **given))),
+            tokenizer, document.id, (ids := np.asarray(tokenizer.chat.encode_prompt(document.messages, **given))),
             np.zeros(len(ids), np.uint8), notes=["a prompt without an answer: nothing of it is learned", *notes],
         )  # fmt: skip
         return
@@ -247,11 +247,11 @@ def _encoded(
             if "margin" in document.meta:
                 notes.append(f"margin of the preference: {document.meta['margin']:g}")
             encoded = [
-                (name, *tokenizer.encode_completion([*prompt, *side], len(prompt), **given))
+                (name, *tokenizer.chat.encode_completion([*prompt, *side], len(prompt), **given))
                 for name, side in zip(names, sides, strict=True)
             ]
         else:
-            chats = tokenizer.encode_training_chats(document.messages, loss=loss, **given)
+            chats = tokenizer.chat.encode_training_chats(document.messages, loss=loss, **given)
             encoded = [(f"part {n}" if len(chats) > 1 else "", *chat) for n, chat in enumerate(chats, start=1)]
     except DataError as error:
         yield ShownText(

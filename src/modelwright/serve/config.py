@@ -52,9 +52,8 @@ class ServeConfig:
     max_completions: int = constant(16)
     """Most completions of one request (`n` times the number of prompts)."""
     max_body_bytes: int = constant(4_000_000)
-    """Largest request body in bytes; larger ones are refused with 413. The model's context lowers the limit: a chat
-    request may have 16,384 bytes and 16 per token of the context (24,576 at 512 tokens); a completion request has 4
-    more per token for each further prompt that `max_completions` allows (55,296 at 512 tokens and 16 prompts)."""
+    """Largest request body in bytes; larger ones are refused with 413. The model's context lowers the limit
+    (docs/serving.md)."""
     drain_timeout_s: float = 30.0
     """Seconds that running answers get to finish on SIGTERM."""
     api_key_env: str = ""

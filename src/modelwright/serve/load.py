@@ -67,7 +67,7 @@ class ServedTokenizer:
         """Encodes a prompt for plain completion, in which special tokens are recognized only with `parse_special`."""
         # with the begin token, if the tokenizer adds one, because documents begin with it in training
         begin = self._tokenizer.begin_ids if with_begin else []
-        ids = self._tokenizer.encode_rendered(text) if parse_special else self._tokenizer.encode(text)
+        ids = self._tokenizer.chat.encode_rendered(text) if parse_special else self._tokenizer.encode(text)
         # a prompt that writes its begin token itself gets no second one
         return ids if parse_special and begin and ids[: len(begin)] == begin else [*begin, *ids]
 
@@ -84,7 +84,7 @@ class ServedTokenizer:
         `ApiError` 400 if the template rejects it.
         """
         try:
-            return self._tokenizer.encode_prompt(messages, tools=tools, variables=variables, image_text=image_text)
+            return self._tokenizer.chat.encode_prompt(messages, tools=tools, variables=variables, image_text=image_text)
         except DataError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from None
 
@@ -100,7 +100,7 @@ class ServedTokenizer:
         ]
         tools = [{"type": "function", "function": function}]
         try:
-            shown = self._tokenizer.render(turns, tools=tools, add_generation_prompt=True)
+            shown = self._tokenizer.chat.render(turns, tools=tools, add_generation_prompt=True)
         except DataError:
             return False
         # a template may list the tools and hide the calls, or the reverse
@@ -124,13 +124,13 @@ class ServedTokenizer:
 
     def mark_ids(self, mark: str) -> tuple[int, ...]:
         """Returns the tokens of a mark that templates write, such as `<think>`."""
-        return tuple(self._tokenizer.encode_rendered(mark))
+        return tuple(self._tokenizer.chat.encode_rendered(mark))
 
     def encode_answer(self, question: str, answer: str) -> list[int]:
         """Encodes a question and its answer, up to the last token of the answer. Raises like `encode_chat`."""
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         try:
-            ids, mask = self._tokenizer.encode_chat(turns)
+            ids, mask = self._tokenizer.chat.encode_chat(turns)
         except DataError as error:
             raise ApiError(400, str(error), code="invalid_value") from None
         spoken = mask.nonzero()[0]

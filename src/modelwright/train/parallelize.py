@@ -109,6 +109,7 @@ def activation_pass(
         if config.mode == "none" and config.offload == "none":
             return model
         floats = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+        layers, owners = layers_of_stages(model.config, parallel), rank_of_stage(parallel)
         shape = block_shape(
             model.config,
             compute=precision.planned_as,
@@ -117,7 +118,6 @@ def activation_pass(
             sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
             fused=all(cpu_kernels.take(name, *floats) for name in ("norm", "gated_activation")),
         )
-        layers, owners = layers_of_stages(model.config, parallel), rank_of_stage(parallel)
         # The budget is for the rank, which may hold several stages: this one gets its share by layers.
         rank_layers = sum(len(held) for held, owner in zip(layers, owners, strict=True) if owner == pipeline_rank)
         share = len(model.blocks) / max(1, rank_layers)

@@ -173,7 +173,7 @@ class PreferenceFit:
         if not says_something(answer[-1]):
             return EMPTY
         prompt = document.messages[: document.prompt_turns]
-        ids, mask = self.tokenizer.encode_completion(
+        ids, mask = self.tokenizer.chat.encode_completion(
             [*prompt, *answer], len(prompt), tools=document.tools, variables=template_variables(document)
         )
         fitted = self.answers.fit(ids, mask, stop_ids=self.tokenizer.stop_ids)
@@ -231,7 +231,7 @@ class PromptRecord:
         if messages[-1]["role"] == "assistant":
             fields[REFERENCE] = messages[-1]["content"]
             messages = messages[:-1]
-        ids = tokenizer.encode_prompt(messages, tools=document.tools, variables=template_variables(document))
+        ids = tokenizer.chat.encode_prompt(messages, tools=document.tools, variables=template_variables(document))
         return cls(ids=ids, messages=messages, fields=fields)
 
 

@@ -141,171 +141,10 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> "Tokenizer
     return Tokenizer(trained, special_tokens={"bos_token": BOS, "eos_token": EOS, "pad_token": PAD})
 
 
-def _render(
-    self: "Tokenizer",
-    messages: Sequence[Message],
-    *,
-    tools: Sequence[Any] = (),
-    add_generation_prompt: bool,
-    **variables: Any,
-) -> str:
-    """Renders a conversation as the text that `encode_rendered` takes, for training and serving alike. variables:
-    further variables of the template, such as `enable_thinking`. Raises `DataError` if the template rejects it.
-    """
-    template = self._tool_template if tools else self.chat_template
-    return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables)
-
-
-def _encode_rendered(self: "Tokenizer", text: str, image_text: str = "") -> list[int]:
-    """Encodes a rendered conversation as `transformers` does: special tokens are recognized, with the white space
-    that they take, and shielded ones are plain text. image_text: text of an image, its special token once for each
-    patch.
-    """
-    return self._encoded(text.replace(IMAGE_MARK, image_text))[0]
-
-
-def _encode_prompt(
-    self: "Tokenizer",
-    messages: Sequence[Message],
-    *,
-    tools: Sequence[Any] = (),
-    image_text: str = "",
-    variables: Mapping[str, Any] = MappingProxyType({}),
-) -> list[int]:
-    """Encodes a conversation up to the beginning of the assistant's turn. image_text: as in `encode_rendered`;
-    variables: as in `render`. Raises `DataError` if the template rejects the conversation, or omits an image.
-    """
-    # not by `render`, because a client may name a variable like one of its parameters
-    template = self._tool_template if tools else self.chat_template
-    rendered = template.render(messages, tools=tools, add_generation_prompt=True, variables=variables)
-    _require_images(messages, rendered)
-    return self.encode_rendered(rendered, image_text)
-
-
-def _question_bounds(self: "Tokenizer") -> tuple[list[int], int]:
-    """Returns the inputs for writing a question with a model: the ids of a conversation up to the first words of
-    its user, and the special token after them in the chat template, or the end-of-text token without one.
-    """
-    rendered = self.render([{"role": "user", "content": _PROBE}], add_generation_prompt=False)
-    before, _, after = rendered.partition(_PROBE)
-    match = self._cut.search(after)
-    return self.encode_rendered(before), self._added[match.group()] if match else self.eos_id
-
-
-def _encode_chat(self: "Tokenizer", messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
-    """Encodes a conversation as ids [T] int64 and a loss mask [T] uint8: 1 for every answer of the assistant up to
-    the token at which generation stops. The rest of the rendered turn (the line end of ChatML) is never generated,
-    so it is not learned. If the template renders earlier turns differently once later ones follow, the mask has
-    only the last answers, whose prompt is that of `encode_prompt` for the turns before them.
-    """
-    answers = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
-    rendering = self.chat_template.renderings(messages, answers, self._ends)[-1]
-    whole = self.render(messages, add_generation_prompt=False)
-    end = rendering.learned[-1][1] if rendering.learned else 0
-    if whole.startswith(rendering.text[:end]):  # with the turns after the last answer
-        rendering = replace(rendering, text=whole)
-    return self._encode_rendering(rendering)
-
-
-def _encode_training_chats(
-    self: "Tokenizer",
-    messages: Sequence[Message],
-    *,
-    tools: Sequence[Any] = (),
-    loss: ChatLoss = "assistant",
-    image_text: str = "",
-    variables: Mapping[str, Any] = MappingProxyType({}),
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Encodes the texts to learn a conversation from as ids [T] int64 and loss masks [T] uint8: one text, or
-    several, whichever the chat template allows (`ChatTemplate.renderings`). The ids are those of `transformers` for
-    the conversation up to the last learned answer. If the template marks answers, the marks decide, as in
-    `transformers`; otherwise an answer is learned up to its end token. An answer without an end token gets one.
-
-    loss: `last_answer` and `all` learn from the last text alone, `all` up to its last answer. image_text,
-    variables: as in `encode_prompt`, whose errors it raises.
-    """
-    template = self._tool_template if tools else self.chat_template
-    has_thoughts = any((turn.get("reasoning_content") or "").strip() for turn in messages)
-    if has_thoughts and not template.takes_reasoning:
-        raise DataError(
-            "the chat template has no place for reasoning_content, which this conversation has; use a template "
-            "that has one, or leave the field out (--data.ignore reasoning_content)"
-        )
-    renderings = template.renderings(
-        messages, answers_to_learn(messages), self._ends, tools=tools, variables=variables, use_marks=True
-    )
-    if loss != "assistant":
-        renderings = renderings[-1:]
-    if loss == "last_answer":
-        renderings = [replace(one, learned=one.learned[-1:]) for one in renderings]
-    chats = [self._encode_rendering(one, image_text, messages) for one in renderings]
-    if loss == "all":
-        for _, mask in chats:
-            mask[: mask.nonzero()[0].max(initial=-1) + 1] = 1
-    return chats
-
-
-def _encode_completion(
-    self: "Tokenizer",
-    messages: Sequence[Message],
-    first: int,
-    *,
-    tools: Sequence[Any] = (),
-    variables: Mapping[str, Any] = MappingProxyType({}),
-) -> tuple[np.ndarray, np.ndarray]:
-    """Encodes a conversation as ids and loss mask, like `encode_chat`, of which only the answers from turn number
-    `first` on are learned; the turns before it are the prompt. Of several answers only the last ones are learned if
-    the template renders earlier turns differently once later ones follow.
-    """
-    template = self._tool_template if tools else self.chat_template
-    # `train: False` is about imitation; a preference compares answers.
-    turns = [
-        number
-        for number in range(first, len(messages))
-        if messages[number]["role"] == "assistant" and says_something(messages[number])
-    ]
-    renderings = template.renderings(messages, turns, self._ends, tools=tools, variables=variables)
-    return self._encode_rendering(renderings[-1])
-
-
-def _encode_rendering(
-    self: "Tokenizer", rendering: Rendering, image_text: str = "", messages: Sequence[Message] = ()
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ids and the loss mask of a rendering; messages: those whose images it must have."""
-    _require_images(messages, rendering.text)
-    growth, bounds = len(image_text) - 1, [place for one in rendering.learned for place in one]
-    places = [place + growth * rendering.text[:place].count(IMAGE_MARK) for place in bounds]
-    text = rendering.text.replace(IMAGE_MARK, image_text)
-    encoded, offsets = self._encoded(text)
-    ids, (starts, ends) = np.array(encoded, dtype=np.int64), np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-    mask = np.zeros(len(ids), dtype=np.uint8)
-    for start, end in zip(places[::2], places[1::2], strict=True):
-        # As in `transformers`, a token is learned if a part of it is.
-        is_learned = (starts < end) & (ends > start)
-        if not rendering.is_marked:
-            # But no token of the prompt that takes the white space after it, such as Phi-3's `<|assistant|>`.
-            is_learned &= (starts >= start) | ~np.isin(ids, [*self._added.values()])
-        mask[is_learned] = 1
-    if mask.any() and not self._ends.search(text, places[-2], places[-1]):
-        last = int(mask.nonzero()[0][-1]) + 1
-        ids, mask = np.append(ids[:last], self.end_id), np.append(mask[:last], np.uint8(1))
-    return ids, mask
-
-
 class Tokenizer:
-    """Encodes and decodes. Special tokens in a text stay plain text unless the chat template inserted them. Added
-    tokens that are not special are words of the vocabulary: wherever their text occurs, they are one id.
+    """Encodes and decodes texts; `chat` encodes conversations. Special tokens in a text stay plain text. Added tokens
+    that are not special are words of the vocabulary: wherever their text occurs, they are one id.
     """
-
-    # What concerns conversations is written above, as functions.
-    render = _render
-    encode_rendered = _encode_rendered
-    encode_prompt = _encode_prompt
-    question_bounds = _question_bounds
-    encode_chat = _encode_chat
-    encode_training_chats = _encode_training_chats
-    encode_completion = _encode_completion
-    _encode_rendering = _encode_rendering
 
     def __init__(
         self,
@@ -424,6 +263,11 @@ class Tokenizer:
         write_atomic(folder / "special_tokens_map.json", json.dumps(self.special_tokens, indent=1))
 
     @cached_property
+    def chat(self) -> "Conversations":
+        """Encodes conversations."""
+        return Conversations(self)
+
+    @cached_property
     def end_id(self) -> int:
         """First added token after an answer in the chat template (ChatML: `<|im_end|>`), or the end-of-text token."""
         turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
@@ -502,9 +346,48 @@ class Tokenizer:
             return ByteStream(self._bytes, skipped)
         return LibraryStream(self._library, self._definition, self._special if skip_special else ())
 
+    def token_text(self, token_id: int) -> str:
+        """Returns a token as text for display; incomplete characters become replacement characters."""
+        return self.decode([token_id], skip_special=False)
+
+    def id_of(self, token: str) -> int | None:
+        """Returns the id of an added token, or None."""
+        return self._added.get(token)
+
+
+@dataclass(frozen=True, eq=False)
+class Conversations:
+    """Renders conversations by a tokenizer's chat template, and encodes them for training and serving alike. Special
+    tokens in their texts stay plain text: only the template can insert them. Separate from `Tokenizer`, because what
+    reads plain text has no use for templates and masks.
+    """
+
+    tokenizer: Tokenizer
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] = (),
+        add_generation_prompt: bool,
+        **variables: Any,
+    ) -> str:
+        """Renders a conversation as the text that `encode_rendered` takes, for training and serving alike. variables:
+        further variables of the template, such as `enable_thinking`. Raises `DataError` if the template rejects it.
+        """
+        template = self.tokenizer._tool_template if tools else self.tokenizer.chat_template
+        return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables)
+
+    def encode_rendered(self, text: str, image_text: str = "") -> list[int]:
+        """Encodes a rendered conversation as `transformers` does: special tokens are recognized, with the white space
+        that they take, and shielded ones are plain text. image_text: text of an image, its special token once for each
+        patch.
+        """
+        return self._encoded(text.replace(IMAGE_MARK, image_text))[0]
+
     def _encoded(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the ids of a rendered text, and the characters `[start, end)` of each."""
-        library, ids_of = (self._library, {}) if SHIELD not in text else self._unshielding
+        library, ids_of = (self.tokenizer._library, {}) if SHIELD not in text else self._unshielding
         # A batch of one lets other threads work meanwhile.
         encoding = library.encode_batch([text], add_special_tokens=False)[0]
         return [ids_of.get(token, token) for token in encoding.ids] if ids_of else encoding.ids, encoding.offsets
@@ -515,29 +398,142 @@ class Tokenizer:
         tokens by the ids that they have in this copy of the library.
         """
         removes = {"type": "Replace", "pattern": {"String": SHIELD}, "content": ""}
-        steps = [removes, *([self._definition["normalizer"]] if self._definition["normalizer"] else [])]
+        own = self.tokenizer._definition
+        steps = [removes, *([own["normalizer"]] if own["normalizer"] else [])]
         added = [
             # Before the text is normalized, because the shields are then gone.
             {**entry, "normalized": entry["normalized"] and not entry["special"]}
-            for entry in self._definition["added_tokens"]
+            for entry in own["added_tokens"]
         ]
-        model = _without_pieces(self._definition["model"], self._special)
-        definition = {
-            **self._definition, "model": model, "added_tokens": added,
-            "normalizer": {"type": "Sequence", "normalizers": steps},
-        }  # fmt: skip
+        model = _without_pieces(own["model"], self.tokenizer._special)
+        normalizer = {"type": "Sequence", "normalizers": steps}
+        definition = {**own, "model": model, "added_tokens": added, "normalizer": normalizer}
         library = tokenizers.Tokenizer.from_str(json.dumps(definition))
-        numbers = [(library.token_to_id(token), number) for token, number in self._added.items()]
+        numbers = [(library.token_to_id(token), number) for token, number in self.tokenizer._added.items()]
         moved = any(one != other for one, other in numbers)
         return library, {one: number for one, number in numbers if one is not None} if moved else {}
 
-    def token_text(self, token_id: int) -> str:
-        """Returns a token as text for display; incomplete characters become replacement characters."""
-        return self.decode([token_id], skip_special=False)
+    def encode_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] = (),
+        image_text: str = "",
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
+        """Encodes a conversation up to the beginning of the assistant's turn. image_text: as in `encode_rendered`;
+        variables: as in `render`. Raises `DataError` if the template rejects the conversation, or omits an image.
+        """
+        # not by `render`, because a client may name a variable like one of its parameters
+        template = self.tokenizer._tool_template if tools else self.tokenizer.chat_template
+        rendered = template.render(messages, tools=tools, add_generation_prompt=True, variables=variables)
+        _require_images(messages, rendered)
+        return self.encode_rendered(rendered, image_text)
 
-    def id_of(self, token: str) -> int | None:
-        """Returns the id of an added token, or None."""
-        return self._added.get(token)
+    def question_bounds(self) -> tuple[list[int], int]:
+        """Returns the inputs for writing a question with a model: the ids of a conversation up to the first words of
+        its user, and the special token after them in the chat template, or the end-of-text token without one.
+        """
+        rendered = self.render([{"role": "user", "content": _PROBE}], add_generation_prompt=False)
+        before, _, after = rendered.partition(_PROBE)
+        match = self.tokenizer._cut.search(after)
+        return self.encode_rendered(before), self.tokenizer._added[match.group()] if match else self.tokenizer.eos_id
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
+        """Encodes a conversation as ids [T] int64 and a loss mask [T] uint8: 1 for every answer of the assistant up to
+        the token at which generation stops. The rest of the rendered turn (the line end of ChatML) is never generated,
+        so it is not learned. If the template renders earlier turns differently once later ones follow, the mask has
+        only the last answers, whose prompt is that of `encode_prompt` for the turns before them.
+        """
+        answers = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
+        rendering = self.tokenizer.chat_template.renderings(messages, answers, self.tokenizer._ends)[-1]
+        whole = self.render(messages, add_generation_prompt=False)
+        end = rendering.learned[-1][1] if rendering.learned else 0
+        if whole.startswith(rendering.text[:end]):  # with the turns after the last answer
+            rendering = replace(rendering, text=whole)
+        return self._encode_rendering(rendering)
+
+    def encode_training_chats(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] = (),
+        loss: ChatLoss = "assistant",
+        image_text: str = "",
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Encodes the texts to learn a conversation from as ids [T] int64 and loss masks [T] uint8: one text, or
+        several, whichever the chat template allows (`ChatTemplate.renderings`). The ids are those of `transformers` for
+        the conversation up to the last learned answer. If the template marks answers, the marks decide, as in
+        `transformers`; otherwise an answer is learned up to its end token. An answer without an end token gets one.
+
+        loss: `last_answer` and `all` learn from the last text alone, `all` up to its last answer. image_text,
+        variables: as in `encode_prompt`, whose errors it raises.
+        """
+        template = self.tokenizer._tool_template if tools else self.tokenizer.chat_template
+        has_thoughts = any((turn.get("reasoning_content") or "").strip() for turn in messages)
+        if has_thoughts and not template.takes_reasoning:
+            raise DataError(
+                "the chat template has no place for reasoning_content, which this conversation has; use a template "
+                "that has one, or leave the field out (--data.ignore reasoning_content)"
+            )
+        renderings = template.renderings(
+            messages, answers_to_learn(messages), self.tokenizer._ends, tools=tools, variables=variables, use_marks=True
+        )
+        if loss != "assistant":
+            renderings = renderings[-1:]
+        if loss == "last_answer":
+            renderings = [replace(one, learned=one.learned[-1:]) for one in renderings]
+        chats = [self._encode_rendering(one, image_text, messages) for one in renderings]
+        if loss == "all":
+            for _, mask in chats:
+                mask[: mask.nonzero()[0].max(initial=-1) + 1] = 1
+        return chats
+
+    def encode_completion(
+        self,
+        messages: Sequence[Message],
+        first: int,
+        *,
+        tools: Sequence[Any] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Encodes a conversation as ids and loss mask, like `encode_chat`, of which only the answers from turn number
+        `first` on are learned; the turns before it are the prompt. Of several answers only the last ones are learned if
+        the template renders earlier turns differently once later ones follow.
+        """
+        template = self.tokenizer._tool_template if tools else self.tokenizer.chat_template
+        # `train: False` is about imitation; a preference compares answers.
+        turns = [
+            number
+            for number in range(first, len(messages))
+            if messages[number]["role"] == "assistant" and says_something(messages[number])
+        ]
+        renderings = template.renderings(messages, turns, self.tokenizer._ends, tools=tools, variables=variables)
+        return self._encode_rendering(renderings[-1])
+
+    def _encode_rendering(
+        self, rendering: Rendering, image_text: str = "", messages: Sequence[Message] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids and the loss mask of a rendering; messages: those whose images it must have."""
+        _require_images(messages, rendering.text)
+        growth, bounds = len(image_text) - 1, [place for one in rendering.learned for place in one]
+        places = [place + growth * rendering.text[:place].count(IMAGE_MARK) for place in bounds]
+        text = rendering.text.replace(IMAGE_MARK, image_text)
+        encoded, offsets = self._encoded(text)
+        ids, (starts, ends) = np.array(encoded, dtype=np.int64), np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+        mask = np.zeros(len(ids), dtype=np.uint8)
+        for start, end in zip(places[::2], places[1::2], strict=True):
+            # As in `transformers`, a token is learned if a part of it is.
+            is_learned = (starts < end) & (ends > start)
+            if not rendering.is_marked:
+                # But no token of the prompt that takes the white space after it, such as Phi-3's `<|assistant|>`.
+                is_learned &= (starts >= start) | ~np.isin(ids, [*self.tokenizer._added.values()])
+            mask[is_learned] = 1
+        if mask.any() and not self.tokenizer._ends.search(text, places[-2], places[-1]):
+            last = int(mask.nonzero()[0][-1]) + 1
+            ids, mask = np.append(ids[:last], self.tokenizer.end_id), np.append(mask[:last], np.uint8(1))
+        return ids, mask
 
 
 def _without_special(definition: Mapping[str, Any], special: Set[str]) -> tokenizers.Tokenizer:

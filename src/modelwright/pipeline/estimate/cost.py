@@ -150,9 +150,10 @@ def block_bytes(model: ModelConfig, part: RankPart) -> int:
     whole = FP32_BYTES * block_parameters(model, part.tensor)
     if not part.adapters.r:
         return whole
+    trained = FP32_BYTES * trained_of_block(model, part)
     matrices = sum(outputs * inputs for outputs, inputs in projection_sizes(model).values()) // model.num_layers
     saved = matrices * (FP32_BYTES - PROJECTION_BYTES[part.adapters.base_format]) / part.tensor
-    return int(whole - saved) + FP32_BYTES * trained_of_block(model, part)
+    return int(whole - saved) + trained
 
 
 def trained_of_block(model: ModelConfig, part: RankPart) -> int:

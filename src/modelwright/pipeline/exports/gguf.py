@@ -36,7 +36,7 @@ def go_template(tokenizer: Tokenizer, *, adds_bos: bool) -> str:
     it.
     """
     try:
-        rendered = partial(tokenizer.render, add_generation_prompt=False)
+        rendered = partial(tokenizer.chat.render, add_generation_prompt=False)
         first, second = {"role": "user", "content": _USER}, {"role": "user", "content": _USER2}
         turns = [first, {"role": "assistant", "content": _ANSWER}, second, {"role": "assistant", "content": _ANSWER2}]
         before, rest = rendered(turns).split(_USER)

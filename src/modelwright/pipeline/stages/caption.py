@@ -129,7 +129,7 @@ def _pack(job: row_sets.PackJob, split: Split) -> None:
                 turns[asked] = {**turns[asked], "content": f"{IMAGE_MARK}\n{turns[asked]['content']}"}
                 fit.num_empty_answers += row_sets.num_empty_answers(turns)
                 try:
-                    chats = job.tokenizer.encode_training_chats(
+                    chats = job.tokenizer.chat.encode_training_chats(
                         turns,
                         tools=document.tools,
                         loss=job.settings.chat_loss,

@@ -222,7 +222,7 @@ def _chats(
 ) -> Iterator[tuple[np.ndarray, np.ndarray] | None]:
     """Encodes a conversation as sequences, each with ids and a loss mask; None for one that is dropped."""
     try:
-        sequences = tokenizer.encode_training_chats(
+        sequences = tokenizer.chat.encode_training_chats(
             document.messages, tools=document.tools, loss=loss, variables=template_variables(document)
         )
     except DataError as error:

@@ -170,7 +170,7 @@ def choose_questions(folder: Path, clean: Path, check: ServeCheckConfig) -> Ques
     room = load_config(folder).max_seq_len - check.max_tokens
 
     def fits(question: str) -> bool:
-        return len(tokenizer.encode_prompt([{"role": "user", "content": question}])) <= room
+        return len(tokenizer.chat.encode_prompt([{"role": "user", "content": question}])) <= room
 
     configured = [(question, "") for question in check.questions if fits(question)]
     pairs: list[tuple[str, str]] = []
