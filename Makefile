@@ -1,5 +1,5 @@
 # make demo   install into .venv and go from raw text to a served model; make demo ISA=avx2 as on a processor without AVX-512
-# make test   install with the test tools and run the tests that take seconds, one process per core (TEST_PROCESSES=N for
+# make test   install with the test tools and run the tests that take seconds, with one process more than cores (TEST_PROCESSES=N for
 #             another number); ends with the ten slowest tests, the wall time and the CPU time
 # make test-slow  the others, which are marked `slow`: layouts, kills, whole runs, measurements; where the processor has
 #             AVX-512, the tests of numerics run a second time as on one with AVX2 alone
