@@ -47,7 +47,7 @@ def test_yaml_carries_documentation() -> None:
 
 
 def test_constants_are_for_python_alone() -> None:
-    with pytest.raises(ConfigError, match=r"^retries: is always 3"):
+    with pytest.raises(ConfigError, match=r"^retries: is fixed at 3"):
         parse(Inner, {"retries": 5})
     assert parse(Inner, {"retries": 3}) == Inner(), "the value that it has"
     assert parse(Inner, {"retries": 5}, constants=True) == Inner(retries=5)

@@ -85,7 +85,7 @@ def test_all_paths_names_groups_and_fields() -> None:
 
 def test_a_setting_that_is_fixed_is_named_as_such_and_accepted_with_its_own_value() -> None:
     assert parse(Run, read("tiny --data.retries 3")) == Run()
-    with pytest.raises(ConfigError, match=r"data\.retries: is always 3") as caught:
+    with pytest.raises(ConfigError, match=r"data\.retries: is fixed at 3") as caught:
         parse(Run, read("tiny --data.retries 4"))
     assert caught.value.code == "fixed"
     with pytest.raises(ConfigError) as caught:

@@ -79,7 +79,7 @@ def test_what_other_types_have_is_checked(changes, message):
 
 def test_what_only_imported_models_have_is_no_setting():
     assert set(dump(make_config(norms=NormConfig(post_norms=True)))) == set(dump(make_config()))
-    with pytest.raises(ConfigError, match="norms: unknown setting"):
+    with pytest.raises(ConfigError, match="norms: is fixed and cannot be set"):
         parse(ModelConfig, {**dump(make_config()), "norms": {}})
     config = make_config(norms=NormConfig(post_norms=True), rope=RopeScaling(kind="linear", factor=2.0))
     assert parse(ModelConfig, dump(config, constants=True), constants=True) == config

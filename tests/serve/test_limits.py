@@ -117,7 +117,7 @@ def test_large_bodies_are_read_in_another_thread(slow_server, monkeypatch):
 
 
 NEIGHBOR = """
-import http.client, sys
+import http.client, sys, time
 kind, address = sys.argv[1:]
 size = 3_999_900
 body = {
@@ -127,12 +127,13 @@ body = {
     "unknown fields": lambda: '{"model":"m",' + "".join(f'"f{i}":1,' for i in range(300_000)) + '"prompt":"a"}',
 }[kind]().encode()
 connection = http.client.HTTPConnection(address, timeout=120)
+began = time.monotonic()
 connection.request("POST", "/v1/completions", body)
-print(connection.getresponse().status)
+print(connection.getresponse().status, time.monotonic() - began)
 """
 
 
-def longest_gap(address: str, while_runs: subprocess.Popen | None) -> float:
+def longest_gap(address: str, while_runs: subprocess.Popen) -> float:
     """Seconds between two tokens of a stream at most; streams follow each other until the process has ended."""
     longest = 0.0
     body = {"model": "m", "prompt": "the", "max_tokens": 300, "temperature": 0, "stream": True, "logprobs": 0}
@@ -145,7 +146,7 @@ def longest_gap(address: str, while_runs: subprocess.Popen | None) -> float:
                 now = time.perf_counter()
                 longest, last = max(longest, now - last if last else 0.0), now
         connection.close()
-        if while_runs is None or while_runs.poll() is not None:
+        if while_runs.poll() is not None:
             return longest
 
 
@@ -155,11 +156,12 @@ def test_a_stream_goes_on_while_another_client_sends_4_mb(tmp_path: Path):
     make_tokenizer().save(folder)
     with start_server(folder, ServeConfig(port=0), tmp_path, 120) as server:
         address = urlsplit(server.url).netloc
-        quiet_s = longest_gap(address, None)
         for kind in ("blanks", "prompts", "newlines", "unknown fields"):
             command = [sys.executable, "-c", NEIGHBOR, kind, address]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as neighbor:
                 noisy_s = longest_gap(address, neighbor)
-                status = neighbor.communicate()[0].strip()
-            assert noisy_s < max(0.5, 3 * quiet_s), kind
+                status, took_s = neighbor.communicate()[0].split()
             assert status == "413"
+            # A body that is read between two tokens would hold the stream for nearly as long as its answer takes, on a
+            # busy machine, too.
+            assert noisy_s < max(0.5, float(took_s) / 2), kind

@@ -148,7 +148,8 @@ def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -
     settings = {key: value for key, value in settings.items() if key not in fixed or value != fixed[key]}
     for key in settings:
         if key in fixed:
-            text = f"is always {fixed[key]} and no setting; leave it out"
+            value = f" at {fixed[key]}" if isinstance(fixed[key], (bool, int, float, str)) else ""
+            text = f"is fixed{value} and cannot be set; leave it out"
             raise ConfigError(f"{_join(path, str(key))}: {text}", code="fixed")
         if key not in fields:
             guess = did_you_mean(str(key), list(fields))
