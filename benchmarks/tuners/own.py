@@ -168,6 +168,10 @@ class Words:
     vocab_size: int = VOCABULARY
     stop_ids: tuple[int, ...] = (EOS,)
 
+    @property
+    def chat(self) -> "Words":
+        return self
+
     def decode(self, ids: Sequence[int]) -> str:
         return text(ids)
 

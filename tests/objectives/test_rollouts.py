@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tiny_rollouts
 from distributed import run_distributed
-from modelwright.core.errors import ArtifactError
+from modelwright.core.errors import ArtifactError, ModelwrightError
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.examples import PromptRecord, read_prompts, write_prompts
@@ -23,6 +23,7 @@ from modelwright.objectives.experience import RowPlan, completion_batch
 from modelwright.objectives.rollouts import Rollout, RolloutWorker, gather_rows, rollout_metrics, share, shown
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, build_mesh, single
+from modelwright.reward.build import Term, WeightedSum
 from modelwright.train.objective import ModelLayout
 from modelwright.train.parallelize import parallelize
 from modelwright.train.precision.policy import PrecisionConfig
@@ -148,6 +149,23 @@ def test_failed_rewards_are_counted_and_have_no_value() -> None:
     metrics = rollout_metrics(rollout, ["even"])
     assert metrics["reward/failures"] == metrics["rewards/even/failures"] == num_failed
     assert metrics["reward"] == float(rollout.rewards_C[rollout.scored_C].mean())
+
+
+def test_a_reward_that_always_fails_ends_the_training() -> None:
+    worker = tiny_rollouts.worker()
+    (term,) = worker.reward.terms
+
+    class Broken:
+        name = "broken"
+
+        def score(self, samples: object) -> list[object]:
+            raise AttributeError("no such attribute")
+
+    broken = replace(worker, reward=WeightedSum([term, Term(Broken(), 0.5)]))
+    with pytest.raises(ModelwrightError, match="reward broken: none of 8 answers has a score"):
+        roll_out(single(), broken)
+    watched = replace(worker, reward=WeightedSum([term, Term(Broken(), 0.0)]))
+    assert roll_out(single(), watched)[0].scored_C.all(), "a reward without weight is only recorded"
 
 
 def test_rollouts_of_different_widths_are_joined() -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import TokenBatch, part_sizes
 from modelwright.data.rows.examples import PromptRecord
@@ -168,6 +168,8 @@ class RolloutWorker:
 
         whole: the whole model (`ModelLayout.whole_model`)
         stream: name of the random stream, so that each rollout samples different tokens.
+
+        Raises `ModelwrightError` on all ranks if a reward that counts has a score for no answer at all.
         """
         own = [(place, generation) for place in share(len(numbers), world) for generation in range(num_generations)]
         params = [
@@ -220,7 +222,14 @@ class RolloutWorker:
             rewards_C=rewards_C.where(~broken_C.bool(), torch.nan),
             terms_CR=torch.tensor(terms, dtype=torch.float64).view(len(self.reward.terms), len(lens)).T.contiguous(),
         )
-        return Rollout(**{name: gather_rows(world, values) for name, values in part.state_dict().items()})
+        rollout = Rollout(**{name: gather_rows(world, values) for name, values in part.state_dict().items()})
+        for number, term in enumerate(self.reward.terms):
+            if term.weight and rollout.num_completions and not rollout.terms_CR[:, number].isfinite().any():
+                raise ModelwrightError(
+                    f"reward {term.reward.name}: none of {rollout.num_completions} answers has a score, so nothing "
+                    "would be learned; the log has the reason for the first ones"
+                )
+        return rollout
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Decodes a completion."""
