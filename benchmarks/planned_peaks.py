@@ -11,6 +11,7 @@ Writes benchmarks/results/planned-peaks-<machine>.json, or to --results.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -94,11 +95,11 @@ def run(words: Sequence[str], stages: Sequence[str]) -> None:
 def peaks(name: str, folder: Path, num_steps: int) -> Iterator[dict[str, Any]]:
     """One record for each stage of the case."""
     case, words, home = CASES[name], command(name, folder, num_steps), RunDir(folder / name)
-    config_stages = all_stages(name)
-    for stage in config_stages:
+    # All in one go first: what is packed depends on the stages that learn from it.
+    run(words, all_stages(name))
+    for stage in case.stages:
+        shutil.rmtree(home.path / stage)
         run(words, [stage])
-        if stage not in case.stages:
-            continue
         config = previous_config(home)
         assert config is not None
         estimates, memories = stage_estimates(resolve(config, config, SilentProgress()), home, NO_RATES)

@@ -31,11 +31,14 @@ from modelwright.train.memory.activations import (
 from modelwright.train.memory.checkpointing import segments_for
 from modelwright.train.work import adapter_step_flops
 
-PROCESS_BYTES = 420 * 2**20
+TRAINING_PROCESS_BYTES = 455 * 2**20
 """Resident memory of a process in a training stage without the tensors of the model: Python, PyTorch and the other
-libraries that training loads, buffers of theirs, and tensors below `ops.tensor_heap.LEAST_BYTES`. Measured with
-PyTorch 2.13 on Linux: 373 MiB in a run of `tiny` with large microbatches, 455 at the end of the quickstart's
-pretraining (681 MiB, of which 226 in the heap for tensors)."""
+libraries that training loads, oneDNN's kernels, and tensors below `ops.tensor_heap.LEAST_BYTES`. Measured with PyTorch
+2.13 on Linux: 373 MiB in a run of `tiny` with large microbatches, 455 at the end of the quickstart's pretraining."""
+
+PROCESS_BYTES = 400 * 2**20
+"""The same in other stages, which load neither optimizers nor what they import: 378 MiB measured while rows are packed,
+364 in the evaluation of the quickstart (`benchmarks/planned_peaks.py`)."""
 
 HEAP_GAPS = 0.03
 """Gaps of the heap for tensors (`ops.tensor_heap`) as a share of the tensors in it at the peak: measured 0.01 in the
@@ -168,7 +171,7 @@ def rank_memory(model: ModelConfig, part: RankPart) -> MemoryEstimate:
     weights = FP32_BYTES * root_parameters(model, part) + part.num_layers * block_bytes(model, part)
     trained = FP32_BYTES * _num_trained(model, part) // part.pieces
     states = MemoryEstimate(
-        process=PROCESS_BYTES,
+        process=TRAINING_PROCESS_BYTES,
         weights=weights // part.pieces,
         optimizer=ADAM_STATES * trained,
         checkpoint_copy=(1 + ADAM_STATES) * trained if part.async_checkpoints else 0,

@@ -30,7 +30,7 @@ from modelwright.model.peft_folder import save_adapter
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.augmenting import augmentation_digest, augmented, is_augmented, tell_cost
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimate.cost import PROCESS_BYTES, StageEstimate, training_stage
+from modelwright.pipeline.estimate.cost import TRAINING_PROCESS_BYTES, StageEstimate, training_stage
 from modelwright.pipeline.report.blocks import Block, Section, plural
 from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
@@ -490,7 +490,7 @@ def _estimate(config: RunConfig, run: RunDir, rates: Rates, spec: StageSpec, tra
     steps_s = estimate.seconds - estimate.overhead_s
     trained = one_model(activations=ActivationCheckpointingConfig())
     further_bytes = further.num_models * config.model.num_parameters * FP32_BYTES
-    further_bytes += further.num_trained * (trained.peak_bytes - PROCESS_BYTES)
+    further_bytes += further.num_trained * (trained.peak_bytes - TRAINING_PROCESS_BYTES)
     return replace(
         estimate,
         flops=estimate.flops * factor + further.num_trained * trained.flops,
