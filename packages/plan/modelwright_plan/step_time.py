@@ -15,10 +15,12 @@ from modelwright_plan.bubble import StageTime
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeRate:
-    """Rates that a device reaches in training. peak_flops_per_s: rate of dense products, from the data sheet or
-    measured; product_share, attention_share: shares of it that large products and fused attention reach;
-    memory_s_per_byte: seconds in which a byte moves through the device's memory, 0 if the shares include that; cast_bytes:
-    bytes moved for each operand's element before a product, to scale and to round it; source: source of the shares.
+    """Rates that a device reaches in training.
+
+    peak_flops_per_s: rate of dense products, from the data sheet or measured; product_share, attention_share: shares of
+    it that large products and fused attention reach; memory_s_per_byte: seconds in which a byte moves through the
+    device's memory, 0 if the shares include that; cast_bytes: bytes moved for each element that is scaled and rounded
+    before a product; source: where the shares come from.
     """
 
     peak_flops_per_s: float
@@ -39,8 +41,7 @@ class ComputeRate:
         """Computes the seconds of a product of `num_tokens` x `inputs` by `inputs` x `outputs` elements of `width`
         bytes.
         """
-        operands = num_tokens * inputs + inputs * outputs
-        moved = width * (operands + num_tokens * outputs) + self.cast_bytes * operands
+        moved = width * (num_tokens * (inputs + outputs) + inputs * outputs)
         flops = 2.0 * num_tokens * inputs * outputs
         return flops / (self.peak_flops_per_s * self.product_share) + moved * self.memory_s_per_byte
 
@@ -72,9 +73,10 @@ def operator_seconds(shape: BlockShape, num_tokens: int, rate: ComputeRate) -> d
     result = {name: rate.product_s(num_tokens, *sizes, width=shape.width) for name, sizes in matrices.items()}
     result["attend"] = num_tokens * shape.flops("attend") / (rate.peak_flops_per_s * rate.attention_share)
     # Norms read and write the stream, additions read two and write one; rotation reads and writes queries and keys,
-    # gating reads two and writes one.
-    elements = 2 * (2 + 3) * shape.stream_dim + 2 * (query + kv) + 3 * ffn
-    result["elementwise"] = num_tokens * shape.width * elements * rate.memory_s_per_byte
+    # gating reads two and writes one. Products of the same input share its cast.
+    moved = shape.width * (2 * (2 + 3) * shape.stream_dim + 2 * (query + kv) + 3 * ffn)
+    moved += rate.cast_bytes * (2 * dim + query + ffn)
+    result["elementwise"] = num_tokens * moved * rate.memory_s_per_byte
     return result
 
 
@@ -87,7 +89,7 @@ def block_time(shape: BlockShape, num_tokens: int, rate: ComputeRate) -> StageTi
     return StageTime(
         forward_s=forward_s,
         input_s=products + ATTENTION_BACKWARD * forward["attend"] + 2 * forward["elementwise"],
-        weight_s=products + WEIGHT_BYTES * num_weights * rate.memory_s_per_byte,
+        weight_s=products + (WEIGHT_BYTES + rate.cast_bytes) * num_weights * rate.memory_s_per_byte,
     )
 
 
