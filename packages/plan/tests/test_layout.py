@@ -93,7 +93,7 @@ def test_the_slowest_and_the_fullest_rank_may_be_in_the_middle():
     assert uneven.compute_s > 1.1 * plain.compute_s, "six layers against four and the head"
     assert uneven.memory.total > plain.memory.total
     for found in propose(JOB, cluster(num_hosts=1)).fitting:
-        assert found.utilization(cluster(num_hosts=1)) < cluster().compute.efficiency * (1 + 1e-9)
+        assert found.utilization(cluster(num_hosts=1)) < cluster().compute.product_share
 
 
 def assessed(devices: int = 8, rows: int = 1, activations: ActivationCheckpointingConfig | None = None, **parallel):
@@ -110,14 +110,16 @@ def test_time_by_part():
     plain, tensor, across = assessed(), assessed(tensor=4), assessed(tensor=8)
     assert plain.communication_s.keys() == {"replicate"}
     assert tensor.communication_s.keys() == {"tensor", "replicate"}
-    assert across.communication_s["tensor"] > 4 * tensor.communication_s["tensor"], "the network is the slower link"
+    # 7/8 of the stream at 4 x 50 GB/s into each host, against 3/4 at 450 GB/s, and three times as many messages.
+    ratio = across.communication_s["tensor"] / tensor.communication_s["tensor"]
+    assert 7 / 8 / 200 / (3 / 4 / 450) < ratio < 5, "the network is the slower link"
     assert plain.compute_s == pytest.approx(tensor.compute_s, rel=0.01)
     piped = assessed(pipeline=4)
     assert piped.bubble_s > plain.bubble_s == 0
     again = assessed(activations=ActivationCheckpointingConfig(mode="full", layers_per_segment=1))
     assert 0.2 < again.recompute_s / again.compute_s < 1 / 3
     assert again.memory.total < plain.memory.total
-    assert plain.step_s == pytest.approx(plain.compute_s + sum(plain.communication_s.values()))
+    assert plain.step_s == pytest.approx(plain.compute_s + plain.optimizer_s + sum(plain.communication_s.values()))
 
 
 def test_proposals_fit_are_sorted_and_the_rest_have_reasons():
@@ -221,16 +223,27 @@ def test_a_recipe_is_planned_in_its_own_format(capsys, tmp_path, policy, device,
     assert planned(capsys, f"{file} --device {device}")["job"]["compute"] == expected
 
 
-def test_the_assumed_share_of_the_peak_is_shown_with_its_source_and_can_be_set(capsys):
+def test_the_shares_of_the_peak_are_shown_with_their_source_and_can_be_set(capsys):
     words = ["plan", "layout", "llama2-7b", "--device", "h100", "--batch-tokens", "8192"]
     assert main([*words]) == 0
     printed = capsys.readouterr().out
-    assert "BF16, 989 TFLOP/s at the peak of a device; 32% of it assumed: torchtitan" in printed
+    assert "BF16, 989 TFLOP/s at the peak of a device; products reach 63% of it, attention 21%: fitted on" in printed
+    assert "Interruptions: one in" in printed
     assert main([*words, "--efficiency", "0.16"]) == 0
     slower = capsys.readouterr().out
-    assert "16% of it assumed: given with --efficiency" in slower
+    assert "products reach 16% of it, attention 16%: given with --efficiency" in slower
     assert main([*words, "--efficiency", "40"]) == 2
     assert "--efficiency: must be above 0 and at most 1, got 40.0" in capsys.readouterr().err
+
+
+def test_one_share_for_all_work_is_flops_over_the_rate(capsys):
+    """Without a rate of the memory nothing else takes time: attention's backward pass apart, the share is the MFU."""
+    plan = planned(
+        capsys, "llama2-7b --device h100 --batch-tokens 8192 --device-memory 1TB --efficiency 0.5 --seq-len 512"
+    )
+    best = plan["fitting"][0]
+    assert best["optimizer_s"] == 0
+    assert 0.49 < best["utilization"] < 0.5
 
 
 def test_a_recipe_is_planned_on_links_that_are_given(capsys):
