@@ -18,6 +18,7 @@ from modelwright_plan.commands.plan import number
 from modelwright_plan.format_layouts import proposal_data, proposal_text
 from modelwright_plan.layout_search import MARGIN, Cluster, assess, layouts, propose
 from modelwright_plan.measured import MeasuredError, error_text, measured_errors
+from modelwright_plan.step_time import ComputeRate
 
 MODEL = ModelConfig(
     vocab_size=32_000, num_layers=16, model_dim=2048, num_heads=16, num_kv_heads=8, head_dim=128, ffn_dim=5632,
@@ -33,8 +34,7 @@ def cluster(num_hosts: int = 2, devices_per_host: int = 4, memory: float = 80e9,
         num_hosts=num_hosts,
         devices_per_host=devices_per_host,
         memory_bytes=memory,
-        compute=card.rate("bf16", name="h100"),
-        **rates,
+        **({"compute": card.rate("bf16", name="h100")} | rates),
     )
 
 
@@ -55,6 +55,7 @@ def test_placement_is_told_the_traffic_that_the_assessment_charges(parallel):
 
 def test_the_bubble_of_zero_bubble_follows_from_the_number_of_microbatches():
     """Two stages on each of 4 ranks: as simulated, 20% with 4 microbatches and 6% with 8 where all parts are equal."""
+    equal = ComputeRate(peak_flops_per_s=1e12, product_share=0.5, attention_share=1.0, source="")
     no_head = replace(MODEL, vocab_size=8, tie_embeddings=False)
     shares = []
     for rows in (4, 8, 16):
@@ -63,7 +64,7 @@ def test_the_bubble_of_zero_bubble_follows_from_the_number_of_microbatches():
         layout = Layout(
             parallel=parallel, num_devices=4, microbatch_rows=1, activations=ActivationCheckpointingConfig()
         )
-        shares.append(assess(job, layout, cluster(num_hosts=1)).bubble_share)
+        shares.append(assess(job, layout, cluster(num_hosts=1, compute=equal)).bubble_share)
     assert shares == pytest.approx([3 / 15, 1.5 / 25.5, 1.5 / 49.5], rel=0.05)
 
 
@@ -112,8 +113,9 @@ def test_time_by_part():
     assert tensor.communication_s.keys() == {"tensor", "replicate"}
     # 7/8 of the stream at 4 x 50 GB/s into each host, against 3/4 at 450 GB/s, and three times as many messages.
     ratio = across.communication_s["tensor"] / tensor.communication_s["tensor"]
-    assert 7 / 8 / 200 / (3 / 4 / 450) < ratio < 5, "the network is the slower link"
-    assert plain.compute_s == pytest.approx(tensor.compute_s, rel=0.01)
+    assert 7 / 8 / 200 / (3 / 4 / 450) < ratio < 8, "the network is the slower link"
+    # Narrower products are slower: each rank reads the whole input.
+    assert plain.compute_s < tensor.compute_s < 1.2 * plain.compute_s
     piped = assessed(pipeline=4)
     assert piped.bubble_s > plain.bubble_s == 0
     again = assessed(activations=ActivationCheckpointingConfig(mode="full", layers_per_segment=1))
@@ -176,11 +178,11 @@ def planned(capsys, words: str) -> dict:
 
 
 def test_published_tokens_per_second_of_llama_8b_are_predicted(capsys):
-    """torchtitan, Llama 3.1 8B with FSDP on 8 H100: 5,762 tokens/s on each, and 6,667 with torch.compile."""
+    """torchtitan, Llama 3.1 8B with FSDP on 8 H100 of 2.4 TB/s: 6,667 tokens/s on each. Those here have 3.35 TB/s."""
     plan = planned(capsys, "llama3.1-8b --devices-per-host 8 --device h100 --batch-tokens 131072")
     assert plan["job"]["model"]["num_layers"] == 32
     tokens_per_s = [131072 / 8 / found["step_s"] for found in plan["fitting"] if found["parallel"]["zero_stage"] == 3]
-    assert 0.8 * 6667 <= max(tokens_per_s) <= 1.2 * 5762
+    assert 6667 < max(tokens_per_s) < 1.15 * 6667
 
 
 def test_every_format_has_the_rate_of_the_device(capsys):
