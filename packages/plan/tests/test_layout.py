@@ -34,7 +34,8 @@ def cluster(num_hosts: int = 2, devices_per_host: int = 4, memory: float = 80e9,
         num_hosts=num_hosts,
         devices_per_host=devices_per_host,
         memory_bytes=memory,
-        **({"compute": card.rate("bf16", name="h100")} | rates),
+        compute=card.rate("bf16", name="h100"),
+        **rates,
     )
 
 
@@ -64,7 +65,7 @@ def test_the_bubble_of_zero_bubble_follows_from_the_number_of_microbatches():
         layout = Layout(
             parallel=parallel, num_devices=4, microbatch_rows=1, activations=ActivationCheckpointingConfig()
         )
-        shares.append(assess(job, layout, cluster(num_hosts=1, compute=equal)).bubble_share)
+        shares.append(assess(job, layout, replace(cluster(num_hosts=1), compute=equal)).bubble_share)
     assert shares == pytest.approx([3 / 15, 1.5 / 25.5, 1.5 / 49.5], rel=0.05)
 
 
