@@ -1,118 +1,120 @@
 """Well-known model sizes and accelerators by name, for plans without a recipe or a machine.
 
-The share of an accelerator's peak rate that training reaches is taken from published runs. Utilization is counted as in
-`ModelConfig.flops_per_token`: attention to earlier positions only, no recomputation; publications that count attention
-to all positions state higher figures.
+The shares of an accelerator's rates that training reaches are fitted on published runs (`published_runs.yaml`, rows
+with `use: fit`). Utilization is counted as in `ModelConfig.flops_per_token`: attention to earlier positions only, no
+recomputation; publications that count attention to all positions state higher figures.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.pipeline.estimate.layout import ComputeFormat
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComputeRate:
-    """Compute rate of a device in a format. peak_flops_per_s: rate of dense products, from the data sheet or measured;
-    efficiency: share of it that a training step reaches if no rank waits for another; source: source of that share.
-    """
-
-    peak_flops_per_s: float
-    efficiency: float
-    source: str
-
-    def __post_init__(self) -> None:
-        if self.peak_flops_per_s <= 0:
-            raise ConfigError(f"flops: must be above 0, got {self.peak_flops_per_s}")
-        if not 0.0 < self.efficiency <= 1.0:
-            raise ConfigError(
-                f"efficiency: must be above 0 and at most 1, got {self.efficiency}; 0.4 is 40% of the peak"
-            )
+from modelwright_plan.step_time import ComputeRate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """An accelerator as specified by its maker, per device and direction. rates: compute rate by format of products;
-    host_bytes_per_s: rate to the other devices in the host; network_bytes_per_s: rate to other hosts.
+    """An accelerator as specified by its maker, per device and direction, and the shares that training reaches.
+
+    memory_bytes_per_s: rate of its memory; peaks: rate of dense products by format; host_bytes_per_s: rate to the other
+    devices in the host; network_bytes_per_s: rate to other hosts. products, attention: shares of the peak that large
+    products and fused attention reach; memory: share of the memory's rate that other kernels reach; source: where the
+    shares come from.
     """
 
     memory_bytes: float
-    rates: Mapping[ComputeFormat, ComputeRate]
+    memory_bytes_per_s: float
+    peaks: Mapping[ComputeFormat, float]
     host_bytes_per_s: float
     network_bytes_per_s: float
+    products: float
+    attention: float
+    memory: float
+    source: str
 
     def rate(self, wanted: ComputeFormat, *, name: str) -> ComputeRate:
         """Returns the rate in a format. Raises `ConfigError`, with `name` for the device, if it does not support it."""
-        if wanted not in self.rates:
-            others = ", ".join(self.rates)
+        if wanted not in self.peaks:
+            others = ", ".join(self.peaks)
             raise ConfigError(f"--compute: {name} does not support {wanted.upper()}; it supports {others}")
-        return self.rates[wanted]
+        peak = self.peaks[wanted]
+        # Attention is computed in 16 bits where products have 8.
+        attention = self.attention * (self.peaks["bf16"] / peak if wanted == "fp8" else 1.0)
+        fitted = "" if wanted in ("bf16", "fp16") else f"; fitted in 16 bits and assumed for {wanted.upper()}"
+        return ComputeRate(
+            peak_flops_per_s=peak,
+            product_share=self.products,
+            attention_share=attention,
+            memory_s_per_byte=1.0 / (self.memory * self.memory_bytes_per_s),
+            cast_bytes=FP8_CAST_BYTES if wanted == "fp8" else 0.0,
+            source=self.source + fitted,
+        )
 
 
-_ASSUMED = "assumed, as no published training run in this format is known"
+FP8_CAST_BYTES = 5.0
+"""Bytes moved for each element of an operand in FP8: read in 16 bits for its largest value and again to be cast, then
+written."""
+_FITTED = "fitted on 4 published runs (`modelwright plan published` shows them and the others)"
 
 DEVICES: dict[str, Device] = {
-    # NVIDIA H100 SXM data sheet: 80 GB; dense 67 TFLOP/s FP32, 495 TF32, 989 BF16 and FP16, 1,979 FP8; NVLink 900 GB/s
-    # both ways; 400 Gbit/s InfiniBand.
+    # NVIDIA H100 SXM data sheet: 80 GB at 3.35 TB/s; dense 67 TFLOP/s FP32, 495 TF32, 989 BF16 and FP16, 1,979 FP8;
+    # NVLink 900 GB/s both ways; 400 Gbit/s InfiniBand.
     "h100": Device(
         memory_bytes=80e9,
-        rates={
-            "fp32": ComputeRate(peak_flops_per_s=67e12, efficiency=0.6, source=_ASSUMED),
-            "tf32": ComputeRate(peak_flops_per_s=495e12, efficiency=0.4, source=_ASSUMED),
-            # Higher ones are published too: about 50% for nanochat on 8 H100, 41 to 48% for Megatron-LM on many.
-            "bf16": ComputeRate(
-                peak_flops_per_s=989e12,
-                efficiency=0.32,
-                source="torchtitan (Liang et al. 2024): Llama 3.1 8B with FSDP on 8 H100, 5,762 tokens/s each (30%), "
-                "6,667 with torch.compile (35%)",
-            ),
-            "fp16": ComputeRate(peak_flops_per_s=989e12, efficiency=0.32, source="as BF16, which is as fast"),
-            # DeepSeek-V3 reaches 17%: 37 billion active parameters, 1,543 tokens/s on each H800.
-            "fp8": ComputeRate(
-                peak_flops_per_s=1979e12,
-                efficiency=0.22,
-                source="torchtitan (Liang et al. 2024): Llama 3.1 8B with FSDP, torch.compile and FP8 on 8 H100, 8,532 "
-                "tokens/s on each",
-            ),
-        },
+        memory_bytes_per_s=3.35e12,
+        peaks={"fp32": 67e12, "tf32": 495e12, "bf16": 989e12, "fp16": 989e12, "fp8": 1979e12},
         host_bytes_per_s=450e9,
         network_bytes_per_s=50e9,
+        products=0.634,
+        attention=0.214,
+        memory=0.675,
+        source=_FITTED,
     ),
-    # NVIDIA A100 SXM data sheet: 80 GB; dense 19.5 TFLOP/s FP32, 156 TF32, 312 BF16 and FP16; NVLink 600 GB/s both
-    # ways; 200 Gbit/s InfiniBand.
+    # NVIDIA A100 SXM data sheet: 80 GB at 2.039 TB/s; dense 19.5 TFLOP/s FP32, 156 TF32, 312 BF16 and FP16; NVLink
+    # 600 GB/s both ways; 200 Gbit/s InfiniBand.
     "a100": Device(
         memory_bytes=80e9,
-        rates={
-            "fp32": ComputeRate(peak_flops_per_s=19.5e12, efficiency=0.6, source=_ASSUMED),
-            "tf32": ComputeRate(peak_flops_per_s=156e12, efficiency=0.5, source=_ASSUMED),
-            "bf16": ComputeRate(
-                peak_flops_per_s=312e12,
-                efficiency=0.47,
-                source="LLaMA (Touvron et al. 2023): 3,370 tokens/s (7B, 45%) and 380 (65B, 48%) on each of 2,048 A100",
-            ),
-            "fp16": ComputeRate(peak_flops_per_s=312e12, efficiency=0.47, source="as BF16, which is as fast"),
-        },
+        memory_bytes_per_s=2.039e12,
+        peaks={"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12},
         host_bytes_per_s=300e9,
         network_bytes_per_s=25e9,
+        products=0.741,
+        attention=0.295,
+        memory=0.9,
+        source=_FITTED,
     ),
-    # NVIDIA V100 SXM3 data sheet: 32 GB; 15.7 TFLOP/s FP32, 125 FP16 (it has no BF16); NVLink 300 GB/s both ways;
-    # 100 Gbit/s.
+    # NVIDIA V100 SXM3 data sheet: 32 GB at 0.9 TB/s; 15.7 TFLOP/s FP32, 125 FP16 (it has no BF16); NVLink 300 GB/s both
+    # ways; 100 Gbit/s. Too few runs with a known layout are published to fit its shares.
     "v100": Device(
         memory_bytes=32e9,
-        rates={
-            "fp32": ComputeRate(peak_flops_per_s=15.7e12, efficiency=0.6, source=_ASSUMED),
-            "fp16": ComputeRate(
-                peak_flops_per_s=125e12,
-                efficiency=0.31,
-                source="Megatron-LM (Shoeybi et al. 2019): 1.2 billion parameters on one V100, 39 TFLOP/s",
-            ),
-        },
+        memory_bytes_per_s=0.9e12,
+        peaks={"fp32": 15.7e12, "fp16": 125e12},
         host_bytes_per_s=150e9,
         network_bytes_per_s=12.5e9,
+        products=0.741,
+        attention=0.295,
+        memory=0.9,
+        source="those of the A100, assumed: no runs with a known layout were fitted",
     ),
 }
+
+# Grattafiori et al. 2024, table 3: 32 layers of width 4,096, 8 key/value heads, feed-forward 14,336, vocabulary
+# 128,256; trained on rows of 8,192 tokens before the context was made longer.
+_LLAMA_8B = ModelConfig(
+    vocab_size=128_256,
+    num_layers=32,
+    model_dim=4_096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_dim=14_336,
+    max_seq_len=8_192,
+    rope_theta=500_000.0,
+    qk_norm=False,
+    tie_embeddings=False,
+)
 
 MODELS: dict[str, ModelConfig] = {
     # Brown et al. 2020, table 2.1: 96 layers of width 12,288, 96 heads of 128, context 2,048, vocabulary 50,257 (here
@@ -141,19 +143,7 @@ MODELS: dict[str, ModelConfig] = {
         qk_norm=False,
         tie_embeddings=False,
     ),
-    # Grattafiori et al. 2024, table 3: 32 layers of width 4,096, 8 key/value heads, feed-forward 14,336, vocabulary
-    # 128,256; trained on rows of 8,192 tokens before the context was made longer.
-    "llama3.1-8b": ModelConfig(
-        vocab_size=128_256,
-        num_layers=32,
-        model_dim=4_096,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        ffn_dim=14_336,
-        max_seq_len=8_192,
-        rope_theta=500_000.0,
-        qk_norm=False,
-        tie_embeddings=False,
-    ),
+    "llama3.1-8b": _LLAMA_8B,
+    "llama3.1-70b": replace(_LLAMA_8B, num_layers=80, model_dim=8_192, num_heads=64, ffn_dim=28_672),
+    "llama3.1-405b": replace(_LLAMA_8B, num_layers=126, model_dim=16_384, num_heads=128, ffn_dim=53_248),
 }

@@ -9,6 +9,7 @@ from modelwright.pipeline.estimate.cost import MemoryEstimate, size
 from modelwright.pipeline.estimate.layout import TrainingJob
 from modelwright.train.memory.activations import ActivationCheckpointingConfig
 from modelwright_plan.layout_search import Assessment, Cluster, Proposal
+from modelwright_plan.published import interruptions_text
 
 _NO_ERROR = "the model's error has not been measured here (modelwright prove zero_memory activation_checkpointing)"
 
@@ -29,7 +30,7 @@ def proposal_text(
         f"cluster     {cluster.num_hosts} hosts x {cluster.devices_per_host} devices of {_decimal(memory)}, "
         f"{_decimal(total)} in all; {inside:.3g} GB/s in a host, {between:.3g} GB/s between",
         f"compute     {job.compute.upper()}, {rate.peak_flops_per_s / 1e12:.3g} TFLOP/s at the peak of a device; "
-        f"{rate.efficiency:.0%} of it assumed: {rate.source}",
+        f"products reach {rate.product_share:.0%} of it, attention {rate.attention_share:.0%}: {rate.source}",
         *(f"note        {note}" for note in notes),
         "",
     ]
@@ -52,10 +53,13 @@ def proposal_text(
         )
     lines += [f"  not possible: {reason}" for reason in proposal.refused[:3]]
     lines += ["", f"memory: {known_error or _NO_ERROR}"]
-    lines.append(
-        f"time: an estimate for ranking; computing is assumed to reach {cluster.compute.efficiency:.0%} of the peak "
-        "(--efficiency sets another share)"
-    )
+    if cluster.device == "cuda":
+        lines += [
+            "time: `modelwright plan published` compares it with published runs",
+            interruptions_text(cluster.num_devices),
+        ]
+    else:
+        lines.append("time: an estimate for ranking (--efficiency sets the share of the peak that training reaches)")
     return "\n".join(lines)
 
 
@@ -72,6 +76,9 @@ def proposal_data(job: TrainingJob, cluster: Cluster, proposal: Proposal) -> dic
             "memory_bytes": {**asdict(found.memory), "total": found.memory.total},
             "total_bytes": found.memory.total * found.layout.num_devices,
             "step_s": found.step_s,
+            "compute_s": found.compute_s,
+            "recompute_s": found.recompute_s,
+            "optimizer_s": found.optimizer_s,
             "bubble_share": found.bubble_share,
             "communication_s": dict(found.communication_s),
             "utilization": found.utilization(cluster),
@@ -115,7 +122,8 @@ def _details(job: TrainingJob, found: Assessment) -> list[str]:
     settings["zero_stage"] = layout.parallel.zero_stage
     if len(set(found.layers_per_stage)) > 1:
         settings["layers_per_stage"] = list(found.layers_per_stage)
-    seconds = {"compute": found.compute_s, "computed again": found.recompute_s, "bubble": found.bubble_s}
+    seconds = {"compute": found.compute_s, "computed again": found.recompute_s}
+    seconds |= {"optimizer": found.optimizer_s, "bubble": found.bubble_s}
     seconds |= found.communication_s
     shown = ", ".join(f"{name}: {value}" for name, value in settings.items())
     return [

@@ -1,9 +1,9 @@
 """Layouts of a training job over a cluster: all that fit, fastest first, and the reasons why the others do not.
 
 Tries every way to divide the devices among the axes, ZeRO stages over all copies or within hosts, schedules, microbatch
-sizes and modes of activation checkpointing. The time of a step is compute at the share of the peak rate that published
-runs reach, plus the pipeline's bubble, plus communication that is not overlapped. Estimates rank layouts; they do not
-replace a measurement. An axis whose ranks are in one host uses the host's link, any other the network.
+sizes and modes of activation checkpointing. The time of a step is that of its operators (`step_time`), plus the
+optimizer, the pipeline's bubble, and communication that is not overlapped. An axis whose ranks are in one host uses the
+host's link, any other the network: that of all its ranks in the host together, as a ring enters a host once.
 """
 
 import itertools
@@ -17,12 +17,15 @@ from modelwright.parallel.config import ParallelConfig, Schedule, ZeroStage
 from modelwright.parallel.pipeline.stages import check_microbatches, is_v_shaped
 from modelwright.pipeline.estimate.cost import MemoryEstimate, RankPart, rank_memory
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, layers_per_stage, rank_parts, sent_along
-from modelwright.train.memory.activations import ActivationCheckpointingConfig, total_recomputed_flops
+from modelwright.train.memory.activations import ActivationCheckpointingConfig
 from modelwright_plan.bubble import StageTime, bubble_s, bubble_share
-from modelwright_plan.catalog import ComputeRate
+from modelwright_plan.step_time import OPTIMIZER_PASSES, ComputeRate, block_time, head_time, recomputed_s
 
 OVERLAP = {"cuda": 0.8, "cpu": 0.0}
 """Share of compute under which FSDP's messages can hide: none over gloo, whose collectives wait for each other."""
+LINK_SHARE = {"cuda": 0.8, "cpu": 1.0}
+"""Share of a link's rate that collectives reach: large all-reduces of NCCL on 8 A100 or H100 reach 230 to 370 GB/s of
+300 and 450 (nccl-tests); gloo's rates are measured ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +55,6 @@ class Cluster:
     def num_devices(self) -> int:
         return self.num_hosts * self.devices_per_host
 
-    @property
-    def flops_per_s(self) -> float:
-        """FLOP/s that a device reaches in training if no rank waits for another."""
-        return self.compute.peak_flops_per_s * self.compute.efficiency
-
 
 def axis_seconds(
     model: ModelConfig, part: RankPart, axes: Mapping[str, int], cluster: Cluster, *, compute_s: float
@@ -64,13 +62,16 @@ def axis_seconds(
     """Computes the seconds of a step for which a rank waits for each axis; leaves out axes of one rank."""
     reach, result = 1, {}  # reach: number of neighboring ranks from the axis's first to its last rank
     for axis in ("tensor", "context", "shard", "replicate", "pipeline"):
-        reach *= axes[axis]
+        stride, reach = reach, reach * axes[axis]
         if axes[axis] > 1:
             num_bytes, num_messages = sent_along(axis, model, part, axes)
-            inside = reach <= cluster.devices_per_host
-            rate = cluster.host_bytes_per_s if inside else cluster.network_bytes_per_s
-            latency_s = cluster.host_latency_s if inside else cluster.network_latency_s
-            seconds = num_bytes / rate + num_messages * latency_s
+            rate, latency_s = cluster.host_bytes_per_s, cluster.host_latency_s
+            if reach > cluster.devices_per_host:
+                # A ring through n ranks of a host can use the network links of all n; stages send to one peer each.
+                num_links = 1 if axis == "pipeline" else max(1, cluster.devices_per_host // stride)
+                rate = min(rate, num_links * cluster.network_bytes_per_s)
+                latency_s = latency_s + (cluster.network_latency_s - latency_s) / num_links
+            seconds = num_bytes / (rate * LINK_SHARE[cluster.device]) + num_messages * latency_s
             if axis == "shard":
                 seconds = max(0.0, seconds - OVERLAP[cluster.device] * compute_s)
             result[axis] = seconds
@@ -89,13 +90,15 @@ class Assessment:
     num_microbatches: int
     compute_s: float
     recompute_s: float
+    optimizer_s: float
     bubble_s: float
     communication_s: Mapping[str, float]
     model_flops: float
 
     @property
     def step_s(self) -> float:
-        return self.compute_s + self.recompute_s + self.bubble_s + sum(self.communication_s.values())
+        work_s = self.compute_s + self.recompute_s + self.optimizer_s
+        return work_s + self.bubble_s + sum(self.communication_s.values())
 
     @property
     def bubble_share(self) -> float:
@@ -112,46 +115,39 @@ def assess(job: TrainingJob, layout: Layout, cluster: Cluster) -> Assessment:
     layers, parts = layers_per_stage(job, layout), rank_parts(job, layout)
     fullest = max((rank_memory(model, part) for part in parts.values()), key=lambda memory: memory.total)
     tokens = layout.microbatch_rows * job.seq_len // axes["context"]
-    token_s = tokens / cluster.flops_per_s
-    # FLOPs of one token's forward pass on each rank, and of its recomputation.
-    forward = {
-        rank: part.num_layers * part.shape.forward_flops + _head_flops(model, part) * part.has_head
-        for rank, part in parts.items()
-    }
-    again = {rank: total_recomputed_flops(part.shape, part.segments) for rank, part in parts.items()}
-    slowest = max(parts, key=lambda rank: 3 * forward[rank] + again[rank])
-    part, forward_s, again_s = parts[slowest], forward[slowest] * token_s, again[slowest] * token_s
-    num_microbatches = part.num_microbatches
-    seconds = axis_seconds(model, part, axes, cluster, compute_s=num_microbatches * 3 * forward_s)
+    rate = cluster.compute
+    # Seconds of one microbatch on each rank, and of its recomputation. All ranks have blocks of one shape.
+    shape = next(iter(parts.values())).shape
+    block = block_time(shape, tokens, rate)
+    head = head_time(model.model_dim, model.vocab_size // axes["tensor"], tokens, rate, width=shape.width)
+    work = {rank: part.num_layers * block.total_s + head.total_s * part.has_head for rank, part in parts.items()}
+    again = {rank: recomputed_s(shape, part.segments, tokens, rate) for rank, part in parts.items()}
+    slowest = max(parts, key=lambda rank: work[rank] + again[rank])
+    part, num_microbatches = parts[slowest], parts[slowest].num_microbatches
+    seconds = axis_seconds(model, part, axes, cluster, compute_s=num_microbatches * work[slowest])
+    # Other stages wait for tensor parallelism's sums, too: half of them are in the forward pass.
+    block_sums_s = seconds.get("tensor", 0.0) / (num_microbatches * max(1, part.num_layers))
     layer_again = again[slowest] / max(1, part.num_layers)
-    # Attention has no weights: its backward pass costs twice its forward pass, all of it for its inputs.
-    attend = part.shape.flops("attend")
-    products = part.shape.forward_flops - attend
-    times = []
-    for stage, num_layers in enumerate(layers):
-        head = _head_flops(model, part) if stage == len(layers) - 1 else 0.0
-        times.append(
-            StageTime(
-                forward_s=token_s * (num_layers * (products + attend) + head),
-                input_s=token_s * (num_layers * (products + 2 * attend + layer_again) + head),
-                weight_s=token_s * (num_layers * products + head),
-            )
+    times = [
+        StageTime(
+            forward_s=num_layers * (block.forward_s + block_sums_s / 2) + head.forward_s * is_last,
+            input_s=num_layers * (block.input_s + layer_again + block_sums_s / 2) + head.input_s * is_last,
+            weight_s=num_layers * block.weight_s + head.weight_s * is_last,
         )
+        for num_layers, is_last in zip(layers, [False] * (len(layers) - 1) + [True], strict=True)
+    ]
     return Assessment(
         layout=layout,
         memory=fullest.on_device(cluster.device),
         layers_per_stage=layers,
         num_microbatches=num_microbatches,
-        compute_s=num_microbatches * 3 * forward_s,
-        recompute_s=num_microbatches * again_s,
+        compute_s=num_microbatches * work[slowest],
+        recompute_s=num_microbatches * again[slowest],
+        optimizer_s=OPTIMIZER_PASSES * fullest.states * rate.memory_s_per_byte,
         bubble_s=bubble_s(layout.parallel, times, num_microbatches),
         communication_s=seconds,
         model_flops=3 * job.batch_tokens * model.flops_per_token(job.seq_len / 2),
     )
-
-
-def _head_flops(model: ModelConfig, part: RankPart) -> float:
-    return 2.0 * model.vocab_size * model.model_dim / part.tensor
 
 
 ACTIVATIONS = (

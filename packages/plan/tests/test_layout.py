@@ -18,6 +18,7 @@ from modelwright_plan.commands.plan import number
 from modelwright_plan.format_layouts import proposal_data, proposal_text
 from modelwright_plan.layout_search import MARGIN, Cluster, assess, layouts, propose
 from modelwright_plan.measured import MeasuredError, error_text, measured_errors
+from modelwright_plan.step_time import ComputeRate
 
 MODEL = ModelConfig(
     vocab_size=32_000, num_layers=16, model_dim=2048, num_heads=16, num_kv_heads=8, head_dim=128, ffn_dim=5632,
@@ -55,6 +56,7 @@ def test_placement_is_told_the_traffic_that_the_assessment_charges(parallel):
 
 def test_the_bubble_of_zero_bubble_follows_from_the_number_of_microbatches():
     """Two stages on each of 4 ranks: as simulated, 20% with 4 microbatches and 6% with 8 where all parts are equal."""
+    equal = ComputeRate(peak_flops_per_s=1e12, product_share=0.5, attention_share=1.0, source="")
     no_head = replace(MODEL, vocab_size=8, tie_embeddings=False)
     shares = []
     for rows in (4, 8, 16):
@@ -63,7 +65,7 @@ def test_the_bubble_of_zero_bubble_follows_from_the_number_of_microbatches():
         layout = Layout(
             parallel=parallel, num_devices=4, microbatch_rows=1, activations=ActivationCheckpointingConfig()
         )
-        shares.append(assess(job, layout, cluster(num_hosts=1)).bubble_share)
+        shares.append(assess(job, layout, replace(cluster(num_hosts=1), compute=equal)).bubble_share)
     assert shares == pytest.approx([3 / 15, 1.5 / 25.5, 1.5 / 49.5], rel=0.05)
 
 
@@ -93,7 +95,7 @@ def test_the_slowest_and_the_fullest_rank_may_be_in_the_middle():
     assert uneven.compute_s > 1.1 * plain.compute_s, "six layers against four and the head"
     assert uneven.memory.total > plain.memory.total
     for found in propose(JOB, cluster(num_hosts=1)).fitting:
-        assert found.utilization(cluster(num_hosts=1)) < cluster().compute.efficiency * (1 + 1e-9)
+        assert found.utilization(cluster(num_hosts=1)) < cluster().compute.product_share
 
 
 def assessed(devices: int = 8, rows: int = 1, activations: ActivationCheckpointingConfig | None = None, **parallel):
@@ -110,14 +112,17 @@ def test_time_by_part():
     plain, tensor, across = assessed(), assessed(tensor=4), assessed(tensor=8)
     assert plain.communication_s.keys() == {"replicate"}
     assert tensor.communication_s.keys() == {"tensor", "replicate"}
-    assert across.communication_s["tensor"] > 4 * tensor.communication_s["tensor"], "the network is the slower link"
-    assert plain.compute_s == pytest.approx(tensor.compute_s, rel=0.01)
+    # 7/8 of the stream at 4 x 50 GB/s into each host, against 3/4 at 450 GB/s, and three times as many messages.
+    ratio = across.communication_s["tensor"] / tensor.communication_s["tensor"]
+    assert 7 / 8 / 200 / (3 / 4 / 450) < ratio < 8, "the network is the slower link"
+    # Narrower products are slower: each rank reads the whole input.
+    assert plain.compute_s < tensor.compute_s < 1.2 * plain.compute_s
     piped = assessed(pipeline=4)
     assert piped.bubble_s > plain.bubble_s == 0
     again = assessed(activations=ActivationCheckpointingConfig(mode="full", layers_per_segment=1))
     assert 0.2 < again.recompute_s / again.compute_s < 1 / 3
     assert again.memory.total < plain.memory.total
-    assert plain.step_s == pytest.approx(plain.compute_s + sum(plain.communication_s.values()))
+    assert plain.step_s == pytest.approx(plain.compute_s + plain.optimizer_s + sum(plain.communication_s.values()))
 
 
 def test_proposals_fit_are_sorted_and_the_rest_have_reasons():
@@ -174,11 +179,11 @@ def planned(capsys, words: str) -> dict:
 
 
 def test_published_tokens_per_second_of_llama_8b_are_predicted(capsys):
-    """torchtitan, Llama 3.1 8B with FSDP on 8 H100: 5,762 tokens/s on each, and 6,667 with torch.compile."""
+    """torchtitan, Llama 3.1 8B with FSDP on 8 H100 of 2.4 TB/s: 6,667 tokens/s on each. Those here have 3.35 TB/s."""
     plan = planned(capsys, "llama3.1-8b --devices-per-host 8 --device h100 --batch-tokens 131072")
     assert plan["job"]["model"]["num_layers"] == 32
     tokens_per_s = [131072 / 8 / found["step_s"] for found in plan["fitting"] if found["parallel"]["zero_stage"] == 3]
-    assert 0.8 * 6667 <= max(tokens_per_s) <= 1.2 * 5762
+    assert 6667 < max(tokens_per_s) < 1.15 * 6667
 
 
 def test_every_format_has_the_rate_of_the_device(capsys):
@@ -221,16 +226,27 @@ def test_a_recipe_is_planned_in_its_own_format(capsys, tmp_path, policy, device,
     assert planned(capsys, f"{file} --device {device}")["job"]["compute"] == expected
 
 
-def test_the_assumed_share_of_the_peak_is_shown_with_its_source_and_can_be_set(capsys):
+def test_the_shares_of_the_peak_are_shown_with_their_source_and_can_be_set(capsys):
     words = ["plan", "layout", "llama2-7b", "--device", "h100", "--batch-tokens", "8192"]
     assert main([*words]) == 0
     printed = capsys.readouterr().out
-    assert "BF16, 989 TFLOP/s at the peak of a device; 32% of it assumed: torchtitan" in printed
+    assert "BF16, 989 TFLOP/s at the peak of a device; products reach 63% of it, attention 21%: fitted on" in printed
+    assert "Interruptions: one in" in printed
     assert main([*words, "--efficiency", "0.16"]) == 0
     slower = capsys.readouterr().out
-    assert "16% of it assumed: given with --efficiency" in slower
+    assert "products reach 16% of it, attention 16%: given with --efficiency" in slower
     assert main([*words, "--efficiency", "40"]) == 2
     assert "--efficiency: must be above 0 and at most 1, got 40.0" in capsys.readouterr().err
+
+
+def test_one_share_for_all_work_is_flops_over_the_rate(capsys):
+    """Without a rate of the memory nothing else takes time: attention's backward pass apart, the share is the MFU."""
+    plan = planned(
+        capsys, "llama2-7b --device h100 --batch-tokens 8192 --device-memory 1TB --efficiency 0.5 --seq-len 512"
+    )
+    best = plan["fitting"][0]
+    assert best["optimizer_s"] == 0
+    assert 0.49 < best["utilization"] < 0.5
 
 
 def test_a_recipe_is_planned_on_links_that_are_given(capsys):

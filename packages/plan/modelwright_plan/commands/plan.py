@@ -11,15 +11,16 @@ from modelwright.core.errors import ConfigError
 from modelwright_plan.commands import advice, cost, energy, memory, spot
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
-    from modelwright.pipeline.estimate.layout import TrainingJob
+    from modelwright.pipeline.estimate.layout import ComputeFormat, TrainingJob
     from modelwright.train.precision.policy import PrecisionConfig
-    from modelwright_plan.catalog import ComputeFormat, ComputeRate
     from modelwright_plan.layout_search import Cluster
+    from modelwright_plan.step_time import ComputeRate
 
 
-_NAMES = ("layout", "memory", "cost", "spot", "energy", "advice")
+_NAMES = ("layout", "memory", "cost", "spot", "energy", "advice", "published")
 _SIZES = (
-    "TARGET: a recipe, a YAML file, a run directory, or a well-known size (gpt3-175b, llama2-7b, llama3.1-8b). "
+    "TARGET: a recipe, a YAML file, a run directory, or a well-known size (gpt3-175b, llama2-7b, "
+    "llama3.1-8b, llama3.1-70b, llama3.1-405b). "
     "Sizes, rates and counts take prefixes and units: 80GB, 64GiB, 900M; M is 1,000,000 and Mi 1,048,576."
 )
 
@@ -50,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     add("--host-bandwidth", metavar="BYTES_PER_S", help="rate of one device to the others in its host")
     add("--network-bandwidth", metavar="BYTES_PER_S", help="rate of one device to other hosts")
     add("--efficiency", type=float, metavar="FRACTION",
-        help="share of the peak rate that training reaches (default: published)")  # fmt: skip
+        help="share of the peak that training reaches, all its work included (default: by operator)")  # fmt: skip
     for_advice = commands.add_parser(
         "advice",
         help="name the bottleneck of a training on this machine, helpful techniques and published rules",
@@ -98,6 +99,15 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     energy.add_options(for_energy)
+    for_published = commands.add_parser(
+        "published",
+        help="compare predicted times and memory with published runs",
+        description="Predict step, utilization and memory of published runs (torchtitan, Megatron-LM, Llama 3, "
+        "llm-foundry), and print them beside the published figures in Markdown.",
+        epilog="example: modelwright plan published",
+        allow_abbrev=False,
+    )
+    for_published.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser
 
 
@@ -140,6 +150,14 @@ def _layout(options: argparse.Namespace) -> int:
     return 0
 
 
+def _published(options: argparse.Namespace) -> int:
+    from modelwright_plan.published import comparisons, published_data, published_table
+
+    found = comparisons()
+    print(json.dumps(published_data(found), indent=1) if options.json else published_table(found))
+    return 0
+
+
 _SHOWN: dict[str, Callable[[argparse.Namespace], int]] = {
     "layout": _layout,
     "memory": lambda options: memory.show(options, number),
@@ -147,6 +165,7 @@ _SHOWN: dict[str, Callable[[argparse.Namespace], int]] = {
     "spot": spot.show,
     "energy": energy.show,
     "advice": advice.show,
+    "published": _published,
 }
 """The only list of the plans, by subcommand."""
 
@@ -181,7 +200,7 @@ def _job(options: argparse.Namespace):
     elif batch_tokens % seq_len:
         raise ConfigError(f"--batch-tokens: must be a multiple of a row's {seq_len} tokens, got {batch_tokens}")
     compute, notes = options.compute or requested, list[str]()
-    rates = DEVICES[options.device].rates if options.device else {}
+    rates = DEVICES[options.device].peaks if options.device else {}
     if not options.compute and rates and requested == "bf16" and "bf16" not in rates and "fp16" in rates:
         compute = "fp16"
         notes.append(f"{options.device} has no products in BF16: planned in FP16 (precision.policy: fp16_mixed)")
@@ -192,7 +211,7 @@ def _format_of(precision: "PrecisionConfig", device: str | None) -> "ComputeForm
     """Returns the format of most matrix products of a recipe on a device, or on this machine."""
     from modelwright_plan.catalog import DEVICES
 
-    if precision.policy == "auto" and device and "bf16" in DEVICES[device].rates:
+    if precision.policy == "auto" and device and "bf16" in DEVICES[device].peaks:
         return "bf16"  # what measured rates would choose there; FP16 is not chosen unasked
     compute = "fp32" if precision.policy == "auto" else precision.compute
     if compute in ("fp32", "int8"):
@@ -242,30 +261,28 @@ def _compute_rate(options: argparse.Namespace, job: "TrainingJob", peak: float) 
 
     from modelwright.pipeline.estimate.cost import ASSUMED_TRAIN_MFU
     from modelwright.pipeline.estimate.doctor import busy_note, measure_rates
-    from modelwright_plan.catalog import DEVICES, ComputeRate
+    from modelwright_plan.catalog import DEVICES
+    from modelwright_plan.step_time import ComputeRate
 
     if options.efficiency is not None and not 0.0 < options.efficiency <= 1.0:
         raise ConfigError(f"--efficiency: must be above 0 and at most 1, got {options.efficiency}; 0.4 is 40%")
-    if options.device:
-        rate = DEVICES[options.device].rate(job.compute, name=options.device)
-        rate = replace(rate, peak_flops_per_s=peak or rate.peak_flops_per_s)
-    elif peak:
-        rate = ComputeRate(
-            peak_flops_per_s=peak, efficiency=0.4, source="no run on this device is known; give --efficiency"
-        )
+    sheet = DEVICES[options.device].rate(job.compute, name=options.device) if options.device else None
+    if sheet and options.efficiency is None:
+        return replace(sheet, peak_flops_per_s=peak or sheet.peak_flops_per_s)
+    if sheet or peak:
+        share, source = 0.4, "no run on this device is known; give --efficiency"
+        peak = peak or (sheet.peak_flops_per_s if sheet else 0.0)
     elif job.compute in ("fp32", "bf16"):
         measured = measure_rates(job.model, num_tokens=min(job.seq_len, 2048), budget_s=2.0)
         busy = busy_note(measured["busy_cores"], remedy="run this again when the machine is quiet, or give --flops")
-        rate = ComputeRate(
-            peak_flops_per_s=measured["effective"][job.compute],
-            efficiency=ASSUMED_TRAIN_MFU,
-            source="the peak is that of the model's products as measured here" + (f"; {busy}" if busy else ""),
-        )
+        peak, share = measured["effective"][job.compute], ASSUMED_TRAIN_MFU
+        source = "the peak is that of the model's products as measured here" + (f"; {busy}" if busy else "")
     else:
         raise ConfigError(f"--compute: {job.compute} is not measured on this machine; give --device or --flops")
-    if options.efficiency is None:
-        return rate
-    return replace(rate, efficiency=options.efficiency, source="given with --efficiency")
+    if options.efficiency is not None:
+        share, source = options.efficiency, "given with --efficiency"
+    # One share for all work of a step, that of the memory included.
+    return ComputeRate(peak_flops_per_s=peak, product_share=share, attention_share=share, source=source)
 
 
 COMMAND = Command(
