@@ -11,7 +11,7 @@ from modelwright_claims import memory_probe
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.memory_probe import Measured, Probe
-from modelwright_claims.statistics import percent_saved, ratios
+from modelwright_claims.statistics import exact, percent_saved, ratios
 
 SAVED_TARGET = 70.0
 COMPUTE_TARGET = 33.0
@@ -115,11 +115,11 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     with judgment.part():
         more = {name: 100 * (samples[FLOPS + name][0] / samples[FLOPS + NONE][0] - 1) for name in names}
         for name in names:
-            judgment.ask(f"more FLOPs, {name}", more[name], "%")
+            judgment.ask(f"more FLOPs, {name}", exact(more[name]), "%")
         judgment.said.append(f"{more[best]:.0f}% and {more[published]:.0f}% more FLOPs (counted)")
         enough = [name for name in units if saved[name].lower >= SAVED_TARGET] or units
         cheapest = min(enough, key=lambda name: more[name])
-        judgment.ask("", more[cheapest], "%", "<=", COMPUTE_TARGET, what=f"more FLOPs of {cheapest}")
+        judgment.ask("", exact(more[cheapest]), "%", "<=", COMPUTE_TARGET, what=f"more FLOPs of {cheapest}")
     return judgment.verdict()
 
 

@@ -45,6 +45,8 @@ class Figure:
     lower: float | None = None
     """One-sided 95% lower confidence bound of the mean; None where there is none."""
     upper: float | None = None
+    exact: bool | None = None
+    """True for a deterministic count, which needs no bounds."""
 
 
 @dataclass(frozen=True, kw_only=True)

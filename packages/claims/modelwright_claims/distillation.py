@@ -38,7 +38,7 @@ from modelwright.train.objective import Objective, forward
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Runner, Tuning, best_value, tune, with_value
 from modelwright_claims.judging import Judgment, names_between
-from modelwright_claims.statistics import Estimate, differences, estimate, paired_t_test
+from modelwright_claims.statistics import Estimate, differences, estimate, exact, paired_t_test
 from modelwright_claims.training_run import (
     Outcome,
     Processes,
@@ -425,7 +425,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     judgment = Judgment()
     teacher, student = samples[PARAMETERS]
     size, share = "parameters, student to teacher", "share of the teacher's score"
-    judgment.ask(size, student / teacher, "x", "<=", TARGET_SIZE, what="parameters of the student")
+    judgment.ask(size, exact(student / teacher), "x", "<=", TARGET_SIZE, what="parameters of the student")
     own, say = share_of_teacher(samples, METHOD), "{0.mean:.1%} of the teacher's score above chance"
     judgment.ask(f"{share}, {METHOD}", own, "x", ">=", TARGET_SHARE, what=share, say=say)
     for rival in (name + time for time in ("", IN_TIME) for name in RIVALS):

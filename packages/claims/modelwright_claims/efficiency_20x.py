@@ -291,9 +291,12 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
             names = [PLAIN] if NO_ONEDNN in conditions else [PLAIN, PLAIN_BY_ONEDNN]
             plain = {(place, name): samples[f"{place}: seconds, {name}"] for place in places for name in names}
             fastest = min(plain, key=lambda arm, plain=plain: statistics.fmean(plain[arm]))
-            if fastest != (where, PLAIN):
+            name = f"{where}: faster than the fastest plain loop"
+            if fastest == (where, PLAIN):
+                judgment.ask(name, own, "x")
+            else:
                 rival = f"the fastest plain loop ({fastest[1]}, {fastest[0]})"
-                name, what = f"{where}: faster than the fastest plain loop", f"{where}: speed over {rival}"
+                what = f"{where}: speed over {rival}"
                 judgment.ask(name, faster(*fastest), "x", ">=", goal, what=what, say=f"{{0.mean:.1f}}x {rival}")
                 above = loss_above(*fastest)
                 judgment.ask("", above, "nats", "<=", 0.0, what=f"{where}: held-out loss above {rival}")

@@ -31,6 +31,7 @@ from modelwright_claims import stability_bench as bench
 from modelwright_claims import workbench
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
+from modelwright_claims.statistics import exact
 
 PARTS = 4
 WHOLE, ACCUMULATED, SMALL = "whole batches", f"{PARTS} microbatches", "small batches, not accumulated"
@@ -71,7 +72,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     worst = {name: max(samples[name]) for name in ERRORS}
     largest = max(worst["loop, FP64, full"], worst["loop, FP64, ragged"])
     mistake = 100 * worst["mean of means, FP64, ragged"]
-    judgment.ask("largest relative error, FP64", largest, "", "<=", EXACT, what="relative error in FP64")
+    judgment.ask("largest relative error, FP64", exact(largest), "", "<=", EXACT, what="relative error in FP64")
     judgment.note("mean of means, ragged batch", mistake, "%")
     judgment.show(
         samples={name: [value] for name, value in worst.items()},

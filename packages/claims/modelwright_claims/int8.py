@@ -51,7 +51,7 @@ from modelwright.train.techniques.fake_quantization import QuantizationAwareConf
 from modelwright_claims import workbench
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment, Lacks
-from modelwright_claims.statistics import Compare, Estimate, differences, percent_saved, ratios
+from modelwright_claims.statistics import Compare, Estimate, differences, exact, percent_saved, ratios
 from modelwright_claims.training_run import Run, train_once
 
 GRIDS = {"8 bits": WeightGrid(), "4 bits": WeightGrid(bits=4, granularity="group_32")}
@@ -276,9 +276,9 @@ def prefill(num_tokens: int) -> str:
 
 
 SPEED_TARGET = 3.1
-"""INT8 over eager FP32 at 8 streams, as published."""
-OWN_TARGET = 2.0
-"""INT8 over our own FP32 engine at one stream."""
+"""INT8 over the fastest engine in FP32 at one stream, as published."""
+PREFILL_TARGET = 1.5
+"""INT8 over the fastest engine in FP32 in reading a prompt, where products of many rows leave less to gain."""
 RIVAL_TARGET = 0.9
 """Share of the speed of the fastest other engine with weights of as many bits."""
 ACCURACY_TARGET = 0.8
@@ -380,11 +380,11 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     def beside_fp32(compare: Compare, what: str, name: str) -> Estimate:
         return compare(samples[f"{what}{name}"], samples[f"{what}{ORIGINAL}"])
 
-    faster(decoding(8), [INT8], [EAGER], SPEED_TARGET)
-    faster(decoding(1), [INT8], [FP32], OWN_TARGET)
-    for count in STREAMS:
-        faster(decoding(count), [INT8], EIGHT_BIT_RIVALS, RIVAL_TARGET)
-        faster(decoding(count), [INT4, INT4_CODES], FOUR_BIT_RIVALS, RIVAL_TARGET)
+    for case, limit in ((decoding(1), SPEED_TARGET), (prefill(PROMPT), PREFILL_TARGET)):
+        faster(case, [INT8], [FP32, TORCH, EAGER], limit)
+    for case in CASES:
+        faster(case, [INT8], EIGHT_BIT_RIVALS, RIVAL_TARGET)
+        faster(case, [INT4, INT4_CODES], FOUR_BIT_RIVALS, RIVAL_TARGET)
     what, say = "accuracy that INT8 loses", "INT8 as served loses {0.mean:.2f}% of the accuracy"
     lost = partial(beside_fp32, percent_saved, ACCURACY, SERVED)
     judgment.ask("", lost, "%", "<=", ACCURACY_TARGET, what=what, say=say)
@@ -401,7 +401,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     judgment.show(samples, BESIDE)
     with judgment.part():
         fp32, int8, int4 = (samples[f"{BYTES}{name}"][0] for name in ("fp32", "int8", "int4"))
-        judgment.ask("size ratio", fp32 / int8, "x", ">=", SIZE_TARGET, what="size", say="{0.mean:.2f}x smaller")
+        judgment.ask("size ratio", exact(fp32 / int8), "x", ">=", SIZE_TARGET, what="size", say="{0.mean:.2f}x smaller")
         judgment.ask("size ratio, INT4", fp32 / int4, "x")
     judgment.show(samples, [f"{case}, {name}" for case in CASES for name in ARMS], "tokens/s")
     missing = [name for name in ARMS if f"not at hand: {name}" in conditions]
@@ -412,7 +412,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 CLAIM = declared(
     __name__,
-    statement="INT8 inference on a CPU is several times as fast as eager FP32 and keeps nearly all of its accuracy.",
+    statement="INT8 inference on a CPU is several times as fast as FP32 and keeps nearly all of its accuracy.",
     source="published guides to quantization-aware training; PyTorch, Dynamic Quantization on BERT, 2019-2025 "
     "(https://docs.pytorch.org/tutorials/intermediate/dynamic_quantization_bert_tutorial.html)",
     published="3.1x faster than FP32 with less than 0.8% loss of accuracy; BERT base on MRPC, one thread: 438 -> "
@@ -421,8 +421,8 @@ CLAIM = declared(
     "other programs' engines with 8 and 4 bits: steps of the engines as they serve, each in a process of its own with "
     "as many threads, in turn; accuracy on models trained here, rounded after training and trained on the grid at "
     "equal tokens",
-    target=f"INT8 decodes {SPEED_TARGET}x as fast as eager FP32 with 8 streams and {OWN_TARGET:g}x as fast as our "
-    f"FP32 engine with one; with 1, 8 and 32 streams INT8 and INT4 reach {RIVAL_TARGET:.0%} of the fastest other "
+    target=f"INT8 decodes one stream {SPEED_TARGET}x and reads a prompt {PREFILL_TARGET}x as fast as the fastest of "
+    f"the FP32 engines; there and with 8 and 32 streams INT8 and INT4 reach {RIVAL_TARGET:.0%} of the fastest other "
     f"engine of as many bits; INT8 loses at most {ACCURACY_TARGET}% of the accuracy and is {SIZE_TARGET}x smaller; at "
     "4 bits training on the grid ends with a lower loss than rounding after training",
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from modelwright_claims.claim import UNTESTABLE, Claim, Figure, Measurement, Samples, Verdict
-from modelwright_claims.statistics import Estimate, estimate, exact, paired_t_test
+from modelwright_claims.statistics import Estimate, estimate, paired_t_test
 
 Relation = Literal["<", "<=", ">", ">="]
 RELATIONS: Mapping[str, Callable[[float, float], bool]] = {
@@ -88,13 +88,14 @@ class Judgment:
     ) -> None:
         """Add a figure, and ask for a bound of it where there is a relation: a part of the target.
 
-        found: a number is exact; a function is a part of its target, which ends where the record lacks something.
+        found: a number is a single sample, without a bound (`exact` marks counts); a function is a part of its target,
+        which ends where the record lacks something.
         what: the words for a bound that is missed, the figure's name by default; say: a clause of the reason, in which
         `{0}` is the estimate. No name adds no figure.
         """
         with self.part():
             result = found() if callable(found) else found
-            result = exact(result) if isinstance(result, int | float) else result
+            result = estimate([result]) if isinstance(result, int | float) else result
             if name:
                 self.figures[name] = result.figure(unit)
             if say:

@@ -31,6 +31,7 @@ TITLES = {
     ("holds", ""): "Holds",
     ("holds in part", ""): "Holds in part",
     **{("does not hold here", cause): f"Does not hold here ({cause})" for cause in CAUSES},
+    ("not judged", ""): "Not judged: to be measured again",
     ("cannot be tested here", "machine"): "Cannot be tested here",
     ("cannot be tested here", "unmeasured"): "Not measured yet",
 }
@@ -140,11 +141,12 @@ def number(value: float) -> str:
 
 def machine_words(machine: Mapping[str, Any]) -> str:
     """Return a machine in words: the accelerator, or the processor with its cores and instruction set."""
-    return machine.get("accelerator", f"{machine['processor']}, {machine['cores']} cores, {machine['instruction_set']}")
+    processor = f"{machine['processor']} {machine.get('model', '')}".strip()
+    return machine.get("accelerator", f"{processor}, {machine['cores']} cores, {machine['instruction_set']}")
 
 
 def _group(promise: Promise, found: Answer) -> tuple[str, str]:
-    if found.standing.startswith("holds"):
+    if found.standing.startswith(("holds", "not judged")):
         return found.standing, ""
     if found.standing == "does not hold here":
         return found.standing, promise.cause

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,16 @@ the rule does not compute: their samples were not kept, or another figure has ta
 
 
 def machine() -> dict[str, Any]:
-    """The traits of the machine that bear on speed: processor, instruction set, cores, memory, accelerator."""
+    """The traits of the machine that bear on speed: processor, instruction set, cores, memory, accelerator.
+
+    Clouds call many processors by one name, which their family, model and stepping tell apart.
+    """
     result = hardware() | {"instruction_set": torch.backends.cpu.get_cpu_capability()}
+    with suppress(OSError):
+        numbers = re.findall(
+            r"^(?:cpu family|model|stepping)\s*: (\d+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
+        result["model"] = "-".join(numbers[:3])
     if torch.cuda.is_available():
         result["accelerator"] = torch.cuda.get_device_name()
     return result
@@ -47,7 +56,9 @@ def machine() -> dict[str, Any]:
 
 def machine_slug(described: Mapping[str, Any]) -> str:
     """A short file-name form of a machine: `amd-epyc-2c-avx2`, or the accelerator's name where there is one."""
-    processor = f"{described['processor']}-{described['cores']}c-{described['instruction_set']}"
+    processor = (
+        f"{described['processor']}-{described.get('model', '')}-{described['cores']}c-{described['instruction_set']}"
+    )
     return re.sub(r"[^a-z0-9]+", "-", str(described.get("accelerator", processor)).lower()).strip("-")
 
 

@@ -219,6 +219,7 @@ bound, and in an overload what is accepted is to be quick."""
 RESOLUTION = 1.05
 """A largest rate is one that holds, where `RESOLUTION` times as much does not."""
 RATE = "largest rate, "
+OVER_FP32 = "times the rate of our FP32, INT8"
 POISSON_8, BURSTY_8, POISSON_64 = ", Poisson, 8 tokens", ", bursty, 8 tokens", ", Poisson, 64 tokens"
 MOST_TIMES = 6.0
 """A trial may take so many times as long as planned, to have its least number of requests."""
@@ -363,16 +364,16 @@ class Bench:
         usual = self.run(self.load(side, USUAL, largest, self.plan.trial_s))
         over = self.run(self.load(side, USUAL, OVERLOAD * largest, seconds))
         after = self.run(self.load(side, USUAL, 0.7 * largest, RECOVERY_TARGET_S + 3))
-        self.samples |= {
-            "overload: p99 at the largest rate": [usual.p99_s],
-            "overload: p99 of accepted answers": [over.p99_s],
-            "overload: accepted": [float(over.statuses.get("200", 0))],
-            "overload: refused with 429": [float(over.statuses.get("429", 0))],
-            "overload: anything else": [
-                float(sum(count for status, count in over.statuses.items() if status not in ("200", "429")))
-            ],
-            "overload: seconds until recovery": [recovery_s(after.misses)],
-        }
+        accepted, refused = (float(over.statuses.get(status, 0)) for status in ("200", "429"))
+        for name, value in {
+            "p99 at the largest rate": usual.p99_s,
+            "p99 of accepted answers": over.p99_s,
+            "accepted": accepted,
+            "refused with 429": refused,
+            "anything else": sum(over.statuses.values()) - accepted - refused,
+            "seconds until recovery": recovery_s(after.misses),
+        }.items():
+            self.samples.setdefault(f"overload: {name}", []).append(value)
 
     def largest(self, side: str) -> float:
         """The mean over the rounds so far."""
@@ -485,7 +486,7 @@ def run_all(bench: Bench) -> None:
         bench.setting.progress.note(f"round {number + 1} of {plan.rounds}")
         for side in bench.urls:
             bench.measure_rate(side, USUAL)
-    bench.overload(INT8)
+        bench.overload(INT8)
     if not plan.has_rest:
         return
     for kind in (BURSTS, LONG_ANSWERS):
@@ -518,30 +519,23 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     naive, int8 = samples[f"{RATE}{NAIVE}{USUAL.suffix}"], samples[f"{RATE}{INT8}{USUAL.suffix}"]
     say = f"{{0.mean:.2f}}x the naive server's rate at p99 < {1000 * BOUND_S:.0f} ms"
     judgment.ask("times the naive rate, INT8", ratios(int8, naive), "x", ">=", RATIO_TARGET, what="rate", say=say)
-    name = "times the naive rate, FP32"
-    judgment.note(name, lambda: ratios(samples[f"{RATE}{FP32}{USUAL.suffix}"], naive), "x")
+    judgment.note("times the naive rate, FP32", lambda: ratios(samples[f"{RATE}{FP32}{USUAL.suffix}"], naive), "x")
+    judgment.note(OVER_FP32, lambda: ratios(int8, samples[f"{RATE}{FP32}{USUAL.suffix}"]), "x")
     for rival in RIVALS:
-        with judgment.beside():
+        with judgment.part():
             against, what = ratios(int8, samples[f"{RATE}{rival}{USUAL.suffix}"]), f"INT8 over the rate of {rival}"
             judgment.ask(f"times the rate of {rival}, INT8", against, "x", ">=", 1.0, what=what)
     for suffix in (kind.suffix for kind in KINDS):
         judgment.show(samples, [f"{RATE}{side}{suffix}" for side in names_between(samples, RATE, suffix)], "/s")
     with judgment.part():
         accepted, after = "overload: p99 of accepted answers", "overload: seconds until recovery"
-        usual, over = samples["overload: p99 at the largest rate"][0], samples[accepted][0]
-        others, recovered = samples["overload: anything else"][0], samples[after][0]
-        judgment.ask(accepted, 1000 * over, "ms")
-        judgment.ask(f"{accepted}, times that at the largest rate", over / usual, "x")
-        judgment.ask("overload: until recovery", recovered, "s")
+        judgment.show(samples, [accepted], "ms", 1000)
         judgment.show(samples, ["overload: accepted", "overload: refused with 429"])
+        others = sum(samples["overload: anything else"])
         judgment.require(others == 0, f"{others:.0f} requests of an overload had neither 200 nor 429")
-        judgment.require(
-            over <= OVERLOAD_FACTOR * usual,
-            f"p99 of accepted answers in an overload {over / usual:.2f}x, not at most {OVERLOAD_FACTOR:g}x",
-        )
-        judgment.require(
-            recovered <= RECOVERY_TARGET_S, f"recovery took {recovered:.1f} s, not at most {RECOVERY_TARGET_S:g} s"
-        )
+        over, what = ratios(samples[accepted], samples["overload: p99 at the largest rate"]), f"{accepted}, times that"
+        judgment.ask(f"{what} at the largest rate", over, "x", "<=", OVERLOAD_FACTOR)
+        judgment.ask("overload: until recovery", estimate(samples[after]), "s", "<=", RECOVERY_TARGET_S)
     for name in names_between(samples, "time to first token, "):
         for share in (0.5, 0.99):
             value = 1000 * percentile(samples[f"time to first token, {name}"], share)
@@ -565,7 +559,7 @@ CLAIM = declared(
     "quickstart's shape with random weights, prompts of 16 to 48 tokens, 8 new tokens, Poisson arrivals in an open "
     "loop from another process on the same cores; the sides alternate",
     target=f"at least {RATIO_TARGET}x (lower bound over the rounds), and at least the rate of OpenVINO GenAI and of "
-    f"llama.cpp with 8 bits where they are installed (lower bounds); at {OVERLOAD:g} times the largest rate only 200 "
+    f"llama.cpp with 8 bits (lower bounds); at {OVERLOAD:g} times the largest rate only 200 "
     f"and 429, the p99 of accepted answers at most {OVERLOAD_FACTOR:g} times that at the largest rate, and recovery "
     f"within {RECOVERY_TARGET_S:g} s",
     headline=(

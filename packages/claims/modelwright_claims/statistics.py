@@ -60,7 +60,9 @@ class Estimate:
         """Return the figure with its bounds."""
         bounded = self.count > 1 and not self.exact and math.isfinite(self.lower) and math.isfinite(self.upper)
         lower, upper = (self.lower, self.upper) if bounded else (None, None)
-        return Figure(value=self.mean, unit=unit, spread=self.spread, lower=lower, upper=upper)
+        return Figure(
+            value=self.mean, unit=unit, spread=self.spread, lower=lower, upper=upper, exact=self.exact or None
+        )
 
 
 def estimate(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:

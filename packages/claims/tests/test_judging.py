@@ -38,6 +38,16 @@ def test_an_exact_count_needs_no_repeats_and_says_so():
     assert "bytes 3 (exact), not at most 2" in judgment.verdict().reason
 
 
+def test_a_single_noisy_sample_is_no_exact_count():
+    """A number without `exact` is one sample: inside its limit it proves nothing, outside it is a miss."""
+    inside, outside, count = Judgment(), Judgment(), Judgment()
+    inside.ask("error", 3.0, "%", "<=", 5.0)
+    outside.ask("error", 6.0, "%", "<=", 5.0)
+    count.ask("FLOPs", exact(3.0), "%", "<=", 5.0)
+    assert [one.verdict().kind for one in (inside, outside, count)] == ["not judged", "short", "met"]
+    assert (inside.figures["error"].exact, count.figures["FLOPs"].exact) == (None, True)
+
+
 def test_one_repeat_inside_the_margin_is_not_judged_and_one_outside_is_short():
     inside, outside = Judgment(), Judgment()
     inside.at_least("speed", estimate([3.0]), 2.0, "x")

@@ -12,7 +12,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright_claims import bf16_mixed, gradient_accumulation, int8, packing, warmup_cosine, workbench
 from modelwright_claims.claim import Measurement, Setting, Verdict
-from modelwright_claims.int8 import ARMS, EAGER, EIGHT_BIT_RIVALS, FP32, INT4
+from modelwright_claims.int8 import ARMS, EAGER, EIGHT_BIT_RIVALS, FP32, INT4, TORCH
 from modelwright_claims.judging import judge
 from modelwright_claims.large_runs import NO_ONEDNN
 
@@ -167,7 +167,7 @@ def test_int8_verdict():
         changed: dict[str, float] | None = None, *, lost: float = 0.001, trained: float = 3.01,
         num_bytes: int = 110, seeds: int = 2, without: tuple[str, ...] = (),
     ) -> str:  # fmt: skip
-        fast = dict.fromkeys(ARMS, 400.0) | {EAGER: 100.0, FP32: 150.0} | (changed or {})
+        fast = dict.fromkeys(ARMS, 400.0) | {EAGER: 100.0, TORCH: 110.0, FP32: 120.0} | (changed or {})
         rounds = [
             {case: {name: pace + turn for name, pace in fast.items() if name not in without} for case in int8.CASES}
             for turn in range(2)
@@ -183,8 +183,10 @@ def test_int8_verdict():
     assert judged().startswith("met")
     assert "not at hand: llama.cpp, 8 bits, llama.cpp, 4 bits" in judged(without=llama)
     own = "short: Modelwright, INT8 over"
-    assert judged({EAGER: 150.0}).startswith(f"{own} transformers, FP32 in decode, 8 streams 2.66x")
+    assert judged({EAGER: 150.0}).startswith(f"{own} transformers, FP32 in decode, 1 stream 2.66x")
     assert judged({FP32: 300.0}).startswith(f"{own} Modelwright, FP32 in decode, 1 stream 1.33x")
+    assert f"{own[7:]} Modelwright, FP32 in prefill, 256 tokens 1.33x" in judged({FP32: 300.0})
+    assert f"{own[7:]} OpenVINO GenAI, 8 bits in prefill, 256 tokens 0.5x" in judged({"OpenVINO GenAI, 8 bits": 800.0})
     slower = judged({"ONNX Runtime GenAI, 8 bits": 500.0})
     assert slower.startswith(f"{own} ONNX Runtime GenAI, 8 bits in decode, 1 stream 0.8x")
     assert "Modelwright, INT4 over llama.cpp, 4 bits in decode, 32 streams 0.5x" in judged({llama[1]: 800.0})

@@ -18,7 +18,18 @@ from modelwright_claims import open_loop, serving_qps
 from modelwright_claims.claim import Measurement, Verdict
 from modelwright_claims.judging import judge
 from modelwright_claims.open_loop import BURSTY, LOST, POISSON, Load, arrival_times, run_elsewhere, run_load
-from modelwright_claims.serving_qps import FP32, INT8, NAIVE, OPENVINO, RATE, USUAL, Files, largest_rate, recovery_s
+from modelwright_claims.serving_qps import (
+    FP32,
+    INT8,
+    LLAMA_CPP,
+    NAIVE,
+    OPENVINO,
+    RATE,
+    USUAL,
+    Files,
+    largest_rate,
+    recovery_s,
+)
 
 SERVICE_S = 0.02
 
@@ -176,7 +187,7 @@ def test_recovery_ends_with_a_second_without_misses() -> None:
     assert recovery_s([0.5 * number for number in range(16)]) == 7.5
 
 
-def judged(int8: float = 80.0, rival: float = 0.0, **overload: float) -> Verdict:
+def judged(int8: float = 80.0, rival: float | None = 70.0, **overload: float) -> Verdict:
     figures = {
         "p99 at the largest rate": 0.14, "p99 of accepted answers": 0.25, "accepted": 900.0,
         "refused with 429": 2000.0, "anything else": 0.0, "seconds until recovery": 1.0,
@@ -185,7 +196,8 @@ def judged(int8: float = 80.0, rival: float = 0.0, **overload: float) -> Verdict
         f"{RATE}{NAIVE}{USUAL.suffix}": [10.0, 10.1, 9.9],
         f"{RATE}{INT8}{USUAL.suffix}": [int8, 1.01 * int8, 0.99 * int8],
         f"{RATE}{FP32}{USUAL.suffix}": [50.0, 51.0, 49.0],
-        **{f"overload: {name}": [value] for name, value in figures.items()},
+        f"{RATE}{LLAMA_CPP}{USUAL.suffix}": [60.0, 61.0, 59.0],
+        **{f"overload: {name}": [value, 0.99 * value, 1.01 * value] for name, value in figures.items()},
     } | ({f"{RATE}{OPENVINO}{USUAL.suffix}": [rival] * 3} if rival else {})
     return judge(serving_qps.CLAIM, Measurement(samples=samples))
 
@@ -203,6 +215,7 @@ def test_the_verdict_asks_for_the_rate_and_an_orderly_overload() -> None:
 
 def test_a_rival_that_bears_more_makes_it_short() -> None:
     assert judged(rival=70.0).kind == "met"
+    assert judged(rival=None).kind == "not judged", "a rival that was not measured is none that was beaten"
     beaten = judged(rival=100.0)
     assert beaten.kind == "short"
     assert f"INT8 over the rate of {OPENVINO} 0.8x (lower bound" in beaten.reason
@@ -219,6 +232,14 @@ def test_every_side_that_is_installed_is_measured_in_every_round(monkeypatch) ->
     files = Files(model=Path(), int8=Path(), gguf=Path(), prompts=[])
     serving_qps.run_all(serving_qps.Bench(MagicMock(), serving_qps.FULL, files, urls))
     assert {side: measured.count((side, USUAL)) for side in urls} == dict.fromkeys(urls, serving_qps.FULL.rounds)
+
+
+def test_one_overload_gives_no_bound() -> None:
+    rates = {NAIVE: [10.0, 10.1], INT8: [80.0, 80.1], OPENVINO: [70.0, 70.1], LLAMA_CPP: [60.0, 60.1]}
+    samples = {f"{RATE}{side}{USUAL.suffix}": values for side, values in rates.items()}
+    names = ("p99 at the largest rate", "p99 of accepted answers", "seconds until recovery", "anything else")
+    samples |= {f"overload: {name}": [value] for name, value in zip(names, (0.1, 0.15, 1.0, 0.0), strict=True)}
+    assert "repeats of overload" in judge(serving_qps.CLAIM, Measurement(samples=samples)).reason
 
 
 def test_a_missing_overload_is_lacking() -> None:
