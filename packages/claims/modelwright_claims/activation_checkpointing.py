@@ -125,13 +125,5 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 CLAIM = declared(
     __name__,
-    statement="Keeping only the input of each unit of layers and computing the rest again in the backward pass saves "
-    "most of the memory of activations for at most a third more compute.",
-    source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174); Korthikanti et al., "
-    "Reducing Activation Recomputation in Large Transformer Models, 2022 (arXiv:2205.05198)",
-    published="70-80% of activation memory for 18-33% more compute, units of 8 layers",
-    compared="steps of the loop without and with checkpointing, each in a process of its own: peak memory above "
-    "weights and optimizer states (gradients and workspaces count), FLOPs counted by PyTorch, time alternated",
-    target=f"a unit size that saves {SAVED_TARGET:.0f}% or more for at most {COMPUTE_TARGET:.0f}% more FLOPs",
     headline=("memory saved, unit of 1", "more FLOPs, unit of 1", "memory saved, unit of 8", "more FLOPs, unit of 8"),
 )

@@ -5,8 +5,10 @@ function of these, so that a stored measurement can be judged again. Records on 
 """
 
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +17,7 @@ from modelwright.core.progress import Progress
 Kind = Literal["met", "short", "cannot be tested here", "not judged", "quick, not a verdict"]
 Samples = Mapping[str, Sequence[float]]
 Conditions = Mapping[str, str | int | float | bool]
+_TEXTS = tomllib.loads(files("modelwright_claims").joinpath("claims.toml").read_text(encoding="utf-8"))
 UNTESTABLE = "cannot be tested here"
 """The condition that says why nothing could be measured on this machine."""
 
@@ -99,26 +102,11 @@ class Claim:
     """A pure function of a record. It raises `judging.Lacks` where the record does not hold what it needs at all."""
 
 
-def declared(
-    module: str,
-    *,
-    statement: str,
-    source: str,
-    published: str,
-    compared: str,
-    target: str,
-    headline: Sequence[str] = (),
-) -> Claim:
-    """Return the claim of a module: it has the module's name and is measured and judged by its functions."""
-    own = vars(sys.modules[module])
-    return Claim(
-        name=module.rpartition(".")[2],
-        statement=statement,
-        source=source,
-        published=published,
-        compared=compared,
-        target=target,
-        headline=headline,
-        measure=own["measure"],
-        judge=own["judge"],
-    )
+def declared(module: str, *, headline: Sequence[str] = (), **texts: str) -> Claim:
+    """Return the claim of a module: it has the module's name and is measured and judged by its functions.
+
+    texts: statement, source, published, compared and target; by default those of claims.toml.
+    """
+    own, name = vars(sys.modules[module]), module.rpartition(".")[2]
+    texts = texts or {text: form.format_map(own) for text, form in _TEXTS[name].items()}
+    return Claim(name=name, headline=headline, measure=own["measure"], judge=own["judge"], **texts)

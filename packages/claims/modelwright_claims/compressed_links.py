@@ -136,16 +136,5 @@ _OVER_EXACT = "throughput over exact"
 
 
 CLAIM = declared(
-    __name__,
-    statement="Three-level gradient compression makes the all-reduce 42 times shorter; PowerSGD of rank 8 takes 35 "
-    "instead of 120 ms.",
-    source="published guides to DeepSeek-style training; Vogels, Karimireddy and Jaggi 2019, PowerSGD "
-    "(https://arxiv.org/abs/1905.13727)",
-    published="all-reduce 42x shorter; PowerSGD, 100 Gbit/s: 120 ms -> 35 ms",
-    compared=f"data parallel training over {NUM_HOSTS} hosts on links of {MBIT:g} and {FAST_MBIT:g} Mbit/s and on "
-    "unlimited ones: exact sums, begun in backward and after it, against compressing transports; what each costs in "
-    "loss is in gradient_compression",
-    target=f"the three-level method with at least {REMOVED:g}% of the bytes removed, communication at least "
-    f"{SHORTER:g} times shorter and at least {100 * THROUGHPUT:g}% of the unlimited link's throughput",
-    headline=tuple(f"{what}, {METHOD}, {MBIT:g} Mbit/s" for what in (_REMOVED, _SHORTER, _THROUGHPUT)),
+    __name__, headline=tuple(f"{what}, {METHOD}, {MBIT:g} Mbit/s" for what in (_REMOVED, _SHORTER, _THROUGHPUT))
 )

@@ -304,16 +304,6 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 CLAIM = declared(
     __name__,
-    statement="In the time of the demo the recipe quickstart learns more than the recipe before it and than nanoGPT.",
-    source="Karpathy, nanoGPT (https://github.com/karpathy/nanoGPT); the recipe before it is this project's own",
-    published="no figure at this size",
-    compared="the recipe quickstart, the recipe before it and nanoGPT of the same width, no fewer parameters, at its best rate: "
-    "same machine, cores, held-out documents and seconds of training; the recipe also at the tokens that the one "
-    "before it read; paired seeds",
-    target=f"at least {LEAST_BITS:g} bits per byte below the recipe before it on prose and on code, and below it at "
-    "equal tokens; with BF16 instructions, in the time of the demo, at most "
-    + " and ".join(f"{most:g} on {kind}" for kind, most in MOST_BITS.items())
-    + f"; at least {LEAST_NATS:g} nat per token below nanoGPT",
     headline=(
         *(f"{kind}, below the recipe before" for kind in KINDS),
         *(f"{kind}, {WHOLE}" for kind in KINDS),

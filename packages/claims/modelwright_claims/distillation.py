@@ -465,17 +465,6 @@ def share_of_teacher(samples: Samples, arm: str, text: str = "") -> Estimate:
 
 CLAIM = declared(
     __name__,
-    statement="Progressive distillation leaves a student 97.4% of its teacher's score.",
-    source="published guides to DeepSeek-style training; the parts: Jiao et al. 2020, TinyBERT "
-    "(https://arxiv.org/abs/1909.10351); Wang et al. 2021, MiniLMv2 (https://arxiv.org/abs/2012.15828); Hinton et al. "
-    "2015, Distilling the Knowledge in a Neural Network (https://arxiv.org/abs/1503.02531)",
-    published="97.4% (89.3 of 91.7); models, task and machine not told",
-    compared="a pruned student of a quarter of the parameters that learns logits, and at first hidden states and "
-    "attention relations, against logits alone, labels alone, and a student of the same shape from scratch, at equal "
-    "tokens and at equal time, each at its own best rate",
-    target=f"on a small text the student keeps at least {TARGET_SHARE:.0%} of the teacher's score above chance (lower "
-    "bound) and is above the student from scratch with p < 0.05, at equal tokens and at equal time; no other rival is "
-    "above it with p < 0.05; what it keeps on new text stands beside",
     headline=(
         f"share of the teacher's score, {METHOD}",
         f"share of the teacher's score, {METHOD}{NEW_TEXT}",

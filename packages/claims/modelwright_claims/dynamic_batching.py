@@ -131,16 +131,6 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 CLAIM = declared(
     __name__,
-    statement="Batches by a token budget with length buckets waste less on padding and train more real tokens per "
-    "second than rows padded to a fixed length, and are no slower than packed rows.",
-    source="the data pipeline that was published with the system's guides; token budgets: fairseq, Ott et al. 2019 "
-    "(arXiv:1904.01038)",
-    published="direction, no figure of its own (dynamic batching at 8,192 tokens)",
-    compared="length buckets of at most 8,192 tokens, padding included, against one text a row padded to the row's "
-    "length and against packed rows with document masks; same texts, model and rate, equally many real tokens an "
-    "update, paired seeds that take turns",
-    target=f"at most {MOST_PADDING:g}% padding, more real tokens per second than padded rows, no fewer than packed "
-    f"rows, and at most {LOSS_TARGET} nats worse than padded rows after equally many updates",
     headline=(
         f"padding, {DYNAMIC}",
         f"speed in real tokens against {PADDED}",

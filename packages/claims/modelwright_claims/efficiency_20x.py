@@ -321,18 +321,6 @@ def _arms_in_words(tuned: Mapping[str, Mapping[str, Tuned]]) -> dict[str, str]:
 
 CLAIM = declared(
     __name__,
-    statement="Dynamic sparse activation, adaptive precision and gradient compression together train twenty times as "
-    "efficiently.",
-    source="published guides to DeepSeek-style training",
-    published="20x training efficiency, against what and measured how not told",
-    compared="wall time to the held-out loss that a competent plain loop reaches (FP32, padded batches, eager "
-    "operators, AdamW, DDP's exact sums, the faster of PyTorch's and oneDNN's exact products), on one host and on two "
-    "joined by 100 Mbit/s, where it may also leave one idle; ingredients added and left out "
-    "one at a time; each arm at its own best rate with the fewest steps that reach that loss on seeds and a held-out "
-    "split that are not reported, or with all steps where none do; on a model twice as wide the plain loop and the "
-    "whole stack alone",
-    target=f"{PUBLISHED:g}x the fastest plain loop on two hosts and {ONE_HOST_GOAL:g}x on one, at no "
-    "higher held-out loss, at both widths",
     headline=(
         "one host: faster, everything",
         "two hosts: faster, everything",

@@ -461,16 +461,6 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 CLAIM = declared(
     __name__,
-    statement="Dynamic gated attention needs 35% less attention compute at 98% of the quality.",
-    source="published guides to DeepSeek-style training; the parts: Jin et al. 2024, MoH: Multi-Head Attention as "
-    "Mixture-of-Head Attention (https://arxiv.org/abs/2410.11842); Bengio et al. 2013, Estimating or Propagating "
-    "Gradients Through Stochastic Neurons (https://arxiv.org/abs/1308.3432)",
-    published="35% less attention compute, 98% of the quality; machine and model not told",
-    compared="learned selection of heads for each token, against attention of all heads, fewer heads from the start, "
-    "heads pruned half-way and a sliding window in three of four layers, at equal tokens, each at its own best rate",
-    target=f"executed FLOPs of attention at most {TARGET_COMPUTE:g} and its time at most {TARGET_TIME:g} of those of "
-    f"all heads, in training and in decoding; held-out loss at most {TARGET_LOSS:g}% above all heads and below every "
-    "rival with p < 0.05",
     headline=(
         "attention FLOPs with projections, dynamic to all heads",
         "time of attention in training, dynamic to all heads",

@@ -410,19 +410,4 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = declared(
-    __name__,
-    statement="INT8 inference on a CPU is several times as fast as FP32 and keeps nearly all of its accuracy.",
-    source="published guides to quantization-aware training; PyTorch, Dynamic Quantization on BERT, 2019-2025 "
-    "(https://docs.pytorch.org/tutorials/intermediate/dynamic_quantization_bert_tutorial.html)",
-    published="3.1x faster than FP32 with less than 0.8% loss of accuracy; BERT base on MRPC, one thread: 438 -> "
-    "181 MB (2.4x), 160 -> 90 s (1.8x), 0.6% lower F1",
-    compared="the same weights, at the quickstart's shape, in eager PyTorch, our engine in FP32, INT8 and INT4, and "
-    "other programs' engines with 8 and 4 bits: steps of the engines as they serve, each in a process of its own with "
-    "as many threads, in turn; accuracy on models trained here, rounded after training and trained on the grid at "
-    "equal tokens",
-    target=f"INT8 decodes one stream {SPEED_TARGET}x and reads a prompt {PREFILL_TARGET}x as fast as the fastest of "
-    f"the FP32 engines; there and with 8 and 32 streams INT8 and INT4 reach {RIVAL_TARGET:.0%} of the fastest other "
-    f"engine of as many bits; INT8 loses at most {ACCURACY_TARGET}% of the accuracy and is {SIZE_TARGET}x smaller; at "
-    "4 bits training on the grid ends with a lower loss than rounding after training",
-)
+CLAIM = declared(__name__)

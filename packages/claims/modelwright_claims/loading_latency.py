@@ -253,20 +253,6 @@ def _environment(endpoint: str, *, is_ours: bool) -> dict[str, str]:
 
 CLAIM = declared(
     __name__,
-    statement="Tiers of memory and local disk with reading ahead cut the time that training waits for data from 120 ms "
-    "to 18 ms, so that the accelerator computes for 92% of the time.",
-    source="the figures that this project set out to test, which name no source of their own",
-    published="loading latency 120 ms -> 18 ms (6.7x), accelerator utilization 92%; model, hardware and store are not "
-    "told",
-    compared="packed rows on an S3-compatible store with 120 ms a request and 100 MB/s, batches of 16 rows of 2,048 "
-    "tokens, a step of 207 ms on one thread: our loader reading the store directly, with reading ahead alone, with "
-    "tiers alone, and with both, beside litData and mosaicml-streaming with a worker process for each core; the same "
-    "rows in shards of the same size and batches of the same tensors, each side shuffled by its own rule; two epochs "
-    "from an empty cache, in processes of their own; the sides alternate",
-    target=f"the 99th percentile of the wait for a batch at least {RATIO_TARGET:g} times lower with tiers and reading "
-    "ahead than with reading ahead alone, in the first and in the second epoch; a step that computes alone takes at "
-    f"least {BUSY_TARGET:g}% of the time of one that also loads; no higher wait than that of litData and of "
-    f"mosaicml-streaming in the same epoch, and no step longer than {STEP_MARGIN:g} times theirs (bounds over the rounds)",
     headline=(
         f"times lower p99, {FIRST}",
         f"times lower p99, {SECOND}",

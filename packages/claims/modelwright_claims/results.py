@@ -45,10 +45,8 @@ def machine() -> dict[str, Any]:
     """
     result = hardware() | {"instruction_set": torch.backends.cpu.get_cpu_capability()}
     with suppress(OSError):
-        numbers = re.findall(
-            r"^(?:cpu family|model|stepping)\s*: (\d+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
-        result["model"] = "-".join(numbers[:3])
+        facts = Path("/proc/cpuinfo").read_text()
+        result["model"] = "-".join(re.findall(r"^(?:cpu family|model|stepping)\s*: (\d+)$", facts, re.MULTILINE)[:3])
     if torch.cuda.is_available():
         result["accelerator"] = torch.cuda.get_device_name()
     return result
@@ -56,10 +54,13 @@ def machine() -> dict[str, Any]:
 
 def machine_slug(described: Mapping[str, Any]) -> str:
     """A short file-name form of a machine: `amd-epyc-2c-avx2`, or the accelerator's name where there is one."""
-    processor = (
-        f"{described['processor']}-{described.get('model', '')}-{described['cores']}c-{described['instruction_set']}"
+    traits = (
+        described["processor"],
+        described.get("model", ""),
+        f"{described['cores']}c",
+        described["instruction_set"],
     )
-    return re.sub(r"[^a-z0-9]+", "-", str(described.get("accelerator", processor)).lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", str(described.get("accelerator", "-".join(traits))).lower()).strip("-")
 
 
 def source_commit(folder: Path = Path(__file__).parent) -> str:

@@ -550,18 +550,6 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 CLAIM = declared(
     __name__,
-    statement="A serving stack with continuous batching, one operator per decode step and INT8 weights answers 7.1 "
-    "times the requests per second of a naive server with a 99th percentile below 150 ms.",
-    source="the figures that this project set out to test, which name no source of their own",
-    published="120 to 850 requests per second (7.1x) at p99 < 150 ms; model, hardware and load are not told",
-    compared="the largest rate at which 99% of all requests are answered within 150 ms: FastAPI with transformers' "
-    "FP32 generate and its KV cache, one request at a time, against `modelwright serve` with INT8 weights; the "
-    "quickstart's shape with random weights, prompts of 16 to 48 tokens, 8 new tokens, Poisson arrivals in an open "
-    "loop from another process on the same cores; the sides alternate",
-    target=f"at least {RATIO_TARGET}x (lower bound over the rounds), and at least the rate of OpenVINO GenAI and of "
-    f"llama.cpp with 8 bits (lower bounds); at {OVERLOAD:g} times the largest rate only 200 "
-    f"and 429, the p99 of accepted answers at most {OVERLOAD_FACTOR:g} times that at the largest rate, and recovery "
-    f"within {RECOVERY_TARGET_S:g} s",
     headline=(
         "times the naive rate, INT8",
         f"{RATE}{NAIVE}{POISSON_8}",

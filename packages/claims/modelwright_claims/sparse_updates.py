@@ -390,20 +390,6 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 CLAIM = declared(
     __name__,
-    statement="Dynamic sparse updates need 60% to 75% fewer FLOPs at less than 0.5% loss of quality.",
-    source="published guides to DeepSeek-style training; the parts: Jiang et al. 2019, Accelerating Deep Learning by "
-    "Focusing on the Biggest Losers (https://arxiv.org/abs/1910.00762); Wenzek et al. 2019, CCNet, whose filter by "
-    "perplexity the limit is (https://arxiv.org/abs/1911.00359); Mindermann et al. 2022, RHO-LOSS "
-    "(https://arxiv.org/abs/2206.07137); Liu et al. 2021, AutoFreeze (https://arxiv.org/abs/2102.01386)",
-    published="60-75% fewer FLOPs, quality within 0.5%; machine and model not told",
-    compared="choosing the rows of a batch by a short look, against dense training at equal tokens, against dense with "
-    "fewer steps, a smaller dense model, random rows and plain freezing at equal FLOPs, against dense at equal time, "
-    "and against drawing from the rows that the look does not rule out, each at its own best rate by the loss of new "
-    "and old text; in a continual update from a stream that is half garbage, in one from a clean stream, and, with "
-    "other forms beside them, in pretraining",
-    target=f"in the uncleaned update executed FLOPs at most {TARGET_FLOPS:g} and time of a step at most "
-    f"{TARGET_TIME:g} of dense, held-out loss at most {TARGET_LOSS:g}% above dense and below every baseline, dense "
-    "training behind the same filter included, both of the new text and of new and old in their proportion",
     headline=(
         "executed FLOPs, method to dense",
         "time of a step, method to dense",

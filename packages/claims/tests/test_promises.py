@@ -16,9 +16,10 @@ PROMISES = read_promises()
 
 def record(kind: str = "met", *, present: bool = True, **figure: float) -> dict[str, Any]:
     speed = {"value": 2.0, "unit": "x", "spread": 0.1, "lower": 1.9, "upper": 2.1, **figure}
+    single = {"value": 4.0, "unit": "", "spread": 0.0}
     return {
         "name": "doubling", "kind": kind,
-        "figures": {"speed": speed, "exact": {"value": 4.0, "unit": "", "spread": 0.0, "exact": True}, "single": {"value": 4.0, "unit": "", "spread": 0.0}},
+        "figures": {"speed": speed, "exact": single | {"exact": True}, "single": single},
         "quick": False, "date": "2026-01-01", "answers the present claim": present,
     }  # fmt: skip
 

@@ -300,7 +300,7 @@ CLAIM = declared(
     published="a model of expected time; no comparison with a training run",
     compared="the planner's simulation, with stall and recovery measured beforehand, against real runs that a script "
     "interrupts by SIGKILL and by SIGTERM with a notice",
-    target=f"every predicted wall time within {MOST_OFF:g}% of the measured one, the bound of their mean error too, and "
-    "the weights of an uninterrupted run",
+    target=f"every predicted wall time within {MOST_OFF:g}% of the measured one, and the bound of their mean "
+    "error, with the weights of an uninterrupted run",
     headline=("largest error of the predicted wall time", "predicted above measured"),
 )
