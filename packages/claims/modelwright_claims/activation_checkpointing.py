@@ -111,7 +111,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         "from some size on"
     )
     if all(saved[name].lower < SAVED_TARGET for name in units):
-        judgment.at_least(f"memory saved by {best}", saved[best], SAVED_TARGET, "%")
+        judgment.check(f"memory saved by {best}", saved[best], SAVED_TARGET, "%", ">=")
     with judgment.part():
         more = {name: 100 * (samples[FLOPS + name][0] / samples[FLOPS + NONE][0] - 1) for name in names}
         for name in names:

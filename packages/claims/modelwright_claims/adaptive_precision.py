@@ -156,14 +156,14 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         arms[name].add_figures(judgment)
     _say(judgment, arms[best], samples, trivial)
     with judgment.part():
-        judgment.at_least(f"speed of {best} over the faster FP32", arms[best].fair_speed, SPEED, "x")
+        judgment.check(f"speed of {best} over the faster FP32", arms[best].fair_speed, SPEED, "x", ">=")
     for name in trivial:
         lead = ratios(samples[PACE + best], samples[PACE + name])
-        judgment.above(f"speed of {best} over {name}", lead, 1.0, "x")
+        judgment.check(f"speed of {best} over {name}", lead, 1.0, "x", ">")
     with judgment.part():
-        judgment.at_least(f"memory saved by {best}", arms[best].saved, MEMORY, "%")
+        judgment.check(f"memory saved by {best}", arms[best].saved, MEMORY, "%", ">=")
     with judgment.part():
-        judgment.at_most(f"held-out loss of {best} above FP32", arms[best].gap, GAP, "%")
+        judgment.check(f"held-out loss of {best} above FP32", arms[best].gap, GAP, "%", "<=")
     say_products(judgment, samples)
     for name in ADAPTIVE:
         for chosen in ("bf16", "int8"):

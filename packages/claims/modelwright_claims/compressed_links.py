@@ -125,9 +125,9 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         "backward leave visible",
         f"best of those tried: {best}, {words[best]}",
     ]
-    judgment.at_least(_REMOVED, method[_REMOVED], REMOVED, "%")
-    judgment.at_least(_SHORTER, method[_SHORTER], SHORTER, "x")
-    judgment.at_least(_THROUGHPUT, method[_THROUGHPUT], 100 * THROUGHPUT, "%")
+    judgment.check(_REMOVED, method[_REMOVED], REMOVED, "%", ">=")
+    judgment.check(_SHORTER, method[_SHORTER], SHORTER, "x", ">=")
+    judgment.check(_THROUGHPUT, method[_THROUGHPUT], 100 * THROUGHPUT, "%", ">=")
     return judgment.verdict()
 
 

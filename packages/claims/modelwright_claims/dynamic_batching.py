@@ -15,7 +15,7 @@ from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenize
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Experiment, run_experiment
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import differences, ratios
+from modelwright_claims.statistics import differences, exact, ratios
 from modelwright_claims.training_run import Outcome, Run, batch_loader
 from modelwright_claims.workbench import VOCAB_SIZE, Mode, Size, packed_rows, store_text
 
@@ -114,7 +114,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         padding = {arm: samples[f"padding, {arm}"][0] for arm in ARMS}
         for arm, share in padding.items():
             limit = ("<=", MOST_PADDING) if arm == DYNAMIC else ()
-            judgment.ask(f"padding, {arm}", share, "%", *limit, what="padding in length buckets")
+            judgment.ask(f"padding, {arm}", exact(share), "%", *limit, what="padding in length buckets")
         judgment.said.append(", ".join(f"{arm} {share:.1f}% padding" for arm, share in padding.items()))
     for arm in (PADDED, PACKED):
         with judgment.part():

@@ -116,22 +116,6 @@ class Judgment:
         for name, sample in (names if isinstance(names, Mapping) else {one: one for one in names}).items():
             self.note(name, lambda sample=sample: estimate([factor * value for value in samples[sample]]), unit)
 
-    def at_least(self, what: str, found: Estimate, limit: float, unit: str = "") -> bool:
-        """Ask for a lower bound of at least this much."""
-        return self.check(what, found, limit, unit, ">=")
-
-    def at_most(self, what: str, found: Estimate, limit: float, unit: str = "") -> bool:
-        """Ask for an upper bound of at most this much."""
-        return self.check(what, found, limit, unit, "<=")
-
-    def above(self, what: str, found: Estimate, limit: float, unit: str = "") -> bool:
-        """Ask for a lower bound above this."""
-        return self.check(what, found, limit, unit, ">")
-
-    def below(self, what: str, found: Estimate, limit: float, unit: str = "") -> bool:
-        """Ask for an upper bound below this."""
-        return self.check(what, found, limit, unit, "<")
-
     def check(self, what: str, found: Estimate, limit: float, unit: str, relation: Relation) -> bool:
         """Return whether the bound has the relation to the limit; a miss, or a lack of repeats, is noted."""
         is_floor = relation.startswith(">")

@@ -206,19 +206,18 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         judgment.note(f"times lower p99 than reading directly, {epoch}", ratios(samples[P99 + direct], ours), "x")
         with judgment.part():
             busy = estimate([100 * samples[ALONE][0] / step for step in samples[STEP + arm]])
-            judgment.figures[f"share of a step that computing alone takes, {epoch}"] = busy.figure("%")
-            judgment.at_least(f"{epoch}: share of a step that computing alone takes", busy, BUSY_TARGET, "%")
+            judgment.ask(f"share of a step that computing alone takes, {epoch}", busy, "%", ">=", BUSY_TARGET)
         for peer in PEERS:
             with judgment.part():
                 waits, theirs = samples[f"{P99}{peer}, {epoch}"], f"{peer}, {epoch}"
                 judgment.said.append(f"{peer} {estimate(waits).mean:.1f} ms")
-                judgment.at_most(f"{epoch}: p99 of the wait above that of {peer}", differences(ours, waits), 0.0, " ms")
+                judgment.check(
+                    f"{epoch}: p99 of the wait above that of {peer}", differences(ours, waits), 0.0, " ms", "<="
+                )
                 steps = ratios(samples[STEP + arm], samples[STEP + theirs])
-                judgment.figures[f"time of a step to that of {theirs}"] = steps.figure("x")
-                judgment.at_most(f"{epoch}: time of a step to that of {peer}", steps, STEP_MARGIN, "x")
+                judgment.ask(f"time of a step to that of {theirs}", steps, "x", "<=", STEP_MARGIN)
     for name, unit in ((P99, "ms"), (P50, "ms"), (SHARE, "%"), (STEP, "ms"), (START, "ms")):
-        for arm in names_between(samples, name):
-            judgment.figures[name + arm] = estimate(samples[name + arm]).figure(unit)
+        judgment.show(samples, [name + arm for arm in names_between(samples, name)], unit)
     return judgment.verdict()
 
 

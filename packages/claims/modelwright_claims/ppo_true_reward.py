@@ -155,8 +155,7 @@ def measurement(seeds: Sequence[int], num_updates: int, runs: Sequence[Mapping[s
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
     judgment, title = Judgment(), REWARDS[TRUE]
     gain = differences(samples[title + PPO], samples[title + SFT])
-    judgment.ask(GAIN, gain, "points")
-    judgment.above(GAIN, gain, 0.0)
+    judgment.ask(GAIN, gain, "points", ">", 0.0)
     before, after = (statistics.fmean(samples[title + model]) for model in (SFT, PPO))
     judgment.said.append(f"held-out true reward {before:.3f} after fine-tuning, {after:.3f} after PPO")
     for rival, kl in ((best_of(number), best_of_kl(number)) for number in BEST_OF):

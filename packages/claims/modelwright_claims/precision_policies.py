@@ -182,14 +182,14 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         f"{arms[best].speed.mean:.2f}x FP32, held-out loss {arms[best].gap.mean:+.2f}%"
     )
     with judgment.part():
-        judgment.at_least(f"speed of {best} over the faster FP32", arms[best].fair_speed, SPEED, "x")
+        judgment.check(f"speed of {best} over the faster FP32", arms[best].fair_speed, SPEED, "x", ">=")
     with judgment.part():
-        judgment.at_least(f"memory saved by {best}", arms[best].saved, MEMORY, "%")
+        judgment.check(f"memory saved by {best}", arms[best].saved, MEMORY, "%", ">=")
     with judgment.part():
-        judgment.at_most(f"held-out loss of {best} above FP32", arms[best].gap, PUBLISHED_GAP, "%")
+        judgment.check(f"held-out loss of {best} above FP32", arms[best].gap, PUBLISHED_GAP, "%", "<=")
     for name, arm in arms.items():
         limit = GAP_EIGHT if name in EIGHT_BITS else GAP
-        judgment.at_most(f"held-out loss of {name} above FP32", arm.gap, limit, "%")
+        judgment.check(f"held-out loss of {name} above FP32", arm.gap, limit, "%", "<=")
     say_products(judgment, samples)
     return judgment.verdict()
 

@@ -99,7 +99,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         f"{against[best].mean:.2f}x tokens per device per second at best ({best}) against {num_ranks} devices that "
         f"work one after the other, of at most {num_ranks}x that {num_ranks} devices allow"
     )
-    judgment.at_least(f"against {BASELINE}, {best}", against[best], TARGET, "x")
+    judgment.check(f"against {BASELINE}, {best}", against[best], TARGET, "x", ">=")
     verdict = judgment.verdict()
     if num_ranks >= TARGET:
         return verdict

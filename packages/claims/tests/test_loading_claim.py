@@ -132,7 +132,7 @@ def test_the_verdict_asks_for_both_epochs_and_for_no_peer_that_waits_less() -> N
         assert f"{epoch}: p99 of the wait above that of {peer}" in verdict.reason
     assert "computing alone takes" in judged(step_ms=229.0).reason
     slower = judged(peers={LITDATA: (30.0, 6.0)}, step_ms=214.0)
-    assert f"{FIRST}: time of a step to that of {LITDATA}" in slower.reason
+    assert f"time of a step to that of {LITDATA}, {FIRST}" in slower.reason
 
 
 def test_a_loader_that_does_not_read_ahead_is_no_baseline() -> None:

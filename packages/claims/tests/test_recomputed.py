@@ -83,11 +83,13 @@ def comparisons(samples: Mapping[str, Sequence[float]]) -> Iterator[list[float]]
     """Every series that a figure may be the mean of: samples, and paired differences, ratios and percentages."""
     lists = {name: list(values) for name, values in samples.items() if 1 < len(values) <= 50}
     yield from lists.values()
+    yield from (list(map(abs, values)) for values in lists.values())
     for one, other in itertools.permutations(lists.values(), 2):
         if len(one) == len(other):
             yield [a - b for a, b in zip(one, other, strict=True)]
             if all(other):
                 yield [a / b for a, b in zip(one, other, strict=True)]
+                yield [abs(a / b - 1) for a, b in zip(one, other, strict=True)]
 
 
 DERIVED = {

@@ -18,7 +18,7 @@ def test_a_factor_of_two_halves_the_cost_of_training() -> None:
     found = planned_cost.saved(assumed, shipped_prices())
     assert found["training"] == pytest.approx(50)
     assert found["inference"] == 0
-    assert shipped_prices().price("compute", "aws", "us-east-1", planned_cost.INSTANCE, "on_demand").usd < 1
+    assert shipped_prices().price("compute", "aws", "us-east-1", planned_cost.INSTANCE, "on_demand").usd == "0.1785"
     assert found["training on spot instances too"] > 50
     bars = planned_cost.swings(assumed, shipped_prices(), "training")
     assert next(iter(bars)) == "measured factor of training"

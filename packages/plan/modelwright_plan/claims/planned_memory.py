@@ -327,5 +327,6 @@ CLAIM = declared(
     "in training's heap; in that heap a step as configured against the planned one, in processes of their own, FLOPs "
     "counted while they ran; reuse: 1 - the least arena of the step / all bytes that it makes",
     target=f"{REUSE_TARGET}% reuse in the arena of the executed plan; every prediction within "
-    f"{ERROR_TARGET:.0f}%, and the bound of their mean error; a peak {SAVED_TARGET:.0f}% lower for at most {100 * MORE_COMPUTE:.0f}% more FLOPs",
+    f"{ERROR_TARGET:.0f}%, and the bound of their mean error; a peak "
+    f"{SAVED_TARGET:.0f}% lower for at most {100 * MORE_COMPUTE:.0f}% more FLOPs",
 )
