@@ -46,8 +46,6 @@ from modelwright_claims.workbench import VOCAB_SIZE, Size, packed_rows, prepare_
 PLAIN, METHOD = "all heads", "dynamic heads"
 FEWER, PRUNED, WINDOW = "fewer heads", "pruned heads", "sliding window"
 RIVALS = (FEWER, PRUNED, WINDOW)
-GATED = "all heads, gated"
-"""A gate on each head's output, which saves nothing. It is no rival: it has the rate of `PLAIN`, and no target."""
 TARGET_COMPUTE = 0.65
 SIZE = Size(model_dim=128, num_layers=4, seq_len=1024, batch_rows=2, num_steps=600)
 """Rows as long as they are so that documents are, too: with short ones attention is mostly copying keys and values."""
@@ -97,7 +95,6 @@ class Bench:
             FEWER: replace(plain, model=static),
             PRUNED: replace(half, model=static, start_from=half),
             WINDOW: replace(plain, model={**SHAPE, "attention": windows}),
-            GATED: replace(plain, model={**SHAPE, "attention_gate": "head"}),
         }
 
     def window(self) -> int:
@@ -117,12 +114,10 @@ class Bench:
         return [layer for layer in range(self.size.num_layers) if (layer + 1) % 4]
 
     def compare(self) -> "Comparison":
-        """Tune each arm but the gate, then run it for each seed at its best rate and measure its attention."""
+        """Tune each arm, then run it for each seed at its best rate and measure its attention."""
         runner, arms = Runner(self.setting, execute_arm), self.arms()
-        own_rate = {name: run for name, run in arms.items() if name != GATED}
-        tuned = tune(runner, own_rate, Tuning(values=self.rates, seeds=(TUNING_SEED,)), at_once=self.at_once)
+        tuned = tune(runner, arms, Tuning(values=self.rates, seeds=(TUNING_SEED,)), at_once=self.at_once)
         rates = {name: best_value(losses) for name, losses in tuned.items()}
-        rates[GATED] = rates[PLAIN]
         final = {
             name: [of_seed(with_value(run, "learning_rate", rates[name]), seed) for seed in self.seeds]
             for name, run in arms.items()
@@ -408,7 +403,6 @@ def measurement(found: Comparison, size: Size) -> Measurement:
             "rates": "; ".join(f"{name}: {rate:g}" for name, rate in found.rates.items()),
             "tuning": "each arm in a run of full length on a seed and a held-out split of their own; for pruned heads "
             "the rate of their second half",
-            "gate": f"{GATED}, at the rate of {PLAIN}, with a sigmoid for each head's output; no target speaks of it",
             "FLOPs": "projections, scores, sums of values, routers and gates of a forward pass over held-out rows, by "
             "what heads were open and what tokens see; no arm but those with fewer heads saves projections",
             "time in training": "attention and routers of all layers, forward and backward, on held-out rows, without "

@@ -1,6 +1,5 @@
 """Claim: integer inference on a CPU is several times as fast as eager FP32 and changes predictions hardly at all."""
 
-import copy
 import json
 import os
 import statistics
@@ -11,16 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_model
 
-from modelwright.compress.fold import smoothed
 from modelwright.compress.gguf import GgufFormat, export_gguf
 from modelwright.compress.gptq import gptq
 from modelwright.compress.int8 import (
@@ -35,13 +30,12 @@ from modelwright.compress.int8 import (
 )
 from modelwright.compress.integer_linear import ActivationGrid
 from modelwright.core.errors import ModelwrightError
-from modelwright.core.resources import versions as versions_of
 from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder, Linear
+from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model
 from modelwright.ops import cpu_kernels
 from modelwright.ops.int_grid import Codes, WeightGrid
@@ -57,10 +51,8 @@ from modelwright_claims.training_run import Run, train_once
 GRIDS = {"8 bits": WeightGrid(), "4 bits": WeightGrid(bits=4, granularity="group_32")}
 """Grids of quantization-aware training; activations are rounded per token."""
 SERVED, NEAREST, GPTQ = "INT8 as served", "4 bits, nearest", "4 bits, GPTQ"
-SMOOTH, TORCHAO = "INT8 after SmoothQuant", "4 bits, torchao"
 TRAINED = {bits: f"{bits}, trained on the grid" for bits in GRIDS}
-VARIANTS = (SERVED, SMOOTH, TRAINED["8 bits"], NEAREST, GPTQ, TORCHAO, TRAINED["4 bits"])
-"""No target speaks of `SMOOTH` and `TORCHAO`; the latter is measured where the package is installed."""
+VARIANTS = (SERVED, TRAINED["8 bits"], NEAREST, GPTQ, TRAINED["4 bits"])
 HELDOUT_ROWS = 128
 CALIBRATION_BATCHES, CALIBRATION_ROWS = 8, 8
 MORE_RATE = 0.3
@@ -105,26 +97,11 @@ def _variants(setting: Setting, size: workbench.Size, trained: Trained) -> dict[
     served, four_bits = Int8WeightsConfig(backend="int_mm"), GRIDS["4 bits"]
     makers: dict[str, Callable[[], Decoder]] = {
         SERVED: lambda: quantize_model(trained.plain, served),
-        SMOOTH: lambda: quantize_model(smoothed(trained.plain, calibration()), served),
         NEAREST: lambda: _rounded(trained.plain, four_bits),
         GPTQ: lambda: _rounded(trained.plain, four_bits, gptq(trained.plain, calibration(), four_bits)),
     }
-    if find_spec("torchao") is not None:
-        makers[TORCHAO] = lambda: _by_torchao(trained.plain)
     makers |= {TRAINED[bits]: partial(_rounded, model, GRIDS[bits]) for bits, model in trained.on_grid.items()}
     return makers
-
-
-def _by_torchao(model: Decoder) -> Decoder:
-    """4-bit weights of the projections in groups of 32, activations in 8 bits per token, by PyTorch's own package."""
-    torchao: Any = import_module("torchao.quantization")
-    config = torchao.Int8DynamicActivationIntxWeightConfig(
-        weight_dtype=getattr(torch, "int4"),  # noqa: B009 - PyTorch's stubs do not have it
-        weight_granularity=torchao.PerGroup(32),
-    )
-    result = copy.deepcopy(model)
-    torchao.quantize_(result.blocks, config, filter_fn=lambda module, _: isinstance(module, Linear))
-    return result
 
 
 def _rounded(model: Decoder, grid: WeightGrid, codes: Mapping[str, Codes] | None = None) -> Decoder:
@@ -293,7 +270,6 @@ NUM_STEPS = 24
 NUM_SEEDS = 5
 LOSS, ACCURACY, BYTES = "held-out loss, ", "accuracy, ", "bytes on disk, "
 ORIGINAL = "FP32"
-BESIDE = ("largest logit difference", "divergence", "likeliest token the same")
 
 
 def measure(setting: Setting) -> Measurement:
@@ -326,7 +302,6 @@ def measure(setting: Setting) -> Measurement:
         **{f"quality: {key}": value for key, value in size.describe().items()},
         "quality: more steps": f"{size.num_steps // 2}, at {MORE_RATE:g} of the rate",
         "quality: 4 bits": f"activations per token, embedding and head as they are; {SERVED} has all in INT8",
-        "quality: torchao": versions_of("torchao")["torchao"] if TORCHAO in quality[0] else "not at hand",
     }
     return measurement(quality, rounds[1:], num_bytes, conditions)
 
@@ -351,11 +326,7 @@ def measurement(
     for name in quality[0]:
         samples[f"{LOSS}{name}"] = [one[name].int8_loss for one in quality]
         samples[f"{ACCURACY}{name}"] = [one[name].int8_accuracy for one in quality]
-    served = [one[SERVED] for one in quality]
-    samples["largest logit difference"] = [one.max_logit_gap for one in served]
-    samples["divergence"] = [one.divergence for one in served]
-    samples["likeliest token the same"] = [one.same_first for one in served]
-    return Measurement(samples=samples, conditions={**conditions, "held-out tokens": served[0].num_tokens})
+    return Measurement(samples=samples, conditions={**conditions, "held-out tokens": quality[0][SERVED].num_tokens})
 
 
 def _fastest(samples: Samples, case: str, names: Iterable[str]) -> str:
@@ -398,7 +369,6 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
             name, what = f"held-out loss below that of {rounding}, {trained}", "what training on the grid gains over"
             judgment.ask(name, gain, "nats", ">", 0.0, what=f"{what} {rounding}")
             judgment.said.append(f"{trained}: {-gain.mean:+.4f} nats beside {rounding}")
-    judgment.show(samples, BESIDE)
     with judgment.part():
         fp32, int8, int4 = (samples[f"{BYTES}{name}"][0] for name in ("fp32", "int8", "int4"))
         judgment.ask("size ratio", exact(fp32 / int8), "x", ">=", SIZE_TARGET, what="size", say="{0.mean:.2f}x smaller")

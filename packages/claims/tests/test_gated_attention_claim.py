@@ -106,14 +106,11 @@ def test_the_arms_are_made_and_measured(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     found = bench.compare()
     assert torch.get_num_threads() == before
-    assert {*found.final} == {arms.PLAIN, arms.METHOD, arms.GATED, *arms.RIVALS}
-    assert found.final[arms.GATED][0].heldout_loss != found.final[arms.PLAIN][0].heldout_loss
-    assert found.rates[arms.GATED] == found.rates[arms.PLAIN]
+    assert {*found.final} == {arms.PLAIN, arms.METHOD, *arms.RIVALS}
     assert all(math.isfinite(one.heldout_loss) for of in found.final.values() for one in of)
     (plain,), (method,), (fewer,), (window,) = (
         found.costs[name] for name in (arms.PLAIN, arms.METHOD, arms.FEWER, arms.WINDOW)
     )
-    assert found.costs[arms.GATED][0].flops > plain.flops
     assert fewer.flops == plain.flops * arms.NUM_STATIC / arms.NUM_HEADS
     assert 0 < method.open_share < 1
     assert method.flops < plain.flops
@@ -121,5 +118,3 @@ def test_the_arms_are_made_and_measured(tmp_path: Path) -> None:
     assert arms.WINDOW_STEP <= found.window < TINY.seq_len
     verdict = judge(claim.CLAIM, claim.measurement(found, TINY))
     assert verdict.kind in ("met", "short", "not judged")
-    assert f"held-out loss, {arms.GATED}" in verdict.figures
-    assert arms.GATED not in verdict.reason

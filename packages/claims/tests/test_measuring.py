@@ -94,9 +94,7 @@ def test_schedule_verdict_needs_a_significant_gain_in_every_regime():
     assert kind(worse) == "short"
 
 
-def bf16(
-    speeds: tuple[float, ...] = (2.1, 2.15, 2.2), gaps: tuple[float, ...] = (0.001, 0.002), product: float = 3.0
-) -> Verdict:
+def bf16(speeds: tuple[float, ...] = (2.1, 2.15, 2.2), gaps: tuple[float, ...] = (0.001, 0.002)) -> Verdict:
     """FP32 alone, at 1,000 tokens per second."""
     return judge(
         bf16_mixed.CLAIM,
@@ -108,22 +106,18 @@ def bf16(
                 "held-out loss, bf16": [3.0 + gap for gap in gaps],
                 "peak bytes, fp32": [100.0, 101.0],
                 "peak bytes, bf16": [80.0, 81.0],
-                "bare products per second, fp32": [1.0],
-                "bare products per second, bf16": [product],
             },
             conditions={NO_ONEDNN: "none here", "instruction set": "AVX2"},
         ),
     )
 
 
-def test_bf16_verdict_says_what_fell_short_and_why():
+def test_bf16_verdict_says_what_fell_short():
     assert bf16().kind == "met"
     assert bf16(speeds=(1.6, 2.1, 2.9)).kind == "short"  # 2.2 on average
-    slow = bf16(speeds=(0.1, 0.2, 0.3), product=0.1)
+    slow = bf16(speeds=(0.1, 0.2, 0.3))
     assert slow.kind == "short"
     assert slow.reason.startswith("speed over fp32 0.2x (lower bound ")
-    assert "0.10x FP32 on this machine (AVX2;" in slow.reason
-    assert "the rest of the step" in bf16(speeds=(1.1, 1.2, 1.3)).reason
     assert bf16(gaps=(0.2, 0.2)).reason.startswith("held-out loss above FP32 0.2 nats (upper bound 0.2 nats)")
     assert bf16(gaps=(0.0, 0.03)).kind == "short"  # 0.015 on average, without a bound near it
 
