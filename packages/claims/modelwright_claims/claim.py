@@ -14,7 +14,9 @@ from typing import Literal
 
 from modelwright.core.progress import Progress
 
-Kind = Literal["met", "short", "cannot be tested here", "not judged", "quick, not a verdict"]
+Kind = Literal[
+    "met", "short", "cannot be tested here", "not judged", "quick, not a verdict", "quick: met", "quick: short"
+]
 Samples = Mapping[str, Sequence[float]]
 Conditions = Mapping[str, str | int | float | bool]
 _TEXTS = tomllib.loads(files("modelwright_claims").joinpath("claims.toml").read_text(encoding="utf-8"))
@@ -97,16 +99,19 @@ class Claim:
     """What counts as met, fixed before measuring."""
     headline: Sequence[str] = ()
     """The figures that answer it, which the overview shows; without one, the first three."""
+    quick_decides: bool = False
+    """Whether a quick measurement gives a verdict, because its size does not bear on what is claimed."""
     measure: Callable[[Setting], Measurement]
     judge: Callable[[Samples, Conditions], Verdict]
     """A pure function of a record. It raises `judging.Lacks` where the record does not hold what it needs at all."""
 
 
-def declared(module: str, *, headline: Sequence[str] = (), **texts: str) -> Claim:
+def declared(module: str, *, headline: Sequence[str] = (), quick_decides: bool = False, **texts: str) -> Claim:
     """Return the claim of a module: it has the module's name and is measured and judged by its functions.
 
     texts: statement, source, published, compared and target; by default those of claims.toml.
     """
     own, name = vars(sys.modules[module]), module.rpartition(".")[2]
     texts = texts or {text: form.format_map(own) for text, form in _TEXTS[name].items()}
-    return Claim(name=name, headline=headline, measure=own["measure"], judge=own["judge"], **texts)
+    functions = {what: own[what] for what in ("measure", "judge")}
+    return Claim(name=name, headline=headline, quick_decides=quick_decides, **functions, **texts)

@@ -29,7 +29,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--all", action="store_true", help="measure all of them, those that decide most first; resumes")
     parser.add_argument(
-        "--quick", action="store_true", help="a smaller measurement, for a smoke test; it gives no verdict"
+        "--quick",
+        action="store_true",
+        help="a smaller measurement; a verdict only where size does not matter",
     )
     parser.add_argument(
         "--results",

@@ -19,7 +19,8 @@ The guides promise {num_promises} figures and directions. Where they stand by ou
 
 - **Holds**: the claim is met, and the figures reach the promise by their bounds. **In part**: the figures reach it, and
   the claim asks for more or its record has a reservation, which is named. **Does not hold here**: the technique does
-  not give it, the experiment cannot show it, or the size of model or machine forbids it.
+  not give it, the experiment cannot show it, or the size of model or machine forbids it. **Not judged**: the record
+  lacks what the present rule asks for, and an old verdict is none.
 - A figure is a mean over paired repeats with one-sided 95% confidence bounds in brackets. "At most x" holds only if
   the upper bound does. Counts of bytes and FLOPs are exact. A target is set before measuring; *met then* and *short
   then* are verdicts on an earlier comparison, and *met then* only stands while the old samples meet the present rule.

@@ -191,7 +191,9 @@ def judged(claim: Claim, record: Mapping[str, Any]) -> dict[str, Any]:
 def verdict_on(claim: Claim, record: Mapping[str, Any]) -> Verdict:
     """Judge samples and conditions of a record by the claim's present rule."""
     verdict = judge(claim, Measurement(samples=record["samples"], conditions=record["conditions"]))
-    if record["quick"] and verdict.kind != "cannot be tested here":
+    if record["quick"] and claim.quick_decides and verdict.kind in ("met", "short"):
+        verdict = dataclasses.replace(verdict, kind="quick: met" if verdict.kind == "met" else "quick: short")
+    elif record["quick"] and verdict.kind != "cannot be tested here":
         verdict = dataclasses.replace(verdict, kind="quick, not a verdict", reason=f"the rule gives {verdict.line}")
     return verdict
 

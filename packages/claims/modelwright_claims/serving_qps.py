@@ -362,7 +362,9 @@ def recovery_s(misses: Sequence[float]) -> float:
 def measure(setting: Setting) -> Measurement:
     """Every side's server runs all the time, and one at a time gets load."""
     lacking = [name for name in ("fastapi", "transformers") if importlib.util.find_spec(name) is None]
-    problem = f"the naive server needs {', '.join(lacking)} (pip install 'modelwright[peers]')" if lacking else ""
+    problem = (
+        f"the naive server needs {', '.join(lacking)} (pip install 'modelwright-claims[peers]')" if lacking else ""
+    )
     if problem:
         return untestable(problem)
     plan = QUICK if setting.quick else FULL

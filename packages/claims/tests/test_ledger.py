@@ -133,6 +133,13 @@ def test_a_quick_measurement_never_replaces_a_full_one(written, tmp_path):
     assert len(read_records(tmp_path)) == 2
 
 
+def test_a_quick_measurement_is_a_verdict_only_where_size_does_not_matter():
+    decides = record_of(replace(EASY, quick_decides=True), quick=True)
+    assert (decides["kind"], decides["reason"]) == ("quick: met", "as expected")
+    quick_deciders = {claim.name for claim in CLAIMS if claim.quick_decides}
+    assert quick_deciders == {"gradient_accumulation", "zero_memory", "planned_cost"}
+
+
 def test_a_quick_measurement_is_no_verdict():
     quick = record_of(EASY, quick=True)
     assert (quick["kind"], quick["reason"]) == ("quick, not a verdict", "the rule gives met: as expected")

@@ -197,6 +197,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 CLAIM = declared(
     __name__,
+    quick_decides=True,
     statement="By the cost model, the measured techniques save 67% of the cost of training and 54% of that of "
     "inference.",
     source="the product's cost model (`modelwright plan cost`) on a stated workload",
