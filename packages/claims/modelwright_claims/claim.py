@@ -14,9 +14,8 @@ from typing import Literal
 
 from modelwright.core.progress import Progress
 
-Kind = Literal[
-    "met", "short", "cannot be tested here", "not judged", "quick, not a verdict", "quick: met", "quick: short"
-]
+Judged = Literal["met", "short", "cannot be tested here", "not judged"]
+Kind = Judged | Literal["quick, not a verdict", "quick: met", "quick: short"]
 Samples = Mapping[str, Sequence[float]]
 Conditions = Mapping[str, str | int | float | bool]
 _TEXTS = tomllib.loads(files("modelwright_claims").joinpath("claims.toml").read_text(encoding="utf-8"))

@@ -29,9 +29,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--all", action="store_true", help="measure all of them, those that decide most first; resumes")
     parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a smaller measurement; a verdict only where size does not matter",
+        "--quick", action="store_true", help="a smaller measurement; a verdict only where size does not matter"
     )
     parser.add_argument(
         "--results",

@@ -99,12 +99,7 @@ def scale_of(setting: Setting) -> Scale:
         }
         return Scale(seconds=2.0, demo_seconds=2.0, tuning_seconds=1.0, num_seeds=1, timed_steps=6, settings=settings)
     return Scale(
-        seconds=SECONDS,
-        demo_seconds=DEMO_SECONDS,
-        tuning_seconds=SECONDS,
-        num_seeds=3,
-        timed_steps=120,
-        settings={},
+        seconds=SECONDS, demo_seconds=DEMO_SECONDS, tuning_seconds=SECONDS, num_seeds=3, timed_steps=120, settings={}
     )
 
 

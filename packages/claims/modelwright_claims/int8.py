@@ -60,15 +60,8 @@ MORE_RATE = 0.3
 on a 4-bit grid ended further from FP32 than rounding afterwards (docs/log/models-and-alignment.md)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """The ends of one seed's training: the plain one, and those on the grids, by their bits."""
-
-    plain: Decoder
-    on_grid: Mapping[str, Decoder]
-
-
-def _train(setting: Setting, size: workbench.Size, seed: int) -> Trained:
+def _train(setting: Setting, size: workbench.Size, seed: int) -> tuple[Decoder, Mapping[str, Decoder]]:
+    """Return the ends of one seed's training: the plain one, and those on the grids, by their bits."""
     first = Run(size=size, seed=seed)
     rate = MORE_RATE * size.learning_rate
     more = Run(size=replace(size, num_steps=size.num_steps // 2, learning_rate=rate), seed=seed, start_from=first)
@@ -84,10 +77,12 @@ def _train(setting: Setting, size: workbench.Size, seed: int) -> Trained:
             load_model(model, keep)
             return model.eval()
 
-        return Trained(plain=end("plain", None), on_grid={name: end(name, grid) for name, grid in GRIDS.items()})
+        return end("plain", None), {name: end(name, grid) for name, grid in GRIDS.items()}
 
 
-def _variants(setting: Setting, size: workbench.Size, trained: Trained) -> dict[str, Callable[[], Decoder]]:
+def _variants(
+    setting: Setting, size: workbench.Size, plain: Decoder, on_grid: Mapping[str, Decoder]
+) -> dict[str, Callable[[], Decoder]]:
     """Return how each model is made. All but the served one keep embedding and head unchanged."""
 
     def calibration() -> list[TokenBatch]:
@@ -96,11 +91,11 @@ def _variants(setting: Setting, size: workbench.Size, trained: Trained) -> dict[
 
     served, four_bits = Int8WeightsConfig(backend="int_mm"), GRIDS["4 bits"]
     makers: dict[str, Callable[[], Decoder]] = {
-        SERVED: lambda: quantize_model(trained.plain, served),
-        NEAREST: lambda: _rounded(trained.plain, four_bits),
-        GPTQ: lambda: _rounded(trained.plain, four_bits, gptq(trained.plain, calibration(), four_bits)),
+        SERVED: lambda: quantize_model(plain, served),
+        NEAREST: lambda: _rounded(plain, four_bits),
+        GPTQ: lambda: _rounded(plain, four_bits, gptq(plain, calibration(), four_bits)),
     }
-    makers |= {TRAINED[bits]: partial(_rounded, model, GRIDS[bits]) for bits, model in trained.on_grid.items()}
+    makers |= {TRAINED[bits]: partial(_rounded, model, GRIDS[bits]) for bits, model in on_grid.items()}
     return makers
 
 
@@ -279,9 +274,9 @@ def measure(setting: Setting) -> Measurement:
     tokens_BT = next(heldout.batches(16 if setting.quick else HELDOUT_ROWS)).input_ids_BT
     quality = []  # each variant beside the plain end of its seed
     for seed in range(1 if setting.quick else NUM_SEEDS):
-        trained = _train(setting, size, seed)
-        variants = {name: make() for name, make in _variants(setting, size, trained).items()}
-        quality.append({name: measure_agreement(trained.plain, one, tokens_BT) for name, one in variants.items()})
+        plain, on_grid = _train(setting, size, seed)
+        variants = {name: make() for name, make in _variants(setting, size, plain, on_grid).items()}
+        quality.append({name: measure_agreement(plain, one, tokens_BT) for name, one in variants.items()})
     shape = recipe("quickstart").model
     num_rounds, num_steps = (2, 6) if setting.quick else (NUM_ROUNDS, NUM_STEPS)
     with tempfile.TemporaryDirectory(dir=setting.folder) as place:

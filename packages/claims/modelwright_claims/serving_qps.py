@@ -362,11 +362,8 @@ def recovery_s(misses: Sequence[float]) -> float:
 def measure(setting: Setting) -> Measurement:
     """Every side's server runs all the time, and one at a time gets load."""
     lacking = [name for name in ("fastapi", "transformers") if importlib.util.find_spec(name) is None]
-    problem = (
-        f"the naive server needs {', '.join(lacking)} (pip install 'modelwright-claims[peers]')" if lacking else ""
-    )
-    if problem:
-        return untestable(problem)
+    if lacking:
+        return untestable(f"the naive server needs {', '.join(lacking)} (pip install 'modelwright-claims[peers]')")
     plan = QUICK if setting.quick else FULL
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=setting.folder) as name:

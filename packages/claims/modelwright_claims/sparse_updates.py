@@ -36,10 +36,7 @@ BEFORE = {"num_steps": 8000, "learning_rate": 3e-3}
 """The training whose model is then updated."""
 UNTIED = {"tie_embeddings": False}
 ONE_THREAD = Processes(threads=1)
-RATES: dict[str, tuple[float, ...]] = {
-    UPDATE: (3e-4, 1e-3, 2e-3),
-    CLEAN: (3e-4, 1e-3, 2e-3),
-}
+RATES: dict[str, tuple[float, ...]] = {UPDATE: (3e-4, 1e-3, 2e-3), CLEAN: (3e-4, 1e-3, 2e-3)}
 TUNING_SEED, SEEDS = 300, (301, 302, 303)
 NUM_TIMED_STEPS, NUM_ROUNDS, FIRST_TIMED_SEED = 60, 3, 900
 
@@ -195,11 +192,7 @@ STEP, FLOPS = "seconds a step, ", "executed FLOPs, "
 def measure(setting: Setting) -> Measurement:
     """All regimes; in quick mode the first one, shortened."""
     bench = Bench(
-        setting=setting,
-        sizes={UPDATE: SIZE, CLEAN: SIZE},
-        before=replace(SIZE, **BEFORE),
-        rates=RATES,
-        seeds=SEEDS,
+        setting=setting, sizes={UPDATE: SIZE, CLEAN: SIZE}, before=replace(SIZE, **BEFORE), rates=RATES, seeds=SEEDS
     )
     if setting.quick:
         bench = replace(
