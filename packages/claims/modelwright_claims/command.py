@@ -82,8 +82,8 @@ def judge(options: argparse.Namespace) -> int:
         raise ConfigError(f"{folder}: is not a folder of results; name one with --results")
     page = PAGE if folder == PUBLISHED else folder / PAGE.name
     for claim, before, after in ledger.rejudge(options.names, results=folder, page=page):
-        change = describe_change(*(results.shown_kind(claim, record) for record in (before, after)))
-        print(f"{claim.name:<24} {results.machine_slug(after['machine'])}: {change}: {after['reason']}")
+        kinds = dict.fromkeys(results.shown_kind(claim, record) for record in (before, after))
+        print(f"{claim.name:<24} {results.machine_slug(after['machine'])}: {' -> '.join(kinds)}: {after['reason']}")
     if folder == PUBLISHED:
         ledger.publish(folder)
     return 0
@@ -106,11 +106,6 @@ def side_by_side(row: published.Published | None, record: Mapping[str, Any]) -> 
         own = show(record["figures"][name]) if name in record["figures"] else "-"
         lines.append(f"  {name:<60} {theirs.get(name, '-'):<44} {own}")
     return "\n".join(lines)
-
-
-def describe_change(before: str, after: str) -> str:
-    """Name a verdict, and the one before where it was another."""
-    return after if before == after else f"{before} -> {after}"
 
 
 COMMAND = Command(name="prove", run=prove, parser=parser, summary="measure the claims of the ledger on this machine")

@@ -40,6 +40,7 @@ from modelwright_claims.experiment import Runner, Tuning, best_value, tune, with
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.statistics import Estimate, differences, estimate, exact, paired_t_test
 from modelwright_claims.training_run import (
+    ONE_THREAD,
     Outcome,
     Processes,
     Run,
@@ -76,7 +77,6 @@ TEACHER_TUNING = 4
 """The rate of the teacher on new text is tuned in runs that are shorter than its own by this factor."""
 TUNING_BATCHES = 4
 """Held-out batches that a loss for tuning is taken of; scores are taken of all."""
-ONE_THREAD = Processes(threads=1)
 NUM_TIMED_STEPS, NUM_ROUNDS, FIRST_TIMED_SEED = 40, 3, 900
 NUM_PARTS = 4
 """Parts of a run whose steps are timed by themselves; the phases begin and end between them."""

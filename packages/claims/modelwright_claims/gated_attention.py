@@ -40,7 +40,7 @@ from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, 
 from modelwright_claims.experiment import Runner, Tuning, best_value, tune, with_value
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.statistics import Estimate, differences, percent_above, ratios
-from modelwright_claims.training_run import Outcome, Processes, Run, execute, heldout_batches
+from modelwright_claims.training_run import ONE_THREAD, Outcome, Processes, Run, execute, heldout_batches
 from modelwright_claims.workbench import VOCAB_SIZE, Size, packed_rows, prepare_text
 
 PLAIN, METHOD = "all heads", "dynamic heads"
@@ -64,7 +64,6 @@ RATES = (2e-3, 4e-3, 8e-3)
 TUNING_SEED, SEEDS = 400, (401, 402, 403)
 WINDOW_STEP = 8
 CALIBRATION_BATCHES = 2
-ONE_THREAD = Processes(threads=1)
 NUM_ROUNDS, STREAMS, BLOCK_LEN, CPU = 15, 8, 16, torch.device("cpu")
 OWN, OPEN, CLOSED = "own", "open", "closed"
 """Routers of a model that decodes: as trained; and such that all heads are open, or none is."""

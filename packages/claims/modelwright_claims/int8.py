@@ -48,7 +48,8 @@ from modelwright_claims.judging import Judgment, Lacks
 from modelwright_claims.statistics import Compare, Estimate, differences, exact, percent_saved, ratios
 from modelwright_claims.training_run import Run, train_once
 
-GRIDS = {"8 bits": WeightGrid(), "4 bits": WeightGrid(bits=4, granularity="group_32")}
+FOUR_BITS = WeightGrid(bits=4, granularity="group_32")
+GRIDS = {"8 bits": WeightGrid(), "4 bits": FOUR_BITS}
 """Grids of quantization-aware training; activations are rounded per token."""
 SERVED, NEAREST, GPTQ = "INT8 as served", "4 bits, nearest", "4 bits, GPTQ"
 TRAINED = {bits: f"{bits}, trained on the grid" for bits in GRIDS}
@@ -89,14 +90,12 @@ def _variants(
         rows = workbench.packed_rows(setting, seq_len=size.seq_len, mode="best_fit", split="train")
         return list(islice(rows.batches(CALIBRATION_ROWS), CALIBRATION_BATCHES))
 
-    served, four_bits = Int8WeightsConfig(backend="int_mm"), GRIDS["4 bits"]
-    makers: dict[str, Callable[[], Decoder]] = {
-        SERVED: lambda: quantize_model(plain, served),
-        NEAREST: lambda: _rounded(plain, four_bits),
-        GPTQ: lambda: _rounded(plain, four_bits, gptq(plain, calibration(), four_bits)),
+    return {
+        SERVED: lambda: quantize_model(plain, Int8WeightsConfig(backend="int_mm")),
+        NEAREST: lambda: _rounded(plain, FOUR_BITS),
+        GPTQ: lambda: _rounded(plain, FOUR_BITS, gptq(plain, calibration(), FOUR_BITS)),
+        **{TRAINED[bits]: partial(_rounded, model, GRIDS[bits]) for bits, model in on_grid.items()},
     }
-    makers |= {TRAINED[bits]: partial(_rounded, model, GRIDS[bits]) for bits, model in on_grid.items()}
-    return makers
 
 
 def _rounded(model: Decoder, grid: WeightGrid, codes: Mapping[str, Codes] | None = None) -> Decoder:
@@ -107,7 +106,6 @@ def _rounded(model: Decoder, grid: WeightGrid, codes: Mapping[str, Codes] | None
 PEERS_PYTHON = "MODELWRIGHT_PEERS_PYTHON"
 """Environment variable: an interpreter with the engines that are not installed beside this one."""
 WORKER = Path(__file__).with_name("inference_worker.py")
-FOUR_BITS = WeightGrid(bits=4, granularity="group_32")
 FOUR_BIT_FOLDERS: dict[str, ActivationGrid] = {"int4": "none", "int4-codes": "token"}
 PROMPT_LEN = 32
 NUM_WARMUPS = 2

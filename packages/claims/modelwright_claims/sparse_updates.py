@@ -19,7 +19,7 @@ from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, 
 from modelwright_claims.experiment import Experiment, Runner, Tuning, run_experiment
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.statistics import Estimate, differences, estimate, percent_above, ratios
-from modelwright_claims.training_run import Outcome, Processes, Run
+from modelwright_claims.training_run import ONE_THREAD, Outcome, Processes, Run
 from modelwright_claims.workbench import KINDS, Size
 
 UPDATE, CLEAN = "continual update", "clean continual update"
@@ -35,7 +35,6 @@ SMALLER = {"model_dim": 64, "num_layers": 3}
 BEFORE = {"num_steps": 8000, "learning_rate": 3e-3}
 """The training whose model is then updated."""
 UNTIED = {"tie_embeddings": False}
-ONE_THREAD = Processes(threads=1)
 RATES: dict[str, tuple[float, ...]] = {UPDATE: (3e-4, 1e-3, 2e-3), CLEAN: (3e-4, 1e-3, 2e-3)}
 TUNING_SEED, SEEDS = 300, (301, 302, 303)
 NUM_TIMED_STEPS, NUM_ROUNDS, FIRST_TIMED_SEED = 60, 3, 900

@@ -107,11 +107,6 @@ def percent_saved(method: Sequence[float], baseline: Sequence[float]) -> Estimat
     return estimate([100 * (1 - one / other) for one, other in zip(method, baseline, strict=True)])
 
 
-def spread(values: Sequence[float]) -> float:
-    """Standard deviation of the sample; 0 for a single value."""
-    return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
 def share(outcomes: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
     """Estimate the percentage of outcomes that are 1, the others being 0: the observed one with exact one-sided bounds
     (Clopper and Pearson 1934).
