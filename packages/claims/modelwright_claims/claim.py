@@ -106,11 +106,12 @@ class Claim:
 
 
 def declared(module: str, *, headline: Sequence[str] = (), quick_decides: bool = False, **texts: str) -> Claim:
-    """Return the claim of a module: it has the module's name and is measured and judged by its functions.
+    """Return the claim of a module: it has its file's name and is measured and judged by its functions.
 
     texts: statement, source, published, compared and target; by default those of claims.toml.
     """
-    own, name = vars(sys.modules[module]), module.rpartition(".")[2]
+    own = vars(sys.modules[module])
+    name = Path(own["__file__"]).stem  # a worker's module is called __main__
     texts = texts or {text: form.format_map(own) for text, form in _TEXTS[name].items()}
     functions = {what: own[what] for what in ("measure", "judge")}
     return Claim(name=name, headline=headline, quick_decides=quick_decides, **functions, **texts)

@@ -139,7 +139,7 @@ def test_a_connection_that_the_server_closed_while_it_was_idle_loses_no_request(
             connections = open_loop.Connections(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
             statuses = []
             for _ in range(3):
-                statuses.append((await connections.post("{}"))[0])
+                statuses.append(await connections.post("{}"))
                 await asyncio.sleep(0.05)
             await connections.close()
             return statuses

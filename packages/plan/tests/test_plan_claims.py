@@ -61,9 +61,7 @@ def test_a_factor_comes_from_a_full_record_of_this_machine_first(monkeypatch: py
 
 
 def test_factors_are_figures_of_the_present_claims() -> None:
-    rates = {
-        f"{RATE}{side}{USUAL.suffix}": [rate, rate] for side, rate in ((NAIVE, 10.0), (FP32, 100.0), (INT8, 170.0))
-    }
+    rates = {f"{RATE}{side}{USUAL}": [rate, rate] for side, rate in ((NAIVE, 10.0), (FP32, 100.0), (INT8, 170.0))}
     found = judge(serving_qps.CLAIM, Measurement(samples=rates))
     assert found.figures[planned_cost.SERVING_GAIN.figure].value == pytest.approx(1.7)
 
