@@ -253,9 +253,8 @@ def _environment(endpoint: str, *, is_ours: bool) -> dict[str, str]:
 CLAIM = declared(
     __name__,
     headline=(
-        f"times lower p99, {FIRST}",
-        f"times lower p99, {SECOND}",
-        *(f"{P99}{arm}" for arm in (*arm_names(DIRECT), *arm_names(CACHE))),
-        *(f"{SHARE}{arm}" for arm in (*arm_names(DIRECT), *arm_names(CACHE))),
+        *(f"times lower p99, {epoch}" for epoch in EPOCHS),
+        *(f"{P99}{arm}" for arm in (*arm_names(AHEAD), *arm_names(CACHE))),
+        *(f"time of a step to that of {peer}, {FIRST}" for peer in PEERS),
     ),
 )

@@ -171,24 +171,25 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     """The factors' lower bounds give those of the savings."""
     judgment = Judgment()
 
-    def saved_part(part: str) -> Estimate:
+    def saved_part(part: str, gain: Gain, origin: str) -> Estimate:
+        if gain.figure not in origin:  # of a record from before the baseline was changed
+            raise Lacks(f"a factor of {part} by the figure {gain.figure!r} of {gain.claim.name}")
         value, lower = samples[SAVED + part]
         return Estimate(mean=value, spread=0.0, count=2, lower=lower, upper=math.inf)
 
     parts = (("training", TRAINING_SAVED, TRAINING_GAIN), ("inference", INFERENCE_SAVED, SERVING_GAIN))
     for part, target, gain in parts:
         with judgment.part():
-            share, origin = saved_part(part), conditions[f"{part} is faster by"]
-            if gain.figure not in origin:
-                raise Lacks(f"a factor of {part} by the figure {gain.figure!r} of {gain.claim.name}")
+            origin = conditions[f"{part} is faster by"]
+            share = saved_part(part, gain, origin)
             judgment.ask(f"cost saved, {part}", share, "%", ">=", target)
             judgment.said.append(f"{part} costs {-share.mean:+.0f}% at {origin}")
         prefix = f"{part} saved, at the ends of: "
         for name in names_between(samples, prefix):
             for end, value in zip(("lower", "higher"), samples[prefix + name], strict=True):
                 judgment.ask(f"{part} saved with {name} a quarter {end}", value, "%")
-    with judgment.part():
-        spot = saved_part(PARTS[2])
+    with judgment.beside():
+        spot = saved_part(PARTS[2], TRAINING_GAIN, conditions["training is faster by"])
         judgment.ask(f"cost saved, {PARTS[2]}", spot, "%")
         judgment.said.append(f"with spot instances training costs {-spot.mean:+.0f}%")
     judgment.said.append(f"assumed: {conditions['instance']}; {conditions['assumed']}")
