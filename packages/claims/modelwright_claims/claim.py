@@ -113,5 +113,6 @@ def declared(module: str, *, headline: Sequence[str] = (), quick_decides: bool =
     own = vars(sys.modules[module])
     name = Path(own["__file__"]).stem  # a worker's module is called __main__
     texts = texts or {text: form.format_map(own) for text, form in _TEXTS[name].items()}
-    functions = {what: own[what] for what in ("measure", "judge")}
-    return Claim(name=name, headline=headline, quick_decides=quick_decides, **functions, **texts)
+    return Claim(
+        name=name, headline=headline, quick_decides=quick_decides, measure=own["measure"], judge=own["judge"], **texts
+    )

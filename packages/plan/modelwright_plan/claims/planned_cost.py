@@ -180,7 +180,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     parts = (("training", TRAINING_SAVED, TRAINING_GAIN), ("inference", INFERENCE_SAVED, SERVING_GAIN))
     for part, target, gain in parts:
         with judgment.part():
-            origin = conditions[f"{part} is faster by"]
+            origin = str(conditions[f"{part} is faster by"])
             share = saved_part(part, gain, origin)
             judgment.ask(f"cost saved, {part}", share, "%", ">=", target)
             judgment.said.append(f"{part} costs {-share.mean:+.0f}% at {origin}")
@@ -189,7 +189,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
             for end, value in zip(("lower", "higher"), samples[prefix + name], strict=True):
                 judgment.ask(f"{part} saved with {name} a quarter {end}", value, "%")
     with judgment.beside():
-        spot = saved_part(PARTS[2], TRAINING_GAIN, conditions["training is faster by"])
+        spot = saved_part(PARTS[2], TRAINING_GAIN, str(conditions["training is faster by"]))
         judgment.ask(f"cost saved, {PARTS[2]}", spot, "%")
         judgment.said.append(f"with spot instances training costs {-spot.mean:+.0f}%")
     judgment.said.append(f"assumed: {conditions['instance']}; {conditions['assumed']}")
