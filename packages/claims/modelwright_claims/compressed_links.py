@@ -6,7 +6,7 @@ from dataclasses import replace
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.experiment import Experiment, run_experiment
 from modelwright_claims.gradient_compression import METHOD, METHODS
-from modelwright_claims.judging import Judgment
+from modelwright_claims.judging import Judgment, Lacks
 from modelwright_claims.netns import missing
 from modelwright_claims.statistics import Estimate, estimate, percent_saved, ratios
 from modelwright_claims.training_run import Outcome, Processes, Run
@@ -111,6 +111,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
                 judgment.ask(f"{what}, {name}, {mbit:g} Mbit/s", one, unit)
             if mbit == MBIT and name not in (EXACT, AFTER):
                 reached[name] = result
+    if METHOD not in reached:
+        raise Lacks(f"samples of {METHOD}")
     method = reached[METHOD]
     hidden = ratios(*(samples[sample_name("exchange_ms", name, MBIT)] for name in (EXACT, METHOD))).mean
     words = {

@@ -422,11 +422,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     above, what = percent_above(samples[LOSS + METHOD], samples[LOSS + PLAIN]), "loss above all heads"
     say = "held-out loss {0.mean:+.2f}% from attention of all heads at equal tokens"
     judgment.ask("held-out loss above all heads", above, "%", "<=", TARGET_LOSS, what=what, say=say)
-    name, what, say = (
-        "attention FLOPs with projections, dynamic to all heads",
-        "FLOPs of attention",
-        "{0.mean:.2f} of the FLOPs of attention",
-    )
+    name, what = "attention FLOPs with projections, dynamic to all heads", "FLOPs of attention"
+    say = "{0.mean:.2f} of the FLOPs of attention"
     judgment.ask(name, partial(to_all_heads, FLOPS), "x", "<=", TARGET_COMPUTE, what=what, say=say)
     what, say = "time of attention in training", "{0.mean:.2f} of its time in training"
     judgment.ask(f"{what}, dynamic to all heads", to_all_heads(TRAINING), "x", "<=", TARGET_TIME, what=what, say=say)

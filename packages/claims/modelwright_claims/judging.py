@@ -166,6 +166,10 @@ def judge(claim: Claim, measurement: Measurement) -> Verdict:
         return claim.judge(Stored(measurement.samples, "samples"), Stored(measurement.conditions, "condition"))
     except Lacks as lacks:
         return Verdict(kind="not judged", reason=f"the record lacks {lacks}")
+    except ValueError:  # the least or the largest of none
+        if measurement.samples:
+            raise
+        return Verdict(kind="not judged", reason="the record lacks samples")
 
 
 def names_between(samples: Mapping[str, Sequence[float]], prefix: str, suffix: str = "") -> list[str]:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from modelwright_claims.claim import Measurement
+from modelwright_claims.judging import judge
 from modelwright_claims.ledger import CLAIMS
 from modelwright_claims.results import judged_for_page, read_results, verdict_on
 
@@ -180,3 +182,18 @@ def test_met_and_short_follow_from_the_parts_of_the_reason() -> None:
             assert bound <= limit if is_floor else bound >= limit, miss[0]
             num_misses += 1
     assert num_misses > 40
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda one: one["file"].removesuffix(".json"))
+def test_a_record_that_lacks_something_is_judged_without_a_crash_and_never_better(record: Mapping[str, Any]) -> None:
+    """Whatever is taken away, a record does not become met."""
+    claim, samples, conditions = BY_NAME[record["name"]], record["samples"], record["conditions"]
+    before = judge(claim, Measurement(samples=samples, conditions=conditions)).kind
+    changed = [{**record, "samples": {}}, {**record, "conditions": {}}]
+    changed += [{**record, "samples": {one: of for one, of in samples.items() if one != name}} for name in samples]
+    changed += [
+        {**record, "conditions": {one: conditions[one] for one in conditions if one != name}} for name in conditions
+    ]
+    for one in changed[:: max(1, len(changed) // 40)]:
+        after = judge(claim, Measurement(samples=one["samples"], conditions=one["conditions"])).kind
+        assert after != "met" or before == "met"
