@@ -44,7 +44,7 @@ def rule(limit: float):
         judgment.figures["speed-up"] = speed.figure("x")
         judgment.figures["memory"] = estimate(samples["bytes"]).figure("MiB")
         judgment.said.append("as expected")
-        judgment.at_least("speed", speed, limit, "x")
+        judgment.check("speed", speed, limit, "x", ">=")
         return judgment.verdict()
 
     return judge
