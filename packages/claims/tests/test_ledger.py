@@ -412,6 +412,8 @@ def test_numbers_carry_the_digits_that_mean_something(value, text):
 def test_machines_have_file_names():
     machine = {"processor": "AMD EPYC(TM)", "cores": 2, "instruction_set": "AVX2"}
     assert machine_slug(machine) == "amd-epyc-tm-2c-avx2"
+    one, other = (machine_slug(machine | {"model": model}) for model in ("25-17-1", "26-2-1"))
+    assert one == "amd-epyc-tm-25-17-1-2c-avx2" != other, "two processors of one name"
     assert machine_slug(machine | {"accelerator": "NVIDIA H100 80GB HBM3"}) == "nvidia-h100-80gb-hbm3"
 
 
