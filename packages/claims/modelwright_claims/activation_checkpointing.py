@@ -11,7 +11,7 @@ from modelwright_claims import memory_probe
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.memory_probe import Measured, Probe
-from modelwright_claims.statistics import percent_saved, ratios
+from modelwright_claims.statistics import exact, percent_saved, ratios
 
 SAVED_TARGET = 70.0
 COMPUTE_TARGET = 33.0
@@ -111,27 +111,19 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         "from some size on"
     )
     if all(saved[name].lower < SAVED_TARGET for name in units):
-        judgment.at_least(f"memory saved by {best}", saved[best], SAVED_TARGET, "%")
+        judgment.check(f"memory saved by {best}", saved[best], SAVED_TARGET, "%", ">=")
     with judgment.part():
         more = {name: 100 * (samples[FLOPS + name][0] / samples[FLOPS + NONE][0] - 1) for name in names}
         for name in names:
-            judgment.ask(f"more FLOPs, {name}", more[name], "%")
+            judgment.ask(f"more FLOPs, {name}", exact(more[name]), "%")
         judgment.said.append(f"{more[best]:.0f}% and {more[published]:.0f}% more FLOPs (counted)")
         enough = [name for name in units if saved[name].lower >= SAVED_TARGET] or units
         cheapest = min(enough, key=lambda name: more[name])
-        judgment.ask("", more[cheapest], "%", "<=", COMPUTE_TARGET, what=f"more FLOPs of {cheapest}")
+        judgment.ask("", exact(more[cheapest]), "%", "<=", COMPUTE_TARGET, what=f"more FLOPs of {cheapest}")
     return judgment.verdict()
 
 
 CLAIM = declared(
     __name__,
-    statement="Keeping only the input of each unit of layers and computing the rest again in the backward pass saves "
-    "most of the memory of activations for at most a third more compute.",
-    source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174); Korthikanti et al., "
-    "Reducing Activation Recomputation in Large Transformer Models, 2022 (arXiv:2205.05198)",
-    published="70-80% of activation memory for 18-33% more compute, units of 8 layers",
-    compared="steps of the loop without and with checkpointing, each in a process of its own: peak memory above "
-    "weights and optimizer states (gradients and workspaces count), FLOPs counted by PyTorch, time alternated",
-    target=f"a unit size that saves {SAVED_TARGET:.0f}% or more for at most {COMPUTE_TARGET:.0f}% more FLOPs",
     headline=("memory saved, unit of 1", "more FLOPs, unit of 1", "memory saved, unit of 8", "more FLOPs, unit of 8"),
 )

@@ -5,16 +5,20 @@ function of these, so that a stored measurement can be judged again. Records on 
 """
 
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
 from modelwright.core.progress import Progress
 
-Kind = Literal["met", "short", "cannot be tested here", "not judged", "quick, not a verdict"]
+Judged = Literal["met", "short", "cannot be tested here", "not judged"]
+Kind = Judged | Literal["quick, not a verdict", "quick: met", "quick: short"]
 Samples = Mapping[str, Sequence[float]]
 Conditions = Mapping[str, str | int | float | bool]
+_TEXTS = tomllib.loads(files("modelwright_claims").joinpath("claims.toml").read_text(encoding="utf-8"))
 UNTESTABLE = "cannot be tested here"
 """The condition that says why nothing could be measured on this machine."""
 
@@ -45,6 +49,8 @@ class Figure:
     lower: float | None = None
     """One-sided 95% lower confidence bound of the mean; None where there is none."""
     upper: float | None = None
+    exact: bool | None = None
+    """True for a deterministic count, which needs no bounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,31 +98,21 @@ class Claim:
     """What counts as met, fixed before measuring."""
     headline: Sequence[str] = ()
     """The figures that answer it, which the overview shows; without one, the first three."""
+    quick_decides: bool = False
+    """Whether a quick measurement gives a verdict, because its size does not bear on what is claimed."""
     measure: Callable[[Setting], Measurement]
     judge: Callable[[Samples, Conditions], Verdict]
     """A pure function of a record. It raises `judging.Lacks` where the record does not hold what it needs at all."""
 
 
-def declared(
-    module: str,
-    *,
-    statement: str,
-    source: str,
-    published: str,
-    compared: str,
-    target: str,
-    headline: Sequence[str] = (),
-) -> Claim:
-    """Return the claim of a module: it has the module's name and is measured and judged by its functions."""
+def declared(module: str, *, headline: Sequence[str] = (), quick_decides: bool = False, **texts: str) -> Claim:
+    """Return the claim of a module: it has its file's name and is measured and judged by its functions.
+
+    texts: statement, source, published, compared and target; by default those of claims.toml.
+    """
     own = vars(sys.modules[module])
+    name = Path(own["__file__"]).stem  # a worker's module is called __main__
+    texts = texts or {text: form.format_map(own) for text, form in _TEXTS[name].items()}
     return Claim(
-        name=module.rpartition(".")[2],
-        statement=statement,
-        source=source,
-        published=published,
-        compared=compared,
-        target=target,
-        headline=headline,
-        measure=own["measure"],
-        judge=own["judge"],
+        name=name, headline=headline, quick_decides=quick_decides, measure=own["measure"], judge=own["judge"], **texts
     )

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--all", action="store_true", help="measure all of them, those that decide most first; resumes")
     parser.add_argument(
-        "--quick", action="store_true", help="a smaller measurement, for a smoke test; it gives no verdict"
+        "--quick", action="store_true", help="a smaller measurement; a verdict only where size does not matter"
     )
     parser.add_argument(
         "--results",
@@ -82,8 +82,8 @@ def judge(options: argparse.Namespace) -> int:
         raise ConfigError(f"{folder}: is not a folder of results; name one with --results")
     page = PAGE if folder == PUBLISHED else folder / PAGE.name
     for claim, before, after in ledger.rejudge(options.names, results=folder, page=page):
-        change = describe_change(*(results.shown_kind(claim, record) for record in (before, after)))
-        print(f"{claim.name:<24} {results.machine_slug(after['machine'])}: {change}: {after['reason']}")
+        kinds = dict.fromkeys(results.shown_kind(claim, record) for record in (before, after))
+        print(f"{claim.name:<24} {results.machine_slug(after['machine'])}: {' -> '.join(kinds)}: {after['reason']}")
     if folder == PUBLISHED:
         ledger.publish(folder)
     return 0
@@ -106,11 +106,6 @@ def side_by_side(row: published.Published | None, record: Mapping[str, Any]) -> 
         own = show(record["figures"][name]) if name in record["figures"] else "-"
         lines.append(f"  {name:<60} {theirs.get(name, '-'):<44} {own}")
     return "\n".join(lines)
-
-
-def describe_change(before: str, after: str) -> str:
-    """Name a verdict, and the one before where it was another."""
-    return after if before == after else f"{before} -> {after}"
 
 
 COMMAND = Command(name="prove", run=prove, parser=parser, summary="measure the claims of the ledger on this machine")

@@ -38,8 +38,9 @@ from modelwright.train.objective import Objective, forward
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Runner, Tuning, best_value, tune, with_value
 from modelwright_claims.judging import Judgment, names_between
-from modelwright_claims.statistics import Estimate, differences, estimate, paired_t_test
+from modelwright_claims.statistics import Estimate, differences, estimate, exact, paired_t_test
 from modelwright_claims.training_run import (
+    ONE_THREAD,
     Outcome,
     Processes,
     Run,
@@ -76,7 +77,6 @@ TEACHER_TUNING = 4
 """The rate of the teacher on new text is tuned in runs that are shorter than its own by this factor."""
 TUNING_BATCHES = 4
 """Held-out batches that a loss for tuning is taken of; scores are taken of all."""
-ONE_THREAD = Processes(threads=1)
 NUM_TIMED_STEPS, NUM_ROUNDS, FIRST_TIMED_SEED = 40, 3, 900
 NUM_PARTS = 4
 """Parts of a run whose steps are timed by themselves; the phases begin and end between them."""
@@ -425,7 +425,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     judgment = Judgment()
     teacher, student = samples[PARAMETERS]
     size, share = "parameters, student to teacher", "share of the teacher's score"
-    judgment.ask(size, student / teacher, "x", "<=", TARGET_SIZE, what="parameters of the student")
+    judgment.ask(size, exact(student / teacher), "x", "<=", TARGET_SIZE, what="parameters of the student")
     own, say = share_of_teacher(samples, METHOD), "{0.mean:.1%} of the teacher's score above chance"
     judgment.ask(f"{share}, {METHOD}", own, "x", ">=", TARGET_SHARE, what=share, say=say)
     for rival in (name + time for time in ("", IN_TIME) for name in RIVALS):
@@ -465,17 +465,6 @@ def share_of_teacher(samples: Samples, arm: str, text: str = "") -> Estimate:
 
 CLAIM = declared(
     __name__,
-    statement="Progressive distillation leaves a student 97.4% of its teacher's score.",
-    source="published guides to DeepSeek-style training; the parts: Jiao et al. 2020, TinyBERT "
-    "(https://arxiv.org/abs/1909.10351); Wang et al. 2021, MiniLMv2 (https://arxiv.org/abs/2012.15828); Hinton et al. "
-    "2015, Distilling the Knowledge in a Neural Network (https://arxiv.org/abs/1503.02531)",
-    published="97.4% (89.3 of 91.7); models, task and machine not told",
-    compared="a pruned student of a quarter of the parameters that learns logits, and at first hidden states and "
-    "attention relations, against logits alone, labels alone, and a student of the same shape from scratch, at equal "
-    "tokens and at equal time, each at its own best rate",
-    target=f"on a small text the student keeps at least {TARGET_SHARE:.0%} of the teacher's score above chance (lower "
-    "bound) and is above the student from scratch with p < 0.05, at equal tokens and at equal time; no other rival is "
-    "above it with p < 0.05; what it keeps on new text stands beside",
     headline=(
         f"share of the teacher's score, {METHOD}",
         f"share of the teacher's score, {METHOD}{NEW_TEXT}",

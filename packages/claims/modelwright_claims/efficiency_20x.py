@@ -291,9 +291,12 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
             names = [PLAIN] if NO_ONEDNN in conditions else [PLAIN, PLAIN_BY_ONEDNN]
             plain = {(place, name): samples[f"{place}: seconds, {name}"] for place in places for name in names}
             fastest = min(plain, key=lambda arm, plain=plain: statistics.fmean(plain[arm]))
-            if fastest != (where, PLAIN):
+            name = f"{where}: faster than the fastest plain loop"
+            if fastest == (where, PLAIN):
+                judgment.ask(name, own, "x")
+            else:
                 rival = f"the fastest plain loop ({fastest[1]}, {fastest[0]})"
-                name, what = f"{where}: faster than the fastest plain loop", f"{where}: speed over {rival}"
+                what = f"{where}: speed over {rival}"
                 judgment.ask(name, faster(*fastest), "x", ">=", goal, what=what, say=f"{{0.mean:.1f}}x {rival}")
                 above = loss_above(*fastest)
                 judgment.ask("", above, "nats", "<=", 0.0, what=f"{where}: held-out loss above {rival}")
@@ -318,18 +321,6 @@ def _arms_in_words(tuned: Mapping[str, Mapping[str, Tuned]]) -> dict[str, str]:
 
 CLAIM = declared(
     __name__,
-    statement="Dynamic sparse activation, adaptive precision and gradient compression together train twenty times as "
-    "efficiently.",
-    source="published guides to DeepSeek-style training",
-    published="20x training efficiency, against what and measured how not told",
-    compared="wall time to the held-out loss that a competent plain loop reaches (FP32, padded batches, eager "
-    "operators, AdamW, DDP's exact sums, the faster of PyTorch's and oneDNN's exact products), on one host and on two "
-    "joined by 100 Mbit/s, where it may also leave one idle; ingredients added and left out "
-    "one at a time; each arm at its own best rate with the fewest steps that reach that loss on seeds and a held-out "
-    "split that are not reported, or with all steps where none do; on a model twice as wide the plain loop and the "
-    "whole stack alone",
-    target=f"{PUBLISHED:g}x the fastest plain loop on two hosts and {ONE_HOST_GOAL:g}x on one, at no "
-    "higher held-out loss, at both widths",
     headline=(
         "one host: faster, everything",
         "two hosts: faster, everything",

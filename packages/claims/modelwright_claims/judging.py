@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from modelwright_claims.claim import UNTESTABLE, Claim, Figure, Measurement, Samples, Verdict
-from modelwright_claims.statistics import Estimate, estimate, exact, paired_t_test
+from modelwright_claims.statistics import Estimate, estimate, paired_t_test
 
 Relation = Literal["<", "<=", ">", ">="]
 RELATIONS: Mapping[str, Callable[[float, float], bool]] = {
@@ -88,13 +88,14 @@ class Judgment:
     ) -> None:
         """Add a figure, and ask for a bound of it where there is a relation: a part of the target.
 
-        found: a number is exact; a function is a part of its target, which ends where the record lacks something.
+        found: a number is a single sample, without a bound (`exact` marks counts); a function is a part of its target,
+        which ends where the record lacks something.
         what: the words for a bound that is missed, the figure's name by default; say: a clause of the reason, in which
         `{0}` is the estimate. No name adds no figure.
         """
         with self.part():
             result = found() if callable(found) else found
-            result = exact(result) if isinstance(result, int | float) else result
+            result = estimate([result]) if isinstance(result, int | float) else result
             if name:
                 self.figures[name] = result.figure(unit)
             if say:
@@ -114,22 +115,6 @@ class Judgment:
         """Add the means of samples as figures by their own names, or by those that `names` maps to the samples'."""
         for name, sample in (names if isinstance(names, Mapping) else {one: one for one in names}).items():
             self.note(name, lambda sample=sample: estimate([factor * value for value in samples[sample]]), unit)
-
-    def at_least(self, what: str, found: Estimate, limit: float, unit: str = "") -> bool:
-        """Ask for a lower bound of at least this much."""
-        return self.check(what, found, limit, unit, ">=")
-
-    def at_most(self, what: str, found: Estimate, limit: float, unit: str = "") -> bool:
-        """Ask for an upper bound of at most this much."""
-        return self.check(what, found, limit, unit, "<=")
-
-    def above(self, what: str, found: Estimate, limit: float, unit: str = "") -> bool:
-        """Ask for a lower bound above this."""
-        return self.check(what, found, limit, unit, ">")
-
-    def below(self, what: str, found: Estimate, limit: float, unit: str = "") -> bool:
-        """Ask for an upper bound below this."""
-        return self.check(what, found, limit, unit, "<")
 
     def check(self, what: str, found: Estimate, limit: float, unit: str, relation: Relation) -> bool:
         """Return whether the bound has the relation to the limit; a miss, or a lack of repeats, is noted."""
@@ -181,6 +166,10 @@ def judge(claim: Claim, measurement: Measurement) -> Verdict:
         return claim.judge(Stored(measurement.samples, "samples"), Stored(measurement.conditions, "condition"))
     except Lacks as lacks:
         return Verdict(kind="not judged", reason=f"the record lacks {lacks}")
+    except ValueError:  # the least or the largest of none
+        if measurement.samples:
+            raise
+        return Verdict(kind="not judged", reason="the record lacks samples")
 
 
 def names_between(samples: Mapping[str, Sequence[float]], prefix: str, suffix: str = "") -> list[str]:

@@ -29,7 +29,7 @@ from modelwright_claims.open_loop import percentile
 from modelwright_claims.slow_store import serving
 from modelwright_claims.statistics import differences, estimate, ratios
 
-RATIO_TARGET = 6.0
+RATIO_TARGET = 6.7
 BUSY_TARGET = 92.0
 STEP_MARGIN = 1.01
 ALONE = "milliseconds of a step that computes alone"
@@ -195,35 +195,29 @@ def describe(samples: Samples, side: str) -> str:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    judgment, (direct,) = Judgment(), arm_names(DIRECT)
+    judgment, (ahead,), (direct,) = Judgment(), arm_names(AHEAD), arm_names(DIRECT)
     for arm, epoch in zip(arm_names(CACHE), EPOCHS, strict=True):
         ours = samples[P99 + arm]
-        ratio = ratios(samples[P99 + direct], ours)
-        judgment.figures[f"times lower p99, {epoch}"] = ratio.figure("x")
-        judgment.said.append(
-            f"{epoch}: p99 of the wait {estimate(samples[P99 + direct]).mean:.0f} ms without the cache, "
-            f"{estimate(ours).mean:.1f} ms with it, {ratio.mean:.1f}x lower"
-        )
-        judgment.at_least(f"{epoch}: p99 of the wait is lower by", ratio, RATIO_TARGET, "x")
+        with judgment.part():
+            say = f"{epoch}: p99 of the wait {estimate(samples[P99 + ahead]).mean:.1f} ms with reading ahead alone, "
+            say += f"{estimate(ours).mean:.1f} ms with the cache, {{0.mean:.1f}}x lower"
+            ratio, what = ratios(samples[P99 + ahead], ours), f"{epoch}: p99 of the wait is lower by"
+            judgment.ask(f"times lower p99, {epoch}", ratio, "x", ">=", RATIO_TARGET, what=what, say=say)
+        judgment.note(f"times lower p99 than reading directly, {epoch}", ratios(samples[P99 + direct], ours), "x")
         with judgment.part():
             busy = estimate([100 * samples[ALONE][0] / step for step in samples[STEP + arm]])
-            judgment.figures[f"share of a step that computing alone takes, {epoch}"] = busy.figure("%")
-            judgment.at_least(f"{epoch}: share of a step that computing alone takes", busy, BUSY_TARGET, "%")
+            judgment.ask(f"share of a step that computing alone takes, {epoch}", busy, "%", ">=", BUSY_TARGET)
         for peer in PEERS:
-            with judgment.beside():
+            with judgment.part():
                 waits, theirs = samples[f"{P99}{peer}, {epoch}"], f"{peer}, {epoch}"
                 judgment.said.append(f"{peer} {estimate(waits).mean:.1f} ms")
-                judgment.at_most(f"{epoch}: p99 of the wait above that of {peer}", differences(ours, waits), 0.0, " ms")
+                judgment.check(
+                    f"{epoch}: p99 of the wait above that of {peer}", differences(ours, waits), 0.0, " ms", "<="
+                )
                 steps = ratios(samples[STEP + arm], samples[STEP + theirs])
-                judgment.figures[f"time of a step to that of {theirs}"] = steps.figure("x")
-                judgment.at_most(f"{epoch}: time of a step to that of {peer}", steps, STEP_MARGIN, "x")
-    with judgment.part():
-        gain = ratios(samples[P99 + arm_names(AHEAD)[0]], samples[P99 + arm_names(CACHE)[0]])
-        judgment.figures["times lower p99 than with reading ahead alone"] = gain.figure("x")
-        judgment.above("p99 of the wait with reading ahead alone, over that with both", gain, 1.0, "x")
+                judgment.ask(f"time of a step to that of {theirs}", steps, "x", "<=", STEP_MARGIN)
     for name, unit in ((P99, "ms"), (P50, "ms"), (SHARE, "%"), (STEP, "ms"), (START, "ms")):
-        for arm in names_between(samples, name):
-            judgment.figures[name + arm] = estimate(samples[name + arm]).figure(unit)
+        judgment.show(samples, [name + arm for arm in names_between(samples, name)], unit)
     return judgment.verdict()
 
 
@@ -258,25 +252,9 @@ def _environment(endpoint: str, *, is_ours: bool) -> dict[str, str]:
 
 CLAIM = declared(
     __name__,
-    statement="Tiers of memory and local disk with reading ahead cut the time that training waits for data from 120 ms "
-    "to 18 ms, so that the accelerator computes for 92% of the time.",
-    source="the figures that this project set out to test, which name no source of their own",
-    published="loading latency 120 ms -> 18 ms (6.7x), accelerator utilization 92%; model, hardware and store are not "
-    "told",
-    compared="packed rows on an S3-compatible store with 120 ms a request and 100 MB/s, batches of 16 rows of 2,048 "
-    "tokens, a step of 207 ms on one thread: our loader reading the store directly, with reading ahead alone, with "
-    "tiers alone, and with both, beside litData and mosaicml-streaming with a worker process for each core; the same "
-    "rows in shards of the same size and batches of the same tensors, each side shuffled by its own rule; two epochs "
-    "from an empty cache, in processes of their own; the sides alternate",
-    target=f"the 99th percentile of the wait for a batch at least {RATIO_TARGET:g} times lower with tiers and reading "
-    "ahead than without both, in the first and in the second epoch, and lower than with reading ahead alone in the "
-    f"first; the step that computes takes at least {BUSY_TARGET:g}% of the time; no higher wait than that of litData "
-    f"and of mosaicml-streaming in the same epoch where they are installed, and no step longer than {STEP_MARGIN:g} "
-    "times theirs (bounds over the rounds)",
     headline=(
-        f"times lower p99, {FIRST}",
-        f"times lower p99, {SECOND}",
-        *(f"{P99}{arm}" for arm in (*arm_names(DIRECT), *arm_names(CACHE))),
-        *(f"{SHARE}{arm}" for arm in (*arm_names(DIRECT), *arm_names(CACHE))),
+        *(f"times lower p99, {epoch}" for epoch in EPOCHS),
+        *(f"{P99}{arm}" for arm in (*arm_names(AHEAD), *arm_names(CACHE))),
+        *(f"time of a step to that of {peer}, {FIRST}" for peer in PEERS),
     ),
 )

@@ -18,13 +18,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from urllib.parse import urlsplit
 
 P99 = 0.99
-POISSON, BURSTY = 1.0, 0.25
-"""Shapes of the gamma distribution of the time between two requests, as in `vllm bench serve --burstiness`: 1 is a
-Poisson process, 0.25 makes the standard deviation twice the mean."""
-
 LOST = "lost"
 """The status of a request whose connection broke, or that had no answer in time."""
 
@@ -41,7 +38,6 @@ class Load:
     """Requests per second on average; 0 for a closed loop, in which each connection sends the next request when it has
     its answer."""
     num_requests: int
-    shape: float = POISSON
     seed: int = 0
     bound_s: float = math.inf
     """A request misses it with a longer latency, or with another status than 200."""
@@ -59,8 +55,6 @@ class LoadResult:
     arrivals: Sequence[float] = ()
     """When they were to be sent."""
     latencies: Sequence[float] = ()
-    first_bytes: Sequence[float] = ()
-    """Until the first part of the body: of a stream, the first event."""
     misses: Sequence[float] = ()
     """Arrivals of those that missed the bound."""
     statuses: dict[str, int] = field(default_factory=dict)
@@ -89,11 +83,9 @@ def most_missing(num_requests: int) -> int:
 
 
 def arrival_times(load: Load) -> list[float]:
-    draw, at, times = random.Random(load.seed), 0.0, list[float]()
-    for _ in range(load.num_requests):
-        at += draw.gammavariate(load.shape, 1 / (load.rate * load.shape))
-        times.append(at)
-    return times
+    """Draw the times of a Poisson process."""
+    draw = random.Random(load.seed)
+    return list(accumulate(draw.expovariate(load.rate) for _ in range(load.num_requests)))
 
 
 class Connections:
@@ -105,17 +97,17 @@ class Connections:
         self._head = f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
         self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    async def post(self, body: str) -> tuple[int, float]:
-        """Status, and the time at which the body began, by `time.perf_counter`. Raises `OSError` and `EOFError`."""
+    async def post(self, body: str) -> int:
+        """Return the status once the whole answer has arrived. Raises `OSError` and `EOFError`."""
         reader, writer = self._take_free() or await asyncio.open_connection(self._host, self._port)
         is_reusable = False
         try:
             data = body.encode()
             writer.write(f"{self._head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            status, began = int(head[9:12]), await _read_body(reader, head)
+            await _read_body(reader, head)
             is_reusable = b"connection: close" not in head
-            return status, began
+            return int(head[9:12])
         finally:
             if is_reusable:
                 self._free.append((reader, writer))
@@ -141,18 +133,13 @@ class Connections:
                 await writer.wait_closed()
 
 
-async def _read_body(reader: asyncio.StreamReader, head: bytes) -> float:
-    """Read a body to its end; returns when it began."""
+async def _read_body(reader: asyncio.StreamReader, head: bytes) -> None:
     if b"transfer-encoding: chunked" in head:
-        began = 0.0
         while size := int(await reader.readline(), 16):
-            began = began or time.perf_counter()
             await reader.readexactly(size + 2)
         await reader.readline()
-        return began or time.perf_counter()
-    length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
-    await reader.readexactly(length)
-    return time.perf_counter()
+    else:
+        await reader.readexactly(int(head.partition(b"content-length:")[2].split(b"\r\n")[0]))
 
 
 class _Run:
@@ -161,7 +148,7 @@ class _Run:
     def __init__(self, load: Load) -> None:
         self.load = load
         self.connections = Connections(load.url)
-        self.answered: dict[int, tuple[float, float, float]] = {}
+        self.answered: dict[int, tuple[float, float]] = {}
         self.misses: list[float] = []
         self.statuses: Counter[str] = Counter()
         self.lags: list[float] = []
@@ -174,7 +161,7 @@ class _Run:
         self.lags.append(time.perf_counter() - due)
         try:
             async with asyncio.timeout(load.timeout_s):
-                status, first = await self.connections.post(load.bodies[number % len(load.bodies)])
+                status = await self.connections.post(load.bodies[number % len(load.bodies)])
         except (OSError, EOFError, ValueError):  # TimeoutError is an OSError
             self.statuses[LOST] += 1
             self._miss(at)
@@ -182,7 +169,7 @@ class _Run:
         latency = time.perf_counter() - due
         self.statuses[str(status)] += 1
         if status == 200:
-            self.answered[number] = (at, latency, first - due)
+            self.answered[number] = (at, latency)
         if status != 200 or latency > load.bound_s:
             self._miss(at)
 
@@ -216,9 +203,8 @@ class _Run:
     def result(self) -> LoadResult:
         answered = [self.answered[number] for number in sorted(self.answered)]
         return LoadResult(
-            arrivals=[at for at, _, _ in answered],
-            latencies=[latency for _, latency, _ in answered],
-            first_bytes=[first for _, _, first in answered],
+            arrivals=[at for at, _ in answered],
+            latencies=[latency for _, latency in answered],
             misses=sorted(self.misses),
             statuses=dict(self.statuses),
             elapsed_s=time.perf_counter() - self.began,

@@ -19,7 +19,8 @@ The guides promise {num_promises} figures and directions. Where they stand by ou
 
 - **Holds**: the claim is met, and the figures reach the promise by their bounds. **In part**: the figures reach it, and
   the claim asks for more or its record has a reservation, which is named. **Does not hold here**: the technique does
-  not give it, the experiment cannot show it, or the size of model or machine forbids it.
+  not give it, the experiment cannot show it, or the size of model or machine forbids it. **Not judged**: the record
+  lacks what the present rule asks for, and an old verdict is none.
 - A figure is a mean over paired repeats with one-sided 95% confidence bounds in brackets. "At most x" holds only if
   the upper bound does. Counts of bytes and FLOPs are exact. A target is set before measuring; *met then* and *short
   then* are verdicts on an earlier comparison, and *met then* only stands while the old samples meet the present rule.
@@ -31,6 +32,7 @@ TITLES = {
     ("holds", ""): "Holds",
     ("holds in part", ""): "Holds in part",
     **{("does not hold here", cause): f"Does not hold here ({cause})" for cause in CAUSES},
+    ("not judged", ""): "Not judged: to be measured again",
     ("cannot be tested here", "machine"): "Cannot be tested here",
     ("cannot be tested here", "unmeasured"): "Not measured yet",
 }
@@ -140,11 +142,12 @@ def number(value: float) -> str:
 
 def machine_words(machine: Mapping[str, Any]) -> str:
     """Return a machine in words: the accelerator, or the processor with its cores and instruction set."""
-    return machine.get("accelerator", f"{machine['processor']}, {machine['cores']} cores, {machine['instruction_set']}")
+    processor = f"{machine['processor']} {machine.get('model', '')}".strip()
+    return machine.get("accelerator", f"{processor}, {machine['cores']} cores, {machine['instruction_set']}")
 
 
 def _group(promise: Promise, found: Answer) -> tuple[str, str]:
-    if found.standing.startswith("holds"):
+    if found.standing.startswith(("holds", "not judged")):
         return found.standing, ""
     if found.standing == "does not hold here":
         return found.standing, promise.cause

@@ -30,7 +30,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, build_mesh, join_world
 from modelwright.parallel.pipeline.balance import LayerCosts, StageSpan, split_layers
 from modelwright.parallel.pipeline.runner import Pipeline
-from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.launch import run_ranks
 from modelwright_claims.memory_probe import RandomRows
@@ -281,20 +281,16 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     most = max(map(int, names_between(samples, prefix, " microbatches")))
     one, many = (case_name("1F1B", ranks, number) for number in (1, most))
     busy = {name: estimate([100 * share for share in samples[name]]) for name in (one, many)}
-    judgment.figures |= {
-        "busy share, 1F1B, 1 microbatch": busy[one].figure("%"),
-        f"busy share, 1F1B, {most} microbatches": busy[many].figure("%"),
-    }
-    judgment.said.append(
-        f"1F1B over {ranks} ranks is busy {busy[one].mean:.0f}% of a step with one microbatch and "
-        f"{busy[many].mean:.0f}% with {most}"
+    judgment.ask("busy share, 1F1B, 1 microbatch", busy[one], "%")
+    say = (
+        f"1F1B over {ranks} ranks is busy {busy[one].mean:.0f}% of a step with one microbatch and {{0.mean:.0f}}% with "
     )
-    judgment.at_least(f"busy share with {most} microbatches", busy[many], 100 * TARGET_SHARE, "%")
+    name, limit = f"busy share, 1F1B, {most} microbatches", 100 * TARGET_SHARE
+    judgment.ask(name, busy[many], "%", ">=", limit, say=f"{say}{most}")
     with judgment.part():
         step = ratios(*(samples[f"{name}{SUFFIXES['step_s']}"] for name in (many, one)))
-        judgment.figures[f"time of a step, 1F1B, {most} microbatches over one"] = step.figure("x")
-        judgment.said.append(f"whose step takes {step.mean:.2f}x the time")
-        judgment.below(f"step with {most} microbatches over the whole batch's", step, 1.0, "x")
+        name, say = f"time of a step, 1F1B, {most} microbatches over one", "whose step takes {0.mean:.2f}x the time"
+        judgment.ask(name, step, "x", "<", 1.0, say=say)
     cases = [name for name in samples if name.endswith(" microbatches")]
     with judgment.part():
         gaps = {
@@ -304,37 +300,26 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
             for name in cases
         }
         worst = max(gaps, key=lambda name: gaps[name].upper)
-        judgment.figures["largest gap to what the schedule allows"] = gaps[worst].figure("points")
-        judgment.said.append(
-            f"no case is more than {gaps[worst].mean:.0f} points below what its stage times allow ({worst})"
-        )
-        judgment.at_most(f"gap of {worst}", gaps[worst], 100 * MAX_GAP, " points")
+        say = f"no case is more than {{0.mean:.0f}} points below what its stage times allow ({worst})"
+        name, what = "largest gap to what the schedule allows", f"gap of {worst}"
+        judgment.ask(name, gaps[worst], "points", "<=", 100 * MAX_GAP, what=what, say=say)
     for name in cases:
-        judgment.figures[f"{name}: measured"] = estimate([100 * share for share in samples[name]]).figure("%")
-        for key, label in (("allowed", "allowed by the measured stage times"), ("equal", "theory, equal stages")):
-            with judgment.beside():
-                share = 100 * statistics.median(samples[name + SUFFIXES[key]])
-                judgment.figures[f"{name}: {label}"] = Figure(value=share, unit="%")
-        with judgment.beside():
-            step_s = statistics.median(samples[name + SUFFIXES["step_s"]])
-            judgment.figures[f"{name}: step"] = Figure(value=step_s, unit="s")
+        judgment.show(samples, {f"{name}: measured": name}, "%", 100)
+        shown = (
+            ("allowed", "allowed by the measured stage times"),
+            ("equal", "theory, equal stages"),
+            ("step_s", "step"),
+        )
+        for key, label in shown:
+            unit, factor = ("s", 1) if key == "step_s" else ("%", 100)
+            place = name + SUFFIXES[key]
+            judgment.note(
+                f"{name}: {label}", lambda place=place, by=factor: by * statistics.median(samples[place]), unit
+            )
     return judgment.verdict()
 
 
-CLAIM = declared(
-    __name__,
-    statement="Micro-batching raises the utilisation of a pipeline from 35% to 78%.",
-    source="GPipe: Huang et al. 2019 (https://arxiv.org/abs/1811.06965), section 2.3; 1F1B and interleaving: Narayanan "
-    "et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2; zero bubble: Qi et al. 2023 "
-    "(https://arxiv.org/abs/2401.10241)",
-    published="35% without micro-batches and 78% with them, stages and microbatches not told; theory for p equal "
-    "stages and m microbatches: busy m / (m + p - 1), interleaved with v stages a rank v m / (v m + p - 1)",
-    compared="the share of a step that ranks spend computing, the same batch whole and cut into up to 16 microbatches, "
-    "five schedules, beside what each schedule's order allows",
-    target=f"at least {100 * TARGET_SHARE:.0f}% with 16 microbatches under 1F1B, and no case more than "
-    f"{100 * MAX_GAP:.0f} points below what its measured stage times allow; and that step shorter than the one with "
-    "the whole batch",
-)
+CLAIM = declared(__name__)
 
 
 if __name__ == "__main__":

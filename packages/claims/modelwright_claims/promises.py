@@ -4,7 +4,6 @@
 """
 
 import importlib.resources
-import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from modelwright_claims.claim import UNTESTABLE
 from modelwright_claims.judging import RELATIONS
 from modelwright_claims.results import FIGURES, answered_today, newest
 
-Standing = Literal["holds", "holds in part", "does not hold here", "cannot be tested here"]
+Standing = Literal["holds", "holds in part", "does not hold here", "not judged", "cannot be tested here"]
 CAUSES = ("technique", "experiment", "size")
 """Why a promise does not hold here."""
 NO_CLAIM_CAUSES = ("machine", "unmeasured")
@@ -55,33 +54,35 @@ def read_promises() -> list[Promise]:
 def answer(promise: Promise, records: Sequence[Mapping[str, Any]]) -> Answer:
     """Return where a promise stands by the newest of the judged records of its claim.
 
-    It holds where the claim is met now and each figure that it asks for reaches its limit by its bound; in
-    part where the figures do and the claim's row has a reservation.
+    It holds where the claim is met now and each figure that it asks for reaches its limit by its bound; in part where
+    the figures do and the claim's row has a reservation. It is not judged where the record lacks a figure or a bound
+    and nothing in it misses a limit.
     """
     record = newest([record for record in records if record["name"] == promise.claim])
     if record is None or record["kind"] == UNTESTABLE:
         return Answer(standing="cannot be tested here", shown={}, record=record)
     figures = record[FIGURES]
     shown = {name: figure for name, _, _ in promise.asks if (figure := _figure(figures, name))}
-    reached = bool(promise.asks) and all(
-        name in shown and reaches(shown[name], relation, limit) for name, relation, limit in promise.asks
-    )
+    reached = [reaches(shown.get(name), relation, limit) for name, relation, limit in promise.asks]
     is_met = record["kind"] == "met" and answered_today(record)
-    standing: Standing = "does not hold here"
-    if reached:
-        standing = "holds" if is_met else "holds in part"
+    standing: Standing = "holds" if is_met else "holds in part"
+    if False in reached:
+        standing = "does not hold here"
+    elif None in reached or not reached:
+        standing = "not judged"
     return Answer(standing=standing, shown=shown, record=record)
 
 
-def reaches(figure: Mapping[str, Any], relation: str, limit: float) -> bool:
+def reaches(figure: Mapping[str, Any] | None, relation: str, limit: float) -> bool | None:
     """Return whether the bound of a figure that bears on the limit has the relation to it.
 
-    A figure that scatters without bounds reaches nothing.
+    None where the figure is missing, or reaches the limit without a bound and is no exact count.
     """
-    if not figure["spread"] and "lower" not in figure:
-        return RELATIONS[relation](figure["value"], limit)
-    bound = figure.get("lower", -math.inf) if relation.startswith(">") else figure.get("upper", math.inf)
-    return RELATIONS[relation](bound, limit)
+    if figure is None:
+        return None
+    bound = figure.get("lower" if relation.startswith(">") else "upper", figure["value"])
+    holds = RELATIONS[relation](bound, limit)
+    return holds if not holds or "lower" in figure or figure.get("exact") else None
 
 
 def claims_named(promises: Sequence[Promise]) -> Iterator[str]:
@@ -95,4 +96,5 @@ def _figure(figures: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     above, below = (figures.get(part) for part in name.split(RATIO))
     if not above or not below:
         return None
-    return {"value": above["value"] / below["value"], "unit": "x", "spread": max(above["spread"], below["spread"])}
+    result = {"value": above["value"] / below["value"], "unit": "x", "spread": max(above["spread"], below["spread"])}
+    return result | {"exact": True} if above.get("exact") and below.get("exact") else result

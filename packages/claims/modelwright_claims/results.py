@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,14 @@ the rule does not compute: their samples were not kept, or another figure has ta
 
 
 def machine() -> dict[str, Any]:
-    """The traits of the machine that bear on speed: processor, instruction set, cores, memory, accelerator."""
+    """The traits of the machine that bear on speed: processor, instruction set, cores, memory, accelerator.
+
+    Clouds call many processors by one name, which their family, model and stepping tell apart.
+    """
     result = hardware() | {"instruction_set": torch.backends.cpu.get_cpu_capability()}
+    with suppress(OSError):
+        facts = Path("/proc/cpuinfo").read_text()
+        result["model"] = "-".join(re.findall(r"^(?:cpu family|model|stepping)\s*: (\d+)$", facts, re.MULTILINE)[:3])
     if torch.cuda.is_available():
         result["accelerator"] = torch.cuda.get_device_name()
     return result
@@ -47,8 +54,13 @@ def machine() -> dict[str, Any]:
 
 def machine_slug(described: Mapping[str, Any]) -> str:
     """A short file-name form of a machine: `amd-epyc-2c-avx2`, or the accelerator's name where there is one."""
-    processor = f"{described['processor']}-{described['cores']}c-{described['instruction_set']}"
-    return re.sub(r"[^a-z0-9]+", "-", str(described.get("accelerator", processor)).lower()).strip("-")
+    traits = (
+        described["processor"],
+        described.get("model", ""),
+        f"{described['cores']}c",
+        described["instruction_set"],
+    )
+    return re.sub(r"[^a-z0-9]+", "-", str(described.get("accelerator", "-".join(traits))).lower()).strip("-")
 
 
 def source_commit(folder: Path = Path(__file__).parent) -> str:
@@ -179,7 +191,9 @@ def judged(claim: Claim, record: Mapping[str, Any]) -> dict[str, Any]:
 def verdict_on(claim: Claim, record: Mapping[str, Any]) -> Verdict:
     """Judge samples and conditions of a record by the claim's present rule."""
     verdict = judge(claim, Measurement(samples=record["samples"], conditions=record["conditions"]))
-    if record["quick"] and verdict.kind != "cannot be tested here":
+    if record["quick"] and claim.quick_decides and verdict.kind in ("met", "short"):
+        verdict = dataclasses.replace(verdict, kind="quick: met" if verdict.kind == "met" else "quick: short")
+    elif record["quick"] and verdict.kind != "cannot be tested here":
         verdict = dataclasses.replace(verdict, kind="quick, not a verdict", reason=f"the rule gives {verdict.line}")
     return verdict
 

@@ -1,11 +1,10 @@
 """Claim: dynamic sparse updates need 60% fewer FLOPs at less than 0.5% of quality.
 
-In three regimes, because the answer depends on it. A continual update takes new text, and old text against forgetting;
+In two regimes, because the answer depends on it. A continual update takes new text, and old text against forgetting;
 the measure is that the new is learned and the old not forgotten. In a stream that nobody has cleaned half of the rows
 are garbage, and choosing rows by what a short look at them tells leaves that out; in a clean stream every row is worth
-something. In pretraining every row is new. Every form is compared with its rivals at equal compute and at
-equal time: dense with fewer steps, a smaller dense model, rows drawn at random, plain freezing; each at its own best
-rate, chosen on its own seed.
+something. Every form is compared with its rivals at equal compute and at equal time: dense with fewer steps, a smaller
+dense model, rows drawn at random, plain freezing; each at its own best rate, chosen on its own seed.
 """
 
 import math
@@ -20,14 +19,11 @@ from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, 
 from modelwright_claims.experiment import Experiment, Runner, Tuning, run_experiment
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.statistics import Estimate, differences, estimate, percent_above, ratios
-from modelwright_claims.training_run import Outcome, Processes, Run
-from modelwright_claims.workbench import KINDS, Size, TextKind
+from modelwright_claims.training_run import ONE_THREAD, Outcome, Processes, Run
+from modelwright_claims.workbench import KINDS, Size
 
-UPDATE, CLEAN, PRETRAIN = "continual update", "clean continual update", "pretraining"
-SHARE_OF_CODE = {UPDATE: 0.25, CLEAN: 0.2, PRETRAIN: 0.0}
-SHARE_OF_GARBAGE = {UPDATE: 0.5, CLEAN: 0.0, PRETRAIN: 0.0}
-COUNTS: dict[str, TextKind] = {UPDATE: "code", CLEAN: "code", PRETRAIN: "prose"}
-"""The text whose held-out loss is compared."""
+UPDATE, CLEAN = "continual update", "clean continual update"
+SHARE_OF_CODE, SHARE_OF_GARBAGE = {UPDATE: 0.25, CLEAN: 0.2}, {UPDATE: 0.5, CLEAN: 0.0}
 DENSE, METHOD, CLEANED = "dense", "rows by change", "dense, only useful rows"
 AS_MUCH_TIME = "dense, as much time"
 BASELINES = ("dense, fewer steps", AS_MUCH_TIME, "smaller dense", "random rows", "plain freezing")
@@ -39,14 +35,7 @@ SMALLER = {"model_dim": 64, "num_layers": 3}
 BEFORE = {"num_steps": 8000, "learning_rate": 3e-3}
 """The training whose model is then updated."""
 UNTIED = {"tie_embeddings": False}
-ONE_THREAD = Processes(threads=1)
-BUDGETS = (0.2, 0.4, 0.6)
-"""Shares of the dense run's FLOPs at which pretraining is compared."""
-RATES: dict[str, tuple[float, ...]] = {
-    UPDATE: (3e-4, 1e-3, 2e-3),
-    CLEAN: (3e-4, 1e-3, 2e-3),
-    PRETRAIN: (2e-3, 3.5e-3, 6e-3),
-}
+RATES: dict[str, tuple[float, ...]] = {UPDATE: (3e-4, 1e-3, 2e-3), CLEAN: (3e-4, 1e-3, 2e-3)}
 TUNING_SEED, SEEDS = 300, (301, 302, 303)
 NUM_TIMED_STEPS, NUM_ROUNDS, FIRST_TIMED_SEED = 60, 3, 900
 
@@ -73,7 +62,6 @@ BY_CHANGE = {"signal": "loss_change", "keep_fraction": 1 / 3, "probe_tokens": 8,
 WITHIN = {**BY_CHANGE, "signal": "random"}
 FILTERED = Arm(settings={"batch_selection": {**WITHIN, "keep_fraction": 0.5}}, num_batches=2)
 """Twice the rows, of which about half pass and all of these are learned: dense batches of what the limit leaves."""
-BY_LOSS = {"signal": "loss", "keep_fraction": 1 / 3, "probe_tokens": 16, "random_fraction": 0.2, "dense_fraction": 0.03}
 
 BASELINE_FORMS = {
     "dense, fewer steps": Arm(),
@@ -81,29 +69,6 @@ BASELINE_FORMS = {
     "random rows": Arm(settings={"batch_selection": {"signal": "random", "keep_fraction": 0.4}}),
     "plain freezing": Arm(settings={"sparse_updates": {"kind": "freeze_prefix", "keep_fraction": 0.25}}),
 }
-FORMS = BASELINE_FORMS | {
-    "rows by loss": Arm(settings={"batch_selection": BY_LOSS}),
-    "columns": Arm(settings={"sparse_updates": {"kind": "columns", "keep_fraction": 0.25}}),
-    "weight rows": Arm(settings={"sparse_updates": {"kind": "rows", "keep_fraction": 0.25}}),
-    "layers": Arm(settings={"sparse_updates": {"kind": "layers", "keep_fraction": 0.5, "signal": "momentum"}}),
-    "growing prefix": Arm(
-        settings={
-            "sparse_updates": {
-                "kind": "freeze_prefix",
-                "keep_fraction": 0.25,
-                "density_schedule": "dense_first",
-                "ramp_fraction": 0.6,
-            }
-        }
-    ),
-}
-
-
-def at_budget(form: str, budget: float) -> str:
-    """The name of a form's arm in pretraining."""
-    return f"{form}, {budget:g} of the FLOPs"
-
-
 ARMS: dict[str, dict[str, Arm]] = {
     UPDATE: {
         DENSE: Arm(),
@@ -116,10 +81,6 @@ ARMS: dict[str, dict[str, Arm]] = {
         METHOD: Arm(settings={"batch_selection": BY_CHANGE}),
     },
     CLEAN: {DENSE: Arm(), AS_MUCH_TIME: Arm(equal_time=True), METHOD: Arm(settings={"batch_selection": BY_CHANGE})},
-    PRETRAIN: {
-        DENSE: Arm(),
-        **{at_budget(name, budget): replace(arm, flops=budget) for name, arm in FORMS.items() for budget in BUDGETS},
-    },
 }
 
 
@@ -164,7 +125,7 @@ class Bench:
             mixture=Mixture(code=share_of_code, garbage=0.0 if arm.cleaned else garbage),
             evaluated=KINDS,
             processes=self.processes,
-            start_from=None if regime == PRETRAIN else self.base(arm),
+            start_from=self.base(arm),
         )
 
     def num_steps(self, regime: str) -> dict[str, int]:
@@ -230,11 +191,7 @@ STEP, FLOPS = "seconds a step, ", "executed FLOPs, "
 def measure(setting: Setting) -> Measurement:
     """All regimes; in quick mode the first one, shortened."""
     bench = Bench(
-        setting=setting,
-        sizes={UPDATE: SIZE, PRETRAIN: replace(SIZE, num_steps=800), CLEAN: SIZE},
-        before=replace(SIZE, **BEFORE),
-        rates=RATES,
-        seeds=SEEDS,
+        setting=setting, sizes={UPDATE: SIZE, CLEAN: SIZE}, before=replace(SIZE, **BEFORE), rates=RATES, seeds=SEEDS
     )
     if setting.quick:
         bench = replace(
@@ -274,8 +231,7 @@ def measurement(
         | {
             "regimes": f"{UPDATE}: {SHARE_OF_CODE[UPDATE]:.0%} code, which is new, {garbage:.0%} garbage (half of it "
             "prose whose tokens are in no order, half tokens drawn evenly), the rest prose from the training that the "
-            f"model comes from ({before.num_steps} steps); {CLEAN}: {SHARE_OF_CODE[CLEAN]:.0%} code, the rest prose; "
-            f"{PRETRAIN}: prose, from scratch",
+            f"model comes from ({before.num_steps} steps); {CLEAN}: {SHARE_OF_CODE[CLEAN]:.0%} code, the rest prose",
             "method": "a third of the rows, none that the first weights predict worse than a guess; a quarter drawn",
             "rates tried": "; ".join(f"{regime}: {', '.join(map(str, RATES[regime]))}" for regime in outcomes)
             + "; and beyond where the best was at an end",
@@ -305,8 +261,8 @@ class Regime:
         return names_between(self.samples, "prose, ", f", {self.name}")
 
     def losses(self, arm: str) -> Sequence[float]:
-        """Held-out losses of the text that counts, by seed."""
-        return self.samples[f"{COUNTS[self.name]}, {arm}, {self.name}"]
+        """Held-out losses of the new text, by seed."""
+        return self.samples[f"code, {arm}, {self.name}"]
 
     def both(self, arm: str) -> list[float]:
         """Held-out losses of both texts in their proportion in the stream, by seed."""
@@ -318,7 +274,7 @@ class Regime:
         return ratios(*(self.samples[f"{FLOPS}{name}, {self.name}"] for name in (arm, DENSE)))
 
     def above_dense(self, arm: str) -> Estimate:
-        """Percent of loss of the text that counts above dense."""
+        """Percent of loss of the new text above dense."""
         return percent_above(self.losses(arm), self.losses(DENSE))
 
     def both_above_dense(self, arm: str) -> Estimate:
@@ -334,7 +290,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     """Met when in the uncleaned update FLOPs, time, and the losses of the new text and of both are within their
     targets, and every rival is worse in both, in the new text with p < 0.05."""
     judgment = Judgment()
-    update, clean, pretraining = (Regime(name=name, samples=samples) for name in (UPDATE, CLEAN, PRETRAIN))
+    update, clean = (Regime(name=name, samples=samples) for name in (UPDATE, CLEAN))
     gap, both = update.above_dense(METHOD), update.both_above_dense(METHOD)
     judgment.said.append(
         f"{UPDATE} from a stream of which {SHARE_OF_GARBAGE[UPDATE]:.0%} is garbage: held-out loss of the new text "
@@ -369,41 +325,19 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         others = [name for name in ARMS[CLEAN] if name not in (METHOD, DENSE)]
         beside = ", ".join(f"{name} {clean.gaps(name)}" for name in others)
         judgment.said.append(f"{CLEAN}: {clean.gaps(METHOD)} from dense ({beside})")
-    with judgment.beside():
-        said = []
-        for budget in BUDGETS:
-            gaps = {form: pretraining.above_dense(at_budget(form, budget)).mean for form in FORMS}
-            best = min(gaps, key=gaps.__getitem__)
-            said.append(f"at {budget:g} of the FLOPs {best}, {gaps[best]:+.2f}% from dense")
-        judgment.said.append(f"{PRETRAIN}, best: {', '.join(said)}")
     for name in (f"{kind} before the update" for kind in KINDS):
         judgment.show(samples, {f"loss of the {name}": name}, "nats")
-    for regime in (update, clean, pretraining):
+    for regime in (update, clean):
         for arm in regime.arms:
             judgment.ask(f"held-out loss, {arm}, {regime.name}", estimate(regime.losses(arm)), "nats")
             judgment.note(f"executed FLOPs, {arm}, {regime.name}", partial(regime.flops, arm), "x dense")
-            if regime.name != PRETRAIN:
-                above = regime.both_above_dense(arm)
-                judgment.ask(f"loss of both texts above dense, {arm}, {regime.name}", above, "%")
+            name = f"loss of both texts above dense, {arm}, {regime.name}"
+            judgment.ask(name, regime.both_above_dense(arm), "%")
     return judgment.verdict()
 
 
 CLAIM = declared(
     __name__,
-    statement="Dynamic sparse updates need 60% to 75% fewer FLOPs at less than 0.5% loss of quality.",
-    source="published guides to DeepSeek-style training; the parts: Jiang et al. 2019, Accelerating Deep Learning by "
-    "Focusing on the Biggest Losers (https://arxiv.org/abs/1910.00762); Wenzek et al. 2019, CCNet, whose filter by "
-    "perplexity the limit is (https://arxiv.org/abs/1911.00359); Mindermann et al. 2022, RHO-LOSS "
-    "(https://arxiv.org/abs/2206.07137); Liu et al. 2021, AutoFreeze (https://arxiv.org/abs/2102.01386)",
-    published="60-75% fewer FLOPs, quality within 0.5%; machine and model not told",
-    compared="choosing the rows of a batch by a short look, against dense training at equal tokens, against dense with "
-    "fewer steps, a smaller dense model, random rows and plain freezing at equal FLOPs, against dense at equal time, "
-    "and against drawing from the rows that the look does not rule out, each at its own best rate by the loss of new "
-    "and old text; in a continual update from a stream that is half garbage, in one from a clean stream, and, with "
-    "other forms beside them, in pretraining",
-    target=f"in the uncleaned update executed FLOPs at most {TARGET_FLOPS:g} and time of a step at most "
-    f"{TARGET_TIME:g} of dense, held-out loss at most {TARGET_LOSS:g}% above dense and below every baseline, dense "
-    "training behind the same filter included, both of the new text and of new and old in their proportion",
     headline=(
         "executed FLOPs, method to dense",
         "time of a step, method to dense",

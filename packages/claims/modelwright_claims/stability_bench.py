@@ -146,9 +146,9 @@ def judge(study: Study, gain: float, samples: Samples, conditions: Conditions) -
                     f"({ratio.mean:.2f}x, p = {p_value:.2g})"
                 )
                 if wild is None:
-                    judgment.at_most(f"{regime}: steps more than {other}", differences(own, others), 0.0)
+                    judgment.check(f"{regime}: steps more than {other}", differences(own, others), 0.0, "", "<=")
                 else:
-                    judgment.at_least(f"{regime}: steps fewer than {other}", ratio, gain, "x")
+                    judgment.check(f"{regime}: steps fewer than {other}", ratio, gain, "x", ">=")
                     judgment.require(p_value < 0.05, f"{regime}: not different from {other} with p < 0.05")
         longest = int(conditions["steps"])
         missed = {arm: sum(of >= longest for of in samples.get(f"steps, {arm}, {regime}", ())) for arm in study.arms}

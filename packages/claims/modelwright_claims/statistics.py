@@ -60,7 +60,9 @@ class Estimate:
         """Return the figure with its bounds."""
         bounded = self.count > 1 and not self.exact and math.isfinite(self.lower) and math.isfinite(self.upper)
         lower, upper = (self.lower, self.upper) if bounded else (None, None)
-        return Figure(value=self.mean, unit=unit, spread=self.spread, lower=lower, upper=upper)
+        return Figure(
+            value=self.mean, unit=unit, spread=self.spread, lower=lower, upper=upper, exact=self.exact or None
+        )
 
 
 def estimate(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
@@ -103,11 +105,6 @@ def percent_above(method: Sequence[float], baseline: Sequence[float]) -> Estimat
 def percent_saved(method: Sequence[float], baseline: Sequence[float]) -> Estimate:
     """Estimate by how many percent `method` is below `baseline`, from paired repeats."""
     return estimate([100 * (1 - one / other) for one, other in zip(method, baseline, strict=True)])
-
-
-def spread(values: Sequence[float]) -> float:
-    """Standard deviation of the sample; 0 for a single value."""
-    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def share(outcomes: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:

@@ -99,7 +99,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         f"{against[best].mean:.2f}x tokens per device per second at best ({best}) against {num_ranks} devices that "
         f"work one after the other, of at most {num_ranks}x that {num_ranks} devices allow"
     )
-    judgment.at_least(f"against {BASELINE}, {best}", against[best], TARGET, "x")
+    judgment.check(f"against {BASELINE}, {best}", against[best], TARGET, "x", ">=")
     verdict = judgment.verdict()
     if num_ranks >= TARGET:
         return verdict
@@ -108,13 +108,5 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 
 CLAIM = declared(
-    __name__,
-    statement="Three-dimensional parallelism trains 4.2 times as many tokens per device.",
-    source="published guides to DeepSeek-style training; the layouts: Narayanan et al. 2021 "
-    "(https://arxiv.org/abs/2104.04473)",
-    published="4.2x per-device throughput, against a baseline that is not told",
-    compared="the same global batch on the same processes: layers handed from device to device without microbatches, "
-    "against every axis alone and their products",
-    target=f"the fastest layout at least {TARGET}x the baseline",
-    headline=(f"against {BASELINE}: data", f"against {BASELINE}: pipeline", f"against {BASELINE}: tensor"),
+    __name__, headline=(f"against {BASELINE}: data", f"against {BASELINE}: pipeline", f"against {BASELINE}: tensor")
 )

@@ -19,8 +19,8 @@ from modelwright.parallel.topology.collectives import Collectives, TopologyConfi
 from modelwright.parallel.topology.links import Links, LinksConfig, measure_links, place, take_places
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.judging import Judgment, names_between
-from modelwright_claims.launch import Rank, finish_ranks, start_ranks
-from modelwright_claims.netns import Network, full_mesh, missing, racks
+from modelwright_claims.launch import run_ranks
+from modelwright_claims.netns import Network, missing, racks
 from modelwright_claims.statistics import ratios
 
 KIB = 1024
@@ -37,49 +37,15 @@ class Effort:
     calls: int = 20
 
 
-def start(net: Network, order: Sequence[str], worker: str, out: Path, effort: Effort) -> list[Rank]:
-    """Start one rank on each host; rank i is the host order[i]."""
-    return start_ranks(
-        __name__,
-        [worker, str(out), str(effort.repeats), str(effort.calls)],
-        num_ranks=len(order),
-        network=net,
-        hosts=order,
-    )
-
-
 def measure_racks(effort: Effort, *, delay_ms: float) -> dict[str, Any]:
     """Eight hosts in two racks, ranks alternating between them."""
     topology = racks([4, 4], mbit=1000, across_mbit=100, across_delay_ms=delay_ms, mtu=9000)
     order = [f"h{number}" for pair in zip(range(4), range(4, 8), strict=True) for number in pair]
     with tempfile.TemporaryDirectory() as folder, Network(topology) as net:
         out = Path(folder) / "found.json"
-        finish_ranks(start(net, order, "compare", out, effort))
+        words = [str(out), str(effort.repeats), str(effort.calls)]
+        run_ranks(__name__, words, num_ranks=len(order), network=net, hosts=order)
         return {"network": topology.links, **json.loads(out.read_text())}
-
-
-def measure_degraded(effort: Effort) -> dict[str, Any]:
-    """A cable of the tree slows down and recovers while the ranks continue."""
-    topology = full_mesh([[100.0] * 4] * 4)
-    with tempfile.TemporaryDirectory() as folder, Network(topology) as net:
-        out = Path(folder) / "found.json"
-        ranks = start(net, net.hosts, "degraded", out, effort)
-        tree = out.with_suffix(".tree")
-        await_file(tree, ranks)
-        a, b = json.loads(tree.read_text())
-        net.shape(f"h{a}", f"h{b}", 5)
-        out.with_suffix(".slowed").touch()
-        await_file(out.with_suffix(".around"), ranks)
-        net.shape(f"h{a}", f"h{b}", 100)
-        finish_ranks(ranks)
-        return {"network": topology.links, **json.loads(out.read_text())}
-
-
-def await_file(path: Path, ranks: Sequence[Rank]) -> None:
-    while not path.exists():
-        if any(rank.process.poll() for rank in ranks):
-            finish_ranks(ranks)
-        time.sleep(0.01)
 
 
 def compare(world: World, out: Path, effort: Effort) -> None:
@@ -147,57 +113,17 @@ def timed(world: World, call: Callable[[], object], num_calls: int) -> float:
     return world.maxima((time.perf_counter() - start) / num_calls)[0]
 
 
-def follow(world: World, out: Path, effort: Effort) -> None:
-    """Worker: times of a 64 KiB all-reduce by a tree, before, after a link of the tree slowed down, and around it."""
-    config = TopologyConfig(algorithm="tree", window_all_reduces=16, recheck_windows=2, measure_s=1.0)
-    collectives = Collectives(world, measure_links(world, LinksConfig(budget_s=2.0)), config)
-    message = torch.zeros(64 * KIB // 4)
-
-    steps = [step for steps in collectives.plan_for(64 * KIB).plan.rounds for step in steps]
-    first_edge = next((step.source, step.target) for step in steps if not step.adds)
-
-    def one() -> float:
-        return 1e3 * timed(world, lambda: collectives.all_reduce(message), 1)
-
-    phases: dict[str, list[float]] = {"before": [], "slowed": [], "around": [], "recovered": []}
-    phases["before"] = [one() for _ in range(3 * config.window_all_reduces)]
-    if world.is_first:
-        write_atomic(out.with_suffix(".tree"), json.dumps(first_edge))
-    while not (world.maxima(float(out.with_suffix(".slowed").exists()))[0] > 0):
-        one()
-    calls_to_notice, plannings = 0, collectives.num_plannings
-    while collectives.num_plannings == plannings:
-        phases["slowed"].append(one())
-        calls_to_notice += 1
-    phases["around"] = [one() for _ in range(2 * config.window_all_reduces)]
-    if world.is_first:
-        out.with_suffix(".around").touch()
-    plannings = collectives.num_plannings
-    deadline = 20 * config.window_all_reduces
-    while collectives.num_plannings == plannings and deadline:
-        one()
-        deadline -= 1
-    phases["recovered"] = [one() for _ in range(2 * config.window_all_reduces)]
-    if world.is_first:
-        result = {
-            "recovery_noticed": deadline > 0,
-            "calls_to_notice": calls_to_notice,
-            "ms": {phase: rounded(times) for phase, times in phases.items()},
-        }
-        write_atomic(out, json.dumps(result))
-
-
 def rounded(times: Sequence[float]) -> list[float]:
     """Return milliseconds to a tenth of a microsecond."""
     return [round(time, 4) for time in times]
 
 
 def main() -> None:
-    worker, out, repeats, calls = sys.argv[1:]
+    out, repeats, calls = sys.argv[1:]
     torch.set_num_threads(1)
     effort = Effort(repeats=int(repeats), calls=int(calls))
     with join_world(torch.device("cpu")) as world:
-        (follow if worker == "degraded" else compare)(world, Path(out), effort)
+        compare(world, Path(out), effort)
 
 
 TARGET = 4.0
@@ -207,7 +133,6 @@ UNINFORMED = ("arrival, flat, 4 KiB", "arrival, doubling, 4 KiB")
 SETTINGS: dict[str, Callable[[Effort], dict[str, Any]]] = {
     "racks": lambda effort: measure_racks(effort, delay_ms=0.5),
     "shaped": lambda effort: measure_racks(effort, delay_ms=0.0),
-    "degraded": measure_degraded,
 }
 
 
@@ -231,11 +156,7 @@ def measurement(found: Mapping[str, Mapping[str, Any]]) -> Measurement:
             f"{link.mbit:g} Mbit/s" + f", {link.delay_ms:g} ms" * bool(link.delay_ms) for link in measured["network"]
         }
         conditions[f"links, {name}"] = "; ".join(sorted(links))
-        if "plans" in measured:
-            conditions[f"algorithms, {name}"] = ", ".join(f"{size}: {plan}" for size, plan in measured["plans"].items())
-        if "calls_to_notice" in measured:
-            conditions["all-reduces until a slow link was noticed"] = measured["calls_to_notice"]
-            conditions["its recovery was noticed"] = measured["recovery_noticed"]
+        conditions[f"algorithms, {name}"] = ", ".join(f"{size}: {plan}" for size, plan in measured["plans"].items())
     return Measurement(
         samples={f"ms, {name}: {arm}": times for name, one in found.items() for arm, times in one["ms"].items()},
         conditions=conditions,
@@ -263,18 +184,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = declared(
-    __name__,
-    statement="Placing ranks and choosing routes by the measured topology cuts communication latency to a quarter.",
-    source="published guides to DeepSeek-style training; algorithms: Thakur, Rabenseifner and Gropp 2005, Optimization "
-    "of Collective Communication Operations in MPICH",
-    published="latency 3.2 ms -> 0.8 ms, network and message not told",
-    compared="all-reduces over eight hosts in two racks, by the backend and by recursive doubling in the order in "
-    "which ranks arrived, neither of which knows a topology, against placed ranks, algorithms chosen by message size "
-    "and small messages joined; and a link that degrades during a run",
-    target=f"a 4 KiB all-reduce at least {TARGET:g} times shorter than the faster of the backend's own and recursive "
-    "doubling in the order of arrival",
-)
+CLAIM = declared(__name__)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,9 @@ class Processes:
         return self.hosts * self.per_host
 
 
+ONE_THREAD = Processes(threads=1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A training run. Everything that its outcome depends on is in here, in the sources or in the machine."""

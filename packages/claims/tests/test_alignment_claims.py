@@ -57,7 +57,7 @@ def test_ppo_is_judged_by_the_true_reward_and_against_best_of_n() -> None:
     assert met.figures[ppo_true_reward.ACCURACY].value == pytest.approx(90.0)
     pleasing = verdict(ppo_true_reward.CLAIM, {**PPO_SAMPLES, f"{TRUE}PPO": around(0.61, step=0.02)})
     assert pleasing.kind == "short"
-    assert pleasing.reason.startswith("gain in true reward 0.01 (lower bound")
+    assert pleasing.reason.startswith("gain in true reward 0.01 points (lower bound")
     beaten = verdict(ppo_true_reward.CLAIM, {**PPO_SAMPLES, f"{TRUE}best of 4": around(0.81)})
     assert beaten.kind == "short"
     assert "true reward of PPO over best of 4 -0.01" in beaten.reason

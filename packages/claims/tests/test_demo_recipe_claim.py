@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ def verdict(changes: dict[str, list[float]], has_bf16: bool = True) -> Verdict:
     for name in (TODAY, BEFORE, EQUAL, WHOLE, NANO):
         samples |= {f"seconds, {name}": [1.0, 1.0], f"tokens, {name}": [1.0, 1.0]}
         samples.setdefault(f"nats, {name}", [1.0, 1.0])
+    samples |= {demo_recipe.OWN_PARAMETERS: [100.0], f"parameters, {NANO}": [101.0, 101.0]}
     conditions = {"BF16 instructions": has_bf16}
     return judge(demo_recipe.CLAIM, Measurement(samples=samples | changes, conditions=conditions))
 
@@ -41,6 +43,7 @@ def test_every_part_of_the_target_is_asked_for() -> None:
         (f"code, {EQUAL}", [1.93, 1.93, 1.93], "code, below the recipe before at equal tokens"),
         (f"code, {WHOLE}", [1.57, 1.571], "code"),
         (f"nats, {NANO}", [4.5, 4.6, 4.5], "below nanoGPT"),
+        (f"parameters, {NANO}", [99.0, 99.0], "nanoGPT has 99 parameters"),
     ):
         found = verdict({name: values})
         assert found.kind == "short"
@@ -53,6 +56,18 @@ def test_one_run_in_the_time_of_the_demo_is_no_bound() -> None:
 
 def test_without_bf16_instructions_no_figure_of_the_whole_demo_is_asked_for() -> None:
     assert verdict({f"code, {WHOLE}": [1.9]}, has_bf16=False).kind == "met"
+
+
+@pytest.mark.parametrize("num_parameters", [10_000, 40_000, 41_000])
+def test_nano_gpt_has_no_fewer_parameters(num_parameters: int) -> None:
+    model = SimpleNamespace(num_parameters=num_parameters, vocab_size=32, model_dim=32)
+    num_layers = demo_recipe.layers_of_nano(model)  # type: ignore[arg-type]
+    sizes = [
+        sum(weights.numel() for weights in nano_gpt.NanoGpt(replace(JOB, num_layers=number), seq_len=8).parameters())
+        for number in (num_layers, num_layers - 1)
+    ]
+    assert sizes[0] >= num_parameters
+    assert sizes[1] < num_parameters or num_layers == 1
 
 
 def test_nano_gpt_sees_nothing_that_follows() -> None:

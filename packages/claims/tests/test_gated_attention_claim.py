@@ -80,15 +80,22 @@ def test_flops_are_those_of_what_tokens_see() -> None:
     model.init_weights(0)
     seen = [sum(range(1, length + 1)) for length in (batch.segments_BT >= 0).sum(dim=1).tolist()]
     whole = 2 * 4 * 4 * 8 * sum(seen)
-    assert arms.attention_flops(model, [batch]) == whole
-    window = replace(SHAPE, attention=AttentionConfig(window=1, window_layers=(0,)))
     num_tokens = int((batch.segments_BT >= 0).sum())
-    assert arms.attention_flops(Decoder(window), [batch]) == whole / 2 + 4 * 4 * 8 * num_tokens
+    projected = (
+        2
+        * num_tokens
+        * sum(
+            weights.numel() for name, weights in model.named_parameters() if "attention." in name and weights.dim() == 2
+        )
+    )
+    assert arms.attention_flops(model, [batch]) == whole + projected
+    window = replace(SHAPE, attention=AttentionConfig(window=1, window_layers=(0,)))
+    assert arms.attention_flops(Decoder(window), [batch]) == projected + whole / 2 + 4 * 4 * 8 * num_tokens
     selecting = Decoder(replace(SHAPE, head_budget=0.5))
     selecting.init_weights(0)
     for kind, heads in ((arms.OPEN, 1.0), (arms.CLOSED, 0.0)):
         routed = arms.with_routers(selecting, kind)
-        assert arms.attention_flops(routed, [batch]) == heads * whole + 2 * 2 * 16 * 4 * num_tokens
+        assert arms.attention_flops(routed, [batch]) == projected + heads * whole + 2 * 2 * 16 * 4 * num_tokens
         assert arms.open_share(routed, [batch]) == heads
 
 
@@ -99,14 +106,11 @@ def test_the_arms_are_made_and_measured(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     found = bench.compare()
     assert torch.get_num_threads() == before
-    assert {*found.final} == {arms.PLAIN, arms.METHOD, arms.GATED, *arms.RIVALS}
-    assert found.final[arms.GATED][0].heldout_loss != found.final[arms.PLAIN][0].heldout_loss
-    assert found.rates[arms.GATED] == found.rates[arms.PLAIN]
+    assert {*found.final} == {arms.PLAIN, arms.METHOD, *arms.RIVALS}
     assert all(math.isfinite(one.heldout_loss) for of in found.final.values() for one in of)
     (plain,), (method,), (fewer,), (window,) = (
         found.costs[name] for name in (arms.PLAIN, arms.METHOD, arms.FEWER, arms.WINDOW)
     )
-    assert found.costs[arms.GATED][0].flops > plain.flops
     assert fewer.flops == plain.flops * arms.NUM_STATIC / arms.NUM_HEADS
     assert 0 < method.open_share < 1
     assert method.flops < plain.flops
@@ -114,5 +118,3 @@ def test_the_arms_are_made_and_measured(tmp_path: Path) -> None:
     assert arms.WINDOW_STEP <= found.window < TINY.seq_len
     verdict = judge(claim.CLAIM, claim.measurement(found, TINY))
     assert verdict.kind in ("met", "short", "not judged")
-    assert f"held-out loss, {arms.GATED}" in verdict.figures
-    assert arms.GATED not in verdict.reason

@@ -10,38 +10,46 @@ NEAR, FAR = estimate([1.9, 2.0, 2.1]), estimate([1.0, 2.0, 3.0])
 """The same mean; the bounds are 1.83 and 2.17, and 0.31 and 3.69."""
 
 
-@pytest.mark.parametrize(("relation", "limit"), [("at_least", 1.8), ("at_most", 2.2), ("above", 1.8), ("below", 2.2)])
+@pytest.mark.parametrize(("relation", "limit"), [(">=", 1.8), ("<=", 2.2), (">", 1.8), ("<", 2.2)])
 def test_a_margin_is_judged_by_the_bound_and_not_by_the_mean(relation, limit):
     judgment = Judgment()
-    assert getattr(judgment, relation)("speed", NEAR, limit, "x")
+    assert judgment.check("speed", NEAR, limit, "x", relation)
     assert judgment.verdict().kind == "met"
-    assert not getattr(judgment, relation)("speed", FAR, limit, "x")
+    assert not judgment.check("speed", FAR, limit, "x", relation)
     assert judgment.verdict().kind == "short"
 
 
 def test_a_miss_names_the_figure_its_bound_and_the_limit():
     judgment = Judgment(said=["beside"])
-    judgment.at_most("loss", FAR, 2.5, " nats")
+    judgment.check("loss", FAR, 2.5, " nats", "<=")
     assert judgment.verdict().reason == "loss 2 nats (upper bound 3.69 nats), not at most 2.5 nats. beside"
 
 
-@pytest.mark.parametrize(
-    ("relation", "holds"), [("at_least", True), ("at_most", True), ("above", False), ("below", False)]
-)
+@pytest.mark.parametrize(("relation", "holds"), [(">=", True), ("<=", True), (">", False), ("<", False)])
 def test_the_limit_itself(relation, holds):
-    assert getattr(Judgment(), relation)("bytes", exact(2.0), 2.0) is holds
+    assert Judgment().check("bytes", exact(2.0), 2.0, "", relation) is holds
 
 
 def test_an_exact_count_needs_no_repeats_and_says_so():
     judgment = Judgment()
-    judgment.at_most("bytes", exact(3.0), 2.0)
+    judgment.check("bytes", exact(3.0), 2.0, "", "<=")
     assert "bytes 3 (exact), not at most 2" in judgment.verdict().reason
+
+
+def test_a_single_noisy_sample_is_no_exact_count():
+    """A number without `exact` is one sample: inside its limit it proves nothing, outside it is a miss."""
+    inside, outside, count = Judgment(), Judgment(), Judgment()
+    inside.ask("error", 3.0, "%", "<=", 5.0)
+    outside.ask("error", 6.0, "%", "<=", 5.0)
+    count.ask("FLOPs", exact(3.0), "%", "<=", 5.0)
+    assert [one.verdict().kind for one in (inside, outside, count)] == ["not judged", "short", "met"]
+    assert (inside.figures["error"].exact, count.figures["FLOPs"].exact) == (None, True)
 
 
 def test_one_repeat_inside_the_margin_is_not_judged_and_one_outside_is_short():
     inside, outside = Judgment(), Judgment()
-    inside.at_least("speed", estimate([3.0]), 2.0, "x")
-    outside.at_least("speed", estimate([1.0]), 2.0, "x")
+    inside.check("speed", estimate([3.0]), 2.0, "x", ">=")
+    outside.check("speed", estimate([1.0]), 2.0, "x", ">=")
     assert inside.verdict().kind == "not judged"
     assert "repeats of speed: one gives no bound" in inside.verdict().reason
     assert outside.verdict().kind == "short"
@@ -51,9 +59,9 @@ def test_one_repeat_inside_the_margin_is_not_judged_and_one_outside_is_short():
 def claim(limit: float = 2.0) -> Claim:
     def rule(samples: Samples, conditions: object) -> Verdict:
         judgment = Judgment()
-        judgment.at_least("speed", estimate(samples["speed"]), limit, "x")
+        judgment.check("speed", estimate(samples["speed"]), limit, "x", ">=")
         with judgment.part():
-            judgment.at_most("loss", estimate(samples["loss"]), 1.0)
+            judgment.check("loss", estimate(samples["loss"]), 1.0, "", "<=")
         with judgment.beside():
             judgment.figures["memory"] = estimate(samples["memory"]).figure("B")
         return judgment.verdict()

@@ -12,7 +12,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright_claims import bf16_mixed, gradient_accumulation, int8, packing, warmup_cosine, workbench
 from modelwright_claims.claim import Measurement, Setting, Verdict
-from modelwright_claims.int8 import ARMS, EAGER, EIGHT_BIT_RIVALS, FP32, INT4
+from modelwright_claims.int8 import ARMS, EAGER, EIGHT_BIT_RIVALS, FP32, INT4, TORCH
 from modelwright_claims.judging import judge
 from modelwright_claims.large_runs import NO_ONEDNN
 
@@ -94,9 +94,7 @@ def test_schedule_verdict_needs_a_significant_gain_in_every_regime():
     assert kind(worse) == "short"
 
 
-def bf16(
-    speeds: tuple[float, ...] = (2.1, 2.15, 2.2), gaps: tuple[float, ...] = (0.001, 0.002), product: float = 3.0
-) -> Verdict:
+def bf16(speeds: tuple[float, ...] = (2.1, 2.15, 2.2), gaps: tuple[float, ...] = (0.001, 0.002)) -> Verdict:
     """FP32 alone, at 1,000 tokens per second."""
     return judge(
         bf16_mixed.CLAIM,
@@ -108,22 +106,18 @@ def bf16(
                 "held-out loss, bf16": [3.0 + gap for gap in gaps],
                 "peak bytes, fp32": [100.0, 101.0],
                 "peak bytes, bf16": [80.0, 81.0],
-                "bare products per second, fp32": [1.0],
-                "bare products per second, bf16": [product],
             },
             conditions={NO_ONEDNN: "none here", "instruction set": "AVX2"},
         ),
     )
 
 
-def test_bf16_verdict_says_what_fell_short_and_why():
+def test_bf16_verdict_says_what_fell_short():
     assert bf16().kind == "met"
     assert bf16(speeds=(1.6, 2.1, 2.9)).kind == "short"  # 2.2 on average
-    slow = bf16(speeds=(0.1, 0.2, 0.3), product=0.1)
+    slow = bf16(speeds=(0.1, 0.2, 0.3))
     assert slow.kind == "short"
     assert slow.reason.startswith("speed over fp32 0.2x (lower bound ")
-    assert "0.10x FP32 on this machine (AVX2;" in slow.reason
-    assert "the rest of the step" in bf16(speeds=(1.1, 1.2, 1.3)).reason
     assert bf16(gaps=(0.2, 0.2)).reason.startswith("held-out loss above FP32 0.2 nats (upper bound 0.2 nats)")
     assert bf16(gaps=(0.0, 0.03)).kind == "short"  # 0.015 on average, without a bound near it
 
@@ -167,7 +161,7 @@ def test_int8_verdict():
         changed: dict[str, float] | None = None, *, lost: float = 0.001, trained: float = 3.01,
         num_bytes: int = 110, seeds: int = 2, without: tuple[str, ...] = (),
     ) -> str:  # fmt: skip
-        fast = dict.fromkeys(ARMS, 400.0) | {EAGER: 100.0, FP32: 150.0} | (changed or {})
+        fast = dict.fromkeys(ARMS, 400.0) | {EAGER: 100.0, TORCH: 110.0, FP32: 120.0} | (changed or {})
         rounds = [
             {case: {name: pace + turn for name, pace in fast.items() if name not in without} for case in int8.CASES}
             for turn in range(2)
@@ -183,8 +177,10 @@ def test_int8_verdict():
     assert judged().startswith("met")
     assert "not at hand: llama.cpp, 8 bits, llama.cpp, 4 bits" in judged(without=llama)
     own = "short: Modelwright, INT8 over"
-    assert judged({EAGER: 150.0}).startswith(f"{own} transformers, FP32 in decode, 8 streams 2.66x")
+    assert judged({EAGER: 150.0}).startswith(f"{own} transformers, FP32 in decode, 1 stream 2.66x")
     assert judged({FP32: 300.0}).startswith(f"{own} Modelwright, FP32 in decode, 1 stream 1.33x")
+    assert f"{own[7:]} Modelwright, FP32 in prefill, 256 tokens 1.33x" in judged({FP32: 300.0})
+    assert f"{own[7:]} OpenVINO GenAI, 8 bits in prefill, 256 tokens 0.5x" in judged({"OpenVINO GenAI, 8 bits": 800.0})
     slower = judged({"ONNX Runtime GenAI, 8 bits": 500.0})
     assert slower.startswith(f"{own} ONNX Runtime GenAI, 8 bits in decode, 1 stream 0.8x")
     assert "Modelwright, INT4 over llama.cpp, 4 bits in decode, 32 streams 0.5x" in judged({llama[1]: 800.0})

@@ -59,7 +59,7 @@ def test_all_three_targets_on_the_slow_link_have_to_be_met():
 def racks(backend: float, doubling: float, method: float) -> dict[str, Any]:
     times = dict(zip(topology.UNINFORMED, (backend, doubling), strict=True)) | {topology.METHOD: method}
     network = [Link(ends=("h0", "rack"), mbit=100.0, delay_ms=0.5)]
-    return {"ms": {arm: [time, 1.01 * time] for arm, time in times.items()}, "network": network}
+    return {"ms": {arm: [time, 1.01 * time] for arm, time in times.items()}, "network": network, "plans": {}}
 
 
 def test_the_smallest_message_between_racks_decides_against_the_faster_uninformed_algorithm():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,21 @@ def stack_figures() -> list[str]:
         values[f"{hosts}: faster, everything"]
         for hosts in ("one host", "two hosts", "one host, wide", "two hosts, wide")
     )
-    return [f"{one:.1f} times on one host", f"{two:.1f} times on two hosts", f"{one_wide:.1f} and {two_wide:.1f} times"]
+    seconds = {
+        name: statistics.fmean(values) for name, values in record(f"efficiency_20x-{MACHINE}")["samples"].items()
+    }
+    alone = [
+        seconds[f"one host{wide}: seconds, plain"] / seconds[f"two hosts{wide}: seconds, everything"]
+        for wide in ("", ", wide")
+    ]
+    return [
+        f"{one:.1f} times on one host",
+        f"{two:.1f} times on two hosts",
+        f"{one_wide:.1f} and {two_wide:.1f} times",
+        f"{alone[0]:.1f} and {alone[1]:.1f} times as fast on two",
+        f"on one host ({seconds['one host: seconds, plain']:.0f} s) than on two "
+        f"({seconds['two hosts: seconds, plain']:.0f} s)",
+    ]
 
 
 QUOTED = {
@@ -186,11 +201,14 @@ def test_the_readme_quotes_the_records() -> None:
         f"{tuned['sft', '8.6M']:.2f} and {tuned['sft', '95M']:.2f} times TRL",
         "{:.2f}, {:.2f} and {:.2f} times TRL".format(*(tuned[case, "95M"] for case in ("dpo", "grpo", "ppo"))),
         f"{ours['documents_per_cpu_s'] / theirs['documents_per_cpu_s']:.1f} times datatrove",
-        f"{served['times the naive rate, INT8']:.0f} times one request at a time, "
-        f"{served['times the rate of llama.cpp 8 bits, INT8']:.2f} of llama.cpp",
-        f"{stack['one host: faster, everything']:.1f} times plain PyTorch",
+        f"{served['times the rate of llama.cpp 8 bits, INT8']:.2f} of llama.cpp; "
+        f"{served['times the naive rate, INT8']:.0f} times one request at a time",
+        f"{stack['one host: faster, everything']:.1f} times plain PyTorch without oneDNN",
     ]
     rows = [line for line in README.splitlines() if line.startswith("| ") and "](" in line]
     table = rows[: len(expected)]
     assert [figure for figure, row in zip(expected, table, strict=True) if figure not in row] == []
+    for claim, row in zip(("serving_qps", "efficiency_20x"), table[-2:], strict=True):
+        verdict = shown_kind(CLAIMS[claim], judged(CLAIMS[claim], record(f"{claim}-{MACHINE}")))
+        assert ("| short: " in row) == verdict.startswith("short"), "what is short looks like no success"
     assert "| you want to | read |" in README.partition(table[-1])[2]

@@ -116,25 +116,10 @@ def test_the_row_says_what_the_method_costs_in_a_clean_stream():
     assert expected in reason
 
 
-def test_pretraining_names_the_best_form_at_every_budget():
-    """A curve: losses fall with the budget, at the smallest the smaller model leads, then columns."""
-    losses = {arms.at_budget(form, budget): 2.5 - budget for form in arms.FORMS for budget in arms.BUDGETS}
-    losses |= {arms.at_budget("smaller dense", 0.2): 2.2, arms.at_budget("columns", 0.4): 2.06}
-    losses |= {arms.at_budget("columns", 0.6): 1.89, arms.DENSE: 2.0}
-    final = {name: [found(loss, 1.0)] * 3 for name, loss in losses.items()}
-    pretraining = arms.Comparison(regime=arms.PRETRAIN, rates=dict.fromkeys(final, 1e-3), final=final)
-    reason = judged(outcome(2.005, 0.39), pretraining=pretraining).reason
-    assert reason.endswith(
-        "pretraining, best: at 0.2 of the FLOPs smaller dense, +10.00% from dense, at 0.4 of the FLOPs columns, +3.00% "
-        "from dense, at 0.6 of the FLOPs columns, -5.50% from dense"
-    )
-
-
 def test_both_texts_count_in_the_proportion_of_the_useful_rows():
     one = Outcome(heldout_loss=2.0, seconds=1.0, losses={"prose": 2.0, "code": 3.0})
     assert arms.mixed_loss(one, arms.UPDATE) == pytest.approx(2.5)  # a quarter each, beside a half of garbage
     assert arms.mixed_loss(one, arms.CLEAN) == pytest.approx(2.2)
-    assert arms.mixed_loss(one, arms.PRETRAIN) == 2.0
 
 
 def test_sparse_runs_say_what_they_executed(text_folder):
@@ -161,7 +146,7 @@ def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path
         return [pretended(run) for run in runs]
 
     def pretended(run: Run) -> Outcome:
-        loss = 2.0 + abs(run.size.learning_rate - (4e-3 if run.start_from is None else 1e-3))
+        loss = 2.0 + abs(run.size.learning_rate - 1e-3)
         step_s = (0.62 if run.settings else 1.0) * run.size.batch_rows / arms.SIZE.batch_rows
         steps = {"executed_flops": [cost(run)], "step_time_s": [step_s] * 4}
         return Outcome(heldout_loss=loss, seconds=1.0, losses=dict.fromkeys(("prose", "code"), loss), steps=steps)
@@ -193,13 +178,6 @@ def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path
     assert result.figures["time of a step, method to dense"].value == pytest.approx(0.62)
     timed = [run for run in made if run.seed >= arms.FIRST_TIMED_SEED]
     assert [bool(run.settings) for run in timed] == [True, False, True] * arms.NUM_ROUNDS
-    if not quick:
-        pretraining = [run for run in made if run.start_from is None and run.seed in arms.SEEDS]
-        assert len(pretraining) == len(arms.SEEDS) * (1 + len(arms.FORMS) * len(arms.BUDGETS))
-        steps = {run.size.num_steps for run in pretraining if run.settings == arms.FORMS["columns"].settings}
-        assert steps == {round(160 / 0.3), 800}
-        fewer = {run.size.num_steps for run in pretraining if run.size.model_dim == 96 and not run.settings}
-        assert fewer == {160, 320, 480, 800}
 
 
 def named(runs: list[Run]) -> dict[str, Run]:

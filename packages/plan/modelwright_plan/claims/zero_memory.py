@@ -39,8 +39,7 @@ def measure(setting: Setting) -> Measurement:
         for stage in stages[:1] if count == 1 else stages:
             setting.progress.note(f"zero_memory: stage {stage}, {count} ranks")
             result[stage, count] = [
-                memory_probe.measure(probe(model, stage, count), num_ranks=count)[0]
-                for _ in range(1 if setting.quick else REPEATS)
+                memory_probe.measure(probe(model, stage, count), num_ranks=count)[0] for _ in range(REPEATS)
             ]
     estimates = {case: estimated_bytes(model, *case) for case in result}
     return measurement(result, estimates, model, large=large_model(quick=setting.quick))
@@ -160,6 +159,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 CLAIM = declared(
     __name__,
+    quick_decides=True,
     statement="Dividing optimizer states, gradients and parameters among n ranks leaves each with an n-th of "
     "the states.",
     source="Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020 "

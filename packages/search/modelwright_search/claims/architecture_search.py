@@ -14,7 +14,7 @@ from modelwright.core.progress import SilentProgress
 from modelwright.recipes.load import load
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment
-from modelwright_claims.statistics import percent_above
+from modelwright_claims.statistics import estimate, percent_above
 from modelwright_search.config import SearchConfig
 from modelwright_search.result import PROMISE_MARGIN, Contender, SearchResult
 from modelwright_search.run import search
@@ -48,7 +48,11 @@ def measure(setting: Setting) -> Measurement:
     request = load("continual-demo", settings(setting), str(setting.folder / "search"))
     words = ["search", "continual-demo"]
     result = search(request.config, request.run, wish, words=words, progress=SilentProgress(), restart=False)
-    return Measurement(samples=samples_of(result), conditions=conditions_of(result, wish))
+    samples, winner = samples_of(result), result.winner
+    assert winner.best is not None
+    shape = winner.bench.space.candidate(winner.best.choices).model
+    samples[MEASURED] += [winner.bench.candidates.measure(shape) for _ in range(2)]
+    return Measurement(samples=samples, conditions=conditions_of(result, wish))
 
 
 def settings(setting: Setting) -> Mapping[str, Any]:
@@ -119,14 +123,10 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         if not is_enough:
             judgment.said.append(f"not at an equal budget: {text}, for it had no further shape")
     with judgment.part():
-        (promised,), (measured,) = samples[PROMISED], samples[MEASURED]
-        gap = 100 * (measured / promised - 1)
-        judgment.require(
-            abs(gap) <= 100 * PROMISE_MARGIN,
-            f"the winner decodes in {measured:.3f} ms a token, promised {promised:.3f} ({gap:+.1f}%)",
-        )
-        say = f"searched by {SEARCHING}; latency {gap:+.1f}% beside the promise"
-        judgment.ask("latency beside the promise", gap, "%", say=say)
+        (promised,) = samples[PROMISED]
+        gaps = [100 * abs(measured / promised - 1) for measured in samples[MEASURED]]
+        say = f"searched by {SEARCHING}; latency {{0.mean:.1f}}% beside the promise"
+        judgment.ask("latency beside the promise", estimate(gaps), "%", "<=", 100 * PROMISE_MARGIN, say=say)
     for name in (SEARCHING, *RIVALS):
         judgment.show(samples, {f"held-out loss on unseen seeds, {name}": UNSEEN + name}, "nats")
         judgment.show(samples, [SPENT + name], "trainings")
