@@ -47,7 +47,7 @@ def packed_block_mask(segments_BT: Tensor, window: int = 0) -> BlockMask:
     """The block mask of causal attention within documents, and within the last `window` tokens if it is not 0. Equals
     `document_mask` where equal segment numbers are adjacent.
     """
-    first_BT, (num_rows, row_len) = first_visible(segments_BT, window), segments_BT.shape
+    first_BT, row_len = first_visible(segments_BT, window), segments_BT.shape[1]
     starts_N = torch.arange(0, row_len, BLOCK, device=segments_BT.device)
     ends_N = (starts_N + BLOCK).clamp(max=row_len) - 1
     first_of_first_BN1, first_of_last_BN1 = first_BT[:, starts_N, None], first_BT[:, ends_N, None]

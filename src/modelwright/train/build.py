@@ -18,6 +18,7 @@ from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.seeds import derive_seed
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.decoder import Decoder, StoredParameters
+from modelwright.ops.flex_attention import fuses
 from modelwright.ops.tensor_heap import use_tensor_heap
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import Mesh, World, build_mesh, single
@@ -154,7 +155,12 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
     cannot be written, `ArtifactError` for checkpoints of another run, `ModelwrightError` when training has diverged or
     replicas differ, `ConfigError` when the settings do not go together.
     """
-    check_layout(job.config, job.parallel, num_processes=world.size, further=features_of(job, ()))
+    further = features_of(job, ())
+    check_layout(job.config, job.parallel, num_processes=world.size, further=further)
+    # Zero-bubble schedules split the backward of blocks, which a compiled graph does not allow.
+    can_compile = fuses(world.device.type) and job.parallel.schedule != "zero_bubble"
+    compiled = job.config.compiles(on_cuda=can_compile, further=further)
+    job = replace(job, config=replace(job.config, compile=compiled))
     progress = progress if world.is_first else SilentProgress()
     progress.begin(job.name, job.num_steps, "steps")
     on_accelerator = world.device.type != "cpu"
@@ -291,7 +297,7 @@ def build_replica(
             store=store,
             pipeline_rank=mesh.pipeline.rank,
         ),
-        compile_blocks=config.compile,
+        compile_blocks=config.compile is True,  # `train` has settled `auto`
         precision=config.precision,
         scatters_each=config.optimizer_in_backward,
     )

@@ -227,15 +227,15 @@ def fp32_products(*, tf32: bool = False, onednn: bool = False, on_cpu: bool = Tr
     """Lets FP32 products on CUDA use TF32 or not within the block, and those on a CPU oneDNN or not. Raises
     `ConfigError` if oneDNN would not be used, or would round.
     """
+    precision = torch.get_float32_matmul_precision()
     if not onednn:
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = tf32
+        # Compiled kernels, fused attention among them, read this setting, too.
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
         try:
             yield
         finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+            torch.set_float32_matmul_precision(precision)
         return
-    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")  # makes PyTorch ask oneDNN, which may round to BF16 but need not
     try:
         if not (on_cpu and onednn_multiplies()):
