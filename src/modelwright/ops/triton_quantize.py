@@ -1,8 +1,8 @@
 """Blockwise FP8 quantization on CUDA (DeepSeek-V3, 2024, section 3.3) in one Triton kernel: it reads each tile once, in
 any layout, finds the scales, casts, and writes codes row by row, so that codes of a transposed view need no copy.
 
-Chains of PyTorch operators (`quantize_naive`, the reference) read an activation three times, and products copy the codes
-of transposed views once more. Codes and finite scales equal the reference's to the bit: division is rounded correctly
+Chains of PyTorch operators (`quantize_naive`, the reference) read an activation three times, and products copy codes of
+transposed views once more. Codes and finite scales equal the reference's to the bit: division is rounded correctly
 (`div_rn`; Triton's `/` is approximate). Products are PyTorch's (`scaled_mm` in `quantize.py`).
 
 Triton is a part of PyTorch's CUDA builds. Imported where a kernel is needed; `TRITON_INTERPRET=1` runs it on a CPU.
@@ -51,8 +51,8 @@ def _quantize_tile(
 
 
 def quantize_tiles(x_RK: Tensor, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`quantize` for the grids `ROW_BLOCKS` and `SQUARE_BLOCKS` and an FP8 format: codes [R, K], contiguous whatever the
-    layout of x, and FP32 scales. A group with a non-finite value has the scale infinity.
+    """`quantize` for the grids `ROW_BLOCKS` and `SQUARE_BLOCKS` and an FP8 format: codes [R, K], contiguous whatever
+    the layout of x, and FP32 scales. A group with a non-finite value has the scale infinity.
     """
     (num_rows, num_columns), tiles = x_RK.shape, tuple(-(-size // BLOCK) for size in x_RK.shape)
     codes_RK = torch.empty(x_RK.shape, dtype=dtype, device=x_RK.device)
