@@ -18,6 +18,8 @@ from modelwright.core.artifacts import write_atomic
 Case = Callable[[], Mapping[str, Any]]
 """Measures one thing and returns its figures."""
 Part = Mapping[str, Case]
+HIDDEN = frozenset({"machine", "threads", "load_at_start", "versions"})
+"""Circumstances that a table leaves out: they are the same in all of its lines."""
 
 
 @dataclass(kw_only=True)
@@ -83,9 +85,9 @@ def table(record: Record) -> str:
     """The record as Markdown: a table for each part."""
     lines: list[str] = []
     for name, cases in record.parts.items():
-        shown = {case: {k: v for k, v in figures.items() if k not in record.around} for case, figures in cases.items()}
-        keys = list(dict.fromkeys(key for figures in shown.values() for key in figures if key != "versions"))
-        lines += [f"### {name}", "", f"| | {' | '.join(keys)} |", f"| --- |{' --- |' * len(keys)}"]
+        shown = {case: {k: v for k, v in figures.items() if k not in HIDDEN} for case, figures in cases.items()}
+        keys = list(dict.fromkeys(key for figures in shown.values() for key in figures))
+        lines += [f"#### {name}", "", f"| | {' | '.join(keys)} |", f"| --- |{' --- |' * len(keys)}"]
         for case, figures in shown.items():
             values = " | ".join(_shown(figures.get(key, "")) for key in keys)
             lines.append(f"| {case} | {values} |")

@@ -1,5 +1,5 @@
-"""Compares the Triton kernel that quantizes blocks with its reference, to the bit, on the device that is named. For a CPU
-Triton's interpreter has to be switched on before Triton is imported, so this is a process of its own.
+"""Compares the Triton kernel that quantizes blocks with its reference, to the bit, on the device that is named. On a
+CPU Triton's interpreter has to be switched on before Triton is imported, so this is a process of its own.
 
     TRITON_INTERPRET=1 python quantize_tiles_process.py cpu
 """
