@@ -73,7 +73,7 @@ def _listed(is_chosen_BNN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _compiled() -> Any:
+def compiled_kernel() -> Any:
     """FlexAttention outside of compiled blocks: uncompiled it would compute all scores."""
     return torch.compile(flex_attention)  # pyright: ignore[reportUnknownMemberType]
 
@@ -91,7 +91,7 @@ def fused_packed_attention(
     def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return soft_cap * torch.tanh(score / soft_cap)
 
-    run = flex_attention if torch.compiler.is_compiling() else _compiled()
+    run = flex_attention if torch.compiler.is_compiling() else compiled_kernel()
     out_BHTd = run(
         q, k, v, score_mod=capped if soft_cap else None, block_mask=mask, scale=head_dim**-0.5, enable_gqa=True
     )

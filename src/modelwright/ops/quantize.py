@@ -79,18 +79,18 @@ def quantize(
         return cpu_kernels.quantize(x_RK.detach(), stochastic=stochastic)
     is_fused = grid in (ROW_BLOCKS, SQUARE_BLOCKS) and dtype != torch.int8 and maxima is None
     if is_fused and fuses(x_RK.device.type):
-        return _quantize_tiles(x_RK.detach(), *grid, dtype)
+        return quantize_blocks(x_RK.detach(), *grid, dtype)
     return quantize_naive(x_RK, grid, dtype, maxima=maxima, stochastic=stochastic)
 
 
-@torch.library.custom_op("modelwright::quantize_tiles", mutates_args=(), device_types="cuda")
-def _quantize_tiles(x_RK: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("modelwright::quantize_blocks", mutates_args=(), device_types="cuda")
+def quantize_blocks(x_RK: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     from modelwright.ops.triton_quantize import quantize_tiles  # imports Triton, which CPU builds lack
 
     return quantize_tiles(x_RK, (rows, columns), dtype)
 
 
-@_quantize_tiles.register_fake
+@quantize_blocks.register_fake
 def _(x_RK: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     (num_rows, num_columns), codes_RK = x_RK.shape, torch.empty(x_RK.shape, dtype=dtype, device=x_RK.device)
     shape = (-(-num_rows // rows), -(-num_columns // columns))

@@ -22,7 +22,7 @@ NUM_WARPS = 8
 
 
 @triton.jit
-def _quantize_tile(
+def quantize_tile_kernel(
     x: Any, codes: Any, scales: Any, num_rows: Any, num_columns: Any, row_stride: Any, column_stride: Any,
     largest_code: tl.constexpr, smallest: tl.constexpr, is_square: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def quantize_tiles(x_RK: Tensor, grid: Grid, dtype: torch.dtype) -> tuple[Tensor
     codes_RK = torch.empty(x_RK.shape, dtype=dtype, device=x_RK.device)
     scales = x_RK.new_empty((num_rows if grid == ROW_BLOCKS else tiles[0], tiles[1]), dtype=torch.float32)
     if x_RK.numel():
-        _quantize_tile[tiles](
+        quantize_tile_kernel[tiles](
             x_RK, codes_RK, scales, num_rows, num_columns, x_RK.stride(0), x_RK.stride(1), largest(dtype),
             SMALLEST_SCALE, grid != ROW_BLOCKS, BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip

@@ -18,7 +18,6 @@ from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.seeds import derive_seed
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.decoder import Decoder, StoredParameters
-from modelwright.ops.flex_attention import fuses
 from modelwright.ops.tensor_heap import use_tensor_heap
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import Mesh, World, build_mesh, single
@@ -157,9 +156,7 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
     """
     further = features_of(job, ())
     check_layout(job.config, job.parallel, num_processes=world.size, further=further)
-    # Zero-bubble schedules split the backward of blocks, which a compiled graph does not allow.
-    can_compile = fuses(world.device.type) and job.parallel.schedule != "zero_bubble"
-    compiled = job.config.compiles(on_cuda=can_compile, further=further)
+    compiled = job.config.compiles(world.device.type, job.parallel, further)
     job = replace(job, config=replace(job.config, compile=compiled))
     progress = progress if world.is_first else SilentProgress()
     progress.begin(job.name, job.num_steps, "steps")

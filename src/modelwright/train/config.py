@@ -12,6 +12,7 @@ from modelwright.core.config import constant, dump, only_for, unused_settings
 from modelwright.core.errors import ConfigError, prefix_errors
 from modelwright.data.rows.order import BatchingConfig
 from modelwright.model.low_rank import AdapterConfig
+from modelwright.ops.flex_attention import fuses
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.balance import LoadBalanceConfig
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientSyncConfig, StrategyConfig
@@ -271,11 +272,13 @@ class TrainConfig(SharedTrainConfig):
             result.append(feature("objective", name, needs=spec.needs))
         return result + sparsity_features(self.sparse_updates, self.batch_selection)
 
-    def compiles(self, *, on_cuda: bool, further: Sequence[Feature] = ()) -> bool:
-        """Returns whether blocks are compiled. further: features of the objective and of the layout."""
+    def compiles(self, device_type: str, parallel: ParallelConfig, further: Sequence[Feature] = ()) -> bool:
+        """Returns whether blocks are compiled. further: features of the objective."""
         if self.compile != "auto":
             return self.compile
-        return on_cuda and not conflict([*self.features(), *further, COMPILED])
+        # Zero-bubble schedules split the backward of blocks, which a compiled graph does not allow.
+        can_compile = fuses(device_type) and parallel.schedule != "zero_bubble"
+        return can_compile and not conflict([*self.features(), *further, COMPILED])
 
     def strategy(self, *, shares_memory: bool, further: Sequence[Feature] = ()) -> StrategyConfig:
         """Returns the strategy by which ranks share gradients and updates. shares_memory: allows the processes of a

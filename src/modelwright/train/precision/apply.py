@@ -165,20 +165,16 @@ class ModelPrecision:
             is_recomputed = isinstance(block, Block) and block.is_recomputed
             return partial(in_float, FLOATS[chosen], products=products, keeps_cast=is_recomputed)
         multiply: Product = partial(in_products, products, result)
-        if chosen == "fp8" and self._uses_torchao(name):
-            wide = config.fp8.wgrad_high_precision
-            return torchao_product(config.fp8.recipe, multiply, result, wide=wide)
+        # torchao on CUDA, unless a setting or a technique changes this projection's products. It has one recipe with
+        # unquantized factors for weight gradients, by row.
+        wide, recipe = config.fp8.wgrad_high_precision, config.fp8.recipe
+        own = self._around is not None or config.fp8.save_quantized_input or history is not None
+        own |= bool(config.fp8.grad_dtype) or recipe == "blockwise" or (recipe == "tensorwise" and wide)
+        on_cuda = next(cast(nn.Module, self.model).parameters()).device.type == "cuda"
+        if chosen == "fp8" and on_cuda and not own and has_torchao():
+            return torchao_product(recipe, multiply, result, wide=wide)
         # Compiled, a history would be a constant of the code, which would then be compiled anew in every step.
         return multiply if history is None else cast("Product", torch.compiler.disable(multiply))
-
-    def _uses_torchao(self, name: str) -> bool:
-        """True on CUDA, unless a setting or a technique changes the products of this projection itself."""
-        fp8 = self.config.fp8
-        own = self._around is not None or fp8.save_quantized_input or name in self.delayed or bool(fp8.grad_dtype)
-        # With unquantized factors for weight gradients, torchao has one recipe, by row.
-        known = fp8.recipe == "rowwise" or (fp8.recipe == "tensorwise" and not fp8.wgrad_high_precision)
-        on_cuda = next(cast(nn.Module, self.model).parameters()).device.type == "cuda"
-        return known and not own and on_cuda and has_torchao()
 
     def begin_step(self) -> None:
         """Prepares for a step; call it before each."""
