@@ -80,7 +80,7 @@ def test_a_compiled_step_has_no_graph_break_and_ragged_batches_share_one_graph(p
 
 
 def test_blocks_are_compiled_on_cuda_unless_a_setting_needs_them_uncompiled(monkeypatch):
-    monkeypatch.setattr(config, "fuses", lambda device_type: device_type == "cuda")
+    monkeypatch.setattr(config, "triton_compiles", lambda: True)
     plain, alone = TrainConfig(num_steps=1), ParallelConfig()
     assert plain.compiles("cuda", alone)
     assert not plain.compiles("cpu", alone)

@@ -25,7 +25,7 @@ from modelwright.ops.attention import (
     packed_attention,
     packed_cuts,
 )
-from modelwright.ops.flex_attention import fused_packed_attention, fuses, packed_block_mask
+from modelwright.ops.flex_attention import fused_packed_attention, packed_block_mask, triton_compiles
 from modelwright.ops.selected_attention import selected_attention
 
 ALL_TOKENS = (0,)
@@ -51,7 +51,8 @@ def packed_attend(segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS) -> A
     Triton, and on other devices, a mask over whole rows is used.
     """
     if segments_BT.device.type != "cpu":
-        return (fused_attend if fuses(segments_BT.device.type) else masked_attend)(segments_BT, windows)
+        is_fused = segments_BT.is_cuda and triton_compiles()
+        return (fused_attend if is_fused else masked_attend)(segments_BT, windows)
     tiles = {window: packed_cuts(segments_BT, window) for window in windows}
 
     def attend_tiles(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:

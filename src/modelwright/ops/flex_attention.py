@@ -28,11 +28,11 @@ MIN_HEAD_DIM = 16
 
 
 @cache
-def fuses(device_type: str) -> bool:
-    """Returns whether packed rows are computed by this module: on CUDA, where Triton compiles the kernel."""
+def triton_compiles() -> bool:
+    """Returns whether Triton compiles kernels for the GPU of this machine. Where it does, CUDA tensors use them."""
     from torch.utils._triton import has_triton  # imports Triton, which takes 0.3 s
 
-    return device_type == "cuda" and has_triton()
+    return has_triton()
 
 
 def first_visible(segments_BT: Tensor, window: int = 0) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from modelwright.ops import cpu_kernels
-from modelwright.ops.flex_attention import fuses
+from modelwright.ops.flex_attention import triton_compiles
 from modelwright.ops.matmul import is_emulated
 
 log = logging.getLogger("modelwright.ops")
@@ -78,8 +78,8 @@ def quantize(
     if (grid, dtype, maxima) == (ROWWISE, torch.int8, None) and in_one_piece and cpu_kernels.take("int8", x_RK):
         return cpu_kernels.quantize(x_RK.detach(), stochastic=stochastic)
     is_fused = grid in (ROW_BLOCKS, SQUARE_BLOCKS) and dtype != torch.int8 and maxima is None
-    if is_fused and fuses(x_RK.device.type):
-        return quantize_blocks(x_RK.detach(), *grid, dtype)
+    if is_fused and x_RK.is_cuda and triton_compiles():
+        return torch.ops.modelwright.quantize_blocks(x_RK.detach(), *grid, dtype)
     return quantize_naive(x_RK, grid, dtype, maxima=maxima, stochastic=stochastic)
 
 

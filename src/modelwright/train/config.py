@@ -12,7 +12,7 @@ from modelwright.core.config import constant, dump, only_for, unused_settings
 from modelwright.core.errors import ConfigError, prefix_errors
 from modelwright.data.rows.order import BatchingConfig
 from modelwright.model.low_rank import AdapterConfig
-from modelwright.ops.flex_attention import fuses
+from modelwright.ops.flex_attention import triton_compiles
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.balance import LoadBalanceConfig
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientSyncConfig, StrategyConfig
@@ -277,7 +277,7 @@ class TrainConfig(SharedTrainConfig):
         if self.compile != "auto":
             return self.compile
         # Zero-bubble schedules split the backward of blocks, which a compiled graph does not allow.
-        can_compile = fuses(device_type) and parallel.schedule != "zero_bubble"
+        can_compile = device_type == "cuda" and triton_compiles() and parallel.schedule != "zero_bubble"
         return can_compile and not conflict([*self.features(), *further, COMPILED])
 
     def strategy(self, *, shares_memory: bool, further: Sequence[Feature] = ()) -> StrategyConfig:
