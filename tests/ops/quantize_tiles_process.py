@@ -32,7 +32,7 @@ def convert(values, own, wanted, mode):
 def main(device: str) -> int:
     interpreter._convert_float = convert
     draw, num_compared = torch.Generator().manual_seed(0), 0
-    for shape in ((256, 128), (130, 140), (1, 128)):
+    for shape in ((130, 140), (1, 128)):
         x = torch.randn(shape, generator=draw) * torch.randn(shape, generator=draw).mul(4).exp()
         x[0, :5] = 0.0
         x[-1] = 0.0 if len(x) > 1 else x[-1]
