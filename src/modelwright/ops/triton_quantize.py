@@ -60,6 +60,6 @@ def quantize_tiles(x_RK: Tensor, grid: Grid, dtype: torch.dtype) -> tuple[Tensor
     if x_RK.numel():
         quantize_tile_kernel[tiles](
             x_RK, codes_RK, scales, num_rows, num_columns, x_RK.stride(0), x_RK.stride(1), largest(dtype),
-            SMALLEST_SCALE, grid != ROW_BLOCKS, BLOCK, num_warps=NUM_WARPS,
+            SMALLEST_SCALE, grid != ROW_BLOCKS, BLOCK, num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
     return codes_RK, scales
