@@ -1,32 +1,44 @@
-"""On a CUDA machine: the tests that bear on it, the recipes, and how fast THE loop trains there: `make gpu-check`.
+"""On a CUDA machine: `make gpu-check` measures what the code does there, in parts of at most eight minutes.
 
-Needs torch and pytest as they are installed; nothing is downloaded. Runs every recipe that needs no model with few
-steps, from its data to the report. Times training of a GPT-2-sized decoder (124 M parameters) on random tokens in FP32,
-BF16, FP8 by each recipe of scaling and INT8, some with compiled blocks, and measures the bare matrix products beside
-it, so that utilization is of what the card does and not of a data sheet; says for each FP8 recipe whether the card has
-a kernel that agrees with the definition. Writes `benchmarks/results/gpu-check-<card>.json` after each part, with the
-names of those that are done. Without a GPU it says so and stops, unless asked for `--device cpu`.
+- `parity`: the tests that bear on a GPU, and for each FP8 recipe whether the card has a kernel that agrees with the
+  definition.
+- `train`: THE loop on random tokens with 124 million and 1.1 billion parameters, in every format, eager and compiled:
+  tokens/s, utilization against bare products measured beside it, memory, graph breaks, host synchronizations of a step.
+- `peers`: the same step in Hugging Face's Trainer and others (`peers.py`).
+- `attention`: the fused kernel, variable-length attention and a mask of whole rows, forward and backward.
+- `recipes`: every recipe that needs no model with few steps, from its data to the report.
+- `resume`: a run that is resumed in the middle ends with the same weights, to the bit.
+
+Needs torch and pytest as they are installed; nothing is downloaded, and cases that lack a package say so. Writes
+`benchmarks/results/gpu-check-<card>.json` after each case; a further run goes on with what has no figures. Without a
+GPU it says so and stops, unless asked for `--device cpu`.
 """
 
 import argparse
+import importlib
 import importlib.util
+import inspect
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import types
-from concurrent.futures import ThreadPoolExecutor
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
+from torch import Tensor
 
-from modelwright.core.artifacts import write_atomic
+from gpu_check_record import Part, Record, in_order, run_part, table
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import StageDir
 from modelwright.core.seeds import derive_seed
@@ -34,6 +46,8 @@ from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
+from modelwright.ops.attention import document_mask, masked_attention, masked_capped_attention
+from modelwright.ops.flex_attention import fused_packed_attention, packed_block_mask
 from modelwright.ops.lowp_linear import E4M3, GRIDS, Recipe
 from modelwright.ops.microbenchmark import matmul_rate
 from modelwright.ops.quantize import has_fp8_kernel
@@ -104,49 +118,88 @@ def main() -> int:
         return 2
     stand_in_for_tensorboard()
     around = circumstances()
-    path = options.results / f"gpu-check-{machine_slug(around['machine'])}.json"
     options.results.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {"benchmark": "gpu-check", **around}
-    for name in options.parts:
-        started = time.perf_counter()
-        record |= PARTS[name](options) | {"parts_done": [*record.get("parts_done", ()), name]}
-        write_atomic(path, json.dumps(record, indent=1, default=float) + "\n")
-        print(f"gpu-check: {name} took {time.perf_counter() - started:.0f} s, written to {path}", flush=True)
-    errors = [*record.get("errors_of_recipes", {}).values(), *record.get("errors_of_training", {}).values()]
-    return int(record.get("tests", {}).get("rc", 0)) or int(any(errors))
+    record = Record(path=options.results / f"gpu-check-{machine_slug(around['machine'])}.json", around=around)
+    parts = {name: cases_of(options) for name, cases_of in PARTS.items() if name in options.parts}
+    errors: list[str] = []
+    for name in in_order(parts, record):
+        errors += run_part(name, parts[name], record, limit_s=options.limit_s, again=options.again)
+    print(table(record))
+    print("\n".join(errors) or f"gpu-check: no errors; written to {record.path}")
+    return int(bool(errors))
 
 
-def recipes_part(options: argparse.Namespace) -> dict[str, Any]:
-    """Every recipe that needs no model, side by side."""
-    with ThreadPoolExecutor(len(WHOLE_RUNS)) as pool:
-        errors = dict(zip(WHOLE_RUNS, pool.map(lambda name: run_recipe(name, options.device), WHOLE_RUNS), strict=True))
-    print("recipes:", {name: error or "whole" for name, error in errors.items()})
-    return {"errors_of_recipes": errors}
+def parity_cases(options: argparse.Namespace) -> Part:
+    """The tests that a GPU changes, by folder, and the card's FP8 kernels."""
+    folders = {path.rpartition("/")[2]: ROOT / "tests" / path for path in TESTS}
+    tests = {name: partial(run_tests, path) for name, path in folders.items() if path.exists()}
+    return tests | {"fp8 kernels": lambda: fp8_kernels(options.device)}
 
 
-def speed_part(options: argparse.Namespace) -> dict[str, Any]:
-    """The loop's speed in every format, beside bare products and layers."""
-    rates = product_rates(options.device)
-    speeds, failures = measure(options, rates)
-    products, kernels = product_speeds(options), fp8_kernels(options.device)
-    print("layers over FP32, casts included:", {name: round(ratio, 2) for name, ratio in products.items()})
-    print("own FP8 kernels:", kernels)
-    print("errors of training:", failures)
+def train_cases(options: argparse.Namespace) -> Part:
+    """Every size in every way, and layers of the larger size beside their FP32 products."""
+    rates = cache(lambda: product_rates(options.device))
+
+    def trained(size: str, way: str, config: TrainConfig) -> dict[str, Any]:
+        peak = rates()["fp32" if way.startswith("fp32") else "bf16"]
+        return train_once(SIZES[size](options), config, options, peak)
+
     return {
-        "product_flops": rates,
-        "training": speeds,
-        "errors_of_training": failures,
-        "layer_products_over_fp32": products,
-        "fp8_kernels": kernels,
+        f"{size}, {way}": partial(trained, size, way, config)
+        for size in SIZES
+        for way, config in ways_to_train(options).items()
+        if size != "1.1B" or options.device == "cuda"
+    } | {"layers over FP32": lambda: product_speeds(options)}
+
+
+def peers_cases(options: argparse.Namespace) -> Part:
+    """Other trainers, each in processes of its own."""
+
+    def peers() -> dict[str, Any]:
+        if lacking := [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]:
+            return {"error": f"not installed: {', '.join(lacking)}"}
+        with tempfile.TemporaryDirectory() as folder:
+            words = ["--device", options.device, "--compute", "bf16", "--repeats", "1", "--results", folder]
+            run_script("peers.py", *words)
+            (path,) = Path(folder).glob("*.json")
+            return json.loads(path.read_text(encoding="utf-8"))["summary"]
+
+    return {"peers": peers}
+
+
+def attention_cases(options: argparse.Namespace) -> Part:
+    """Packed rows of several lengths, with and without a window and a soft cap."""
+    shapes = [(1024, 0, 0.0), (4096, 0, 0.0), (4096, 1024, 0.0), (4096, 0, 50.0), (32_768, 0, 0.0)]
+    if options.device == "cpu":
+        shapes = [(256, 0, 0.0)]
+    return {
+        f"{row_len} tokens, window {window}, cap {cap:g}": partial(
+            attention_speeds, row_len, window, cap, options.device
+        )
+        for row_len, window, cap in shapes
     }
 
 
-def tests_part(_options: argparse.Namespace) -> dict[str, Any]:
-    """The tests that a GPU changes."""
-    return {"tests": run_tests()}
+def recipe_cases(options: argparse.Namespace) -> Part:
+    return {name: partial(run_recipe, name, options.device) for name in WHOLE_RUNS}
 
 
-PARTS = {"recipes": recipes_part, "speed": speed_part, "tests": tests_part}
+def resume_cases(options: argparse.Namespace) -> Part:
+    return {
+        way: partial(resumed, options, config)
+        for way, config in ways_to_train(options).items()
+        if way in ("fp32", "bf16 compiled")
+    }
+
+
+PARTS = {
+    "parity": parity_cases,
+    "train": train_cases,
+    "peers": peers_cases,
+    "attention": attention_cases,
+    "recipes": recipe_cases,
+    "resume": resume_cases,
+}
 
 
 def parse() -> argparse.Namespace:
@@ -163,8 +216,10 @@ def parse() -> argparse.Namespace:
         nargs="+",
         choices=PARTS,
         default=list(PARTS),
-        help="what to run, in this order; the record is written after each part and says which are done",
+        help="what to run; parts without figures come first",
     )
+    parser.add_argument("--limit-s", type=float, default=480.0, help="seconds of a part")
+    parser.add_argument("--again", action="store_true", help="repeat cases that have figures")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     return parser.parse_args()
 
@@ -178,24 +233,31 @@ def stand_in_for_tensorboard() -> None:
         sys.modules["tensorboardX"] = module
 
 
-def run_tests() -> dict[str, Any]:
-    """The floors that a GPU changes, and the tests that only run on one."""
-    paths = [str(ROOT / "tests" / name) for name in TESTS]
+def run_tests(path: Path) -> dict[str, Any]:
+    """The tests of one folder or file; `error` is their last line if any failed."""
     side_by_side = (
         ("-n", "auto", "--dist", "loadfile", "-p", "no:benchmark") if importlib.util.find_spec("xdist") else ()
     )
-    command = [sys.executable, "-m", "pytest", *side_by_side, *(path for path in paths if Path(path).exists())]
+    command = [sys.executable, "-m", "pytest", "-q", *side_by_side, str(path)]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     closing_line = ""
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=one_thread) as tests:
         for line in tests.stdout or ():
             print(line, end="", flush=True)
             closing_line = line.strip() or closing_line
-    return {"rc": tests.returncode, "closing_line": closing_line}
+    return {"error" if tests.returncode else "tests": closing_line}
 
 
-def run_recipe(name: str, device: str) -> str:
-    """A recipe from text to report with few steps in each training; its error, or ""."""
+def run_script(name: str, *words: str) -> None:
+    """Runs another benchmark; raises its last line of errors."""
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=with_absolute_imports())
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}")
+
+
+def run_recipe(name: str, device: str) -> dict[str, Any]:
+    """A recipe from text to report with few steps in each training."""
     lengths = [f"--{stage.name}.num_steps={NUM_STEPS_OF_RUNS}" for stage in load.recipe(name).trainings]
     with tempfile.TemporaryDirectory() as folder:
         words = ["run", name, "--run-dir", f"{folder}/run", f"--hardware.device={device}", *lengths]
@@ -204,9 +266,9 @@ def run_recipe(name: str, device: str) -> str:
         command = [sys.executable, "-m", "modelwright.cli.main", *words]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=with_absolute_imports())
     if not done.returncode:
-        return ""
+        return {"whole": True}
     print(f"{name}:", done.stderr[-3000:])
-    return done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+    return {"error": done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"}
 
 
 def with_absolute_imports() -> dict[str, str]:
@@ -222,11 +284,9 @@ def product_rates(device: str) -> dict[str, float]:
     return {name: matmul_rate(edge, edge, edge, dtype=dtype, device=device) for name, dtype in formats.items()}
 
 
-def measure(options: argparse.Namespace, rates: dict[str, float]) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Train in each way; return the median speed after the first steps, utilization, memory and last loss of those that
-    worked, and the errors of the others.
-    """
-    shape = ModelConfig(
+def shape_of(options: argparse.Namespace) -> ModelConfig:
+    """124 million parameters by default: the shape of GPT-2 with gated layers."""
+    return ModelConfig(
         vocab_size=options.vocab,
         num_layers=options.layers,
         model_dim=options.dim,
@@ -236,6 +296,21 @@ def measure(options: argparse.Namespace, rates: dict[str, float]) -> tuple[dict[
         head_dim=64,
         max_seq_len=options.seq_len,
     )
+
+
+def large_shape(options: argparse.Namespace) -> ModelConfig:
+    """1.1 billion parameters: the shape of TinyLlama (Zhang et al. 2024)."""
+    return ModelConfig(
+        vocab_size=32_000, num_layers=22, model_dim=2048, num_heads=32, num_kv_heads=4, ffn_dim=5632, head_dim=64,
+        max_seq_len=options.seq_len, tie_embeddings=False,
+    )  # fmt: skip
+
+
+SIZES = {"124M": shape_of, "1.1B": large_shape}
+
+
+def ways_to_train(options: argparse.Namespace) -> dict[str, TrainConfig]:
+    """Formats, eager and compiled, most important first."""
     fp32 = TrainConfig(
         num_steps=options.steps,
         batch_tokens=options.rows * options.seq_len,
@@ -244,25 +319,87 @@ def measure(options: argparse.Namespace, rates: dict[str, float]) -> tuple[dict[
         eval_every_steps=0,
         checkpoint_every_minutes=0,
         keep_best=False,
+        compile=False,
     )
-    bf16 = replace(fp32, precision=PrecisionConfig(policy="bf16_mixed"))
-    ways = {"fp32": fp32, "bf16": bf16, "bf16 compiled": replace(bf16, compile=True)}
-    ways["int8"] = replace(fp32, precision=PrecisionConfig(policy="int8"))
+    formats = {"bf16": PrecisionConfig(policy="bf16_mixed")}
     for recipe in RECIPES:
-        fp8 = replace(fp32, precision=PrecisionConfig(policy="fp8", fp8=Fp8Config(recipe=recipe)))
-        ways |= {f"fp8 {recipe}": fp8, f"fp8 {recipe} compiled": replace(fp8, compile=True)}
-    speeds: dict[str, dict[str, float]] = {}
-    failures: dict[str, str] = {}
-    for name, config in ways.items():
-        try:
-            found = train_once(shape, config, options, rates["fp32" if name == "fp32" else "bf16"])
-            speeds[name] = found
-            print(f"{name:22} {found['tokens_per_s']:12,.0f} tokens/s  {found['mfu']:6.1%} of the product rate  "
-                  f"{found['peak_bytes'] / 2**30:.1f} GiB  loss {found['last_loss']:.3f}", flush=True)  # fmt: skip
-        except Exception as error:
-            traceback.print_exc()
-            failures[name] = repr(error)
-    return speeds, failures
+        formats[f"fp8 {recipe}"] = PrecisionConfig(policy="fp8", fp8=Fp8Config(recipe=recipe))
+    formats |= {"int8": PrecisionConfig(policy="int8"), "fp32": fp32.precision}
+    eager = {name: replace(fp32, precision=precision) for name, precision in formats.items()}
+    return {f"{name} compiled": replace(config, compile=True) for name, config in eager.items()} | eager
+
+
+def attention_speeds(row_len: int, window: int, soft_cap: float, device: str) -> dict[str, Any]:
+    """Milliseconds of forward and backward for 32,768 tokens in BF16, 16 heads of 64, 4 of them with keys; documents of
+    a quarter of a row. Each way is compared with the fused kernel.
+    """
+    rows = max(1, (32_768 if device == "cuda" else 512) // row_len)
+    draw = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v = (
+        torch.randn(rows, row_len, heads, 64, device=device, dtype=dtype, generator=draw).requires_grad_(
+            device == "cuda"
+        )
+        for heads in (16, 4, 4)
+    )
+    segments_BT = (torch.arange(row_len, device=device) // (row_len // 4)).expand(rows, row_len)
+    mask = packed_block_mask(segments_BT, window)
+    ways: dict[str, Callable[[], Tensor]] = {"fused": lambda: fused_packed_attention(q, k, v, mask, soft_cap)}
+    if row_len <= 4096:
+        whole_B1TT = document_mask(segments_BT, window)
+        ways["mask"] = lambda: (
+            masked_capped_attention(q, k, v, whole_B1TT, soft_cap)
+            if soft_cap
+            else masked_attention(q, k, v, whole_B1TT)
+        )
+    if device == "cuda" and not soft_cap and importlib.util.find_spec("torch.nn.attention.varlen"):
+        varlen = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        if "enable_gqa" in inspect.signature(varlen).parameters:
+            starts = torch.arange(0, rows * row_len + 1, row_len // 4, device=device, dtype=torch.int32)
+            longest, seen = row_len // 4, (window - 1 if window else -1, 0)
+            bounds = (starts, starts, longest, longest)
+
+            def by_length() -> Tensor:
+                flat = (x.flatten(0, 1) for x in (q, k, v))
+                return varlen(*flat, *bounds, window_size=seen, enable_gqa=True).unflatten(0, (rows, row_len))
+
+            ways["varlen"] = by_length
+    figures: dict[str, Any] = {}
+    reference = ways["fused"]().detach().float()
+    for name, way in ways.items():
+        figures[f"{name}, difference"] = float((way().detach().float() - reference).abs().max())
+        figures[f"{name}, ms"] = milliseconds(way, device)
+    return figures
+
+
+def milliseconds(way: Callable[[], Tensor], device: str, *, rounds: int = 20) -> float:
+    """Median time of forward and backward, after three untimed rounds."""
+    times: list[float] = []
+    for number in range(3 + rounds):
+        started = time.perf_counter()
+        out = way()
+        if out.requires_grad:
+            out.sum().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if number >= 3:
+            times.append(1000 * (time.perf_counter() - started))
+    return statistics.median(times)
+
+
+def resumed(options: argparse.Namespace, config: TrainConfig) -> dict[str, Any]:
+    """Trains, drops all checkpoints after the middle, trains again from there, and compares the weights."""
+    half = max(1, NUM_STEPS_OF_RUNS // 2)
+    config = replace(config, num_steps=2 * half, checkpoint_every_steps=half, keep_last=9)
+    with tempfile.TemporaryDirectory() as folder:
+        whole = trained_model(shape_of(options), config, options, Path(folder))
+        for path in (Path(folder) / "checkpoints").glob("step-*"):
+            if int(path.name.removeprefix("step-")) > half:
+                shutil.rmtree(path)
+        again = trained_model(shape_of(options), config, options, Path(folder))
+    pairs = list(zip(whole.parameters(), again.parameters(), strict=True))
+    differing = sum(not torch.equal(one, other) for one, other in pairs)
+    return {"parameters": len(pairs), **({"error": f"{differing} differ"} if differing else {"equal": True})}
 
 
 def product_speeds(options: argparse.Namespace) -> dict[str, float]:
@@ -288,38 +425,53 @@ def fp8_kernels(device: str) -> dict[str, bool]:
     }
 
 
+def trained_model(
+    shape: ModelConfig, config: TrainConfig, options: argparse.Namespace, folder: Path, **parts: Any
+) -> Decoder:
+    """Trains a new model by THE loop, or resumes in the folder."""
+    source = RandomRows(vocab_size=shape.vocab_size, batch_rows=options.rows, seq_len=options.seq_len)
+    model = Decoder(shape)
+    model.init_weights(seed=0)
+    job = TrainJob(
+        model=model, objective=NextToken(source), config=config, num_steps=config.num_steps, stage=StageDir(folder),
+        seed=0, name="gpu-check", input_digest="gpu-check", **parts,
+    )  # fmt: skip
+    train(job, single(options.device), SilentProgress())
+    return model
+
+
 def train_once(
     shape: ModelConfig, config: TrainConfig, options: argparse.Namespace, peak_flops: float
-) -> dict[str, float]:
-    source = RandomRows(vocab_size=shape.vocab_size, batch_rows=options.rows, seq_len=options.seq_len)
-    model, speeds = Decoder(shape), Speeds()
-    model.init_weights(seed=0)
-    if options.device == "cuda":
+) -> dict[str, Any]:
+    """Median speed after the first steps, memory, losses, and what would slow a compiled step: graph breaks, and
+    operations in which the host waits for the device.
+    """
+    speeds, on_cuda = Speeds(), options.device == "cuda"
+    torch.compiler.reset()
+    breaks: Any = torch._dynamo.utils.counters["graph_break"]
+    breaks.clear()
+    if on_cuda:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with tempfile.TemporaryDirectory() as folder:
-        train(
-            TrainJob(
-                model=model,
-                objective=NextToken(source),
-                config=config,
-                num_steps=config.num_steps,
-                stage=StageDir(Path(folder)),
-                seed=0,
-                name="gpu-check",
-                input_digest="gpu-check",
-                peak_flops=peak_flops,
-                techniques=[observer("speeds", speeds.observe)],
-            ),
-            single(options.device),
-            SilentProgress(),
-        )
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if on_cuda:
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            techniques = [observer("speeds", speeds.observe)]
+            trained_model(shape, config, options, Path(folder), peak_flops=peak_flops, techniques=techniques)
+        finally:
+            if on_cuda:
+                torch.cuda.set_sync_debug_mode("default")
     timed = speeds.steps[min(NUM_UNTIMED_STEPS, len(speeds.steps) // 2) :]
     return {
         "tokens_per_s": statistics.median(info.tokens_per_s for info in timed),
         "mfu": statistics.median(info.mfu for info in timed),
-        "peak_bytes": torch.cuda.max_memory_allocated() if options.device == "cuda" else 0,
+        "peak_bytes": torch.cuda.max_memory_reserved() if on_cuda else 0,
         "first_loss": speeds.steps[0].loss,
         "last_loss": speeds.steps[-1].loss,
+        "graph_breaks": sum(breaks.values()),
+        "synchronizations_per_step": sum("synchronizing" in str(one.message) for one in caught) / config.num_steps,
         "parameters": shape.num_parameters,
     }
 

@@ -29,6 +29,8 @@ COPIES = "repository"
 """Folder of the site with the files that pages link to and that are no pages: records, source files."""
 MEASURED = re.compile(r"^<!-- measured: ([\w ]+) -->$", re.MULTILINE)
 """In a page: the figures of these claims come here."""
+GPU_RECORDS = "<!-- gpu records -->"
+"""In a page: the figures of `make gpu-check` come here."""
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 FROM_CODE = "Written from the code by `make docs`."
 API = {
@@ -121,6 +123,16 @@ def measured(match: re.Match[str]) -> str:
     return "\n".join(lines)
 
 
+def gpu_records() -> str:
+    """Returns the figures of each card that `make gpu-check` has measured, as tables."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from gpu_check_record import Record, table
+
+    cards = sorted((ROOT / "benchmarks" / "results").glob("gpu-check-*.json"))
+    texts = [f"### {path.stem.removeprefix('gpu-check-')}\n\n{table(Record(path=path, around={}))}" for path in cards]
+    return "\n\n".join(texts) or "There is no record of a card yet."
+
+
 GENERATED: Mapping[str, Callable[[], str]] = {
     "reference/commands.md": commands_page,
     "reference/api.md": api_page,
@@ -143,6 +155,8 @@ def stage() -> list[str]:
         path = STAGE / places[name]
         path.parent.mkdir(parents=True, exist_ok=True)
         text = MEASURED.sub(measured, text)
+        if GPU_RECORDS in text:
+            text = text.replace(GPU_RECORDS, gpu_records())
         path.write_text("".join(_relinked(name, part, places, faults) for part in _blocks(text)), "utf-8")
     for path in SOURCES.rglob("*"):  # pictures and other files that pages show
         if path.is_file() and path.suffix in {".png", ".svg", ".css"}:

@@ -312,7 +312,7 @@ def test_a_setting_that_the_run_would_refuse_is_not_advised() -> None:
 def test_a_technique_from_outside() -> None:
     mine = TechniqueSwitch(
         name="mine", on=["training.compile=true"], off=["training.compile=false"],
-        is_on=lambda now: now.training.compile, reason=lambda now: "because", claims=["mine"],
+        is_on=lambda now: now.training.compile is True, reason=lambda now: "because", claims=["mine"],
     )  # fmt: skip
     advice = advise(situation_of(), [*SWITCHES, mine], lambda settings: "", stage="pretrain")[-1]
     assert (advice.action, advice.option) == ("switch on", "--pretrain.compile true")

@@ -25,6 +25,7 @@ from modelwright.ops.attention import (
     packed_attention,
     packed_cuts,
 )
+from modelwright.ops.flex_attention import fused_packed_attention, packed_block_mask, triton_compiles
 from modelwright.ops.selected_attention import selected_attention
 
 ALL_TOKENS = (0,)
@@ -46,10 +47,12 @@ def causal_attend() -> Attend:
 def packed_attend(segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS) -> Attend:
     """Returns causal attention within documents. segments_BT: document of each token; windows: `ModelConfig.windows`.
 
-    On a CPU each document is computed separately, unless rows are short; elsewhere a mask over whole rows is used.
+    On a CPU each document is computed separately, unless rows are short; on CUDA all are in one fused kernel; without
+    Triton, and on other devices, a mask over whole rows is used.
     """
     if segments_BT.device.type != "cpu":
-        return masked_attend(segments_BT, windows)
+        is_fused = segments_BT.is_cuda and triton_compiles()
+        return (fused_attend if is_fused else masked_attend)(segments_BT, windows)
     tiles = {window: packed_cuts(segments_BT, window) for window in windows}
 
     def attend_tiles(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
@@ -58,6 +61,18 @@ def packed_attend(segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS) -> A
         return tiled_attention(spec, q_BTHd, k_BTKd, v_BTKd, tiles[spec.window])
 
     return attend_tiles
+
+
+def fused_attend(segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS) -> Attend:
+    """`packed_attend` by one fused kernel for all layers of a batch, which computes all heads (`ops/flex_attention.py`:
+    CUDA only). Layers of the same window share a block mask.
+    """
+    masks = {window: packed_block_mask(segments_BT, window) for window in dict.fromkeys(windows)}
+
+    def attend_fused(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
+        return fused_packed_attention(q_BTHd, k_BTKd, v_BTKd, masks[spec.window], spec.soft_cap)
+
+    return attend_fused
 
 
 def tiled_attention(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, tiles: Tiles) -> Tensor:

@@ -119,7 +119,7 @@ class ImageTrainConfig(TrainConfig):
         if self.batch_selection.signal != "none":
             raise ConfigError("batch_selection.signal: judges tokens of text, which images lack; set none")
         of_blocks = {
-            "compile": self.compile,
+            "compile": self.compile is True,
             "activation_checkpointing.mode": self.activation_checkpointing.mode != "none",
             "activation_checkpointing.offload": self.activation_checkpointing.offload != "none",
             "neftune_noise_alpha": self.neftune_noise_alpha > 0,

@@ -8,10 +8,12 @@ current or delayed scaling (Micikevicius et al. 2022), blockwise with E4M3 in al
 Legend: N flattened rows, I inputs, O outputs.
 """
 
+import importlib.util
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -31,6 +33,7 @@ from modelwright.ops.quantize import (
     scaled_product,
 )
 
+log = logging.getLogger("modelwright.ops")
 Codes = tuple[Tensor, Tensor]
 """Codes and scales."""
 
@@ -186,6 +189,47 @@ class Fp8:
     def _unpack(self, *packed: Tensor) -> Tensor:
         codes_NI, scales = packed
         return dequantize(codes_NI, scales, _grid_of(self.recipe, "x")).to(self.result)
+
+
+TORCHAO_MULTIPLE = 16
+"""Divisor of all dimensions of the card's FP8 products."""
+
+
+@cache
+def has_torchao() -> bool:
+    """Returns whether torchao is installed; if not, this is logged once."""
+    found = importlib.util.find_spec("torchao") is not None
+    if not found:
+        log.warning("FP8 products are this package's own: torchao is not installed; pip install 'modelwright[fp8]'")
+    return found
+
+
+def torchao_product(
+    recipe: Recipe, own: Callable[[Tensor, Tensor], Tensor], result: torch.dtype, *, wide: bool, emulate: bool = False
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns torchao's FP8 product with its gradients, `(x [..., I], weight [O, I]) -> [..., O]` in `result`, for
+    compiled blocks on CUDA: by tensor, or by row with E4M3 for gradients and scales that are powers of two. own: this
+    package's product, for dimensions that the card's kernels do not take. wide: compute weight gradients from
+    unquantized factors (`gw_hp`). emulate: multiply dequantized factors, on any device.
+    """
+    from torchao.float8.config import Float8LinearConfig  # pyright: ignore[reportMissingImports]
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # pyright: ignore[reportMissingImports]
+    from torchao.float8.float8_training_tensor import (  # pyright: ignore[reportMissingImports]
+        LinearMMConfig,
+        ScaledMMConfig,
+    )
+
+    config: Any = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp" if wide else recipe)
+    gemms = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    settings: Any = LinearMMConfig(*(ScaledMMConfig(emulate, gemm.use_fast_accum, False, False) for gemm in gemms))
+
+    def multiply_fp8(x: Tensor, weight_OI: Tensor) -> Tensor:
+        sizes = (x.numel() // x.shape[-1], *weight_OI.shape)
+        if any(size % TORCHAO_MULTIPLE for size in sizes):
+            return own(x, weight_OI)
+        return matmul_with_hp_or_float8_args.apply(x.to(result), weight_OI.to(result).t(), settings, config)
+
+    return multiply_fp8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from modelwright.ops import cpu_kernels
+from modelwright.ops.flex_attention import triton_compiles
 from modelwright.ops.matmul import is_emulated
 
 log = logging.getLogger("modelwright.ops")
@@ -36,7 +37,7 @@ SQUARE_BLOCKS: Grid = (BLOCK, BLOCK)
 Maxima = Callable[[Tensor], Tensor]
 """`(present largest magnitudes of groups) -> the magnitudes to scale by`, of the same shape."""
 INT8_MAX = 127.0
-_TINY = 2.0**-100
+SMALLEST_SCALE = 2.0**-100
 """Smallest scale: groups of zeros divide by it."""
 
 
@@ -76,7 +77,24 @@ def quantize(
     in_one_piece = x_RK.is_contiguous() or x_RK.T.is_contiguous()
     if (grid, dtype, maxima) == (ROWWISE, torch.int8, None) and in_one_piece and cpu_kernels.take("int8", x_RK):
         return cpu_kernels.quantize(x_RK.detach(), stochastic=stochastic)
+    is_fused = grid in (ROW_BLOCKS, SQUARE_BLOCKS) and dtype != torch.int8 and maxima is None
+    if is_fused and x_RK.is_cuda and triton_compiles():
+        return torch.ops.modelwright.quantize_blocks(x_RK.detach(), *grid, dtype)
     return quantize_naive(x_RK, grid, dtype, maxima=maxima, stochastic=stochastic)
+
+
+@torch.library.custom_op("modelwright::quantize_blocks", mutates_args=(), device_types="cuda")
+def quantize_blocks(x_RK: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    from modelwright.ops.triton_quantize import quantize_tiles  # imports Triton, which CPU builds lack
+
+    return quantize_tiles(x_RK, (rows, columns), dtype)
+
+
+@quantize_blocks.register_fake
+def _(x_RK: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    (num_rows, num_columns), codes_RK = x_RK.shape, torch.empty(x_RK.shape, dtype=dtype, device=x_RK.device)
+    shape = (-(-num_rows // rows), -(-num_columns // columns))
+    return codes_RK, x_RK.new_empty(shape, dtype=torch.float32)
 
 
 def quantize_naive(
@@ -87,7 +105,7 @@ def quantize_naive(
     # A non-finite maximum stays, or delayed scaling would clip an overflow to a finite value.
     if maxima is not None:
         result = torch.where(result.isfinite(), maxima(result), result)
-    scales = (result / largest(dtype)).clamp_min_(_TINY)
+    scales = (result / largest(dtype)).clamp_min_(SMALLEST_SCALE)
     scaled_RK = x_RK.float() / spread(scales, x_RK, grid)
     if dtype == torch.int8:
         rounded = scaled_RK.add_(torch.rand_like(scaled_RK)).floor_() if stochastic else scaled_RK.round_()
@@ -279,7 +297,7 @@ def quantize_nf4(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """Returns codes [O, P] as uint8, the even columns' in the lower halves of the bytes, and FP32 scales [O, runs]. The
     last run of a row may be shorter; a row of odd length ends in half a byte.
     """
-    scales = group_maxima(weight_OI, RUNS).clamp_min_(_TINY)
+    scales = group_maxima(weight_OI, RUNS).clamp_min_(SMALLEST_SCALE)
     levels = torch.tensor(LEVELS, device=weight_OI.device)
     between = (levels[1:] + levels[:-1]) / 2
     codes_OI = torch.bucketize(weight_OI.float() / spread(scales, weight_OI, RUNS), between).to(torch.uint8)

@@ -145,8 +145,8 @@ def _check_stage(
         known_country(training.energy.country, "energy.country")
     zero_bubble = layout.pipeline > 1 and layout.schedule == "zero_bubble"
     kept = training.activation_checkpointing
-    if zero_bubble and (training.compile or kept.offload != "none" or kept.mode in ("full", "selective")):
-        name = "compile" if training.compile else "activation_checkpointing"
+    if zero_bubble and (training.compile is True or kept.offload != "none" or kept.mode in ("full", "selective")):
+        name = "compile" if training.compile is True else "activation_checkpointing"
         raise ConfigError(
             f"{name}: is incompatible with parallel.schedule zero_bubble, which splits blocks; disable it, or use "
             "1f1b or interleaved"

@@ -154,7 +154,10 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
     cannot be written, `ArtifactError` for checkpoints of another run, `ModelwrightError` when training has diverged or
     replicas differ, `ConfigError` when the settings do not go together.
     """
-    check_layout(job.config, job.parallel, num_processes=world.size, further=features_of(job, ()))
+    further = features_of(job, ())
+    check_layout(job.config, job.parallel, num_processes=world.size, further=further)
+    compiled = job.config.compiles(world.device.type, job.parallel, further)
+    job = replace(job, config=replace(job.config, compile=compiled))
     progress = progress if world.is_first else SilentProgress()
     progress.begin(job.name, job.num_steps, "steps")
     on_accelerator = world.device.type != "cpu"
@@ -291,7 +294,7 @@ def build_replica(
             store=store,
             pipeline_rank=mesh.pipeline.rank,
         ),
-        compile_blocks=config.compile,
+        compile_blocks=config.compile is True,  # `train` has settled `auto`
         precision=config.precision,
         scatters_each=config.optimizer_in_backward,
     )

@@ -12,6 +12,7 @@ from modelwright.core.config import constant, dump, only_for, unused_settings
 from modelwright.core.errors import ConfigError, prefix_errors
 from modelwright.data.rows.order import BatchingConfig
 from modelwright.model.low_rank import AdapterConfig
+from modelwright.ops.flex_attention import triton_compiles
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.balance import LoadBalanceConfig
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientSyncConfig, StrategyConfig
@@ -69,6 +70,9 @@ SHARED_MEMORY = feature(
 )
 """The sharing of weights and states among the processes of a host; where it conflicts, each keeps its own copy."""
 
+COMPILED = feature("compile", breaks=[run.EAGER_BLOCKS])
+"""Compiled blocks; where `compile` is `auto` they give way to whatever they conflict with."""
+
 _WITHOUT_EFFECT_ON_WEIGHTS = (
     "gradient_accumulation_steps",
     "activation_checkpointing",
@@ -88,8 +92,9 @@ _WITHOUT_EFFECT_ON_WEIGHTS = (
 class SharedTrainConfig:
     """Settings that all training stages of a run share, unless a stage sets its own value."""
 
-    compile: bool = False
-    """Compile the blocks with `torch.compile`."""
+    compile: Literal["auto", True, False] = "auto"
+    """Compile the blocks with `torch.compile`, each by itself. `auto`: on CUDA, unless another setting needs blocks
+    that are not compiled."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     optimizer_cpu_offload: bool = False
@@ -235,8 +240,8 @@ class TrainConfig(SharedTrainConfig):
     def features(self) -> list[Feature]:
         """Returns all enabled features, with the properties of the run that they need and break."""
         result: list[Feature] = []
-        if self.compile:
-            result.append(feature("compile", breaks=[run.EAGER_BLOCKS]))
+        if self.compile is True:
+            result.append(COMPILED)
         if self.optimizer != "adamw":
             needs = [run.WHOLE_GRADIENTS, run.WHOLE_MATRICES] if self.optimizer == "muon" else []
             result.append(feature("optimizer", self.optimizer, needs=needs, breaks=[run.ADAMW_STATES]))
@@ -266,6 +271,14 @@ class TrainConfig(SharedTrainConfig):
         for name, (spec, _) in named_objectives(self.objective).items():
             result.append(feature("objective", name, needs=spec.needs))
         return result + sparsity_features(self.sparse_updates, self.batch_selection)
+
+    def compiles(self, device_type: str, parallel: ParallelConfig, further: Sequence[Feature] = ()) -> bool:
+        """Returns whether blocks are compiled. further: features of the objective."""
+        if self.compile != "auto":
+            return self.compile
+        # Zero-bubble schedules split the backward of blocks, which a compiled graph does not allow.
+        can_compile = device_type == "cuda" and triton_compiles() and parallel.schedule != "zero_bubble"
+        return can_compile and not conflict([*self.features(), *further, COMPILED])
 
     def strategy(self, *, shares_memory: bool, further: Sequence[Feature] = ()) -> StrategyConfig:
         """Returns the strategy by which ranks share gradients and updates. shares_memory: allows the processes of a
@@ -326,6 +339,7 @@ class TrainConfig(SharedTrainConfig):
             for name, value in result["gradient_sync"].items()
             if name not in ("overlap", "topology") and (value or name != "strategy")
         }
+        result["compile"] = False  # it changes rounding alone, and digests of older runs have the key
         result["techniques"] = list(result["techniques"].items())  # a digest sorts mappings, and the order matters
         # Settings that are off are left out, so that the digests of older runs stay valid. Updates in backward give the
         # same weights to the last bit, unless they clip, by the norm of the step before.

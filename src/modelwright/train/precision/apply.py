@@ -18,7 +18,18 @@ from torch import Tensor, nn
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Block, Decoder, Product, RMSNorm, decoders_in
-from modelwright.ops.lowp_linear import FLOATS, Format, Fp8, Int8, Role, SharedCodes, in_float, in_products
+from modelwright.ops.lowp_linear import (
+    FLOATS,
+    Format,
+    Fp8,
+    Int8,
+    Role,
+    SharedCodes,
+    has_torchao,
+    in_float,
+    in_products,
+    torchao_product,
+)
 from modelwright.ops.matmul import PLAIN, LinearGemms
 from modelwright.train.precision.policy import Kind, PrecisionConfig
 
@@ -154,6 +165,14 @@ class ModelPrecision:
             is_recomputed = isinstance(block, Block) and block.is_recomputed
             return partial(in_float, FLOATS[chosen], products=products, keeps_cast=is_recomputed)
         multiply: Product = partial(in_products, products, result)
+        # torchao on CUDA, unless a setting or a technique changes this projection's products. It has one recipe with
+        # unquantized factors for weight gradients, by row.
+        wide, recipe = config.fp8.wgrad_high_precision, config.fp8.recipe
+        own = self._around is not None or config.fp8.save_quantized_input or history is not None
+        own |= bool(config.fp8.grad_dtype) or recipe == "blockwise" or (recipe == "tensorwise" and wide)
+        on_cuda = next(cast(nn.Module, self.model).parameters()).device.type == "cuda"
+        if chosen == "fp8" and on_cuda and not own and has_torchao():
+            return torchao_product(recipe, multiply, result, wide=wide)
         # Compiled, a history would be a constant of the code, which would then be compiled anew in every step.
         return multiply if history is None else cast("Product", torch.compiler.disable(multiply))
 
@@ -227,15 +246,15 @@ def fp32_products(*, tf32: bool = False, onednn: bool = False, on_cpu: bool = Tr
     """Lets FP32 products on CUDA use TF32 or not within the block, and those on a CPU oneDNN or not. Raises
     `ConfigError` if oneDNN would not be used, or would round.
     """
+    precision = torch.get_float32_matmul_precision()
     if not onednn:
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = tf32
+        # Compiled kernels, fused attention among them, read this setting, too.
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
         try:
             yield
         finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+            torch.set_float32_matmul_precision(precision)
         return
-    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")  # makes PyTorch ask oneDNN, which may round to BF16 but need not
     try:
         if not (on_cpu and onednn_multiplies()):
