@@ -1,4 +1,4 @@
-"""The examples of `docs/examples/`, checked as far as possible without a cluster."""
+"""The examples of `examples/cluster/`, checked as far as possible without a cluster."""
 
 import re
 import shlex
@@ -14,7 +14,7 @@ from modelwright.core.config import parse
 from modelwright.core.overrides import read_overrides, split_settings
 from modelwright.recipes.cleaning import CleanCommandConfig
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "cluster"
 SLURM, KUBERNETES = EXAMPLES / "clean_ray.sbatch", EXAMPLES / "clean_ray.yaml"
 DIRECTIVES = {
     "job-name": r"[\w-]+", "nodes": r"\d+(-\d+)?", "ntasks-per-node": r"\d+", "cpus-per-task": r"\d+",

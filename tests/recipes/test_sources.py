@@ -74,9 +74,7 @@ def test_records_are_copied_without_holding_them_in_memory(tmp_path: Path) -> No
         given.close()
 
 
-TEXTS = [
-    {"text": f"Line {n} of the records speaks of {n * 7} rivers and {n * 3} hills near {n}."} for n in range(30)
-]
+TEXTS = [{"text": f"Line {n} of the records speaks of {n * 7} rivers and {n * 3} hills near {n}."} for n in range(30)]
 LIMITS = {"clean.quality.limits": {}, "clean.duplicates.near": False, "clean.num_workers": 1}
 
 
