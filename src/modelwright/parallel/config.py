@@ -112,13 +112,8 @@ class ParallelConfig:
         if not self.shared_memory:
             result.append(feature("shared_memory", "false", breaks=[traits.ONE_COPY]))
         if self.pipeline > 1:
-            breaks = {
-                traits.WHOLE_MODEL,
-                traits.UNDIVIDED_GRADIENTS,
-                traits.LAYER_OUTPUTS,
-                traits.WHOLE_LAYERS,
-                traits.WHOLE_BATCHES,
-            }
+            breaks = {traits.WHOLE_MODEL, traits.WHOLE_LAYERS, traits.WHOLE_BATCHES}
+            breaks |= {traits.UNDIVIDED_GRADIENTS, traits.LAYER_OUTPUTS}
             result.append(feature("pipeline", self.pipeline, needs=[traits.WHOLE_GRADIENTS], breaks=breaks))
         if self.context > 1:
             result.append(feature("context", self.context, breaks=[traits.WHOLE_MODEL, traits.WHOLE_ROWS]))
@@ -132,9 +127,8 @@ class ParallelConfig:
             num_sharing = axes["shard"] * axes["context"]
             # One shard group that holds all copies: FSDP sums their gradients itself, in backward, exactly.
             breaks = {traits.GRADIENT_SUMS} if axes["replicate"] == 1 and num_sharing > 1 else set()
-            breaks |= (
-                {traits.WHOLE_MODEL, traits.WHOLE_MATRICES, traits.UNDIVIDED_GRADIENTS} if num_sharing > 1 else set()
-            )
+            if num_sharing > 1:
+                breaks |= {traits.WHOLE_MODEL, traits.WHOLE_MATRICES, traits.UNDIVIDED_GRADIENTS}
             result.append(feature("zero_stage", self.zero_stage, breaks=breaks))
         return result
 

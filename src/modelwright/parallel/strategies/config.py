@@ -116,13 +116,8 @@ class AsyncUpdatesConfig:
         if self.mode == "delayed":
             return [feature("mode", self.mode, needs=[traits.WHOLE_GRADIENTS], breaks=[traits.PROMPT_GRADIENTS])]
         if self.mode == "hogwild":
-            needs = [
-                traits.WHOLE_GRADIENTS,
-                traits.WHOLE_MODEL,
-                traits.ADAMW_STATES,
-                traits.RESIDENT_STATES,
-                traits.ONE_COPY,
-            ]
+            needs = [traits.WHOLE_GRADIENTS, traits.WHOLE_MODEL, traits.ONE_COPY]
+            needs += [traits.ADAMW_STATES, traits.RESIDENT_STATES]
             return [feature("mode", self.mode, needs=needs, breaks=Hogwild.breaks)]
         return []
 
