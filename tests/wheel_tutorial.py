@@ -52,7 +52,7 @@ def follow(place: Path, python: str, program: Sequence[str], environment: Mappin
                         pass  # it is installed
                     case ["modelwright", "serve", *words, "&"]:
                         server = started([*program, "serve", *words])
-                        wait_for(port)
+                        wait_for(server, port)
                     case ["modelwright", *words]:
                         told[words[0]] = ran([*program, *words])
                     case ["python", script]:
@@ -71,9 +71,9 @@ def follow(place: Path, python: str, program: Sequence[str], environment: Mappin
     return told
 
 
-def wait_for(port: str) -> None:
+def wait_for(server: "subprocess.Popen[str]", port: str) -> None:
     give_up = time.monotonic() + PATIENCE_S
-    while time.monotonic() < give_up:
+    while time.monotonic() < give_up and server.poll() is None:
         with suppress(OSError):
             urllib.request.urlopen(f"http://localhost:{port}/health").close()
             return

@@ -23,8 +23,8 @@ class NoShouting:
 
 
 def main(texts: str) -> None:
-    # Steps that are named take the place of the usual ones; "clean.steps" may name these, too.
-    lines = mw.clean(texts, "cleaned", clean={"steps": ["format", f"{__file__}:NoShouting", "duplicates"]})
+    # Steps that are named run after the step `format`, and before duplicates are looked for.
+    lines = mw.clean(texts, "cleaned", clean={"steps": [f"{__file__}:NoShouting"]})
     print("\n".join(lines))
 
 

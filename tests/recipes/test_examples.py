@@ -4,8 +4,10 @@ those that deploy a server in tests/serve.
 """
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -58,7 +60,9 @@ def test_every_example_is_short_says_what_it_does_and_is_listed() -> None:
 
 @pytest.mark.slow
 def test_train(tmp_path: Path) -> None:
-    output = run_script("train", cwd=tmp_path)
+    text = "\n".join(TEXT.format(n=n, m=n + 1, t=3 * n) for n in range(2000))
+    (tmp_path / "text.txt").write_text(text)
+    output = run_script("train", "text.txt", cwd=tmp_path)
     losses = [float(loss) for loss in re.findall(r"^pretrain \d+/20: loss ([\d.]+)", output, re.MULTILINE)]
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 0.5
@@ -139,7 +143,7 @@ def test_drift_and_update(model: Path, tmp_path: Path) -> None:
         lines = [
             {
                 "id": f"{name}-{number}",
-                "time": f"2026-01-{day + number // 100:02}T{number % 24:02}:00:00Z",
+                "time": 1.8e9 + 86_400 * day + number,
                 "session": f"{name}-s{number}",
                 "prompt": record["question"],
                 "answer": record["answer"],
@@ -177,13 +181,13 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXTENSION)
         patch.syspath_prepend(info.parent)
-        yield
+        yield f"{info.parent}:{EXTENSION}"
         for name in [name for name in sys.modules if name.startswith("my_parts")]:
             del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
-def plain(extended: None, tmp_path_factory: pytest.TempPathFactory) -> mw.Run:
+def plain(extended: str, tmp_path_factory: pytest.TempPathFactory) -> mw.Run:
     """A run without any of the parts."""
     texts = ({"text": "\n".join(TEXT.format(n=n, m=n + 1, t=3 * n) for n in range(k, k + 9))} for k in range(0, 900, 9))
     return mw.run("tiny", texts, run_dir=tmp_path_factory.mktemp("runs") / "plain", **SMALL)
@@ -195,9 +199,8 @@ def plain(extended: None, tmp_path_factory: pytest.TempPathFactory) -> mw.Run:
     [
         ({"pretrain.techniques": {"centralization": {"strength": 0.5}}}, ""),
         ({"pretrain.objective": {"smoothed": {"epsilon": 0.2}}}, "share_right"),
-        ({"augmentation": {"methods": ["doubled_words"], "settings": {"doubled_words": {"fraction": 0.3}}}}, ""),
     ],
-    ids=["technique", "objective", "augmentation"],
+    ids=["technique", "objective"],
 )
 def test_a_part_changes_the_weights(settings: dict[str, Any], metric: str, plain: mw.Run, tmp_path: Path) -> None:
     shutil.copytree(plain.path, tmp_path / "run")
@@ -208,20 +211,38 @@ def test_a_part_changes_the_weights(settings: dict[str, Any], metric: str, plain
 
 
 @pytest.mark.slow
-def test_a_stage_trains_after_pretraining(plain: mw.Run, tmp_path: Path) -> None:
+def test_an_augmentation_changes_the_weights(plain: mw.Run, tmp_path: Path) -> None:
+    """Rows that are augmented are packed with what it takes to encode them again, so two fractions are compared."""
+    runs = []
+    for fraction in (0.01, 0.9):
+        shutil.copytree(plain.path, folder := tmp_path / f"run-{fraction}")
+        settings = {"methods": ["doubled_words"], "settings": {"doubled_words": {"fraction": fraction}}}
+        runs.append(mw.run(folder, augmentation=settings).path)
+    assert digest(runs[0], "pack") == digest(runs[1], "pack")
+    assert digest(runs[0], "pretrain") != digest(runs[1], "pretrain")
+
+
+@pytest.mark.slow
+def test_a_stage_trains_after_pretraining(extended: str, plain: mw.Run, tmp_path: Path) -> None:
+    """In a process of its own: the list of stages is read once."""
     shutil.copytree(plain.path, tmp_path / "run")
     stages = ["clean", "tokenize", "pack", "pretrain", "backward", "report"]
-    backward = {"num_steps": 2, "batch_tokens": 256, "eval_every_steps": 0}
-    run = mw.run(tmp_path / "run", stages=stages, backward=backward)
+    words = ["run", str(tmp_path / "run"), "--stages", ",".join(stages), "--backward.num_steps", "2"]
+    words += ["--backward.batch_tokens", "256", "--backward.eval_every_steps", "0"]
+    environment = {**os.environ, "PYTHONPATH": f"{extended}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "modelwright.cli.entry", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    run = mw.Run.open(tmp_path / "run")
     assert run.stages == stages
     assert digest(run.path, "pretrain") == digest(plain.path, "pretrain")
-    assert run.model().generate("3 is", max_tokens=4, temperature=0) is not None
-    assert run.model().found.source.folder.parent.name == "backward"
+    assert (run.path / "backward/artifact/model.safetensors").is_file()
+    assert len(run.metrics()["backward"]) >= 2
     assert run.report is not None
     assert "Reversed text" in run.report.read_text()
 
 
-def test_a_step_of_the_package_drops_documents(extended: None, tmp_path: Path) -> None:
+def test_a_step_of_the_package_drops_documents(extended: str, tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("market\n")
     nouns = ("river", "letter", "market", "garden")
     texts = [{"text": f"Near the {noun} they spoke of what the {noun} was planned to become."} for noun in nouns]
@@ -232,7 +253,7 @@ def test_a_step_of_the_package_drops_documents(extended: None, tmp_path: Path) -
     assert len(list(read_kept(tmp_path / "cleaned"))) == 2
 
 
-def test_a_reward_of_the_package_scores(extended: None) -> None:
+def test_a_reward_of_the_package_scores(extended: str) -> None:
     reward = build_reward({"sentences": {"most_words": 2, "weight": 2.0}})
     answers = ["Yes. It is so. No.", "a b c d", ""]
     prompt = [{"role": "user", "content": "?"}]

@@ -82,7 +82,7 @@ def taken_for_granted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "more" / "texts.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
     for name, records, day in (("requests", old_records(range(400)), 1), ("later", new_records(range(400)), 8)):
         write_lines(place / f"{name}.jsonl", [
-            {"id": f"{name}-{n}", "time": f"2026-01-{day + n // 100:02}T{n % 24:02}:00:00Z", "session": f"{name}-{n}",
+            {"id": f"{name}-{n}", "time": 1.8e9 + 86_400 * day + n, "session": f"{name}-{n}",
              "prompt": record["question"], "answer": record["answer"]}
             for n, record in enumerate(records)
         ])  # fmt: skip

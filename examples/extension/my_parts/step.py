@@ -21,21 +21,21 @@ class BannedWordsConfig:
             raise ConfigError("words: names no word; name one, or a file in lists")
 
 
+@dataclass(frozen=True)
 class BannedWords:
-    name = "banned_words"
+    """A dataclass, because its fields identify the result of the step."""
 
-    def __init__(self, config: BannedWordsConfig) -> None:
-        of_lists = (word for path in config.lists for word in Path(path).read_text(encoding="utf-8").split())
-        self.words = {word.lower() for word in (*config.words, *of_lists)}
+    words: tuple[str, ...]
+    name: str = "banned_words"
 
     def __call__(self, document: Document) -> Document | Drop:
-        found = self.words.intersection(re.findall(r"\w+", document.text.lower()))
+        found = {*self.words}.intersection(re.findall(r"\w+", document.text.lower()))
         return Drop("banned word", min(found)) if found else document
 
 
-BANNED_WORDS = StepSpec(
-    name="banned_words",
-    build=lambda config, seed: BannedWords(config),
-    config=BannedWordsConfig,
-    files=("lists",),
-)
+def build(config: BannedWordsConfig, seed: int) -> BannedWords:
+    of_lists = (word for path in config.lists for word in Path(path).read_text(encoding="utf-8").split())
+    return BannedWords(tuple(sorted({word.lower() for word in (*config.words, *of_lists)})))
+
+
+BANNED_WORDS = StepSpec(name="banned_words", build=build, config=BannedWordsConfig, files=("lists",))
