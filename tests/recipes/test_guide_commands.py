@@ -27,6 +27,8 @@ SHOWN = {
     "make ": "packages/claims/tests/test_readme.py",
     "--name my-text --data.sources README.md": "the same",
     "prove --list": "the same",
+    "run quickstart --dry-run": "the same",
+    "--preview 5": "needs WordNet: tests/data/test_augment_command.py",
     "s3://": "needs a store: tests/pipeline/test_result_store.py, test_rows_from.py",
     "--augmentation.methods random_swap": "tests/recipes/test_page_commands.py",
     "synonym_replacement": "needs WordNet: tests/data/test_augment_golden.py",
@@ -52,7 +54,8 @@ PATIENCE_S = 240.0
 
 def sentences(number: int, *, seed: int) -> list[str]:
     dice = random.Random(seed)
-    return [" ".join(dice.sample(WORDS, 9)).capitalize() + "." for _ in range(number)]
+    drawn = (dice.sample(WORDS, 6) for _ in range(number))
+    return [f"The {a} of the {b} was in {c} when they saw that the {d} and {e} had {f}." for a, b, c, d, e, f in drawn]
 
 
 def write_lines(path: Path, records: list[dict]) -> None:
