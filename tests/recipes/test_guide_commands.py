@@ -28,7 +28,7 @@ SHOWN = {
     "--name my-text --data.sources README.md": "the same",
     "prove --list": "the same",
     "run quickstart --dry-run": "the same",
-    "--preview 5": "needs WordNet: tests/data/test_augment_command.py",
+    "--preview 5": "needs WordNet: tests/data/test_augment_golden.py",
     "s3://": "needs a store: tests/pipeline/test_result_store.py, test_rows_from.py",
     "--augmentation.methods random_swap": "tests/recipes/test_page_commands.py",
     "synonym_replacement": "needs WordNet: tests/data/test_augment_golden.py",
