@@ -139,7 +139,7 @@ def test_drift_and_update(model: Path, tmp_path: Path) -> None:
     write_records(texts / "new.jsonl", new_records(range(1000, 1150)))
     write_records(texts / "old-heldout.jsonl", old_records(range(500, 580)))
     write_records(texts / "new-heldout.jsonl", new_records(range(2000, 2100)))
-    for name, records, day in (("requests", old_records(range(400)), 1), ("later", new_records(range(400)), 8)):
+    for name, records, day in (("requests", old_records(range(5000)), 1), ("later", new_records(range(1000)), 8)):
         lines = [
             {
                 "id": f"{name}-{number}",
@@ -234,7 +234,7 @@ def test_a_stage_trains_after_pretraining(extended: str, plain: mw.Run, tmp_path
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     run = mw.Run.open(tmp_path / "run")
-    assert run.stages == stages
+    assert sorted(run.stages) == sorted(stages)
     assert digest(run.path, "pretrain") == digest(plain.path, "pretrain")
     assert (run.path / "backward/artifact/model.safetensors").is_file()
     assert len(run.metrics()["backward"]) >= 2

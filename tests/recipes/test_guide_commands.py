@@ -83,7 +83,7 @@ def taken_for_granted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "more").mkdir()
     lines = "".join(json.dumps({"text": " ".join(sentences(5, seed=900 + n))}) + "\n" for n in range(30))
     (place / "more" / "texts.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
-    for name, records, day in (("requests", old_records(range(400)), 1), ("later", new_records(range(400)), 8)):
+    for name, records, day in (("requests", old_records(range(5000)), 1), ("later", new_records(range(1000)), 8)):
         write_lines(place / f"{name}.jsonl", [
             {"id": f"{name}-{n}", "time": 1.8e9 + 86_400 * day + n, "session": f"{name}-{n}",
              "prompt": record["question"], "answer": record["answer"]}
