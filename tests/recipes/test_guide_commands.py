@@ -44,8 +44,8 @@ SMALL = (
 )  # fmt: skip
 TRAININGS = ("sft", "reward", "dpo", "kto", "ppo")
 FROM_MODEL = (
-    "--pack.seq_len=64", "--data.validation_fraction=0.2", "--clean.quality.limits={}",
-    *(f"--{name}.{key}" for name in TRAININGS for key in ("num_steps=2", "batch_tokens=256")),
+    "--pack.seq_len=192", "--data.validation_fraction=0.2", "--clean.quality.limits={}",
+    *(f"--{name}.{key}" for name in TRAININGS for key in ("num_steps=2", "batch_tokens=768")),
     "--rollout.max_completion_length=8",
 )  # fmt: skip
 WORDS = [a + b + c for a in ("ka", "lo", "mi", "ru") for b in ("na", "ri", "sto", "va") for c in ("l", "m", "n")]
