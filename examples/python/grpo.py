@@ -8,7 +8,7 @@ from modelwright.reward.reward import Sample
 
 
 def brevity(sample: Sample) -> float:
-    """From 0 to 1.5. An exception or NaN leaves the answer out of training, and is counted."""
+    """Returns a reward from 0 to 1.5. An exception or NaN leaves the answer out of training, and is counted."""
     return 1 / (1 + len(sample.answer)) + 0.5 * sample.answer.endswith(".")
 
 

@@ -1,6 +1,6 @@
 # Trains a model, batches and an objective of your own in the training loop, without recipe, corpus or run.
 # Run it anywhere: python own_model.py; under `torchrun --nproc_per_node 2` the same job is trained by two processes.
-# Checkpoints are in the folder "own-model": what was cut off goes on with the same bits.
+# Checkpoints are in the folder "own-model": an interrupted run resumes with the same bits.
 from pathlib import Path
 
 import torch

@@ -1,6 +1,6 @@
 # Trains a small model on text from Python, prints each step, and lets the model write.
 # Run it anywhere: python train.py [FILE_OR_FOLDER ...]; without arguments it learns from Python's own documentation.
-# The run is an ordinary one: `modelwright run runs/from-python` goes on with it, `modelwright report` shows it.
+# The run is an ordinary one: `modelwright run runs/from-python` resumes it, `modelwright report` shows it.
 import sys
 
 import modelwright as mw
@@ -13,7 +13,7 @@ SETTINGS = {
 
 
 def show(step: mw.TrainingStep) -> None:
-    """Called for each logged step; returning False would stop the training, and the same call would go on with it."""
+    """Prints a logged step. If it returned False, training would stop, and the same call would resume it."""
     print(f"{step.stage} {step.step}/{step.num_steps}: loss {step.loss:.3f}, {step.tokens_per_s:,.0f} tokens/s")
 
 

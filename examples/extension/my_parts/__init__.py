@@ -1,1 +1,1 @@
-"""Examples of what a package can add to Modelwright, one file each."""
+"""Examples of extensions to Modelwright, one file each."""

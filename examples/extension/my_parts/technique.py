@@ -14,7 +14,7 @@ class CentralizationConfig:
     """Settings: checked, shown by `modelwright config`, and part of what identifies a run."""
 
     strength: float = 1.0
-    """Share of the mean that is taken away."""
+    """Share of the mean that is subtracted."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.strength <= 1:

@@ -26,8 +26,8 @@ class Sources:
     waiting: Path | None = None
 
     def place(self, folder: Path) -> list[str]:
-        """Copies waiting records into a folder, and returns all sources as paths. A file that has the same content
-        stays as it is, with its time, by which work that was cut off knows it again.
+        """Copies waiting records into a folder, and returns all sources as paths. A file with the same content is
+        not written again, because its modification time is part of what identifies interrupted work.
         """
         if self.waiting is None:
             return self.paths
