@@ -57,7 +57,7 @@ class Run:
 
     @property
     def stages(self) -> list[str]:
-        """The stages that have finished, in order."""
+        """The stages that have finished, in the order in which they first did."""
         return list(RunDir(self.path).read_info()["stages"])
 
     def metrics(self) -> dict[str, list[dict[str, Any]]]:
