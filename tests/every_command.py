@@ -18,6 +18,7 @@ RELAXED = (
     "--clean.quality.limits.prose.max_record_fraction", "1",
 )  # fmt: skip
 """Limits of quality that the text of `write_inputs` stays within."""
+ANY_TEXT = ("--clean.quality.limits", "{}")
 SMALL = ("--pack.seq_len", "64", "--model.max_seq_len", "64", "--tokenizer.vocab_size", "400")
 
 
@@ -39,9 +40,12 @@ def command_lines(folder: Path) -> dict[str, tuple[list[str], str]]:
         "compare": (["compare", run, run, examples, "--num-records", "2", "--max-new-tokens", "2"], ""),
         "launch": (["launch", "run", "tiny", "--run-dir", run, *small, *stages], ""),
         "evaluate": (["evaluate", run, "--tasks", str(folder / "task.yaml")], "eval"),
-        "clean": (["clean", text, "--out", str(folder / "cleaned")], "clean"),
+        "clean": (["clean", text, "--out", str(folder / "cleaned"), *RELAXED], "clean"),
         "clean less": (["clean", text, "--out", str(folder / "cleaned"), *PLAIN, *RELAXED], ""),
-        "clean a page": (["clean", str(folder / "page.html"), "--out", str(folder / "of-page"), *PLAIN], "clean"),
+        "clean a page": (
+            ["clean", str(folder / "page.html"), "--out", str(folder / "of-page"), *PLAIN, *ANY_TEXT],
+            "clean",
+        ),
         "clean by Ray": (
             ["clean", text, "--out", str(folder / "by-ray"), "--clean.engine", "ray", *PLAIN, *RELAXED],
             "ray",

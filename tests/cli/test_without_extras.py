@@ -16,9 +16,10 @@ ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
     "clean by Ray": "tests/data/test_ray_tasks.py",
     "clean a store": "tests/pipeline/test_result_store.py",
+    "evaluate": "tests/pipeline/test_harness.py",
     "requests": "tests/serve/test_request_log.py",
 }
-"""Commands that need a cluster, a store or a database beforehand, and the tests that have one."""
+"""Commands that need a cluster, a store, data or a database beforehand, and the tests that have one."""
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
