@@ -18,7 +18,6 @@ RELAXED = (
     "--clean.quality.limits.prose.max_record_fraction", "1",
 )  # fmt: skip
 """Limits of quality that the text of `write_inputs` stays within."""
-ANY_TEXT = ("--clean.quality.limits", "{}")
 SMALL = ("--pack.seq_len", "64", "--model.max_seq_len", "64", "--tokenizer.vocab_size", "400")
 
 
@@ -43,7 +42,7 @@ def command_lines(folder: Path) -> dict[str, tuple[list[str], str]]:
         "clean": (["clean", text, "--out", str(folder / "cleaned"), *RELAXED], "clean"),
         "clean less": (["clean", text, "--out", str(folder / "cleaned"), *PLAIN, *RELAXED], ""),
         "clean a page": (
-            ["clean", str(folder / "page.html"), "--out", str(folder / "of-page"), *PLAIN, *ANY_TEXT],
+            ["clean", str(folder / "page.html"), "--out", str(folder / "of-page"), *PLAIN, *RELAXED],
             "clean",
         ),
         "clean by Ray": (
@@ -79,7 +78,10 @@ def write_inputs(folder: Path) -> None:
     (folder / "examples.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{n} and {n}?", "completion": f"{2 * n}."}) + "\n" for n in range(40))
     )
-    (folder / "page.html").write_text("<html><body><p>A line of text.</p></body></html>")
+    sentences = (
+        f"In {1900 + n} the river at the town was {3 * n} feet deep, and that of {n} others." for n in range(40)
+    )
+    (folder / "page.html").write_text(f"<html><body><p>{' '.join(sentences)}</p></body></html>")
     (folder / "task.yaml").write_text(json.dumps(TASK))
     (folder / "adapter").mkdir()
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))

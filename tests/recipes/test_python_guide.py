@@ -27,11 +27,11 @@ else:
     for code in codes:
         shell.run_cell(code).raise_error()
     names = shell.user_ns
-steps = names["run"].metrics()["pretrain"]
+losses = [step["loss"] for step in names["run"].metrics()["pretrain"] if "loss" in step]
 scores = [names[name].bits_per_byte for name in ("likely", "unlikely")]
 print()
 print(json.dumps({
-    "improved": [step["loss"] for step in steps if "loss" in step][-1] < [step["loss"] for step in steps][0],
+    "improved": losses[-1] < losses[0],
     "trained_again": [outcome.stage for outcome in names["same"].result.outcomes if outcome.ran],
     "finished": [names["stopped"].is_finished, names["whole"].is_finished],
     "seen": [step.step for step in names["seen"]],
