@@ -78,9 +78,7 @@ def write_inputs(folder: Path) -> None:
     (folder / "examples.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{n} and {n}?", "completion": f"{2 * n}."}) + "\n" for n in range(40))
     )
-    sentences = (
-        f"In {1900 + n} the river at the town was {3 * n} feet deep, and that of {n} others." for n in range(40)
-    )
+    sentences = (f"In {1900 + n} the river at the town was {3 * n} feet deep, and {n} others." for n in range(40))
     (folder / "page.html").write_text(f"<html><body><p>{' '.join(sentences)}</p></body></html>")
     (folder / "task.yaml").write_text(json.dumps(TASK))
     (folder / "adapter").mkdir()

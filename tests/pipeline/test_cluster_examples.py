@@ -122,12 +122,12 @@ def test_the_slurm_script_trains_on_all_nodes(tmp_path: Path) -> None:
         **os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2",
         "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": str(job),
     }  # fmt: skip
-    (tmp_path / "text.txt").write_text(
-        "\n".join(f"{n} is followed by {n + 1}, and 3 times {n} is {3 * n}: a line of text." for n in range(900))
-    )
+    lines = (f"{n} is followed by {n + 1}, and 3 times {n} is {3 * n}: a line of text." for n in range(900))
+    (tmp_path / "text.txt").write_text("\n".join(lines))
     small = "--tokenizer.vocab_size 400 --model.vocab_size 400 --pack.seq_len 64 --model.max_seq_len 64"
     short = "--pretrain.num_steps 3 --pretrain.batch_tokens 256 --data.validation_fraction 0"
-    words = f"tiny --stages clean,tokenize,pack,pretrain --data.sources text.txt {small} {short}".split() + [*RELAXED]
+    words = ["tiny", "--stages", "clean,tokenize,pack,pretrain", "--data.sources", "text.txt"]
+    words += [*f"{small} {short}".split(), *RELAXED]
     done = subprocess.run(["bash", TRAIN_SLURM, *words], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     info = json.loads((tmp_path / "runs/tiny/pretrain/artifact/manifest.json").read_text())

@@ -181,8 +181,8 @@ def print_ending(text: str, exit_code: int) -> int:
 def supervise(
     config: "LaunchConfig", line: Sequence[str], *, threads: int, is_done: Callable[[], bool], say: Say = print_ending
 ) -> int:
-    """Run the command line `modelwright LINE...` in the processes that `config` describes. threads: number
-    for each process; is_done: returns true if the run has finished, which another host may know first; say: shows the
+    """Run the command line `modelwright LINE...` in the processes that `config` describes. threads: number for each
+    process; is_done: returns true if the run has finished, which another host may know first; say: shows the
     message that one process would have shown. Returns the exit code of one process.
     """
     from torch.distributed.elastic.rendezvous import RendezvousError
