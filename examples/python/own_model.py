@@ -32,8 +32,10 @@ class Counting:
 
 
 def main() -> None:
-    shape = {"num_layers": 1, "model_dim": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 64, "head_dim": 16}
-    model = Decoder(ModelConfig(vocab_size=32, max_seq_len=16, **shape))
+    shape = ModelConfig(
+        vocab_size=32, max_seq_len=16, num_layers=1, model_dim=32, num_heads=2, num_kv_heads=2, ffn_dim=64, head_dim=16
+    )
+    model = Decoder(shape)
     model.init_weights(0)
     config = TrainConfig(num_steps=40, batch_tokens=64, learning_rate=1e-2, precision=PrecisionConfig(policy="fp32"))
     with join_world() as world:

@@ -4,12 +4,13 @@
 import sys
 
 from openai import OpenAI
+from openai.types.chat import ChatCompletionUserMessageParam as Question
 
 import modelwright as mw
 
 
 def main(model: str) -> None:
-    question = [{"role": "user", "content": "Box 7: which color?"}]
+    question = [Question(role="user", content="Box 7: which color?")]
     with mw.serve(model) as server:
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
         answer = client.chat.completions.create(model=server.model_name, messages=question, max_tokens=8, temperature=0)
