@@ -3,6 +3,7 @@
 # Steps, checkpoints, resumption, estimates and the section of the report are those of the package's own stages.
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Split
+from modelwright.data.rows.pack import TokenSequence
 from modelwright.objectives.next_token import NextToken
 from modelwright.pipeline.stage import RowSet
 from modelwright.pipeline.stages.pack import PACK
@@ -14,7 +15,7 @@ from modelwright.pipeline.stages.training import training_spec
 def pack_backward(job: PackJob, split: Split) -> None:
     texts = (document.text[::-1] for document in read_kept(job.clean, split=split, kinds=("prose",)))
     encoded = job.tokenizer.encode_documents(texts, num_threads=1)
-    job.pack(f"{ROWS.name}/{split}", ((ids, None) for ids in encoded))
+    job.pack(f"{ROWS.name}/{split}", (TokenSequence(ids) for ids in encoded))
 
 
 ROWS = RowSet(name="backward", title="reversed text", pack=pack_backward)
