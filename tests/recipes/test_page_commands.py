@@ -35,7 +35,7 @@ SHOWN = {
 """Parts of a command, or its page, and why it does not run here."""
 SMALL = (
     "--pack.seq_len=64", "--model.max_seq_len=64", "--model.num_layers=4", "--model.model_dim=32",
-    "--model.num_heads=2", "--model.num_kv_heads=2", "--model.ffn_dim=64", "--tokenizer.vocab_size=400",
+    "--model.num_heads=2", "--model.num_kv_heads=2", "--model.ffn_dim=384", "--tokenizer.vocab_size=400",
     "--model.vocab_size=400", "--pretrain.num_steps=2", "--pretrain.batch_tokens=512", "--sft.num_steps=2",
     "--sft.batch_tokens=512", "--sft.gradient_accumulation_steps=1", "--data.validation_fraction=0.1",
     "--clean.quality.limits={}", "--evaluate.max_bytes_per_domain=500", "--evaluate.multiple_choice.num_questions=2",
