@@ -6,7 +6,8 @@ Builds the wheels of the main package and of all packages built onto it into dis
 without extras, then into another one with `--extras` (default: all). In each, the recipe tiny runs, and a small Hugging
 Face folder is fine-tuned on conversations. Without extras, every command of tests/every_command.py works or ends with
 exit code 2 and one line that names the extra to install. With all of them, every command shows its help, text is
-cleaned with all steps, and a run serves its model and asks it. Exit code 1 for anything else.
+cleaned with all steps, a run serves its model and asks it, and docs/tutorials/fine-tune.md works from its first command
+to its Python. Exit code 1 for anything else.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from every_command import (  # noqa: E402  # pyright: ignore[reportMissingImport
     fault_of,
     write_inputs,
 )
+from wheel_tutorial import fault_of_tutorial, follow  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 PROJECTS = [ROOT, *(path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml")))]
 MOST_S = 1800
@@ -62,7 +64,8 @@ def new_environment(folder: Path, wheels: Sequence[Path], extras: str) -> Path:
     assert version is not None
     # The build for processors alone, where the index has it: the other one brings gigabytes of CUDA with it.
     subprocess.run([*pip, f"torch=={version[1]}+cpu"], capture_output=True, env=ALONE)
-    subprocess.run([*pip, *constraints, *wanted], check=True, env=ALONE)
+    clients = ["openai"] if extras else []  # what the tutorial asks the server with
+    subprocess.run([*pip, *constraints, *wanted, *clients], check=True, env=ALONE)
     return folder / "bin"
 
 
@@ -107,6 +110,19 @@ def faults(programs: Path, folder: Path, *, with_extras: bool) -> Iterator[str]:
         if fault:
             yield f"{' '.join(words)}: {fault}"
             return
+    if with_extras:
+        (folder / "models").mkdir()
+        (folder / "model").rename(folder / "models" / "mine")
+        for name in ("examples.jsonl", "heldout.jsonl"):
+            write_conversations(folder / name)
+        try:
+            told = follow(folder, str(programs / "python"), [str(programs / "modelwright")], ALONE)
+            fault = fault_of_tutorial(told)
+        except AssertionError as error:
+            fault = str(error)
+        shown(fault, "(docs/tutorials/fine-tune.md)")
+        if fault:
+            yield f"docs/tutorials/fine-tune.md: {fault}"
     help_ = run("--help")
     names = re.findall(r"^  (\w[\w-]*)  ", help_.stdout, re.MULTILINE)
     if len(names) < 10:

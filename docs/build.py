@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES, STAGE = ROOT / "docs", ROOT / "build" / "docs"
 ROOT_PAGES = {
     "README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
-    "SECURITY.md": "security.md", "CODE_OF_CONDUCT.md": "code-of-conduct.md",
+    "SECURITY.md": "security.md", "CODE_OF_CONDUCT.md": "code-of-conduct.md", "examples/README.md": "examples.md",
 }  # fmt: skip
-"""Pages at the root of the repository and their names on the site."""
+"""Pages outside of docs/ and their names on the site."""
 COPIES = "repository"
 """Folder of the site with the files that pages link to and that are no pages: records, source files."""
 MEASURED = re.compile(r"^<!-- measured: ([\w ]+) -->$", re.MULTILINE)

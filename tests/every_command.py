@@ -39,9 +39,12 @@ def command_lines(folder: Path) -> dict[str, tuple[list[str], str]]:
         "compare": (["compare", run, run, examples, "--num-records", "2", "--max-new-tokens", "2"], ""),
         "launch": (["launch", "run", "tiny", "--run-dir", run, *small, *stages], ""),
         "evaluate": (["evaluate", run, "--tasks", str(folder / "task.yaml")], "eval"),
-        "clean": (["clean", text, "--out", str(folder / "cleaned")], "clean"),
+        "clean": (["clean", text, "--out", str(folder / "cleaned"), *RELAXED], "clean"),
         "clean less": (["clean", text, "--out", str(folder / "cleaned"), *PLAIN, *RELAXED], ""),
-        "clean a page": (["clean", str(folder / "page.html"), "--out", str(folder / "of-page"), *PLAIN], "clean"),
+        "clean a page": (
+            ["clean", str(folder / "page.html"), "--out", str(folder / "of-page"), *PLAIN, *RELAXED],
+            "clean",
+        ),
         "clean by Ray": (
             ["clean", text, "--out", str(folder / "by-ray"), "--clean.engine", "ray", *PLAIN, *RELAXED],
             "ray",
@@ -75,7 +78,8 @@ def write_inputs(folder: Path) -> None:
     (folder / "examples.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{n} and {n}?", "completion": f"{2 * n}."}) + "\n" for n in range(40))
     )
-    (folder / "page.html").write_text("<html><body><p>A line of text.</p></body></html>")
+    sentences = (f"In {1900 + n} the river at the town was {3 * n} feet deep, and {n} others." for n in range(40))
+    (folder / "page.html").write_text(f"<html><body><p>{' '.join(sentences)}</p></body></html>")
     (folder / "task.yaml").write_text(json.dumps(TASK))
     (folder / "adapter").mkdir()
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))

@@ -1,6 +1,7 @@
 """Run commands in this process as after `pip install modelwright`: nothing that only an extra brings can be imported.
 
-Usage: python without_extras.py FILE, a JSON list of command lines. Prints a JSON list of [exit code, errors].
+Usage: python without_extras.py FILE [--all], a JSON list of command lines. Prints a JSON list of [exit code, errors].
+With --all nothing is hidden, as after `pip install 'modelwright[all]'`.
 """
 
 import contextlib
@@ -98,7 +99,8 @@ def outcome(words: list[str]) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    hide_extras()
+    if "--all" not in sys.argv:
+        hide_extras()
     import modelwright.cli.main  # noqa: F401  (once, and not in the process of each command)
 
     print(json.dumps([outcome(words) for words in json.loads(Path(sys.argv[1]).read_text())]))

@@ -1,48 +1,16 @@
 """Modelwright: from raw text to a served, monitored language model, with every technique measured.
 
-`TrainJob` and `train_model` are the way to train from Python, with a model, an objective and techniques of one's own:
+    import modelwright as mw
 
->>> import tempfile
->>> from pathlib import Path
->>> from modelwright import TrainJob, train_model
->>> import torch
->>> from modelwright.core.rundir import StageDir
->>> from modelwright.data.rows.batch import TokenBatch
->>> from modelwright.model.config import ModelConfig
->>> from modelwright.model.decoder import Decoder
->>> from modelwright.objectives.next_token import NextToken
->>> from modelwright.train.precision.policy import PrecisionConfig
->>> from modelwright.train.config import TrainConfig
+    run = mw.run("tiny", name="mine")  # the folder that `modelwright run tiny --name mine` makes
+    tuned = mw.finetune(run.path, [{"prompt": "Box 1?", "completion": "Red."}, ...], lora=True)
+    model = mw.load(tuned.path)  # or a Hugging Face folder
+    print(model.chat("Box 1?"), mw.compare(run.path, tuned.path, "heldout.jsonl"))
+    with mw.serve(tuned.path) as server:
+        print(server.url)  # an OpenAI-compatible API
 
->>> class Counting:  # rows of consecutive numbers: the next token is the last one plus 1
-...     num_batches_per_epoch = 1
-...
-...     def batch(self, index, *, rank=0, world_size=1):
-...         positions_BT = torch.arange(16).repeat(4 // world_size, 1)
-...         ids_BT = (positions_BT + torch.arange(len(positions_BT))[:, None] + rank) % 32
-...         segments_BT = torch.zeros_like(ids_BT, dtype=torch.int32)
-...         return TokenBatch(
-...             input_ids_BT=ids_BT, labels_BT=(ids_BT + 1) % 32, positions_BT=positions_BT, segments_BT=segments_BT
-...         )
-
->>> shape = ModelConfig(
-...     vocab_size=32, max_seq_len=16, num_layers=1, model_dim=32, num_heads=2, num_kv_heads=2, ffn_dim=64, head_dim=16
-... )
->>> model = Decoder(shape)
->>> model.init_weights(0)
->>> config = TrainConfig(
-...     num_steps=30, batch_tokens=64, learning_rate=1e-2, precision=PrecisionConfig(policy="fp32")
-... )
->>> with tempfile.TemporaryDirectory() as folder:
-...     job = TrainJob(
-...         model=model, objective=NextToken(Counting()), config=config, stage=StageDir(Path(folder)), num_steps=30
-...     )
-...     result = train_model(job)
->>> result.num_steps, result.loss < 1.0
-(30, True)
-
-Started by `torchrun`, the same job is trained over all processes: `with join_world() as world: train_model(job, world)`
-(`modelwright.parallel.mesh`); `TrainJob.parallel` lays it out.
+Settings are named as on the command line. `docs/python.md` is the guide. `TrainJob` and `train_model` train a model, an
+objective and techniques of one's own (`examples/python/own_model.py`).
 """
 
 import os
@@ -87,6 +55,7 @@ __all__ = [
     "train_model",
 ]  # fmt: skip
 
+# Imported when they are asked for, because most of them import PyTorch. The name `train` is that of the package.
 _EXPORTS = {
     "TrainJob": ("modelwright.train.job", "TrainJob"),
     "train_model": ("modelwright.train.build", "train"),
@@ -100,7 +69,6 @@ _EXPORTS = {
         for name in ("ComparedModels", "Model", "compare", "evaluate", "export", "load", "serve")
     },
 }
-"""Imported when they are asked for: they import PyTorch. `modelwright.train` is the package of that name."""
 
 prepare(os.environ, is_too_late="torch" in sys.modules)
 

@@ -1,4 +1,4 @@
-"""`docs/examples/ray_tune.py` on this machine: two trials, which are runs of their own."""
+"""`examples/cluster/ray_tune.py` on this machine: two trials, which are runs of their own."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import yaml
 
 pytest.importorskip("ray.tune", exc_type=ImportError)
 
-SCRIPT = Path(__file__).parents[3] / "docs" / "examples" / "ray_tune.py"
+SCRIPT = Path(__file__).parents[3] / "examples" / "cluster" / "ray_tune.py"
 
 
 def manifest(run: Path, stage: str) -> dict:

@@ -59,7 +59,6 @@ COMMANDS: Mapping[str, Command] = {
 """The only list of the package's own commands."""
 
 COMMANDS_GROUP = "modelwright.commands"
-"""Entry points of other packages: each a `Command`, whose module must be quick to import, because help imports all."""
 """Entry points of other packages: each a `Command` in a module that is quick to import, because help imports all."""
 DISTRIBUTIONS: Mapping[str, tuple[str, str]] = {
     "board": ("modelwright-board", "board"),

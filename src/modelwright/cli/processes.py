@@ -19,9 +19,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from modelwright.core.errors import ModelwrightError, Stopped
+
+if TYPE_CHECKING:
+    from modelwright.parallel.elastic import LaunchConfig
 
 GRACE_S = 5.0
 """Time for a call into a library to return to Python, which alone can raise an exception."""
@@ -176,10 +179,10 @@ def print_ending(text: str, exit_code: int) -> int:
 
 
 def supervise(
-    config: Any, line: Sequence[str], *, threads: int, is_done: Callable[[], bool], say: Say = print_ending
+    config: "LaunchConfig", line: Sequence[str], *, threads: int, is_done: Callable[[], bool], say: Say = print_ending
 ) -> int:
-    """Run the command line `modelwright LINE...` in the processes of a `parallel.elastic.LaunchConfig`. threads: number
-    for each process; is_done: returns true if the run has finished, which another host may know first; say: shows the
+    """Run the command line `modelwright LINE...` in the processes that `config` describes. threads: number for each
+    process; is_done: returns true if the run has finished, which another host may know first; say: shows the
     message that one process would have shown. Returns the exit code of one process.
     """
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -200,13 +203,11 @@ def supervise(
             except Refused as error:
                 return say(str(error), USER)
             except RendezvousError as error:
-                where = config.rendezvous or "this host"
+                where = config.rdzv_endpoint or "this host"
                 return say(f"the hosts did not find each other at {where} ({type(error).__name__}: {error})", USER)
         if ending.closed:
-            closed = (
-                "was ended by another host, whose own message says why, or is an earlier run's; choose another --name"
-            )
-            return 0 if is_done() else say(f"the run {config.name!r} {closed}", USER)
+            why = "was ended by another host, whose own message says why, or is an earlier one; choose another --run-id"
+            return 0 if is_done() else say(f"the launch {config.run_id!r} {why}", USER)
         if not ending.failed and not ending.asked:
             return 0
         return _tell(folder, ending.killed, ending.asked, say)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from modelwright.core import compatibility as run
+from modelwright.core import compatibility as traits
 from modelwright.core.compatibility import Feature, feature
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
@@ -110,23 +110,25 @@ class ParallelConfig:
         """Returns the features of this layout, with the properties of a run that each needs and breaks."""
         result = []
         if not self.shared_memory:
-            result.append(feature("shared_memory", "false", breaks=[run.ONE_COPY]))
+            result.append(feature("shared_memory", "false", breaks=[traits.ONE_COPY]))
         if self.pipeline > 1:
-            breaks = {run.WHOLE_MODEL, run.UNDIVIDED_GRADIENTS, run.LAYER_OUTPUTS, run.WHOLE_LAYERS, run.WHOLE_BATCHES}
-            result.append(feature("pipeline", self.pipeline, needs=[run.WHOLE_GRADIENTS], breaks=breaks))
+            breaks = {traits.WHOLE_MODEL, traits.WHOLE_LAYERS, traits.WHOLE_BATCHES}
+            breaks |= {traits.UNDIVIDED_GRADIENTS, traits.LAYER_OUTPUTS}
+            result.append(feature("pipeline", self.pipeline, needs=[traits.WHOLE_GRADIENTS], breaks=breaks))
         if self.context > 1:
-            result.append(feature("context", self.context, breaks=[run.WHOLE_MODEL, run.WHOLE_ROWS]))
+            result.append(feature("context", self.context, breaks=[traits.WHOLE_MODEL, traits.WHOLE_ROWS]))
         if self.tensor > 1:
-            breaks = {run.WHOLE_MODEL, run.WHOLE_MATRICES, run.UNDIVIDED_GRADIENTS, run.WHOLE_LAYERS}
+            breaks = {traits.WHOLE_MODEL, traits.WHOLE_MATRICES, traits.UNDIVIDED_GRADIENTS, traits.WHOLE_LAYERS}
             result.append(feature("tensor", self.tensor, breaks=breaks))
             if self.sequence_parallel:
-                result.append(feature("sequence_parallel", "true", breaks=[run.LAYER_OUTPUTS]))
+                result.append(feature("sequence_parallel", "true", breaks=[traits.LAYER_OUTPUTS]))
         if self.zero_stage != 0:
             axes = self.axes(num_processes)
             num_sharing = axes["shard"] * axes["context"]
             # One shard group that holds all copies: FSDP sums their gradients itself, in backward, exactly.
-            breaks = {run.GRADIENT_SUMS} if axes["replicate"] == 1 and num_sharing > 1 else set()
-            breaks |= {run.WHOLE_MODEL, run.WHOLE_MATRICES, run.UNDIVIDED_GRADIENTS} if num_sharing > 1 else set()
+            breaks = {traits.GRADIENT_SUMS} if axes["replicate"] == 1 and num_sharing > 1 else set()
+            if num_sharing > 1:
+                breaks |= {traits.WHOLE_MODEL, traits.WHOLE_MATRICES, traits.UNDIVIDED_GRADIENTS}
             result.append(feature("zero_stage", self.zero_stage, breaks=breaks))
         return result
 
@@ -135,5 +137,5 @@ class ParallelConfig:
         axes = self.axes(num_processes)
         # Without ZeRO, context ranks hold copies of the weights too, whose gradients the same sum joins.
         num_replicas = axes["replicate"] * (axes["context"] if self.zero_stage == 0 else 1)
-        offered = {run.SEVERAL_REPLICAS: num_replicas > 1, run.SEVERAL_STAGES: self.pipeline > 1}
+        offered = {traits.SEVERAL_REPLICAS: num_replicas > 1, traits.SEVERAL_STAGES: self.pipeline > 1}
         return frozenset(name for name, is_offered in offered.items() if is_offered)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from modelwright.core import compatibility as run
+from modelwright.core import compatibility as traits
 from modelwright.core.extensions import NoSettings
 from modelwright.ops.dtensor import TensorView, local, view_of
 from modelwright.parallel.gradient_sync import GradientSync
@@ -45,11 +45,11 @@ class Strategy(Protocol):
     is_synchronous: ClassVar[bool] = True
     """True if every update waits for all ranks."""
     needs: ClassVar[frozenset[str]] = frozenset(
-        {run.WHOLE_MODEL, run.WHOLE_GRADIENTS, run.PROMPT_GRADIENTS, run.SYNCHRONOUS_UPDATES}
+        {traits.WHOLE_MODEL, traits.WHOLE_GRADIENTS, traits.PROMPT_GRADIENTS, traits.SYNCHRONOUS_UPDATES}
     )
     """Properties of a run that it relies on (`core/compatibility.py`); a setting or a layout that breaks one of them is
     refused. A strategy that needs less declares less."""
-    breaks: ClassVar[frozenset[str]] = frozenset({run.EXACT_SUMS, run.EQUAL_REPLICAS})
+    breaks: ClassVar[frozenset[str]] = frozenset({traits.EXACT_SUMS, traits.EQUAL_REPLICAS})
     """Properties of a run that it removes; a strategy that keeps these declares so."""
 
     def begin(self, step: int, num_steps: int) -> None:

@@ -27,7 +27,7 @@ from modelwright.pipeline.stages.reward import REWARD
 from modelwright.recipes.load import RUNS, Request, find_run, find_target, finetune_request, settings_of_target
 from modelwright.recipes.load import load as load_request
 from modelwright.recipes.models import Model, load
-from modelwright.recipes.sources import read_sources
+from modelwright.recipes.sources import FOLDER, read_sources
 from modelwright.recipes.watch import OnStep, WatchedProgress, shown
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def stages(self) -> list[str]:
-        """The stages that have finished, in order."""
+        """The stages that have finished, in the order in which they first did."""
         return list(RunDir(self.path).read_info()["stages"])
 
     def metrics(self) -> dict[str, list[dict[str, Any]]]:
@@ -119,7 +119,7 @@ def run(
         given = read_sources(sources)
         try:
             own = Path(name) if Path(name).is_dir() else RUNS / str({**settings_of_target(name), **overrides}["name"])
-            placed = given.place(Path(run_dir) if os.fspath(run_dir) else own)
+            placed = given.place((Path(run_dir) if os.fspath(run_dir) else own) / FOLDER)
         finally:
             given.close()
         overrides = merge({"data": {"sources": placed}}, overrides)
@@ -152,7 +152,7 @@ def finetune(
         if given.waiting and not os.fspath(run_dir):
             stem = f"{find_model(find_target(base)).source.name}-{Path(given.paths[0]).stem}"
             folder = RUNS / str(overrides.get("name", stem))
-        placed = given.place(folder)
+        placed = given.place(folder / FOLDER)
     finally:
         given.close()
     request = finetune_request(base, placed, overrides, os.fspath(run_dir), lora=lora, only=tuple(stages))

@@ -1,9 +1,11 @@
-"""Sources that are in memory: records, texts and frames become JSON lines in the run's folder, named by digest."""
+"""Sources that are in memory: records, texts and frames become JSON lines in a folder, named by digest."""
 
+import filecmp
 import hashlib
 import json
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,22 +20,22 @@ FOLDER = "sources"
 
 @dataclass
 class Sources:
-    """Sources of a request: paths as they were given, or records that wait in a temporary file for the run's folder."""
+    """Sources of a request: paths as they were given, or records that wait in a temporary file for their folder."""
 
     paths: list[str]
     waiting: Path | None = None
 
-    def place(self, run: Path) -> list[str]:
-        """Move waiting records into the folder of the run, and return all sources as paths."""
+    def place(self, folder: Path) -> list[str]:
+        """Copies waiting records into a folder, and returns all sources as paths. A file with the same content is
+        not written again, because its modification time is part of what identifies interrupted work.
+        """
         if self.waiting is None:
             return self.paths
-        target = run / FOLDER / self.paths[0]
-        make_folder(target.parent)
+        target = folder / self.paths[0]
+        make_folder(folder)
         with writing(target):
-            content = self.waiting.read_bytes()
-            if not target.is_file() or target.read_bytes() != content:
-                temporary = target.with_suffix(".tmp")
-                temporary.write_bytes(content)
+            if not target.is_file() or not filecmp.cmp(self.waiting, target, shallow=False):
+                shutil.copyfile(self.waiting, temporary := target.with_suffix(".tmp"))
                 temporary.replace(target)
         return [str(target)]
 

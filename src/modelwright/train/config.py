@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from modelwright.core import compatibility as run
+from modelwright.core import compatibility as traits
 from modelwright.core.compatibility import Feature, check_compatible, conflict, feature, idle
 from modelwright.core.config import constant, dump, only_for, unused_settings
 from modelwright.core.errors import ConfigError, prefix_errors
@@ -63,8 +63,8 @@ LENGTHS = ("num_steps", "num_tokens", "num_epochs")
 SHARED_MEMORY = feature(
     "parallel.shared_memory",
     needs=[
-        *(run.ADAMW_STATES, run.RESIDENT_STATES, run.EXACT_SUMS, run.EQUAL_REPLICAS),
-        *(run.PROMPT_GRADIENTS, run.SYNCHRONOUS_UPDATES, run.SAME_MATMULS, run.SAME_UNITS),
+        *(traits.ADAMW_STATES, traits.RESIDENT_STATES, traits.EXACT_SUMS, traits.EQUAL_REPLICAS),
+        *(traits.PROMPT_GRADIENTS, traits.SYNCHRONOUS_UPDATES, traits.SAME_MATMULS, traits.SAME_UNITS),
     ],
     breaks=SharedMemory.breaks,
 )
@@ -243,21 +243,26 @@ class TrainConfig(SharedTrainConfig):
         if self.compile is True:
             result.append(COMPILED)
         if self.optimizer != "adamw":
-            needs = [run.WHOLE_GRADIENTS, run.WHOLE_MATRICES] if self.optimizer == "muon" else []
-            result.append(feature("optimizer", self.optimizer, needs=needs, breaks=[run.ADAMW_STATES]))
+            needs = [traits.WHOLE_GRADIENTS, traits.WHOLE_MATRICES] if self.optimizer == "muon" else []
+            result.append(feature("optimizer", self.optimizer, needs=needs, breaks=[traits.ADAMW_STATES]))
         if self.optimizer_cpu_offload:
-            needs = [run.ADAMW_STATES, run.WHOLE_GRADIENTS]
+            needs = [traits.ADAMW_STATES, traits.WHOLE_GRADIENTS]
             result.append(
-                feature("optimizer_cpu_offload", needs=needs, breaks=[run.RESIDENT_STATES], only_with=[run.ACCELERATOR])
+                feature(
+                    "optimizer_cpu_offload",
+                    needs=needs,
+                    breaks=[traits.RESIDENT_STATES],
+                    only_with=[traits.ACCELERATOR],
+                )
             )
         if self.optimizer_in_backward:
-            result.append(feature("optimizer_in_backward", breaks=[run.WHOLE_GRADIENTS, run.UNDIVIDED_GRADIENTS]))
+            result.append(feature("optimizer_in_backward", breaks=[traits.WHOLE_GRADIENTS, traits.UNDIVIDED_GRADIENTS]))
         if self.neftune_noise_alpha:  # its strength follows from the lengths of documents
-            result.append(feature("neftune_noise_alpha", self.neftune_noise_alpha, needs=[run.WHOLE_ROWS]))
+            result.append(feature("neftune_noise_alpha", self.neftune_noise_alpha, needs=[traits.WHOLE_ROWS]))
         if self.l2_sp:
             # Weights that processes share would be pulled once by each of them, and a second layout of the run would
             # take its present weights for the starting ones.
-            needs = [run.TRAINED_WEIGHTS, run.SYNCHRONOUS_UPDATES, run.OWN_WEIGHTS, run.LASTING_LAYOUT]
+            needs = [traits.TRAINED_WEIGHTS, traits.SYNCHRONOUS_UPDATES, traits.OWN_WEIGHTS, traits.LASTING_LAYOUT]
             result.append(feature("l2_sp", self.l2_sp, needs=needs))
         for name in (
             *("adaptive_clip", "weight_decay_schedule", "precision", "gradient_sync", "async_updates"),
@@ -265,7 +270,7 @@ class TrainConfig(SharedTrainConfig):
         ):
             result += [replace(one, key=f"{name}.{one.key}") for one in getattr(self, name).features()]
         if self.batching.mixture.is_measured:
-            needs = [run.SYNCHRONOUS_UPDATES, run.EQUAL_REPLICAS]
+            needs = [traits.SYNCHRONOUS_UPDATES, traits.EQUAL_REPLICAS]
             result.append(feature("batching.mixture.update", self.batching.mixture.update, needs=needs))
         result += named_features(self.techniques)
         for name, (spec, _) in named_objectives(self.objective).items():
@@ -387,5 +392,5 @@ def without_effect(
     """The settings that change nothing in this run, each with the missing condition."""
     offered = set(parallel.offers(num_processes))
     if on_accelerator:
-        offered.add(run.ACCELERATOR)
+        offered.add(traits.ACCELERATOR)
     return idle(config.features(), offered) + unused_settings(config)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from modelwright.core import compatibility as run
+from modelwright.core import compatibility as traits
 from modelwright.core.compatibility import Feature, feature
 from modelwright.core.config import constant, dump, only_for
 from modelwright.core.errors import ConfigError
@@ -72,22 +72,22 @@ class GradientSyncConfig:
 
     def features(self) -> list[Feature]:
         """Returns the features of gradient synchronization, with the properties of a run that each needs and breaks."""
-        result, needs = [], {run.WHOLE_GRADIENTS, run.GRADIENT_SUMS}
+        result, needs = [], {traits.WHOLE_GRADIENTS, traits.GRADIENT_SUMS}
         for name, (spec, _) in self.named().items():
             # The settings that choose another strategy would have no effect.
-            replaced = {run.WHOLE_GRADIENTS, run.PROMPT_GRADIENTS, run.SYNCHRONOUS_UPDATES}
-            breaks = spec.strategy.breaks | {run.GRADIENT_SUMS}
+            replaced = {traits.WHOLE_GRADIENTS, traits.PROMPT_GRADIENTS, traits.SYNCHRONOUS_UPDATES}
+            breaks = spec.strategy.breaks | {traits.GRADIENT_SUMS}
             result.append(feature("strategy", name, needs=spec.strategy.needs | replaced, breaks=breaks))
         if self.kind != "allreduce":
-            breaks = [] if self.kind == "topology_aware" else [run.EXACT_SUMS]
-            result.append(feature("kind", self.kind, needs=needs, breaks=breaks, only_with=[run.SEVERAL_REPLICAS]))
+            breaks = [] if self.kind == "topology_aware" else [traits.EXACT_SUMS]
+            result.append(feature("kind", self.kind, needs=needs, breaks=breaks, only_with=[traits.SEVERAL_REPLICAS]))
         if self.local_sgd.sync_every_steps:
-            needs = needs | {run.SYNCHRONOUS_UPDATES, run.PROMPT_GRADIENTS, run.WHOLE_ROWS}
+            needs = needs | {traits.SYNCHRONOUS_UPDATES, traits.PROMPT_GRADIENTS, traits.WHOLE_ROWS}
             result.append(
-                feature("local_sgd.sync_every_steps", needs=needs, breaks=[run.EXACT_SUMS, run.EQUAL_REPLICAS])
+                feature("local_sgd.sync_every_steps", needs=needs, breaks=[traits.EXACT_SUMS, traits.EQUAL_REPLICAS])
             )
         if self.local_sgd.sync_second_moment_every:
-            result.append(feature("local_sgd.sync_second_moment_every", needs=[run.ADAMW_STATES]))
+            result.append(feature("local_sgd.sync_second_moment_every", needs=[traits.ADAMW_STATES]))
         return result
 
 
@@ -114,9 +114,10 @@ class AsyncUpdatesConfig:
     def features(self) -> list[Feature]:
         """Returns the feature of asynchronous updates, with the properties of a run that it needs and breaks."""
         if self.mode == "delayed":
-            return [feature("mode", self.mode, needs=[run.WHOLE_GRADIENTS], breaks=[run.PROMPT_GRADIENTS])]
+            return [feature("mode", self.mode, needs=[traits.WHOLE_GRADIENTS], breaks=[traits.PROMPT_GRADIENTS])]
         if self.mode == "hogwild":
-            needs = [run.WHOLE_GRADIENTS, run.WHOLE_MODEL, run.ADAMW_STATES, run.RESIDENT_STATES, run.ONE_COPY]
+            needs = [traits.WHOLE_GRADIENTS, traits.WHOLE_MODEL, traits.ONE_COPY]
+            needs += [traits.ADAMW_STATES, traits.RESIDENT_STATES]
             return [feature("mode", self.mode, needs=needs, breaks=Hogwild.breaks)]
         return []
 

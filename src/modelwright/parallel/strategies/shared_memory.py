@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from modelwright.core import compatibility as run
+from modelwright.core import compatibility as traits
 from modelwright.core.errors import ConfigError, ModelwrightError, StorageError, writing
 from modelwright.ops.dtensor import TensorView, flat_view_of
 from modelwright.parallel.mesh import Mesh, World
@@ -249,7 +249,13 @@ class SharedMemory(Strategy):
 
     needs = frozenset[str]()
     breaks = frozenset(
-        {run.GRADIENT_SUMS, run.REVERSIBLE_UPDATES, run.UNDIVIDED_GRADIENTS, run.WHOLE_MATRICES, run.OWN_WEIGHTS}
+        {
+            traits.GRADIENT_SUMS,
+            traits.REVERSIBLE_UPDATES,
+            traits.UNDIVIDED_GRADIENTS,
+            traits.WHOLE_MATRICES,
+            traits.OWN_WEIGHTS,
+        }
     )
 
     def __init__(self, replica: Replica, *, overlap: bool = True) -> None:

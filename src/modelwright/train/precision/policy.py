@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from modelwright.core import compatibility as run
+from modelwright.core import compatibility as traits
 from modelwright.core.compatibility import Feature, feature
 from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
@@ -349,15 +349,15 @@ class PrecisionConfig:
         """Features of the precision settings, with their requirements on a run and what they break."""
         result: list[Feature] = []
         if self.loss_scale.scales(uses_fp16=self.policy != "auto" and self.uses_fp16):
-            result.append(feature("loss_scale", needs=[run.WHOLE_GRADIENTS]))
+            result.append(feature("loss_scale", needs=[traits.WHOLE_GRADIENTS]))
         if self.policy != "auto" and self.possible & {"fp8", "int8"}:
-            result.append(feature("policy", self.policy, breaks=[run.FLOAT_PRODUCTS]))
+            result.append(feature("policy", self.policy, breaks=[traits.FLOAT_PRODUCTS]))
         if self.fp32_matmul == "tf32":
-            result.append(feature("fp32_matmul", "tf32", only_with=[run.ACCELERATOR]))
+            result.append(feature("fp32_matmul", "tf32", only_with=[traits.ACCELERATOR]))
         if self.adaptive.kind != "none":
-            needs = {run.EAGER_BLOCKS, run.SYNCHRONOUS_UPDATES, run.SAME_UNITS, run.WHOLE_GRADIENTS}
-            needs |= {run.TRAINED_WEIGHTS}
-            result.append(feature("adaptive.kind", self.adaptive.kind, needs=needs, breaks=[run.SAME_MATMULS]))
+            needs = {traits.EAGER_BLOCKS, traits.SYNCHRONOUS_UPDATES, traits.SAME_UNITS, traits.WHOLE_GRADIENTS}
+            needs |= {traits.TRAINED_WEIGHTS}
+            result.append(feature("adaptive.kind", self.adaptive.kind, needs=needs, breaks=[traits.SAME_MATMULS]))
         return result
 
     @property

@@ -1,0 +1,1 @@
+"""Examples of extensions to Modelwright, one file each."""
