@@ -27,7 +27,7 @@ from agents import Agent, FunctionTool, ModelSettings, OpenAIChatCompletionsMode
 from agents.exceptions import AgentsException  # pyright: ignore[reportMissingImports]
 from openai import AsyncOpenAI, OpenAIError
 
-from modelwright.data.sources.tool_corpus import TOOLS, ToolRequest, call_function, draw_request
+from modelwright_agents.tool_corpus import TOOLS, ToolRequest, call_function, draw_request
 
 SEED = 20_000
 """Another seed than that of any conversation; the values, days and towns are held out as well."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.records import column, read_records
-from modelwright.data.sources import tool_corpus
+from modelwright_agents import tool_corpus
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 GOLDEN = Path(__file__).parent / "golden"
