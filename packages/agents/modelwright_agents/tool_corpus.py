@@ -3,6 +3,7 @@
 A request is what a user says with the one call that answers it, so that a benchmark can judge a model's calls.
 """
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,12 +29,13 @@ FACTORS = {
 }
 """Units and their exact factors (NIST SP 811, appendix B)."""
 COLUMNS = ("population", "elevation", "area", "founded")
-TOWNS = tuple(
-    first + middle + last
-    for first in ("Bar", "Kel", "Mon", "Tor", "Vas", "Lin", "Der", "Os")
-    for middle in ("a", "e", "i", "o", "u", "an", "er", "il")
-    for last in ("by", "dorf", "ford", "grad", "mouth", "sted", "ton", "vik")
+_SYLLABLES = (
+    "Bar Kel Mon Tor Vas Lin Der Os Hal Fen Gar Rud Sol Tam Wes Nor Pel Car Bren Mir".split(),
+    "a e i o u an er il en ol ar is".split(),
+    "by dorf ford grad mouth sted ton vik burg ham holm field bridge wick dale port".split(),
 )
+TOWNS = tuple("".join(parts) for parts in itertools.product(*_SYLLABLES))
+"""About as many as the conversations have look-ups: a model of 512 towns learned how names go on instead of copying."""
 
 
 def _function(name: str, description: str, **kinds: str) -> dict[str, Any]:
