@@ -29,12 +29,10 @@ FACTORS = {
 }
 """Units and their exact factors (NIST SP 811, appendix B)."""
 COLUMNS = ("population", "elevation", "area", "founded")
-_SYLLABLES = (
-    "Bar Kel Mon Tor Vas Lin Der Os Hal Fen Gar Rud Sol Tam Wes Nor Pel Car Bren Mir".split(),
-    "a e i o u an er il en ol ar is".split(),
-    "by dorf ford grad mouth sted ton vik burg ham holm field bridge wick dale port".split(),
-)
-TOWNS = tuple("".join(parts) for parts in itertools.product(*_SYLLABLES))
+_BEGINNINGS = "Bar Kel Mon Tor Vas Lin Der Os Hal Fen Gar Rud Sol Tam Wes Nor Pel Car Bren Mir"
+_MIDDLES = "a e i o u an er il en ol ar is"
+_ENDINGS = "by dorf ford grad mouth sted ton vik burg ham holm field bridge wick dale port"
+TOWNS = tuple("".join(parts) for parts in itertools.product(*map(str.split, (_BEGINNINGS, _MIDDLES, _ENDINGS))))
 """About as many as the conversations have look-ups: a model of 512 towns learned how names go on instead of copying."""
 
 
