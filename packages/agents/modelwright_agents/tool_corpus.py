@@ -33,7 +33,7 @@ _BEGINNINGS = "Bar Kel Mon Tor Vas Lin Der Os Hal Fen Gar Rud Sol Tam Wes Nor Pe
 _MIDDLES = "a e i o u an er il en ol ar is"
 _ENDINGS = "by dorf ford grad mouth sted ton vik burg ham holm field bridge wick dale port"
 TOWNS = tuple("".join(parts) for parts in itertools.product(*map(str.split, (_BEGINNINGS, _MIDDLES, _ENDINGS))))
-"""About one per look-up of the conversations. With 512 towns a model memorized how names end instead of copying them."""
+"""About one per look-up of the conversations. With 512 towns a model memorized how names end and did not copy."""
 
 
 def _function(name: str, description: str, **kinds: str) -> dict[str, Any]:
