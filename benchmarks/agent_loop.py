@@ -7,6 +7,12 @@ the one that the request asks for; both are shares of the requests, so a request
     pip install openai-agents
     modelwright run tools --run-dir runs/tools
     python benchmarks/agent_loop.py runs/tools --out agent_loop.json
+
+Another server of the fine-tuned model, such as llama.cpp's over its GGUF file, is measured beside them:
+
+    modelwright export runs/tools --stage sft --to gguf tools.gguf
+    llama-server -m tools.gguf --jinja --port 8080
+    python benchmarks/agent_loop.py runs/tools --also llama.cpp=http://localhost:8080
 """
 
 import argparse
@@ -18,7 +24,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,11 @@ from agents import Agent, FunctionTool, ModelSettings, OpenAIChatCompletionsMode
 from agents.exceptions import AgentsException  # pyright: ignore[reportMissingImports]
 from openai import AsyncOpenAI, OpenAIError
 
-from modelwright.data.sources.tool_corpus import TOOLS, ToolRequest, call_function, draw_request
+from modelwright.core.records import read_records
+from modelwright.core.resources import versions
+from modelwright.core.rundir import RunDir, read_attempts
+from modelwright_agents.tool_corpus import TOOLS, ToolRequest, call_function, draw_request
+from modelwright_claims.results import circumstances
 
 SEED = 20_000
 """Another seed than that of any conversation; the values, days and towns are held out as well."""
@@ -121,9 +130,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="run directory of the recipe `tools`")
     parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--also", action="append", default=[], metavar="NAME=URL", help="another server to measure")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     parsed = parser.parse_args()
     set_tracing_disabled(True)
+    around = circumstances()
     dice = random.Random(SEED)
     requests = [draw_request(dice, "heldout") for _ in range(parsed.requests)]
     rows: dict[str, dict[str, Any]] = {}
@@ -132,14 +143,23 @@ def main() -> None:
         rows["before, calls required"] = asyncio.run(measure(address, requests, "required"))
     with served(parsed.run, "sft") as address:
         rows["after"] = asyncio.run(measure(address, requests, "auto"))
-    versions = {name: version(name) for name in ("openai-agents", "openai", "modelwright")}
-    print(f"openai-agents {versions['openai-agents']}, {len(requests)} held-out requests\n")
+    for name, _, address in (word.partition("=") for word in parsed.also):
+        rows[f"after, {name}"] = asyncio.run(measure(address, requests, "auto"))
+    around["versions"] |= versions("openai-agents", "openai")
+    print(f"openai-agents {around['versions']['openai-agents']}, {len(requests)} held-out requests\n")
     print(f"{'':24}{'calls':>6}{'valid':>8}{'right':>8}{'answered':>10}")
     for name, row in rows.items():
         shares = f"{row['valid']:8.1%}{row['right']:8.1%}{row['right_and_answered']:10.1%}"
         print(f"{name:24}{row['calls']:6}{shares}")
     if parsed.out:
-        parsed.out.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
+        run = RunDir(Path(parsed.run))
+        stages = {name: read_attempts(run.stage(name)) for name in ("clean", "tokenize", "pack", "pretrain", "sft")}
+        record = {"benchmark": "agent_loop", **around, "rows": rows, "training": {
+            "steps": len(read_records(run.stage("sft").path / "metrics.jsonl")),
+            **{f"{kind}_s": {name: round(sum(one.get(f"{kind}_s", 0) for one in attempts)) for name, attempts in
+               stages.items()} for kind in ("wall", "cpu")},
+        }}  # fmt: skip
+        parsed.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,9 +24,10 @@ def add_package(
     monkeypatch.delitem(sys.modules, module, raising=False)
 
 
-def add_tool_routes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adds the routes of `packages/mcp` where only its checkout is on the path, without an installation."""
-    names = {"list_tools": "LIST_TOOLS", "call_tool": "CALL_TOOL"}
+def add_agent_routes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adds the routes of `packages/agents` where only its checkout is on the path, without an installation."""
+    names = {"list_tools": "LIST_TOOLS", "call_tool": "CALL_TOOL", "responses": "ROUTE"}
     if not {entry.name for entry in entry_points(group="modelwright.routes")} & {*names}:
-        source = "from modelwright_mcp.tools import CALL_TOOL, LIST_TOOLS\n"
-        add_package(folder / "routes", monkeypatch, "tool_routes", source, {"modelwright.routes": names})
+        source = "from modelwright_agents.tools import CALL_TOOL, LIST_TOOLS\n"
+        source += "from modelwright_agents.responses import ROUTE\n"
+        add_package(folder / "routes", monkeypatch, "agent_routes", source, {"modelwright.routes": names})

@@ -421,7 +421,7 @@ def test_wrong_routes_are_refused(
 ) -> None:
     add_package(tmp_path, monkeypatch, "serving_words", SERVING, {"modelwright.routes": {name: attribute}})
     with pytest.raises(ConfigError, match=rf"entry point {name} of modelwright\.routes.*{problem}"):
-        all_operations()
+        all_operations({})
 
 
 def test_names_of_back_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

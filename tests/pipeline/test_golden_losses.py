@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.records import column, read_records
-from modelwright.data.sources import tool_corpus
+from modelwright_agents import tool_corpus
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 GOLDEN = Path(__file__).parent / "golden"
@@ -48,6 +48,7 @@ def test_losses_of_calls(inside: Command, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tool_corpus, "NUM_CONVERSATIONS", 120)
     done = inside("run", "tools", "--run-dir", str(tmp_path / "run"), "--stages", "clean,tokenize,pack,pretrain,sft",
                   "--pretrain.num_steps", "3", "--sft.num_steps", "5", "--sft.eval_every_steps", "5",
+                  "--training.precision.policy", "fp32",
                   "--hardware.device", "cpu", "--hardware.num_threads", "1")  # fmt: skip
     assert done.returncode == 0, done.stderr
     compare(tmp_path / "run", "tools_losses.txt")

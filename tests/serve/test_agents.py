@@ -9,7 +9,6 @@ import httpx
 import pytest
 from openai._streaming import SSEDecoder
 
-from modelwright.data.sources.tool_corpus import tool_conversations
 from modelwright.serve.api.fields import NEUTRAL_VALUES
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import engine_in_thread
@@ -145,23 +144,20 @@ def test_forced_calls_in_the_form_of_the_template(tool_server: ServerThread):
 
 def test_streams_reassemble_wherever_their_bytes_are_cut(tool_server: ServerThread):
     pytest.importorskip("llguidance")
-    asked = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60, "temperature": 1, "seed": 3, "stream": True,
-             "thinking_token_budget": 4}  # fmt: skip
-    flat = {"type": "function", **TOOL["function"]}
-    routes = {
-        "/v1/chat/completions": asked,
-        "/v1/responses": {"tools": [flat], "tool_choice": "required", "max_output_tokens": 60, "stream": True,
-                          "input": "größer 🙂", "messages": None, "max_tokens": None},
-    }  # fmt: skip
-    for path, fields in routes.items():
-        data = ask(tool_server, path, **fields).content
-        whole = [event.data for event in SSEDecoder().iter_bytes(iter([data]))]
-        assert len(whole) > 5
-        for place in range(1, len(data), 1 + len(data) // 400):
-            cut = SSEDecoder().iter_bytes(iter([data[:place], data[place:]]))
-            assert [event.data for event in cut] == whole
-        pieces = (data[place : place + 1] for place in range(len(data)))
-        assert [event.data for event in SSEDecoder().iter_bytes(pieces)] == whole
+    reply = ask(tool_server, tools=[TOOL], tool_choice="required", max_tokens=60, temperature=1, seed=3, stream=True,
+                thinking_token_budget=4)  # fmt: skip
+    check_cuts(reply.content)
+
+
+def check_cuts(data: bytes) -> None:
+    """The events are the same for a stream in two pieces, cut at 400 places, and in pieces of a byte each."""
+    whole = [event.data for event in SSEDecoder().iter_bytes(iter([data]))]
+    assert len(whole) > 5
+    for place in range(1, len(data), 1 + len(data) // 400):
+        cut = SSEDecoder().iter_bytes(iter([data[:place], data[place:]]))
+        assert [event.data for event in cut] == whole
+    pieces = (data[place : place + 1] for place in range(len(data)))
+    assert [event.data for event in SSEDecoder().iter_bytes(pieces)] == whole
 
 
 def test_hostile_results_of_tools(server: ServerThread, tool_server: ServerThread):
@@ -189,25 +185,3 @@ def test_hostile_results_of_tools(server: ServerThread, tool_server: ServerThrea
         body = json.dumps({"model": "tiny", "messages": [*turns[:-1], turns[-1] | {"content": "\ud83d"}]})
         reply = httpx.post(f"{one.url}/v1/chat/completions", content=body)
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json")
-
-
-def test_training_and_serving_give_the_same_ids_of_the_built_in_template(server: ServerThread, tmp_path: Path):
-    """The built-in template renders a conversation of the recipe `tools` as `transformers` does."""
-    make_tokenizer().save(tmp_path)
-    document = next(one for one in tool_conversations() if any(turn["role"] == "tool" for turn in one.messages))
-    turns = list(document.messages)
-    last = max(number for number, turn in enumerate(turns) if turn["role"] == "assistant")
-    reply = ask(server, "/tokenize", messages=[
-        {**turn, "tool_calls": [{**one, "function": {**one["function"], "arguments":
-         json.dumps(one["function"]["arguments"])}} for one in turn["tool_calls"]]} if turn.get("tool_calls") else turn
-        for turn in turns[:last]
-    ], tools=list(document.tools), temperature=None, max_tokens=None)  # fmt: skip
-    served = reply.json()["tokens"]
-    ((ids, mask),) = make_tokenizer().chat.encode_training_chats(turns, tools=document.tools)
-    assert ids[: len(served)].tolist() == served
-    assert mask[len(served) :].all()
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    rendered = theirs.apply_chat_template(turns, tools=list(document.tools), tokenize=True, return_dict=False)
-    assert list(rendered) == ids.tolist()
-    assert server.service.model.form.name == "hermes"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from added_package import add_tool_routes
+from added_package import add_agent_routes
 from modelwright.serve.config import RequestsConfig, ServeConfig
 from modelwright.serve.engines.backends import engine_in_thread
 from modelwright.serve.load import ServedTokenizer
@@ -201,7 +201,7 @@ def test_a_wrong_setting_is_marked_and_nothing_is_sent(server: ServerThread, bro
 def test_calls_need_consent_and_the_conversation_survives_a_reload(
     browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    add_tool_routes(tmp_path, monkeypatch)
+    add_agent_routes(tmp_path, monkeypatch)
     pytest.importorskip("mcp")
     pytest.importorskip("llguidance")
     make_tokenizer().save(tmp_path)

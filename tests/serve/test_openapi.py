@@ -55,20 +55,6 @@ REQUESTS = [
     ),
     ("post", "/v1/completions", {"model": "tiny", "prompt": [1, 5, 70], "max_tokens": 3, "logit_bias": {"5": -1}}),
     ("post", "/v1/chat/completions", {"model": "tiny", "messages": QUESTION, "max_tokens": 3, "logprobs": True}),
-    ("post", "/v1/responses", {"model": "tiny", "input": "the quick", "max_output_tokens": 3}),
-    (
-        "post",
-        "/v1/responses",
-        {
-            "model": "tiny",
-            "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
-                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": "b"},
-            ],
-            "max_output_tokens": 3,
-        },
-    ),
     ("post", "/v1/embeddings", {"model": "tiny", "input": "the quick"}),
     ("post", "/tokenize", {"prompt": "the quick"}),
     ("post", "/detokenize", {"tokens": [70, 71]}),

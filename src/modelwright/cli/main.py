@@ -65,7 +65,7 @@ DISTRIBUTIONS: Mapping[str, tuple[str, str]] = {
     "continual": ("modelwright-continual", "continual"),
     "drift": ("modelwright-continual", "continual"),
     "lineage": ("modelwright-continual", "continual"),
-    "mcp": ("modelwright-mcp", "mcp"),
+    "mcp": ("modelwright-agents", "agents"),
     "plan": ("modelwright-plan", "plan"),
     "prove": ("modelwright-claims", "claims"),
     "search": ("modelwright-search", "search"),

@@ -65,12 +65,12 @@ class Application:
         self.metrics = Metrics(model_name)
         served = serve_model(client, tokenizer, config, self.metrics, source)
         self.service = Service(config, model_name, served, self.metrics, keys)
-        self._operations = all_operations()
+        self._operations = all_operations(config.routes)
         for operation in self._operations:
             if operation.prepare:
-                operation.prepare(self.service)
+                operation.prepare(self.service, operation.settings)
         if config.mcp and "mcp" not in self.service.extensions:
-            raise ConfigError("mcp: tools on the chat page need the extra mcp: pip install 'modelwright[mcp]'")
+            raise ConfigError("mcp: tools on the chat page need the extra agents: pip install 'modelwright[agents]'")
         self.reloader = Reloader(self.service, locate or partial(same_place, source), self._load)
         self.tracing: Tracing | None = None
         if requests.traces:
@@ -217,7 +217,9 @@ async def _error_response(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         routes = [(route, route.methods) for route in request.app.routes if isinstance(route, Route) and route.methods]
         known = [f"{min(methods - {'HEAD'})} {route.path.replace(':path', '')}" for route, methods in routes]
-        message = f"There is nothing at {request.url.path[:80]}. This server has {', '.join(known)}."
+        path = request.url.path
+        extra = " It needs the extra agents: pip install 'modelwright[agents]'." if path == "/v1/responses" else ""
+        message = f"There is nothing at {path[:80]}.{extra} This server has {', '.join(known)}."
     elif error.status_code == 405:
         message = f"Method {request.method} is not allowed here; use {(error.headers or {}).get('Allow', '')}."
     return JSONResponse(error_body(error.status_code, message), status_code=error.status_code, headers=error.headers)

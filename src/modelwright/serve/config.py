@@ -1,7 +1,7 @@
 """Settings of the server, and of its records of requests: a log, the state of A/B tests, and spans."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.core.config import constant, only_for, word_for_none
@@ -89,8 +89,9 @@ class ServeConfig:
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
     """`think` returns the text between `<think>` and `</think>` as `reasoning_content`; `auto` does so if the chat
     template or the vocabulary has these marks."""
-    stored_responses: int = 0
-    """Responses that are kept in memory for `previous_response_id` of /v1/responses; 0 keeps none."""
+    routes: dict[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    """Settings of routes of other installed packages (docs/extending.md), by their entry-point names: `{responses:
+    {stored: 100}}`."""
     clamp_max_tokens: bool = constant(True)
     """Lower `max_tokens` of chat requests to the room in the context instead of refusing the request."""
     images: PromptImagesConfig = field(default_factory=PromptImagesConfig, metadata={"constant": True})
@@ -125,15 +126,12 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"port: must be between 0 (any free one) and 65535, got {self.port}")
-        for name in ("max_queued", "stored_responses"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}")
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise ConfigError("tls_certificate, tls_key: HTTPS needs both; give both files or none")
         for name in ("engines", "max_completions", "max_body_bytes", "max_queued_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
-        for name in ("body_timeout_s", "drain_timeout_s"):
+        for name in ("max_queued", "body_timeout_s", "drain_timeout_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}")
 

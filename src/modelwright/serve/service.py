@@ -7,7 +7,6 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -204,30 +203,6 @@ class ServiceState:
     reason: str = ""
 
 
-class ResponseStore:
-    """The conversations of the last responses, by id, for `previous_response_id`. capacity: 0 keeps none."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._turns: OrderedDict[str, Sequence[Any]] = OrderedDict()
-
-    def put(self, name: str, turns: Sequence[Any]) -> None:
-        self._turns[name] = turns
-        while len(self._turns) > self.capacity:
-            self._turns.popitem(last=False)
-
-    def get(self, name: str) -> Sequence[Any]:
-        """Returns the turns before and of a response. Raises `ApiError` 400."""
-        if not self.capacity:
-            text = "this server keeps no responses (setting serve.stored_responses); send all earlier items in input"
-            raise ApiError(400, f"Invalid value for 'previous_response_id': {text}.", param="previous_response_id")
-        if (turns := self._turns.get(name)) is None:
-            text = f"No response {name!r} is kept here, where the last {self.capacity} are; send all items in input."
-            code = "previous_response_not_found"
-            raise ApiError(400, text, param="previous_response_id", code=code)
-        return turns
-
-
 @dataclass
 class Service:
     """A server's state. `model`: version for new requests, unless an A/B test assigns them to the candidate of `arms`;
@@ -248,9 +223,6 @@ class Service:
     closing: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     extensions: dict[str, Any] = field(default_factory=dict)
     """State of routes of other packages, by the package's word."""
-
-    def __post_init__(self) -> None:
-        self.responses = ResponseStore(self.config.stored_responses)
 
     @contextmanager
     def lease(self) -> Iterator["Lease"]:
@@ -310,12 +282,15 @@ class Service:
         return sum(worker.num_open for worker in self.workers)
 
     def caller(self, request: Request, scope: KeyScope) -> Caller:
-        """Returns the caller of a request, and counts the request. Raises `ApiError` 401 without a known key, 403 if
-        the key lacks the scope, 429 if its requests are used up.
+        """Returns the caller of a request, and counts the request once. Raises `ApiError` 401 without a known key, 403
+        if the key lacks the scope, 429 if its requests are used up.
         """
-        caller = self.keys.caller(request.headers.get("authorization", ""))
-        caller.admit(scope)
-        return caller
+        admitted: dict[str, Caller] = request.scope.setdefault("modelwright.callers", {})
+        if scope not in admitted:
+            caller = self.keys.caller(request.headers.get("authorization", ""))
+            caller.admit(scope)
+            admitted[scope] = caller
+        return admitted[scope]
 
 
 @dataclass(frozen=True)

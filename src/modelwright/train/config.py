@@ -70,7 +70,7 @@ SHARED_MEMORY = feature(
 )
 """The sharing of weights and states among the processes of a host; where it conflicts, each keeps its own copy."""
 
-COMPILED = feature("compile", breaks=[run.EAGER_BLOCKS])
+COMPILED = feature("compile", breaks=[traits.EAGER_BLOCKS])
 """Compiled blocks; where `compile` is `auto` they give way to whatever they conflict with."""
 
 _WITHOUT_EFFECT_ON_WEIGHTS = (

@@ -19,7 +19,6 @@ from modelwright.data.document import Document, Split, Unsplit
 from modelwright.data.images.decode import KEY, encode, store_image
 from modelwright.data.images.read import LABEL_FIELD
 from modelwright.data.sources.stdlib_corpus import machine_corpus
-from modelwright.data.sources.tool_corpus import tool_conversations
 from modelwright.data.workers import ShardEngine
 
 BUILTIN, SENTENCE_PAIRS = "stdlib", "sentence_pairs"
@@ -60,7 +59,6 @@ CORPORA: Mapping[str, NamedCorpus] = {
     "arithmetic": NamedCorpus(read=lambda **_: arithmetic_problems()),
     SENTENCE_PAIRS: NamedCorpus(read=lambda **_: sentence_pairs()),
     "digits": NamedCorpus(read=lambda **_: digit_images()),
-    "tools": NamedCorpus(read=lambda **_: tool_conversations()),
 }
 """The only list of the package's own corpora, in the order in which they are read."""
 

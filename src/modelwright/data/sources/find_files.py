@@ -101,7 +101,8 @@ def _locate(source: str, skip: SkipFile) -> Iterator[File]:
         return
     is_folder = filesystem.isdir(path)
     if not is_folder and not any(mark in path for mark in _GLOB_MARKS):
-        raise DataError(f"{source}: no such file or directory; check --data.sources")
+        remedy = "pip install 'modelwright[agents]'" if source == "tools" else "check --data.sources"
+        raise DataError(f"{source}: no such file or directory; {remedy}")
     reasons: Counter[str] = Counter()
 
     def pass_over(reason: str, name: str) -> None:

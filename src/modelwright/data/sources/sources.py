@@ -87,7 +87,8 @@ class SourceConfig:
     sources: tuple[str, ...] = (BUILTIN,)
     """Files, directories, globs, fsspec URLs, `stdlib` for the source of Python's standard library and its docs with
     those of torch and NumPy, `arithmetic` for generated problems with answers, `sentence_pairs` for preference pairs
-    made of those docs, `digits` for handwritten digits with captions, or `tools` for conversations with calls."""
+    made of those docs, `digits` for handwritten digits with captions, or a corpus of another package, such as `tools`
+    for conversations with calls (extra `agents`)."""
     text_field: str = DEFAULT_TEXT_FIELD
     """Field of a record with its text. A name other than `text` is used even if the record is a conversation."""
     validation_fraction: float = 0.05

@@ -6,7 +6,7 @@ Replies in OpenAI's form have the schemas of OpenAI's own client.
 import asyncio
 import functools
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -19,9 +19,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import compile_path
 
 from modelwright.core.errors import ConfigError
-from modelwright.core.extensions import installed
+from modelwright.core.extensions import NoSettings, configured, installed
 from modelwright.serve.ab.experiment import EndRequest, ExperimentRequest, ShareRequest
-from modelwright.serve.api import admin, chat, completions, encode, pages, responses
+from modelwright.serve.api import admin, chat, completions, encode, pages
 from modelwright.serve.keys import KeyScope
 from modelwright.serve.service import FeedbackRequest, Service, service_of
 
@@ -80,14 +80,21 @@ class Operation:
     reply: type[BaseModel] | str
     body: type[BaseModel] | None = None
     errors: tuple[int, ...] = ()
-    event: str = ""
-    """Name of the schema of a stream's events; "" for a route that cannot stream."""
-    prepare: Callable[[Service], None] | None = None
-    """Called once before the server starts; may raise `ConfigError`, and add to the service's lists."""
+    event: type[BaseModel] | str = ""
+    """Model, or name of one of OpenAI's models, of a stream's events; "" for a route that cannot stream."""
+    prepare: Callable[[Service, Any], None] | None = None
+    """Called once before the server starts, with `settings`; may raise `ConfigError` and add to the service."""
+    settings: Any = None
+    """Settings of the route of another package."""
 
     @property
     def name(self) -> str:
         return self.handler.__name__
+
+    @property
+    def own_models(self) -> list[type[BaseModel]]:
+        """Models of its body, reply and events, without those of OpenAI's client."""
+        return [one for one in (self.body, self.reply, self.event) if one and not isinstance(one, str)]
 
 
 def describe(operations: Sequence[Operation]) -> dict[str, Any]:
@@ -95,7 +102,7 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
     bodies = {operation.body for operation in operations if operation.body}
     # sorted, because sets of classes have another order in each process
     modes: list[Any] = [(model, "validation") for model in sorted(bodies, key=lambda model: model.__name__)]
-    own = {operation.reply for operation in operations if not isinstance(operation.reply, str)}
+    own = {model for one in operations for model in one.own_models if model is not one.body}
     replies = [*reply_models().values(), *sorted(own, key=lambda model: model.__name__)]
     modes += [(model, "serialization") for model in replies]
     _, definitions = models_json_schema(modes, ref_template=REFERENCE)
@@ -117,7 +124,8 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
         reply = operation.reply if isinstance(operation.reply, str) else operation.reply.__name__
         success: dict[str, Any] = {reply: {}} if "/" in reply else {"application/json": {"schema": _reference(reply)}}
         if operation.event and "/" not in reply:
-            event = {"anyOf": [_reference(operation.event), _reference("ErrorReply"), {"const": "[DONE]"}]}
+            name = operation.event if isinstance(operation.event, str) else operation.event.__name__
+            event = {"anyOf": [_reference(name), _reference("ErrorReply"), {"const": "[DONE]"}]}
             success["text/event-stream"] = {"schema": EVENT_SCHEMA, "x-event-schema": event}
         responses: dict[str, Any] = {"200": {"description": operation.summary, "content": success}}
         for status in operation.errors:
@@ -156,7 +164,7 @@ def reply_models() -> dict[str, type[BaseModel]]:
 
     models = (
         *(Completion, ChatCompletion, ChatCompletionChunk, CreateEmbeddingResponse),
-        *(ErrorReply, responses.ResponseEvent),
+        ErrorReply,
     )
     return {model.__name__: model for model in models}
 
@@ -215,15 +223,6 @@ OPERATIONS = (
         chat.ChatRequest,
         GENERATES,
         event="ChatCompletionChunk",
-    ),
-    _post(
-        "/v1/responses",
-        responses.create_response,
-        "Answer with items, as OpenAI's Responses API",
-        responses.ResponseReply,
-        responses.ResponseRequest,
-        GENERATES,
-        event="ResponseEvent",
     ),
     _post(
         "/v1/embeddings",
@@ -290,28 +289,33 @@ class RouteSpec:
     """The route. /openapi.json names it after the entry point."""
     scope: KeyScope | None = "admin"
     """Scope that a key needs, which the server checks before it calls the handler; None for a public route."""
+    config: type = NoSettings
+    """Dataclass of its settings in `serve.routes`, which the operation's `prepare` receives."""
 
 
-def all_operations() -> tuple[Operation, ...]:
-    """Returns the routes of this package, then those of installed ones. Raises `ConfigError` as `installed` does, and
-    for a route that an earlier one hides or whose schemas have names that are taken.
+def all_operations(routes: Mapping[str, Any]) -> tuple[Operation, ...]:
+    """Returns the routes of this package, then those of installed ones with their settings. routes: settings by entry
+    point. Raises `ConfigError` as `installed` and `configured` do, and for a route that an earlier one hides or whose
+    schemas have names that are taken.
     """
     result, names = list(OPERATIONS), tuple(one.name for one in OPERATIONS)
+    settings = {name: value for name, (_, value) in configured(ROUTES_GROUP, RouteSpec, routes, "routes").items()}
     for name, route in installed(ROUTES_GROUP, RouteSpec, taken=names).items():
         added, where = route.operation, f"entry point {name} of {ROUTES_GROUP}"
         for one in result:
             if one.method == added.method and compile_path(one.path)[0].match(added.path):
                 raise ConfigError(f"{where}: {added.method} {added.path} is answered by {one.method} {one.path}")
-        models = [model for one in result for model in (one.body, one.reply) if isinstance(model, type)]
+        models = [model for one in result for model in one.own_models]
         by_name = {model.__name__: model for model in (*models, *reply_models().values())}
-        for model in (added.body, added.reply):
-            if isinstance(model, type) and by_name.get(model.__name__, model) is not model:
+        for model in added.own_models:
+            if by_name.get(model.__name__, model) is not model:
                 raise ConfigError(f"{where}: the name of its schema {model.__name__} is taken; choose another one")
         if isinstance(added.reply, str) and "/" not in added.reply and added.reply not in reply_models():
             text = f"{where}: its reply {added.reply!r} is not a media type"
             raise ConfigError(f"{text}; give a model or, say, text/plain")
         errors = tuple(sorted({*added.errors, *(NEEDS_KEY if route.scope else ())}))
-        result.append(replace(added, handler=_checked(name, added.handler, route.scope), errors=errors))
+        handler, config = _checked(name, added.handler, route.scope), settings.get(name, route.config())
+        result.append(replace(added, handler=handler, errors=errors, settings=config))
     return tuple(result)
 
 

@@ -1,15 +1,17 @@
-"""/v1/responses: OpenAI's Responses API. A request becomes one of the chat API (`chat`), which renders, constrains and
-reads the answer; this module has the form of items in and out, and the named events of streams.
+"""/v1/responses: OpenAI's Responses API. A request becomes one of the server's chat API, which renders, constrains and
+reads the answer; this module has the form of items in and out, the named events of streams, and the kept responses.
 """
 
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
+from modelwright.core.errors import ConfigError
 from modelwright.serve.agents.calls import CallPart, Part, TextPart
 from modelwright.serve.agents.reasoning import THOUGHT_SHOWN
 from modelwright.serve.api.answers import AnswerKind, require_generator, respond
@@ -38,13 +40,16 @@ from modelwright.serve.api.fields import (
     short,
     unsupported,
 )
+from modelwright.serve.api.operations import GENERATES, Operation, RouteSpec
 from modelwright.serve.api.parsing import parse_request
 from modelwright.serve.engines.grammars import GrammarSource
 from modelwright.serve.errors import ApiError
 from modelwright.serve.generation import Generation
 from modelwright.serve.limits import Limits
-from modelwright.serve.service import Lease, ResponseStore
+from modelwright.serve.service import Lease, Service
 
+NAME = "responses"
+"""Entry point of the route, and its word among the extensions of a server."""
 _PART_KINDS = {"input_text": "text", "output_text": "text", "text": "text", "input_image": "image_url"}
 _PART_FIELDS = {"annotations", "logprobs"}
 """Fields of a part of an answer that a client sends back, which change nothing."""
@@ -241,6 +246,42 @@ class ResponseRequest(RequestModel):
         return turns
 
 
+@dataclass(frozen=True, kw_only=True)
+class ResponsesConfig:
+    """Settings of the route: `serve.routes.responses`."""
+
+    stored: int = 0
+    """Responses that are kept in memory for `previous_response_id`; 0 keeps none."""
+
+    def __post_init__(self) -> None:
+        if self.stored < 0:
+            raise ConfigError(f"stored: must not be negative, got {self.stored}")
+
+
+class ResponseStore:
+    """The conversations of the last responses, by id, for `previous_response_id`. capacity: 0 keeps none."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._turns: OrderedDict[str, Sequence[Any]] = OrderedDict()
+
+    def put(self, name: str, turns: Sequence[Any]) -> None:
+        self._turns[name] = turns
+        while len(self._turns) > self.capacity:
+            self._turns.popitem(last=False)
+
+    def get(self, name: str) -> Sequence[Any]:
+        """Returns the turns before and of a response. Raises `ApiError` 400."""
+        if not self.capacity:
+            text = "this server keeps no responses (setting serve.routes.responses.stored); send all items in input"
+            raise ApiError(400, f"Invalid value for 'previous_response_id': {text}.", param="previous_response_id")
+        if (turns := self._turns.get(name)) is None:
+            text = f"No response {name!r} is kept here, where the last {self.capacity} are; send all items in input."
+            code = "previous_response_not_found"
+            raise ApiError(400, text, param="previous_response_id", code=code)
+        return turns
+
+
 class _Chat(ChatRequest):
     """A request of the chat API with the one that it was made of."""
 
@@ -255,9 +296,9 @@ class _Chat(ChatRequest):
 def _read(body: bytes, lease: Lease) -> _Chat:
     asked = parse_request(ResponseRequest, body, lease.model.limits)
     require_generator(asked.model, lease)
-    store = lease.service.responses
+    store: ResponseStore = lease.service.extensions[NAME]
     if asked.store and not store.capacity:
-        text = "store: this server keeps no responses (setting serve.stored_responses); send store: false."
+        text = "store: this server keeps no responses (setting serve.routes.responses.stored); send store: false."
         raise ApiError(400, text, param="store", code="unsupported_parameter")
     earlier = store.get(asked.previous_response_id) if asked.previous_response_id else ()
     messages = [*earlier, *asked.turns()]
@@ -489,4 +530,17 @@ async def create_response(request: Request) -> Response:
     return await respond(request, RESPONSES)
 
 
+def prepare(service: Service, config: ResponsesConfig) -> None:
+    service.extensions[NAME] = ResponseStore(config.stored)
+
+
 RESPONSES = cast(AnswerKind[_Chat], replace(CHAT, id_prefix="resp", read=cast(Any, _read), full=_full, events=_events))
+
+ROUTE = RouteSpec(
+    scope="infer",
+    config=ResponsesConfig,
+    operation=Operation(
+        "POST", "/v1/responses", create_response, "Answer with items, as OpenAI's Responses API", ResponseReply,
+        ResponseRequest, GENERATES, ResponseEvent, prepare,
+    ),
+)  # fmt: skip

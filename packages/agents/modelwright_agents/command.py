@@ -24,7 +24,7 @@ def serve_runs(words: Sequence[str]) -> int:
     folder = Path(parser().parse_args(words).folder)
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; name the folder that has your runs, such as runs")
-    from modelwright_mcp.server import run_server_over  # the library takes a second to load
+    from modelwright_agents.server import run_server_over  # the library takes a second to load
 
     print(f"modelwright: serving the runs in {folder} on standard input and output", file=sys.stderr, flush=True)
     run_server_over(folder)

@@ -1,20 +1,28 @@
-"""/v1/responses with OpenAI's own client, and what it refuses."""
+"""/v1/responses with OpenAI's own client, its schemas, and what it refuses."""
 
 import base64
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import jsonschema
 import pytest
+import yaml
 from openai import OpenAI
 
+from added_package import add_agent_routes
+from modelwright.core.errors import ConfigError
+from modelwright.serve.api.operations import OPERATIONS
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import engine_in_thread, load_engines
-from modelwright.serve.load import ModelSource
+from modelwright.serve.keys import key_hash
+from modelwright.serve.load import ModelSource, ServedTokenizer
 from modelwright.serve.server import ServerThread
-from serve.conftest import make_model, make_served_tokenizer
+from serve.conftest import make_model, make_served_tokenizer, make_tokenizer
 from serve.image_model import png, write_image_model
+from serve.test_agents import TEMPLATE, check_cuts
 
 PARAMETERS = {"type": "object", "properties": {"town": {"type": "string", "maxLength": 5}}, "required": ["town"],
               "additionalProperties": False}  # fmt: skip
@@ -22,11 +30,31 @@ PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "de
 TOOL = {"type": "function", "name": "get_tide", "parameters": PARAMETERS, "strict": True}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def routes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        add_agent_routes(tmp_path_factory.mktemp("routes"), monkeypatch)
+        yield
+
+
+@contextmanager
+def served(name: str = "t", tokenizer: ServedTokenizer | None = None, **settings) -> Iterator[ServerThread]:
+    config = ServeConfig(port=0, **settings)
+    client = engine_in_thread(make_model(), config)
+    with ServerThread(client, tokenizer or make_served_tokenizer(), config, model_name=name) as one:
+        yield one
+
+
 @pytest.fixture(scope="module")
 def keeping() -> Iterator[ServerThread]:
     """A server that keeps two responses."""
-    config = ServeConfig(port=0, stored_responses=2)
-    with ServerThread(engine_in_thread(make_model(), config), make_served_tokenizer(), config, model_name="t") as one:
+    with served(routes={"responses": {"stored": 2}}) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerThread]:
+    with served("tiny", max_body_bytes=20_000) as one:
         yield one
 
 
@@ -175,3 +203,71 @@ def test_images_are_those_of_the_chat_api(tmp_path: Path):
         chat = openai.chat.completions.create(model="eyes", messages=messages, temperature=0, max_tokens=6)
         assert answer.output_text == chat.choices[0].message.content
         assert answer.usage.input_tokens == chat.usage.prompt_tokens
+
+
+REQUESTS = [
+    {"input": "the quick"},
+    {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+               {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+               {"type": "function_call_output", "call_id": "c", "output": "b"}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", REQUESTS)
+def test_requests_replies_and_events_match_their_schemas(server: ServerThread, fields: dict):
+    document = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
+    entry = document["paths"]["/v1/responses"]["post"]
+    content = entry["responses"]["200"]["content"]
+
+    def check(value: object, schema: dict) -> None:
+        jsonschema.validate(value, {**schema, "components": document["components"]})
+
+    body = {"model": "tiny", "max_output_tokens": 3} | fields
+    check(body, entry["requestBody"]["content"]["application/json"]["schema"])
+    check(post(server, **body).json(), content["application/json"]["schema"])
+    for event in post(server, **body, stream=True).text.strip().split("\n\n"):
+        name, data = (line.partition(": ")[2] for line in event.split("\n"))
+        check(json.loads(data), content["text/event-stream"]["x-event-schema"])
+        assert json.loads(data)["type"] == name
+    wrong = post(server, **body | {"temperature": 9})
+    check(wrong.json(), entry["responses"]["400"]["content"]["application/json"]["schema"])
+
+
+def test_streams_reassemble_wherever_their_bytes_are_cut(tmp_path: Path):
+    pytest.importorskip("llguidance")
+    make_tokenizer().save(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    with served(tokenizer=ServedTokenizer.load(tmp_path)) as server:
+        reply = post(server, input="größer 🙂", tools=[TOOL], tool_choice="required", max_output_tokens=60, stream=True)
+        check_cuts(reply.content)
+
+
+def test_a_request_counts_once_for_its_key(tmp_path: Path):
+    entries = [{"name": "a", "sha256": key_hash("a"), "scopes": ["infer"], "requests_per_minute": 2},
+               {"name": "b", "sha256": key_hash("b"), "scopes": ["metrics"]}]  # fmt: skip
+    (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": entries}))
+    with served(keys_file=str(tmp_path / "keys.yaml")) as server:
+        body = {"model": "t", "input": "the", "max_output_tokens": 1}
+
+        def status(key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            return httpx.post(f"{server.url}/v1/responses", json=body, headers=headers, timeout=60).status_code
+
+        assert [status(key) for key in ("", "wrong", "b")] == [401, 401, 403]
+        assert [status("a") for _ in range(3)] == [200, 200, 429]
+
+
+def test_settings_are_checked():
+    for routes in ({"responses": {"stored": -1}}, {"responses": {"kept": 1}}, {"response": {}}):
+        with pytest.raises(ConfigError) as caught, served(routes=routes):
+            pass
+        assert str(caught.value).startswith(f"routes.{next(iter(routes))}")
+
+
+def test_a_server_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("modelwright.serve.application.all_operations", lambda _: OPERATIONS)
+    with served() as server:
+        reply = post(server)
+        assert reply.status_code == 404
+        assert "modelwright[agents]" in reply.json()["error"]["message"]

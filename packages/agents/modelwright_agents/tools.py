@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from modelwright.core.errors import ConfigError
+from modelwright.core.extensions import NoSettings
 from modelwright.serve.api.fields import FunctionName, RequestModel, Strict
 from modelwright.serve.api.operations import READS_BODY, Operation, RouteSpec
 from modelwright.serve.api.parsing import read_request
@@ -206,7 +207,7 @@ async def call_tool(request: Request) -> Response:
     return JSONResponse({"result": result, "is_error": is_error})
 
 
-def prepare(service: Service) -> None:
+def prepare(service: Service, _: NoSettings) -> None:
     """Reads the file of `serve --mcp`. Raises `ConfigError`."""
     if service.config.mcp:
         servers = service.extensions[WORD] = ToolServers(read_servers(service.config.mcp))

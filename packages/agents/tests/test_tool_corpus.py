@@ -1,13 +1,20 @@
 """The conversations of the recipe `tools`."""
 
+import copy
 import json
 import random
+from pathlib import Path
 
+import httpx
 import jsonschema
 import pytest
 
-from modelwright.data.sources import tool_corpus
-from modelwright.data.sources.tool_corpus import MAX_REQUESTS, TOOLS, call_function, draw_request, tool_conversations
+from modelwright.serve.config import ServeConfig
+from modelwright.serve.engines.backends import engine_in_thread
+from modelwright.serve.server import ServerThread
+from modelwright_agents import tool_corpus
+from modelwright_agents.tool_corpus import NUM_REQUESTS, TOOLS, call_function, draw_request, tool_conversations
+from serve.conftest import make_model, make_served_tokenizer, make_tokenizer
 
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 
@@ -22,7 +29,7 @@ def test_calls_fit_their_schemas_and_have_their_results():
     for document in tool_conversations():
         offered = {tool["function"]["name"] for tool in document.tools}
         turns = document.messages
-        assert 1 <= sum(turn["role"] == "user" for turn in turns) <= MAX_REQUESTS
+        assert sum(turn["role"] == "user" for turn in turns) == NUM_REQUESTS
         for turn, after in zip(turns, [*turns[1:], {}], strict=True):
             num_declined += turn["content"].startswith("I have no")
             for call in turn.get("tool_calls", ()):
@@ -69,3 +76,28 @@ def test_wrong_arguments_have_no_result():
                             ("add_days", {"date": "soon", "days": 1})):  # fmt: skip
         with pytest.raises((ValueError, KeyError)):
             call_function(name, arguments)
+
+
+def test_training_and_serving_give_the_same_ids_of_the_built_in_template(tmp_path: Path):
+    """The built-in template renders a conversation as `transformers` does."""
+    make_tokenizer().save(tmp_path)
+    document = next(one for one in tool_conversations() if any(turn["role"] == "tool" for turn in one.messages))
+    turns = list(document.messages)
+    last = max(number for number, turn in enumerate(turns) if turn["role"] == "assistant")
+    messages = copy.deepcopy(turns[:last])
+    for turn in messages:
+        for call in turn.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    config = ServeConfig(port=0)
+    client = engine_in_thread(make_model(), config)
+    with ServerThread(client, make_served_tokenizer(), config, model_name="tiny") as server:
+        body = {"model": "tiny", "messages": messages, "tools": list(document.tools)}
+        served = httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"]
+        assert server.service.model.form.name == "hermes"
+    ((ids, mask),) = make_tokenizer().chat.encode_training_chats(turns, tools=document.tools)
+    assert ids[: len(served)].tolist() == served
+    assert mask[len(served) :].all()
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    rendered = theirs.apply_chat_template(turns, tools=list(document.tools), tokenize=True, return_dict=False)
+    assert list(rendered) == ids.tolist()

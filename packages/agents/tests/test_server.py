@@ -13,8 +13,8 @@ from mcp.client.stdio import stdio_client
 
 from modelwright.core.artifacts import write_artifact
 from modelwright.core.errors import ConfigError
-from modelwright_mcp.command import COMMAND
-from modelwright_mcp.server import MAX_CHARACTERS, MAX_POINTS
+from modelwright_agents.command import COMMAND
+from modelwright_agents.server import MAX_CHARACTERS, MAX_POINTS
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def runs(tmp_path: Path) -> Path:
 
 async def ask(folder: Path, *calls: tuple[str, dict[str, Any]]) -> list[tuple[bool, Any]]:
     """Returns (is an error, value) of each call to a server of its own."""
-    code = "import sys; from modelwright_mcp.command import COMMAND; sys.exit(COMMAND.run(sys.argv[1:]))"
+    code = "import sys; from modelwright_agents.command import COMMAND; sys.exit(COMMAND.run(sys.argv[1:]))"
     environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
     words = StdioServerParameters(command=sys.executable, args=["-c", code, str(folder)], env=environment)
     results: list[tuple[bool, Any]] = []

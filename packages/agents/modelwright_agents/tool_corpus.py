@@ -3,6 +3,7 @@
 A request is what a user says with the one call that answers it, so that a benchmark can judge a model's calls.
 """
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from typing import Any
 
 from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document, Message, Split, join_turns
+from modelwright.data.sources.corpora import NamedCorpus
 
-NUM_CONVERSATIONS = 5_000
-MAX_REQUESTS = 4
-"""Most requests of a conversation. Several share the list of functions, which is longer than a request."""
+NUM_CONVERSATIONS = 3_000
+NUM_REQUESTS = 5
+"""Requests of a conversation. They share the list of functions, which is longer than two requests."""
 HELDOUT = 1 / 10
 """Share of the held-out conversations, and of the values, days and towns that only they ask about."""
 FACTORS = {
@@ -27,12 +29,11 @@ FACTORS = {
 }
 """Units and their exact factors (NIST SP 811, appendix B)."""
 COLUMNS = ("population", "elevation", "area", "founded")
-TOWNS = tuple(
-    first + middle + last
-    for first in ("Bar", "Kel", "Mon", "Tor", "Vas", "Lin", "Der", "Os")
-    for middle in ("a", "e", "i", "o", "u", "an", "er", "il")
-    for last in ("by", "dorf", "ford", "grad", "mouth", "sted", "ton", "vik")
-)
+_BEGINNINGS = "Bar Kel Mon Tor Vas Lin Der Os Hal Fen Gar Rud Sol Tam Wes Nor Pel Car Bren Mir"
+_MIDDLES = "a e i o u an er il en ol ar is"
+_ENDINGS = "by dorf ford grad mouth sted ton vik burg ham holm field bridge wick dale port"
+TOWNS = tuple("".join(parts) for parts in itertools.product(*map(str.split, (_BEGINNINGS, _MIDDLES, _ENDINGS))))
+"""About one per look-up of the conversations. With 512 towns a model memorized how names end and did not copy."""
 
 
 def _function(name: str, description: str, **kinds: str) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def draw_request(dice: random.Random, split: Split) -> ToolRequest:
 
 
 def tool_conversations() -> Iterator[Document]:
-    """Yields conversations of one to four requests, always the same ones. Two or three of the functions are offered; a
+    """Yields conversations of five requests, always the same ones. Two or three of the functions are offered; a
     request for the third is declined, and thanks need no call.
     """
     for number in range(NUM_CONVERSATIONS):
@@ -114,7 +115,7 @@ def tool_conversations() -> Iterator[Document]:
         tools = dice.sample(TOOLS, dice.choice((2, 3, 3)))
         offered = [tool["function"]["name"] for tool in tools]
         turns: list[Message] = []
-        for place in range(dice.randint(1, MAX_REQUESTS)):
+        for place in range(NUM_REQUESTS):
             if place and dice.random() < 0.1:
                 turns += [
                     {"role": "user", "content": "Thank you."},
@@ -138,3 +139,6 @@ def tool_conversations() -> Iterator[Document]:
             ]  # fmt: skip
         meta = {"messages": turns, "tools": tools}
         yield Document(id=f"tools:{number}", text=join_turns(turns), kind="qa", split=split, source="tools", meta=meta)
+
+
+CORPUS = NamedCorpus(read=lambda **_: tool_conversations(), title="made conversations with calls")

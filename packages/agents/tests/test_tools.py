@@ -8,13 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from added_package import add_tool_routes
+from added_package import add_agent_routes
 from modelwright.core.errors import ConfigError
 from modelwright.serve.api.operations import OPERATIONS
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import engine_in_thread
 from modelwright.serve.server import ServerThread
-from modelwright_mcp.tools import MAX_RESULT_CHARACTERS, read_servers
+from modelwright_agents.tools import MAX_RESULT_CHARACTERS, read_servers
 from serve import tool_program
 from serve.conftest import make_model, make_served_tokenizer
 
@@ -36,7 +36,7 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThrea
     config = ServeConfig(port=0, mcp=write_config(folder, tides=tides, broken={"command": "/no/such/program"}))
     client, tokenizer = engine_in_thread(make_model(), config), make_served_tokenizer()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        add_tool_routes(folder, monkeypatch)
+        add_agent_routes(folder, monkeypatch)
         with ServerThread(client, tokenizer, config, model_name="t") as one:
             yield one
 
@@ -80,7 +80,7 @@ def test_other_pages_cannot_call(with_tools: ServerThread, headers: dict[str, st
 
 
 def test_a_server_without_tools_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    add_tool_routes(tmp_path, monkeypatch)
+    add_agent_routes(tmp_path, monkeypatch)
     config = ServeConfig(port=0)
     client = engine_in_thread(make_model(), config)
     with ServerThread(client, make_served_tokenizer(), config, model_name="t") as server:
@@ -106,14 +106,14 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str):
 
 
 def test_a_bad_file_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    add_tool_routes(tmp_path, monkeypatch)
+    add_agent_routes(tmp_path, monkeypatch)
     config = ServeConfig(port=0, mcp=str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match=r"none\.json"):
         ServerThread(engine_in_thread(make_model(), config), make_served_tokenizer(), config, model_name="t")
 
 
 def test_without_the_routes_the_option_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("modelwright.serve.application.all_operations", lambda: OPERATIONS)
+    monkeypatch.setattr("modelwright.serve.application.all_operations", lambda _: OPERATIONS)
     config = ServeConfig(port=0, mcp=write_config(tmp_path))
-    with pytest.raises(ConfigError, match="extra mcp"):
+    with pytest.raises(ConfigError, match="extra agents"):
         ServerThread(engine_in_thread(make_model(), config), make_served_tokenizer(), config, model_name="t")

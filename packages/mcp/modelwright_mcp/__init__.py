@@ -1,1 +1,0 @@
-"""A server of the Model Context Protocol over a folder of runs."""
