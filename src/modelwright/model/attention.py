@@ -25,7 +25,8 @@ from modelwright.ops.attention import (
     packed_attention,
     packed_cuts,
 )
-from modelwright.ops.flex_attention import fused_packed_attention, packed_block_mask, triton_compiles
+from modelwright.ops.flex_attention import fused_packed_attention, packed_block_mask
+from modelwright.ops.matmul import triton_compiles
 from modelwright.ops.selected_attention import selected_attention
 
 ALL_TOKENS = (0,)

@@ -27,14 +27,6 @@ MIN_HEAD_DIM = 16
 """Narrowest heads of the kernel (`tl.dot` needs 16 columns); narrower ones are padded with zeros."""
 
 
-@cache
-def triton_compiles() -> bool:
-    """Returns whether Triton compiles kernels for the GPU of this machine. Where it does, CUDA tensors use them."""
-    from torch.utils._triton import has_triton  # imports Triton, which takes 0.3 s
-
-    return has_triton()
-
-
 def first_visible(segments_BT: Tensor, window: int = 0) -> Tensor:
     """First key that each query sees, int32 [B, T]. segments_BT: runs of equal numbers are documents."""
     place_T = torch.arange(segments_BT.shape[1], device=segments_BT.device, dtype=torch.int32)

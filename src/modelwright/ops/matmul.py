@@ -14,6 +14,7 @@ Legend: N flattened rows, I inputs, O outputs.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,14 @@ def _instructions_of_cpu() -> frozenset[torch.dtype]:
 
 CPU_MULTIPLIES = _instructions_of_cpu()
 """Narrow formats with instructions on this machine's processor."""
+
+
+@cache
+def triton_compiles() -> bool:
+    """Returns whether Triton compiles kernels for the GPU of this machine. Where it does, CUDA tensors use them."""
+    from torch.utils._triton import has_triton  # imports Triton, which takes 0.3 s
+
+    return has_triton()
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from modelwright.ops import cpu_kernels
-from modelwright.ops.flex_attention import triton_compiles
-from modelwright.ops.matmul import is_emulated
+from modelwright.ops.matmul import is_emulated, triton_compiles
 
 log = logging.getLogger("modelwright.ops")
 

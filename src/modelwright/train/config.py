@@ -12,7 +12,7 @@ from modelwright.core.config import constant, dump, only_for, unused_settings
 from modelwright.core.errors import ConfigError, prefix_errors
 from modelwright.data.rows.order import BatchingConfig
 from modelwright.model.low_rank import AdapterConfig
-from modelwright.ops.flex_attention import triton_compiles
+from modelwright.ops.matmul import triton_compiles
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.balance import LoadBalanceConfig
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientSyncConfig, StrategyConfig
