@@ -21,6 +21,7 @@ from modelwright.data.clean.steps.format import Format, FormatConfig
 from modelwright.data.clean.steps.step import Step
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
+from refusals import config_error
 
 OWN = Path(__file__).parent / "my_steps.py"
 NOUNS = ("river", "letter", "market", "garden", "window", "teacher", "harbor", "winter", "engine", "village")
@@ -144,7 +145,7 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
 
 
 def test_two_steps_of_one_name() -> None:
-    with pytest.raises(ConfigError, match="there are two steps called 'no_tables'"):
+    with config_error("steps"):
         build_steps(CleanConfig(steps=(f"{OWN}:NoTables", f"{OWN}:NoTables")))
 
 

@@ -9,10 +9,10 @@ import yaml
 from modelwright.cli.config import listed_settings, markdown
 from modelwright.cli.main import main
 from modelwright.core.config import dump
-from modelwright.core.errors import ConfigError
 from modelwright.pipeline.run_config import parse_run
 from modelwright.pipeline.stages.specs import known_stages
 from modelwright.recipes.load import load, recipe
+from refusals import config_error
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +64,7 @@ def test_one_key_reaches_every_training_stage_and_a_stage_may_differ() -> None:
 
 
 def test_a_setting_of_a_stage_does_not_belong_to_all() -> None:
-    with pytest.raises(ConfigError, match=r"^training\.learning_rate: unknown setting"):
+    with config_error("training.learning_rate", "unknown"):
         load("quickstart", {"training": {"learning_rate": 1e-3}})
 
 

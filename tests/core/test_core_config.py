@@ -8,6 +8,7 @@ import pytest
 
 from modelwright.core.config import digest, dump, load_yaml, merge, parse, parse_scalar, save_yaml, set_dotted
 from modelwright.core.errors import ConfigError
+from refusals import config_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ def test_a_choice_of_nothing_is_shown_as_such() -> None:
     class Choice:
         kind: Literal["", "a"] = ""
 
-    with pytest.raises(ConfigError, match=r"^kind: 'c' is not one of '' \(nothing\), a$"):
+    with config_error("kind", "choice"):
         parse(Choice, {"kind": "c"})
 
 
@@ -91,7 +92,7 @@ def test_dotted_merge_and_digest() -> None:
     data: dict[str, object] = {}
     set_dotted(data, "a.b.c", 1)
     assert merge({"a": {"b": {"d": 2}}, "e": [1]}, data | {"e": [2]}) == {"a": {"b": {"d": 2, "c": 1}}, "e": [2]}
-    with pytest.raises(ConfigError, match="b is a value"):
+    with config_error("a.b.c"):
         set_dotted({"a": {"b": 1}}, "a.b.c", 2)
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1, "b": 3})
 

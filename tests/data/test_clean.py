@@ -17,6 +17,7 @@ from modelwright.data.clean.steps.format import FormatConfig, normalize
 from modelwright.data.clean.steps.quality import QualityConfig
 from modelwright.data.clean.steps.step import pack_lines, unpack_lines
 from modelwright.data.document import Document
+from refusals import config_error
 
 
 def document(text: str, number: int = 0, **changes) -> Document:
@@ -225,9 +226,9 @@ def test_config_is_checked() -> None:
     for limits in ({"max_beauty": 1.0}, {"data_fraction": 0.5}, {"poetry.max_data_fraction": 0.5}):
         with pytest.raises(ConfigError, match=f"limits: '{next(iter(limits))}'"):
             QualityConfig(limits=limits)
-    with pytest.raises(ConfigError, match=r"auto_tail: .* got 0\.5"):
+    with config_error("auto_tail"):
         QualityConfig(auto_tail=0.5)
-    with pytest.raises(ConfigError, match=r"min_jaccard: .* got 0\.3"):
+    with config_error("min_jaccard"):
         DuplicatesConfig(min_jaccard=0.3)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.features import FEATURES, measure
@@ -23,6 +22,7 @@ from modelwright.data.clean.steps.quality import (
 )
 from modelwright.data.clean.steps.step import Drop
 from modelwright.data.document import KINDS, Document
+from refusals import config_error
 
 PROSE = (
     "The committee met on Tuesday to discuss the new rules for the library. Most of the members agreed that the "
@@ -79,7 +79,7 @@ def test_binary_data() -> None:
     result = Format(FormatConfig())(document("\x00\x01\x02 data \x03\x04\x05"))
     assert isinstance(result, Drop)
     assert result.reason == "binary data"
-    with pytest.raises(ConfigError, match="max_control_fraction: 2"):
+    with config_error("max_control_fraction"):
         FormatConfig(max_control_fraction=2)
 
 

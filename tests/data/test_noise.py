@@ -12,7 +12,7 @@ from sklearn.calibration import CalibratedClassifierCV
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GroupKFold, cross_val_predict
 
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.errors import DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean import noise as noise_classifier
 from modelwright.data.clean.clean import clean_documents
@@ -31,6 +31,7 @@ from modelwright.data.clean.report import CleanReport
 from modelwright.data.clean.steps.noise import NoiseConfig, heldout_report
 from modelwright.data.document import Document
 from modelwright.pipeline.cleaning import noise_warnings
+from refusals import config_error
 
 SUBJECTS = ("the council", "a farmer", "our teacher", "the old ship", "my neighbor", "the museum", "a young doctor")
 VERBS = ("bought", "repaired", "painted", "forgot", "described", "carried home", "was looking for", "gave away")
@@ -209,7 +210,7 @@ def test_the_seed_decides_the_samples_and_nothing_else_does(tmp_path: Path) -> N
 def test_too_few_samples(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"noise\.trusted: 100 documents of 30 words or more are too few"):
         clean(tmp_path, corpus(100, 0), num_trusted=100)
-    with pytest.raises(ConfigError, match="model: needs trusted text"):
+    with config_error("model"):
         NoiseConfig(model="folder")
     assert not NoiseConfig().trusted
 

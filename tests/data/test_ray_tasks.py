@@ -19,6 +19,7 @@ from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.data.clean.folder import read_dropped
 from modelwright.data.document import Document
 from modelwright.data.workers import InProcess, RayTasks
+from refusals import config_error
 
 pytest.importorskip("ray")
 
@@ -136,7 +137,7 @@ def test_the_command_is_killed_and_goes_on_with_the_shards_that_are_left(tmp_pat
 
 def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(ConfigError, match=r"RAY_ADDRESS: no Ray cluster at 127\.0\.0\.1:1"):
+    with config_error("RAY_ADDRESS"):
         list(RayTasks(1).map(str, [1]))
 
 

@@ -13,9 +13,10 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from modelwright.core.errors import ArtifactError, ConfigError, DataError
+from modelwright.core.errors import ArtifactError, DataError
 from modelwright.data.tokenizer.chat import DEFAULT_TEMPLATE, unshield
 from modelwright.data.tokenizer.tokenizer import EOS, SPECIAL_TOKENS, Tokenizer, TokenizerConfig, train_tokenizer
+from refusals import config_error
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -203,7 +204,7 @@ def test_small_text_gives_a_small_vocabulary() -> None:
     assert 256 + len(SPECIAL_TOKENS) <= small.vocab_size < 300
     with pytest.raises(DataError, match="needs text to train on"):
         train_tokenizer([], TokenizerConfig())
-    with pytest.raises(ConfigError, match="vocab_size: 100 is too small"):
+    with config_error("vocab_size"):
         TokenizerConfig(vocab_size=100)
 
 

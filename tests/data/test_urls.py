@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import ConfigError
 from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.data.clean.steps.step import Drop
 from modelwright.data.clean.steps.urls import Urls, UrlsConfig
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig
 from modelwright.pipeline.cleaning import fingerprint
+from refusals import config_error
 
 LIST = "# casinos\nspam.example\nhttps://www.Blog.example/ads/  # a part of a site\n\n[::1\n"
 
@@ -40,7 +40,7 @@ def test_domains_and_beginnings_of_paths(url: str | None, entry: str, tmp_path: 
 
 
 def test_the_list_is_read_before_anything_else_and_is_an_input(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"urls\.blocked: nowhere\.txt: cannot be read \(No such file"):
+    with config_error("urls.blocked"):
         build_steps(CleanConfig(urls=UrlsConfig(blocked=("nowhere.txt",))))
     assert [step.name for step in build_steps(CleanConfig())] == [
         "format", "quality", "duplicates", "images", "privacy",

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.evaluate import multiple_choice
@@ -17,6 +16,7 @@ from modelwright.evaluate.multiple_choice import (
     summarize_answers,
     words_of,
 )
+from refusals import config_error
 
 WORDS = ["copy", "move", "read", "write", "tree", "list", "file", "node", "edge", "path", "cache", "lock", "queue"]
 WORDS += ["stack", "heap", "graph", "table", "index", "key", "row", "door", "wall", "word", "line", "page", "font"]
@@ -207,9 +207,9 @@ def test_no_questions_is_a_result_too() -> None:
 
 
 def test_config_errors_say_what_would_be_right() -> None:
-    with pytest.raises(ConfigError, match="context_overlap: must be at least 0 and below 1"):
+    with config_error("context_overlap"):
         EvaluateConfig(context_overlap=1.0)
-    with pytest.raises(ConfigError, match="min_answer_bytes"):
+    with config_error("min_answer_bytes"):
         MultipleChoiceConfig(min_answer_bytes=500)
 
 

@@ -6,7 +6,6 @@ import random
 import pytest
 import torch
 
-from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import Engine, EngineConfig, StepOutput
 from modelwright.infer.generate import generate
 from modelwright.infer.products import HEAD_KINDS, fastest_head_kind, head_of, stable_row_multiple
@@ -14,6 +13,7 @@ from modelwright.infer.sequence import SamplingParams
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from naive_generation import generate_naive
+from refusals import config_error
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 RANDOM = SamplingParams(max_tokens=24, temperature=1.3, top_p=0.95, top_k=40, seed=5)
@@ -130,18 +130,18 @@ def test_context_limit_cuts_the_answer(model: Decoder):
 
 def test_refusals_name_the_way_out(model: Decoder):
     engine = Engine(model, EngineConfig())
-    with pytest.raises(ConfigError, match="empty"):
+    with config_error("prompt"):
         engine.add("a", [], GREEDY)
-    with pytest.raises(ConfigError, match="context is 160"):
+    with config_error("prompt"):
         engine.add("a", [1] * 160, GREEDY)
-    with pytest.raises(ConfigError, match="between 0 and 210"):
+    with config_error("prompt"):
         engine.add("a", [211], GREEDY)
     engine.add("a", [1], GREEDY)
-    with pytest.raises(ConfigError, match="already running"):
+    with config_error("request_id"):
         engine.add("a", [1], GREEDY)
-    with pytest.raises(ConfigError, match="at least 160"):
+    with config_error("kv_cache_tokens"):
         Engine(model, EngineConfig(kv_cache_tokens=100))
-    with pytest.raises(ConfigError, match="temperature"):
+    with config_error("temperature"):
         SamplingParams(temperature=-1)
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from infer.engine_runs import drain, make_engine, make_model, tokens
-from modelwright.core.errors import ConfigError
 from modelwright.infer.sequence import Pooling, SamplingParams
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder
+from refusals import config_error
 
 TEXTS = [tokens(count, count) for count in (1, 7, 16, 40, 75)]
 KINDS: tuple[Pooling, ...] = ("last", "mean")
@@ -45,7 +45,7 @@ def test_embeddings_are_pooled_hidden_states_whatever_else_runs() -> None:
 
 def test_a_scorer_scores_and_does_nothing_else() -> None:
     model = make_model()
-    with pytest.raises(ConfigError, match="lacks a head that scores"):
+    with config_error("pooling"):
         make_engine(model).embed("0", TEXTS[0], pooling="score")
     model.heads["score"] = torch.nn.Linear(model.config.model_dim, 1, bias=False)
     engine = make_engine(model)
@@ -55,9 +55,9 @@ def test_a_scorer_scores_and_does_nothing_else() -> None:
     for number, text in enumerate(TEXTS):
         wanted = hidden_TD(model, text)[-1] @ model.heads["score"].weight[0].detach().double()
         assert outputs[str(number)][0].embedding == (pytest.approx(float(wanted), abs=1e-5),)
-    with pytest.raises(ConfigError, match="scores texts and generates none"):
+    with config_error("prompt"):
         engine.add("0", TEXTS[1], SamplingParams())
-    with pytest.raises(ConfigError, match="num_speculative_tokens: this model scores texts"):
+    with config_error("num_speculative_tokens"):
         make_engine(model, num_speculative_tokens=2)
 
 

@@ -25,6 +25,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.train.build import attach_modules
 from modelwright.train.objective import forward
+from refusals import config_error
 
 EOS, NUM_PAIRS, LENGTH = 0, 40, 24
 VISION = {"image_size": 8, "patch_size": 4, "num_layers": 1, "model_dim": 16, "num_heads": 2, "ffn_dim": 24}
@@ -211,5 +212,5 @@ def test_a_batch_that_memory_divides_is_an_error_and_no_other_loss(folder: Path)
     attach_modules(model, objective, 1)
     batch = next(objective.batches(model, first=0, rank=0, world_size=1))
     half = batch.split(2)[0]
-    with pytest.raises(ConfigError, match="does not fit into memory whole"):
+    with config_error("batch_tokens"):
         objective.losses(forward(model, half), half, model)

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import tiny_rollouts
-from modelwright.core.errors import ConfigError
 from modelwright.model.attention import causal_attend
 from modelwright.model.hf import load_sequence_classifier, save_sequence_classifier
 from modelwright.objectives.reward_model import MODEL_REWARDS, reward_model_folders, with_folder, without_folder
 from modelwright.reward.build import build_reward
 from modelwright.reward.reward import Sample
+from refusals import config_error
 
 HEAD = "score"
 
@@ -68,12 +68,12 @@ def test_the_reward_model_of_a_run_takes_the_place_of_no_folder(folder: Path) ->
     assert without_folder(terms) == ["taste"]
     filled = with_folder(terms, folder)
     assert filled == {**terms, "taste": {"kind": "model", "weight": 2.0, "path": str(folder)}}
-    with pytest.raises(ConfigError, match=r"rewards\.model\.path: names no folder"):
+    with config_error("rewards.model.path"):
         build_reward({"model": {}}, kinds=MODEL_REWARDS)
 
 
 def test_a_missing_folder_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"rewards\.model\.path: no such folder: 'none'"):
+    with config_error("rewards.model.path"):
         build_reward({"model": {"path": "none"}}, kinds=MODEL_REWARDS)
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from distributed import run_distributed
-from modelwright.core.errors import ConfigError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import AttentionSpec
 from modelwright.ops.attention import document_mask, masked_attention_naive
@@ -15,6 +14,7 @@ from modelwright.parallel.config import ContextAttention, ParallelConfig
 from modelwright.parallel.context_parallel import local_spans, shard_sequence
 from modelwright.parallel.mesh import World, build_mesh, single
 from parallel.axis_cases import RANKS, ROW_LEN, Results, rows
+from refusals import config_error
 
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
 
@@ -93,7 +93,7 @@ def test_causal_work_is_the_same_on_every_rank(num_ranks):
 
 
 def test_rows_that_do_not_divide_are_refused():
-    with pytest.raises(ConfigError, match=r"^context: rows of 34 tokens"):
+    with config_error("context"):
         local_spans(34, 2, 0)
 
 

@@ -11,12 +11,13 @@ import yaml
 
 from finetune_files import write_examples, write_model
 from modelwright.core.artifacts import read_manifest
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.errors import DataError
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.sources.sources import SourceConfig
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_config
 from modelwright.recipes.load import finetune_request, measure_records
+from refusals import config_error
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = (
@@ -142,7 +143,7 @@ def test_bad_input_names_what_is_wrong(model: Path, examples: Path, tmp_path: Pa
     text.write_text('{"text": "no pairs at all"}\n')
     with pytest.raises(DataError, match=r"text\.jsonl: no record is a question with its answer"):
         finetune_request(str(model), [str(text)], {})
-    with pytest.raises(ConfigError, match="nowhere: no such folder"):
+    with config_error("nowhere"):
         finetune_request("nowhere", [str(examples)], {})
     with pytest.raises(DataError, match=r"missing\.jsonl"):
         finetune_request(str(model), ["missing.jsonl"], {})

@@ -15,6 +15,7 @@ from modelwright.model.adapter_bank import prepare_adapter
 from modelwright.model.hf import load_model
 from modelwright.model.peft_folder import TENSORS, load_adapter
 from modelwright.pipeline.exports.merge import merge_folder
+from refusals import config_error
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -129,7 +130,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     write_folder("llama-biased", base)
     trained_in_peft(base, adapter, target_modules=["q_proj"])
-    with pytest.raises(ConfigError, match="--dtype"):
+    with config_error("dtype"):
         merge_folder(base, adapter, tmp_path / "merged", dtype="int8")
     with pytest.raises(ConfigError, match="adapter_config"):
         merge_folder(base, base, tmp_path / "merged")

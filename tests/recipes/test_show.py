@@ -16,6 +16,7 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.recipes.load import finetune_request
 from modelwright.recipes.show import Shown, ShownText, show, visible
+from refusals import config_error
 
 CHAT = [{"role": "user", "content": "Which  color?"}, {"role": "assistant", "content": "Blue, naïve 猫."}]
 
@@ -126,9 +127,9 @@ def test_command_and_python_are_the_same(model: Path, tmp_path: Path, capsys: py
 
 
 def test_mistakes(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--rows"):
+    with config_error("rows"):
         show(model, "a.jsonl", rows=0)
-    with pytest.raises(ConfigError, match="name data"):
+    with config_error("show"):
         show(model)
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(DataError):

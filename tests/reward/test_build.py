@@ -10,6 +10,7 @@ import pytest
 from modelwright.core.errors import ConfigError, Stopped
 from modelwright.reward.build import MAX_LOGGED, REWARDS, Term, WeightedSum, build_reward
 from modelwright.reward.reward import Reward, Sample, Score
+from refusals import config_error
 from reward_samples import sample
 
 
@@ -189,5 +190,5 @@ def test_a_term_of_weight_0_is_measured_and_fails_nothing() -> None:
 
 
 def test_terms_that_all_have_weight_0_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"ppo\.rewards: every term has weight 0"):
+    with config_error("ppo.rewards"):
         build_reward({"vowels": {"weight": 0}}, kinds=KINDS, path="ppo.rewards")

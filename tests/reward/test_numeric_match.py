@@ -5,8 +5,8 @@ from fractions import Fraction
 
 import pytest
 
-from modelwright.core.errors import ConfigError
 from modelwright.reward.numeric_match import NumericMatchConfig, last_boxed, last_number, numbers_in
+from refusals import config_error
 from reward_samples import sample
 
 EQUAL = [
@@ -98,7 +98,7 @@ def test_tolerance_is_relative() -> None:
     assert score("1001", "1000", tolerance=1e-3) == 1.0
     assert score("1002", "1000", tolerance=1e-3) == 0.0
     assert score("0.0001", "0", tolerance=1e-3) == 1.0
-    with pytest.raises(ConfigError, match="tolerance: must be from 0 to less than 1"):
+    with config_error("tolerance"):
         NumericMatchConfig(tolerance=1.0)
 
 

@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from modelwright.core.errors import ConfigError
 from modelwright.serve import server as server_module
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.process import EngineLink
 from modelwright.serve.server import MIN_CONNECTIONS, ServerThread, connection_limits
+from refusals import config_error
 from serve.patience import held, wait_until
 
 HALF_HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "
@@ -257,7 +257,7 @@ def test_writes_to_lost_connections_do_not_flood_the_log(caplog: pytest.LogCaptu
 
 def test_too_few_open_files_are_refused_at_the_start(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (MIN_CONNECTIONS, MIN_CONNECTIONS))
-    with pytest.raises(ConfigError, match="ulimit -n"):
+    with config_error("serve"):
         connection_limits(ServeConfig())
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     limits = connection_limits(ServeConfig())

@@ -19,9 +19,9 @@ import pytest
 from openai import OpenAI
 
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
-from modelwright.core.errors import ConfigError
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.server import ServerThread
+from refusals import config_error
 from serve.conftest import make_model
 from serve.patience import held, wait_until
 
@@ -190,9 +190,9 @@ def test_api_key_is_required_and_never_logged(slow_server, monkeypatch, caplog):
 def test_missing_key_and_taken_port_say_what_to_do(server: ServerThread):
     taken = int(server.url.rsplit(":", 1)[1])
     arguments = (server.service.worker.client, server.service.model.tokenizer)
-    with pytest.raises(ConfigError, match="choose another port"):
+    with config_error("port"):
         ServerThread(*arguments, ServeConfig(port=taken), model_name="tiny")
-    with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
+    with config_error("api_key_env"):
         ServerThread(*arguments, ServeConfig(port=0, api_key_env="NO_SUCH_KEY"), model_name="tiny")
 
 

@@ -27,6 +27,7 @@ from modelwright.serve.config import RequestsConfig
 from modelwright.serve.server import ServerThread
 from modelwright.serve.service import pseudonym
 from planted_values import planted_values
+from refusals import config_error
 from serve.patience import held, wait_until
 from serve.test_keys import write_keys
 from serve.test_monitoring import samples
@@ -378,7 +379,7 @@ def test_locations_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(kind, match=words) as caught:
             open_database(location, setting="path")
         assert "hunter2" not in str(caught.value)
-    with pytest.raises(ConfigError, match="no such database"):
+    with config_error("LOG"):
         open_database(str(tmp_path / "absent.sqlite"), setting="LOG", must_exist=True)
 
 

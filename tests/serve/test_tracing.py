@@ -22,6 +22,7 @@ from modelwright.serve import application
 from modelwright.serve.account.observers import Tracing, tracing_to
 from modelwright.serve.config import RequestsConfig
 from modelwright.serve.server import ServerThread
+from refusals import config_error
 from serve.patience import held, wait_until
 
 COLLECTOR = RequestsConfig(traces="http://localhost:4318")
@@ -278,5 +279,5 @@ def test_addresses_that_cannot_be_used_are_refused(monkeypatch):
             tracing_to(address, log_prompts=False)
         assert "secret" not in str(raised.value)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match="pip install 'modelwright\\[otel\\]'"):
+    with config_error("requests.traces"):
         tracing_to(COLLECTOR.traces, log_prompts=False)

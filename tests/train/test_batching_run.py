@@ -13,7 +13,6 @@ import torch
 
 from distributed import run_distributed
 from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
 from modelwright.data.rows.loader import PackedRows, PlannedLoader, build_loader
 from modelwright.data.rows.order import BatchingConfig, MixtureConfig, exponentiated_gradient
@@ -24,6 +23,7 @@ from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import World, single
 from modelwright.train.frozen_model import stored_row_losses
 from modelwright.train.techniques.heldout_mixture import heldout_mixture
+from refusals import config_error
 from tolerances import TOLERANCES
 
 NUM_STEPS, EVERY = 12, 3
@@ -172,12 +172,12 @@ def test_a_source_without_held_out_rows_is_refused(rows) -> None:
         num_steps_of=lambda per_epoch: NUM_STEPS, row_losses=lambda: np.zeros(0),
     )  # fmt: skip
     assert isinstance(loader, PlannedLoader)
-    with pytest.raises(ConfigError, match="has no held-out rows to measure its loss on"):
+    with config_error("batching.mixture.update"):
         heldout_mixture(
             MixtureConfig(update="heldout_loss"), None, mixture=loader.mixture, objective=NextToken(loader), heldout={},
             every=3,
         )  # fmt: skip # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="acts at evaluations; set eval_every_steps above 0"):
+    with config_error("batching.mixture.update"):
         tiny_run.settings(eval_every_steps=0, batching={"mixture": {"update": "heldout_loss"}})
 
 

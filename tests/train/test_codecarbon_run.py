@@ -11,12 +11,12 @@ import pytest
 from tiny_run import run, settings
 
 from modelwright.cli.main import main
-from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import StageDir
 from modelwright.pipeline.report.page import energy_section
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.train.monitors import energy
 from modelwright.train.monitors.energy import ENERGY_FILE, read_energy, total_energy
+from refusals import config_error
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_what_cannot_be_is_refused_before_the_first_stage(
         "'modelwright[carbon]'"
     )
     assert not list((tmp_path / "run").glob("clean/*"))
-    with pytest.raises(ConfigError, match=r"energy\.country: needs codecarbon"):
+    with config_error("energy.country"):
         run(tmp_path / "stage", settings(num_steps=2, energy={"country": "FRA"}))
     assert not (tmp_path / "stage" / "metrics.jsonl").exists()
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from distributed import run_distributed
-from modelwright.core.errors import ArtifactError, ConfigError, Stopped
+from modelwright.core.errors import ArtifactError, Stopped
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
+from refusals import config_error
 
 PULL = 2.0
 SHORT = {"num_steps": 4, "checkpoint_every_steps": 2, "eval_every_steps": 0, "keep_best": False, "l2_sp": PULL}
@@ -72,5 +73,5 @@ def test_a_stopped_run_goes_on_with_the_same_bits_from_the_same_start_alone(tmp_
 
 def test_what_takes_its_start_away_is_refused() -> None:
     for settings in ({"lora": {"r": 4}}, {"load_balance": {"pipeline": True}}, {"async_updates": {"mode": "hogwild"}}):
-        with pytest.raises(ConfigError, match="l2_sp"):
+        with config_error("l2_sp"):
             tiny_run.settings(l2_sp=0.1, **settings)

@@ -16,6 +16,7 @@ from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective, Terms
 from modelwright.train.technique import LOSS_SPIKE, NOT_FINITE, Update
 from modelwright.train.techniques.loss_spikes import LossSpikeConfig, LossSpikes
+from refusals import config_error
 
 LEVEL = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95]
 
@@ -112,12 +113,12 @@ def test_what_makes_no_sense_is_named(change, field):
     [{"gradient_sync": {"kind": "int8"}}, {"async_updates": {"mode": "delayed"}}, {"checkpoint_every_steps": 0}],
 )
 def test_a_way_back_needs_checkpoints_and_updates_that_can_be_taken_back(tiny, change):
-    with pytest.raises(ConfigError, match=r"^loss_spikes.rollback_after: "):
+    with config_error("loss_spikes.rollback_after"):
         tiny.settings(loss_spikes={"num_sigmas": 6.0, "rollback_after": 2}, **change)
 
 
 def test_hogwild_has_nobody_who_sees_all_updates(tiny):
-    with pytest.raises(ConfigError, match=r"^loss_spikes.num_sigmas: "):
+    with config_error("loss_spikes.num_sigmas"):
         tiny.settings(loss_spikes={"num_sigmas": 6.0}, async_updates={"mode": "hogwild"})
 
 

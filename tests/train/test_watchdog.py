@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import ConfigError
 from modelwright.train.interruption import Watchdog
+from refusals import config_error
 
 PROGRAM = """
 import sys, threading, time
@@ -72,5 +72,5 @@ def test_off_means_off(tmp_path):
     with Watchdog(tmp_path / "log.txt", limit_s=0) as dog:
         dog.alive()
     assert not (tmp_path / "log.txt").exists()
-    with pytest.raises(ConfigError, match="hang_after_s"):
+    with config_error("hang_after_s"):
         Watchdog(tmp_path / "log.txt", limit_s=-1)

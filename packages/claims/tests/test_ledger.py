@@ -32,6 +32,7 @@ from modelwright_claims.statistics import estimate
 from modelwright_plan.claims.planned_memory import PLANNED_HEAP_GAPS
 from modelwright_plan.claims.planner_errors import planner_errors
 from modelwright_plan.measured import measured_errors
+from refusals import config_error
 
 ROOT = Path(__file__).parents[3]
 MEASUREMENT = Measurement(samples={"speed": [1.46, 1.54], "bytes": [3.0]}, conditions={"rows": 8})
@@ -99,7 +100,7 @@ def test_every_claim_says_what_it_says():
 def test_selection_by_name():
     assert select([]) == list(CLAIMS)
     assert [claim.name for claim in select(["packing"])] == ["packing"]
-    with pytest.raises(ConfigError, match=r"nonsense: is not a claim; the ledger has .*packing"):
+    with config_error("nonsense"):
         select(["nonsense"])
 
 
@@ -307,9 +308,9 @@ def test_the_command_judges_and_says_what_changed(tmp_path, small_ledger, capsys
     folder = ["--results", str(tmp_path)]
     assert prove(["--judge", *folder]) == 0
     assert "met -> short: speed 1.5x" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="--judge measures nothing"):
+    with config_error("prove"):
         prove(["--judge", "--quick", *folder])
-    with pytest.raises(ConfigError, match="is not a claim"):
+    with config_error("nonsense"):
         prove(["--judge", "nonsense", *folder])
     with pytest.raises(ConfigError, match="is not a folder of results"):
         prove(["--judge", "--results", str(tmp_path / "none")])

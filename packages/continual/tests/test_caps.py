@@ -5,14 +5,12 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from continual_update import new_records, write_records
 from continual_world import World
-from modelwright.core.errors import ConfigError
 from modelwright.data.document import Document
 from modelwright_continual.caps import Caps, template_groups
 from modelwright_continual.update_data import prepare_data
+from refusals import config_error
 from test_update import SILENT, request_of
 
 FIRST = ("Anna", "Bruno", "Chloe", "David", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas")
@@ -87,7 +85,7 @@ def test_users_and_sources_are_capped_and_no_user_is_kept() -> None:
     assert sum(one.source == "a" for one in kept) == 500
     assert {one.source for one in kept} == {"a", "b"}
     assert not [one for one in kept if "user" in one.meta], "who wrote a text is no part of what is kept"
-    with pytest.raises(ConfigError, match="--user-cap: must be above 0"):
+    with config_error("user-cap"):
         Caps(user=0.0)
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from continual_world import World
 from modelwright.core.artifacts import read_manifest
-from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
@@ -18,6 +17,7 @@ from modelwright_continual.demo.page import FIGURES, REPORT, SYNTHETIC, write_pa
 from modelwright_continual.demo.run import Demo, DemoResult, run_demo
 from modelwright_continual.demo.size import DemoSize
 from modelwright_continual.floor import Floor, FloorRow, require_from_scratch
+from refusals import config_error
 
 SMALL = {
     "hardware": {"device": "cpu", "num_threads": 1},
@@ -125,9 +125,9 @@ def test_the_report_says_what_is_made_up_and_has_the_figures(shown: Shown) -> No
 
 
 def test_a_floor_needs_a_run_from_random_weights(world: World, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did not begin with random weights"):
+    with config_error("floor"):
         require_from_scratch(world.base)
-    with pytest.raises(ConfigError, match="is not a run"):
+    with config_error("floor"):
         require_from_scratch(world.folder / "model")
 
 

@@ -11,11 +11,12 @@ from unittest import mock
 import pytest
 
 from continual_schedule import DAY_S, Scheduled, scheduler_of, write_texts
-from modelwright.core.errors import ArtifactError, ConfigError, DataError, ModelwrightError
+from modelwright.core.errors import ArtifactError, DataError, ModelwrightError
 from modelwright.core.rundir import lock_folder
 from modelwright_continual import schedule
 from modelwright_continual.loop import LoopRequest, LoopResult
 from modelwright_continual.schedule import STATE, ScheduleState
+from refusals import config_error
 
 
 @pytest.fixture
@@ -114,9 +115,9 @@ def test_a_clock_that_is_set_back_delays_no_check_beyond_the_interval(scheduled,
 
 def test_what_only_a_first_update_could_do_is_refused(scheduled, tmp_path: Path) -> None:
     scheduler, _, _ = scheduled("released")
-    with pytest.raises(ConfigError, match=r"--champion: .*give the link of --current"):
+    with config_error("champion"):
         replace(scheduler, request=replace(scheduler.request, champion=tmp_path / "served"))
-    with pytest.raises(ConfigError, match=r"--floor: .*leave it out"):
+    with config_error("floor"):
         replace(scheduler, request=replace(scheduler.request, floor=True))
     link = tmp_path / "current"
     replace(scheduler, request=replace(scheduler.request, champion=link, current=link))

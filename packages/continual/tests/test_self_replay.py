@@ -26,6 +26,7 @@ from modelwright_continual.self_replay import PART_TEXTS, SelfReplay
 from modelwright_continual.update import UpdateRequest
 from modelwright_continual.update_data import prepare_data
 from rank_processes import start_process
+from refusals import config_error
 
 SILENT = SilentProgress()
 WANTED = 1500
@@ -149,7 +150,7 @@ def test_a_model_that_writes_nothing_and_two_kinds_of_old_texts_are_refused(
     monkeypatch.setattr(self_replay, "FEWEST_BYTES", 10_000)
     with pytest.raises(DataError, match="writes no conversations"):
         texts_of(talker, tmp_path)
-    with pytest.raises(ConfigError, match="--self-replay"):
+    with config_error("self-replay"):
         main_raising(words_of(world, tmp_path / "run", "--self-replay", "--old", world.file("old")))
 
 

@@ -32,6 +32,7 @@ from modelwright_continual.old_texts import ReplaySample, num_bytes
 from modelwright_continual.update import UpdateRequest, update_config
 from modelwright_continual.update_data import prepare_data
 from modelwright_continual.update_files import NEW, OLD
+from refusals import config_error
 
 SILENT = SilentProgress()
 SETTINGS = read_overrides(run_schema(), split_words(QUICK)[1])
@@ -173,7 +174,7 @@ def test_old_texts_that_no_run_has_are_asked_for(world: World, tmp_path: Path) -
     """What an update replayed from files has to be named again, and a run that is gone is missed."""
     run, old = RunDir(tmp_path / "run"), (str(world.file("old")),)
     packed(world, run, model=world.folder / "model", old=old)
-    with pytest.raises(ConfigError, match=r"--old: .*replayed texts that no run has cleaned .*old\.jsonl.*--replay 0"):
+    with config_error("old"):
         _ = request_of(world, world.file("new"), model=run.path).data
     assert request_of(world, world.file("new"), model=run.path, old=old).data.old == old
     second = RunDir(tmp_path / "second")
@@ -181,7 +182,7 @@ def test_old_texts_that_no_run_has_are_asked_for(world: World, tmp_path: Path) -
     gone = tmp_path / "gone/sft/artifact"
     second.config.write_text(second.config.read_text().replace(str(world.base / "sft/artifact"), str(gone)))
     assert ancestry_of(second.path).lost == str(gone)
-    with pytest.raises(ConfigError, match=r"--old: .*gone/sft/artifact is gone, and with it the texts of its run"):
+    with config_error("old"):
         _ = request_of(world, world.file("new"), model=second.path).data
 
 
@@ -255,19 +256,19 @@ def test_text_is_learned_by_pretraining_and_conversations_by_fine_tuning(world: 
 
 
 def test_bad_requests_name_the_remedy(world: World, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--old: the model is not a run.*--replay 0"):
+    with config_error("old"):
         _ = request_of(world, world.file("new"), model=world.folder / "model").data
-    with pytest.raises(ConfigError, match="--replay"):
+    with config_error("replay"):
         _ = request_of(world, world.file("new"), replay=1.0).data
     text = tmp_path / "new.txt"
     text.write_text("Some prose, which the first model never saw.\n\n" * 40)
     with pytest.raises(DataError, match="lacks text to replay"):
         prepare_data(request_of(world, text).data, world.benchmark, tmp_path / "data", SILENT)
-    with pytest.raises(ConfigError, match="seed: must be a whole number, got 'abc'"):
+    with config_error("seed"):
         _ = request_of(world, world.file("new"), settings={"seed": "abc"}).data
     data = prepare_data(request_of(world, world.file("new")).data, world.benchmark, tmp_path / "whole", SILENT)
     request = request_of(world, world.file("new"), settings={"sft": 5})
-    with pytest.raises(ConfigError, match="sft: is a group of settings, got 5"):
+    with config_error("sft"):
         update_config(request, data, world.benchmark, RunDir(tmp_path))
     own = tmp_path / "own.jsonl"
     own.write_text(json.dumps({"prompt": "A?", "answer": "B.", "answer_by": "modelwright"}))

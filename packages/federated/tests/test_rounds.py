@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import tiny_run
 
+from refusals import config_error
+
 pytest.importorskip("flwr")
 
 from federated_peers import (
@@ -190,7 +192,7 @@ def test_damaged_states_and_other_noise_are_named(tmp_path: Path) -> None:
     config = settings(num_rounds=1)
     server(MemoryGrid(config, trainings()), config, tmp_path).run()
     noisy = settings(num_rounds=1, clients_per_round=2, privacy={"epsilon": 5.0, "clip_norm": 1.0})
-    with pytest.raises(ConfigError, match=r"privacy\.epsilon: the rounds in .* had a noise multiplier of 0"):
+    with config_error("privacy.epsilon"):
         server(MemoryGrid(noisy, trainings()), noisy, tmp_path).run()
     (tmp_path / STATE).write_text("{")
     with pytest.raises(ModelwrightError, match="is damaged"):

@@ -10,7 +10,6 @@ import pytest
 from modelwright.cli.config import setting_names
 from modelwright.cli.main import main
 from modelwright.core.config import save_yaml
-from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.data.rows.cache.row_cache import RowCacheConfig
 from modelwright.model.config import ModelConfig
@@ -35,6 +34,7 @@ from modelwright_plan.advice.run_advice import (
 )
 from modelwright_plan.advice.techniques import SWITCHES, Situation, TechniqueSwitch, advise
 from modelwright_plan.commands.advice import refusal_of
+from refusals import config_error
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = Path(__file__).parent / "sample_ledger"
@@ -132,9 +132,9 @@ def test_needs_follow_the_layout_and_the_settings() -> None:
     assert again.activation_bytes < needs_of().activation_bytes
     assert again.peak_bytes < again.peak_without_checkpointing_bytes == needs_of().peak_bytes
     assert needs_of(replace(TRAINING, optimizer="sgd")).checkpoint_bytes == WEIGHTS
-    with pytest.raises(ConfigError, match="start"):
+    with config_error("data"):
         needs_of(num_processes=3, tensor=2)
-    with pytest.raises(ConfigError, match="batch_tokens"):
+    with config_error("batch_tokens"):
         needs_of(num_processes=3)
 
 

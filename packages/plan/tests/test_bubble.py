@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from modelwright.core.errors import ConfigError
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.stages import rank_of_stage
 from modelwright_plan.bubble import StageTime, bubble_s, bubble_share, order_of_work, simulate
+from refusals import config_error
 
 EQUAL = StageTime(forward_s=1.0, input_s=1.0, weight_s=1.0)
 LATE_HEAD = [StageTime(forward_s=2, input_s=3, weight_s=1)] * 7 + [StageTime(forward_s=3, input_s=5, weight_s=2)]
@@ -139,5 +139,5 @@ def test_few_microbatches_of_1f1b_run_as_gpipe():
 
 
 def test_a_number_of_microbatches_that_cannot_be_run_is_refused():
-    with pytest.raises(ConfigError, match=r"^gradient_accumulation_steps: 7 is not"):
+    with config_error("gradient_accumulation_steps"):
         bubble_s(config(2, "interleaved", 2), [EQUAL] * 4, 7)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from modelwright.cli.main import main
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.errors import DataError
 from modelwright_plan.carbon import HOUR, CarbonTable, plan_start, read_carbon_table
+from refusals import config_error
 
 MIDNIGHT = datetime.datetime(2026, 1, 31)
 
@@ -39,7 +40,7 @@ def test_the_start_keeps_to_the_limits() -> None:
     assert plan.best.time == MIDNIGHT + 3 * HOUR
     assert plan.best.co2_g == pytest.approx(80 + 0.5 * 5)
     assert plan.saved_share == pytest.approx(1 - 82.5 / 130)
-    with pytest.raises(ConfigError, match="no 3 hours fit"):
+    with config_error("hours"):
         plan_start(table, hours=3, watts=1.0, earliest=first, finish_by=last)
 
 

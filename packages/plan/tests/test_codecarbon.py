@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from modelwright.cli.main import main
-from modelwright.core.errors import ConfigError
 from modelwright_plan.carbon import CodecarbonEstimate, codecarbon_estimate
+from refusals import config_error
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,13 @@ def test_the_estimate_follows_power_and_country(france: CodecarbonEstimate, atte
 
 def test_a_country_that_is_unknown() -> None:
     pytest.importorskip("codecarbon")
-    with pytest.raises(ConfigError, match="--country: codecarbon knows no country 'FRX'; write its ISO 3166"):
+    with config_error("country"):
         codecarbon_estimate("FRX", hours=1.0)
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "codecarbon", None)
-    with pytest.raises(ConfigError, match=r"pip install 'modelwright\[carbon\]'"):
+    with config_error("country"):
         codecarbon_estimate("FRA", hours=1.0)
 
 

@@ -16,6 +16,7 @@ from modelwright.recipes.load import RECIPES
 from modelwright_plan.cost.bill import Bill, bill_tornado, make_bill
 from modelwright_plan.cost.prices import OLD_AFTER_DAYS, Price, PriceTable, age_warnings, load_prices, shipped_prices
 from modelwright_plan.cost.workload import Workload, load_workload
+from refusals import config_error
 
 ROWS = [
     {"kind": "compute", "name": "big", "usd": "32.77", "purchase": "on_demand"},
@@ -152,7 +153,7 @@ def test_sensitivity_is_what_a_new_bill_says() -> None:
     assert swings["training.0.recovery_s"].width < swings["training.0.interruptions_per_hour"].width
     given = bill_of(**SPOT, ranges={"training.0.hours": [5, 50]})
     assert bill_tornado(given, table(), vary=0.2)[0].name == "training.0.hours"
-    with pytest.raises(ConfigError, match=r"training\.0\.hour.*did you mean 'training\.0\.hours'"):
+    with config_error("ranges"):
         bill_tornado(bill_of(**SPOT, ranges={"training.0.hour": [5, 50]}), table(), vary=0.2)
 
 
@@ -193,11 +194,11 @@ def test_a_bad_row_is_named(row: str, message: str, tmp_path: Path) -> None:
 
 
 def test_what_has_no_price_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"no price of compute 'bigg'; did you mean 'big'|did you mean 'big'"):
+    with config_error("prices"):
         bill_of(training=[{"name": "t", "instance": "bigg", "hours": 1}])
-    with pytest.raises(ConfigError, match="no price of big as reserved_3y"):
+    with config_error("prices"):
         bill_of(training=[{"name": "t", "instance": "big", "hours": 1, "purchase": "reserved_3y"}])
-    with pytest.raises(ConfigError, match="only instances with purchase spot"):
+    with config_error("training[0].interruptions_per_hour"):
         bill_of(training=[{"name": "t", "instance": "big", "hours": 1, "interruptions_per_hour": 1}])
 
 

@@ -12,6 +12,7 @@ from modelwright.cli.main import main
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright_plan.run_cost import MeasuredRate, measured_rate, measured_recovery_s
+from refusals import config_error
 
 
 def run_of(folder: Path, *, hours: float, recoveries: list[dict[str, Any]]) -> RunDir:
@@ -52,7 +53,7 @@ def test_a_run_without_interruptions_shows_no_rate(tmp_path: Path, hours: float,
 
 def test_a_run_that_has_not_trained(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    with pytest.raises(ConfigError, match="has trained nothing; give --interruptions-per-hour"):
+    with config_error("run"):
         measured_rate(RunDir(tmp_path / "run"))
 
 

@@ -22,6 +22,7 @@ from modelwright_plan.rules import (
     shipped_rules,
     value,
 )
+from refusals import config_error
 
 GIB = 2**30
 TARGET = RuleTarget(
@@ -157,7 +158,7 @@ def test_a_rule_from_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-rules\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[modelwright.rules_of_thumb]\nmine = my_rules:RULE\nother = my_rules:ROW\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match="must be a PublishedRule"):
+    with config_error("my_rules:ROW"):
         known_rules()
     (info / "entry_points.txt").write_text("[modelwright.rules_of_thumb]\nmine = my_rules:RULE\n")
     rules = known_rules()
@@ -178,7 +179,7 @@ def test_a_bad_table_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="bf16: date: 'soon' is not a date"):
         shipped_rules(path)
     empty = RuleRow(name="x", subject="batch", statement="", source="", section="", date="2026-01-01")
-    with pytest.raises(ConfigError, match="x needs the number factor"):
+    with config_error("rules"):
         empty.number("factor")
     mine = PublishedRule(row=empty, evaluate=lambda row, target: value("a", "b"))
     assert evaluated(TARGET, [mine])[0][1].would_be == "a"

@@ -16,6 +16,7 @@ from modelwright.cli.main import main
 from modelwright.core import resources
 from modelwright.core.errors import ConfigError
 from modelwright_plan.spot import ENVIRONMENT, SkyTask, check_task
+from refusals import config_error
 
 ROOT = Path(__file__).parents[3]
 WORDS = ["plan", "spot", "--work-hours", "4", "--stall-s", "5", "--recovery-s", "60", "--instance", "g5.xlarge"]
@@ -98,9 +99,7 @@ def test_what_other_machines_lack_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 def test_without_a_source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "__file__", str(tmp_path / "lib/site-packages/modelwright/core/resources.py"))
-    with pytest.raises(
-        ConfigError, match=r"--skypilot: needs the source tree .* lacks pyproject\.toml; run the command"
-    ):
+    with config_error("skypilot"):
         sky_task()
 
 

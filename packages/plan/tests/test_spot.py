@@ -12,9 +12,9 @@ import yaml
 from scipy.special import lambertw
 
 from modelwright.cli.main import main
-from modelwright.core.errors import ConfigError
 from modelwright_plan.intervals import CheckpointCosts, daly_interval_s, expected_wall_s, young_interval_s
 from modelwright_plan.spot import SpotJob, plan_spot, spot_tornado
+from refusals import config_error
 
 HOUR = 3600.0
 JOB = SpotJob(work_s=30 * HOUR, stall_s=30.0, recovery_s=240.0, mtbf_s=5 * HOUR, spot_usd=2.0, on_demand_usd=6.0)
@@ -54,12 +54,12 @@ def test_the_plan_of_a_job() -> None:
     assert plan.on_demand_usd == pytest.approx(6.0 * (30 + 30 / HOUR))
     assert plan_spot(replace(JOB, mtbf_s=1e6 * HOUR)).interval_s == 30 * HOUR  # not beyond the whole work
     assert plan_spot(replace(JOB, recovery_s=None)).wall_s == plan_spot(replace(JOB, recovery_s=0.0)).wall_s
-    with pytest.raises(ConfigError, match="--work-hours: must be above 0"):
+    with config_error("work-hours"):
         replace(JOB, work_s=0.0)
 
 
 def test_a_job_that_would_never_end_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--interruptions-per-hour: one in 30 s leaves hardly any time"):
+    with config_error("interruptions-per-hour"):
         plan_spot(replace(JOB, mtbf_s=30.0))
 
 

@@ -6,12 +6,12 @@ from typing import Any, cast
 
 import pytest
 
-from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import EngineConfig
 from modelwright.parallel.mesh import single
 from modelwright_search import candidates
 from modelwright_search.candidates import decode_latency_ms, load_for
 from modelwright_search.result import promise_of
+from refusals import config_error
 from tiny_decoder import make_config
 
 
@@ -40,7 +40,7 @@ def test_the_serving_engine_is_measured(num_streams: int) -> None:
 
 def test_a_context_without_room_for_a_token_together_is_refused() -> None:
     shape = make_config(max_seq_len=2)
-    with pytest.raises(ConfigError, match="--streams: 1 answers never decode together within a context of 2"):
+    with config_error("streams"):
         decode_latency_ms(shape, load_for(shape, EngineConfig(), 1), single())
 
 

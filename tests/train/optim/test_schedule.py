@@ -6,6 +6,7 @@ import pytest
 
 from modelwright.core.errors import ConfigError
 from modelwright.train.techniques.learning_rate import ScheduleConfig, rate_factor
+from refusals import config_error
 
 
 def factors(num_steps, **config):
@@ -41,9 +42,9 @@ def test_the_shortest_runs_have_a_rate_in_every_step(num_steps):
 
 
 def test_bad_fractions_are_refused():
-    with pytest.raises(ConfigError, match="warmup_fraction"):
+    with config_error("warmup_fraction"):
         ScheduleConfig(warmup_fraction=1.0)
-    with pytest.raises(ConfigError, match="final_lr_fraction"):
+    with config_error("final_lr_fraction"):
         ScheduleConfig(final_lr_fraction=-0.1)
 
 
@@ -63,7 +64,7 @@ def test_inverse_sqrt_goes_on_from_the_end_of_the_warmup():
 
 @pytest.mark.parametrize("fraction", [0.0, 0.95])
 def test_a_cooldown_needs_room(fraction):
-    with pytest.raises(ConfigError, match="cooldown_fraction"):
+    with config_error("cooldown_fraction"):
         ScheduleConfig(kind="wsd", cooldown_fraction=fraction)
 
 

@@ -20,7 +20,7 @@ import pytest
 from continual_requests import WINDOW, write_requests
 from drift_traffic import Shift, Traffic
 from modelwright.cli.main import main
-from modelwright.core.errors import ArtifactError, ConfigError, DataError
+from modelwright.core.errors import ArtifactError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright_continual.drift.check import check
 from modelwright_continual.drift.config import WatchConfig
@@ -30,6 +30,7 @@ from modelwright_continual.drift.report import as_text
 from modelwright_continual.drift.watch import fresh_features, message, read_window, watch
 from modelwright_continual.drift.webhook import check_webhook, post_json
 from rank_processes import start_process
+from refusals import config_error
 
 PAGE = Path(__file__).parents[4] / "docs" / "drift.md"
 PATIENCE_S = 120.0
@@ -244,12 +245,12 @@ def test_windows_of_a_file_that_grows(tmp_path: Path) -> None:
 def test_a_state_belongs_to_one_watcher(reference: DriftReference, tmp_path: Path) -> None:
     path = write_requests(tmp_path / "live.jsonl", [])
     outbox = Outbox(tmp_path / "state")
-    with pytest.raises(ConfigError, match="is in use by another watcher"):
+    with config_error("state"):
         Outbox(tmp_path / "state")
     outbox.state.reference = "another"
     outbox.save()
     outbox.close()
-    with pytest.raises(ConfigError, match="belongs to another reference"):
+    with config_error("state"):
         watch(path, reference, tmp_path / "state", "", CONFIG, SilentProgress(), once=True)
     (tmp_path / "state" / "state.json").write_text("{")
     with pytest.raises(ArtifactError, match=r"state\.json: is damaged"):
@@ -258,7 +259,7 @@ def test_a_state_belongs_to_one_watcher(reference: DriftReference, tmp_path: Pat
 
 def test_addresses() -> None:
     for address in ("ftp://secret@host/x", "http://[secret", "http://host:secret/"):
-        with pytest.raises(ConfigError, match="--webhook: is not an address") as caught:
+        with config_error("webhook") as caught:
             check_webhook(address)
         assert "secret" not in str(caught.value)
     check_webhook("https://host/x")
