@@ -8,6 +8,7 @@ import pytest
 from modelwright.core.config import constant, parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.overrides import all_paths, read_overrides, split_words
+from refusals import config_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,3 +92,13 @@ def test_a_setting_that_is_fixed_is_named_as_such_and_accepted_with_its_own_valu
     with pytest.raises(ConfigError) as caught:
         read("tiny --data.tries 4")
     assert "retries" not in str(caught.value).split("known there")[1]
+
+
+def test_an_empty_mapping_is_refused_because_it_would_change_nothing() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Limits:
+        limits: dict[str, float] = field(default_factory=lambda: {"words": 9.0})
+
+    assert read_overrides(Limits, [("limits", ["{words:", "5.0}"])]) == {"limits": {"words": 5.0}}
+    with config_error("limits"):
+        read_overrides(Limits, [("limits", ["{}"])])

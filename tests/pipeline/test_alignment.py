@@ -80,7 +80,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "alignment.md").read_text(encoding=
 COMMANDS = [line.split()[1:] for line in PAGE.splitlines() if line.startswith("    modelwright ")]
 STEPS = ("num_steps=8", "batch_tokens=256", "learning_rate=1e-3", "eval_every_steps=4", "checkpoint_every_steps=4")
 SHORT = (
-    "--pack.seq_len=64", "--data.validation_fraction=0.2", "--clean.quality.limits={}", "--hardware.num_threads=1",
+    "--pack.seq_len=64", "--data.validation_fraction=0.2", "--hardware.num_threads=1",
     "--training.precision.policy=fp32", "--training.precision.fp32_matmul=default",
 )  # fmt: skip
 

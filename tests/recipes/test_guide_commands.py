@@ -40,11 +40,11 @@ SHOWN = {
 SMALL = (
     "--stages=clean,tokenize,pack,pretrain,sft,report", "--pack.seq_len=128", "--model.max_seq_len=128",
     "--tokenizer.vocab_size=400", "--model.vocab_size=400", "--model.num_layers=1", "--pretrain.num_steps=2",
-    "--pretrain.batch_tokens=512", "--sft.num_steps=2", "--sft.batch_tokens=512", "--clean.quality.limits={}",
+    "--pretrain.batch_tokens=512", "--sft.num_steps=2", "--sft.batch_tokens=512",
 )  # fmt: skip
 TRAININGS = ("sft", "reward", "dpo", "kto", "ppo")
 FROM_MODEL = (
-    "--pack.seq_len=192", "--data.validation_fraction=0.2", "--clean.quality.limits={}",
+    "--pack.seq_len=192", "--data.validation_fraction=0.2",
     *(f"--{name}.{key}" for name in TRAININGS for key in ("num_steps=2", "batch_tokens=768")),
     "--rollout.max_completion_length=8",
 )  # fmt: skip

@@ -38,7 +38,7 @@ SMALL = (
     "--model.num_heads=2", "--model.num_kv_heads=2", "--model.ffn_dim=384", "--tokenizer.vocab_size=400",
     "--model.vocab_size=400", "--pretrain.num_steps=2", "--pretrain.batch_tokens=512", "--sft.num_steps=2",
     "--sft.batch_tokens=512", "--sft.gradient_accumulation_steps=1", "--data.validation_fraction=0.1",
-    "--clean.quality.limits={}", "--evaluate.max_bytes_per_domain=500", "--evaluate.multiple_choice.num_questions=2",
+    "--evaluate.max_bytes_per_domain=500", "--evaluate.multiple_choice.num_questions=2",
     "--clean.num_workers=1", "--pretrain.checkpoint_every_steps=20",
 )  # fmt: skip
 PREPARED = ("clean", "tokenize", "pack")

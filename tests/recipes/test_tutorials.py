@@ -28,7 +28,7 @@ SHORT = (
     "--evaluate.max_bytes_per_domain=2000", "--evaluate.multiple_choice.num_questions=5",
 )  # fmt: skip
 ALIGNED = (
-    "--pack.seq_len=64", "--data.validation_fraction=0.2", "--clean.quality.limits={}", "--dpo.num_steps=4",
+    "--pack.seq_len=64", "--data.validation_fraction=0.2", "--dpo.num_steps=4",
     "--dpo.batch_tokens=256",
 )  # fmt: skip
 PATIENCE_S = 120.0

@@ -145,7 +145,10 @@ def _value(hint: Any, words: Sequence[str], dotted: str) -> Any:
             raise ConfigError(f"--{dotted}: needs a value")
         return True
     if typing.get_origin(hint) is dict and words[0].startswith("{"):
-        return parse_scalar(" ".join(words))  # braces that a shell has cut at their spaces
+        value = parse_scalar(" ".join(words))  # braces that a shell has cut at their spaces
+        if not value:
+            raise ConfigError(f"--{dotted}: {{}} changes nothing, because entries are added to those that are set")
+        return value
     if item is None:
         if len(words) > 1:
             spare = " ".join(words[1:])
