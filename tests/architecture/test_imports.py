@@ -97,7 +97,8 @@ def test_cycles_of_small_packages(tmp_path: Path, files: dict[str, str], cycle: 
 @pytest.mark.parametrize("package", [PACKAGE, *ADDED], ids=lambda package: package.name)
 def test_a_package_has_no_cycle(package: Path) -> None:
     graph = import_graph(package)
-    fewest = len(graph) / 2 if len(graph) > 5 else 0
+    # Files of an added package may know only the main package, each by an entry point of its own.
+    fewest = len(graph) / 2 if package == PACKAGE else 0
     assert sum(map(len, graph.values())) > fewest, "the graph must not be empty by mistake"
     assert find_cycle(graph) == []
 

@@ -56,7 +56,7 @@ def test_an_extra_brings_its_modules(name: str) -> None:
 
 def test_all_is_every_extra_that_needs_no_gpu() -> None:
     named = set(",".join(re.findall(r"\[([\w,-]+)\]", " ".join(PROJECT["optional-dependencies"]["all"]))).split(","))
-    assert named == set(PROJECT["optional-dependencies"]) - {"all", "dev", "docs", "peers", "ray-serve", "vllm"}
+    assert named == set(PROJECT["optional-dependencies"]) - {"all", "dev", "docs", "fp8", "peers", "ray-serve", "vllm"}
 
 
 def test_several_extras_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

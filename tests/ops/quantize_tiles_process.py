@@ -11,7 +11,7 @@ import torch
 from triton import language
 from triton.runtime import interpreter
 
-from modelwright.ops.quantize import ROW_BLOCKS, SQUARE_BLOCKS, quantize_naive
+from modelwright.ops.quantize import BLOCK, ROW_BLOCKS, SMALLEST_SCALE, SQUARE_BLOCKS, largest, quantize_naive
 from modelwright.ops.triton_quantize import quantize_tiles
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -29,6 +29,12 @@ def convert(values, own, wanted, mode):
     return numbers.to(FORMATS[wanted]).view(torch.uint8).numpy()
 
 
+def quantized(x: torch.Tensor, grid: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantize_tiles(
+        x, dtype, is_square=grid == SQUARE_BLOCKS, block=BLOCK, largest=largest(dtype), smallest=SMALLEST_SCALE
+    )
+
+
 def main(device: str) -> int:
     interpreter._convert_float = convert
     draw, num_compared = torch.Generator().manual_seed(0), 0
@@ -41,7 +47,7 @@ def main(device: str) -> int:
             for factor in (x.to(device, dtype), x.to(device, dtype).T):
                 for grid in (ROW_BLOCKS, SQUARE_BLOCKS):
                     for format in (E4M3, E5M2):
-                        codes, scales = quantize_tiles(factor, grid, format)
+                        codes, scales = quantized(factor, grid, format)
                         expected_codes, expected_scales = quantize_naive(factor, grid, format)
                         assert torch.equal(scales, expected_scales), (shape, dtype, grid, format)
                         same = codes.view(torch.uint8) == expected_codes.contiguous().view(torch.uint8)
@@ -51,7 +57,7 @@ def main(device: str) -> int:
     for bad in (float("nan"), float("inf"), -float("inf")):
         x = torch.ones(128, 256, device=device)
         x[3, 7] = bad
-        scales = quantize_tiles(x, ROW_BLOCKS, E4M3)[1]
+        scales = quantized(x, ROW_BLOCKS, E4M3)[1]
         assert not scales[3, 0].isfinite()
         assert scales.isfinite().sum() == scales.numel() - 1
     return num_compared

@@ -4,8 +4,8 @@ under a block mask that is computed from the documents' starts.
 A query sees the keys from its document's first token, or the first in its window, up to itself. The first visible key
 never decreases along a row, so that the keys which a block of queries sees are one range, and whether a pair of blocks
 is visible in part, in full or not at all follows from the first visible keys of the block's first and last query.
-`create_block_mask` would evaluate the mask for all T x T pairs; here nothing is larger than the pairs of blocks. All of
-it runs on the device: the mask of a batch costs no synchronization with the host.
+PyTorch's create_block_mask would evaluate the mask for all T x T pairs; here nothing is larger than the pairs of blocks.
+All of it runs on the device: the mask of a batch costs no synchronization with the host.
 
 `torch.nn.attention.varlen` is not used: it needs the number of documents on the host for each microbatch, has no soft
 cap and no FP32. `make gpu-check ARGS="--parts attention"` measures both.
@@ -45,7 +45,7 @@ def packed_block_mask(segments_BT: Tensor, window: int = 0) -> BlockMask:
     first_of_first_BN1, first_of_last_BN1 = first_BT[:, starts_N, None], first_BT[:, ends_N, None]
     # Blocks of keys in the last dimension. Only the diagonal block has keys after a query.
     is_seen_BNN = (starts_N <= ends_N[:, None]) & (ends_N >= first_of_first_BN1)
-    # A last block beyond the row's end is never full, as in `create_block_mask`.
+    # A last block beyond the row's end is never full, as in PyTorch's create_block_mask.
     is_full_BNN = (ends_N <= starts_N[:, None]) & (starts_N >= first_of_last_BN1)
     is_full_BNN &= (starts_N + BLOCK <= row_len)[:, None]
 

@@ -86,7 +86,9 @@ def quantize(
 def quantize_blocks(x_RK: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     from modelwright.ops.triton_quantize import quantize_tiles  # imports Triton, which CPU builds lack
 
-    return quantize_tiles(x_RK, (rows, columns), dtype)
+    return quantize_tiles(
+        x_RK, dtype, is_square=rows == columns, block=BLOCK, largest=largest(dtype), smallest=SMALLEST_SCALE
+    )
 
 
 @quantize_blocks.register_fake

@@ -15,8 +15,6 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from modelwright.ops.quantize import BLOCK, ROW_BLOCKS, SMALLEST_SCALE, Grid, largest
-
 NUM_WARPS = 8
 """A tile of 128 x 128 FP32 numbers is 64 per thread with eight warps."""
 
@@ -50,16 +48,19 @@ def quantize_tile_kernel(
     tl.store(codes + out_at, scaled.to(codes.dtype.element_ty), mask=inside)
 
 
-def quantize_tiles(x_RK: Tensor, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`quantize` for the grids `ROW_BLOCKS` and `SQUARE_BLOCKS` and an FP8 format: codes [R, K], contiguous whatever
-    the layout of x, and FP32 scales. A group with a non-finite value has the scale infinity.
+def quantize_tiles(
+    x_RK: Tensor, dtype: torch.dtype, *, is_square: bool, block: int, largest: float, smallest: float
+) -> tuple[Tensor, Tensor]:
+    """`quantize` in groups of `block` columns of one row, or of `block` rows, too (is_square): codes [R, K] of an FP8
+    format, contiguous whatever the layout of x, and FP32 scales. A group with a non-finite value has the scale
+    infinity. largest: of the format's numbers; smallest: scale.
     """
-    (num_rows, num_columns), tiles = x_RK.shape, tuple(-(-size // BLOCK) for size in x_RK.shape)
+    (num_rows, num_columns), tiles = x_RK.shape, tuple(-(-size // block) for size in x_RK.shape)
     codes_RK = torch.empty(x_RK.shape, dtype=dtype, device=x_RK.device)
-    scales = x_RK.new_empty((num_rows if grid == ROW_BLOCKS else tiles[0], tiles[1]), dtype=torch.float32)
+    scales = x_RK.new_empty((tiles[0] if is_square else num_rows, tiles[1]), dtype=torch.float32)
     if x_RK.numel():
         quantize_tile_kernel[tiles](
-            x_RK, codes_RK, scales, num_rows, num_columns, x_RK.stride(0), x_RK.stride(1), largest(dtype),
-            SMALLEST_SCALE, grid != ROW_BLOCKS, BLOCK, num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
+            x_RK, codes_RK, scales, num_rows, num_columns, x_RK.stride(0), x_RK.stride(1), largest,
+            smallest, is_square, block, num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
     return codes_RK, scales
