@@ -4,8 +4,8 @@ under a block mask that is computed from the documents' starts.
 A query sees the keys from its document's first token, or the first in its window, up to itself. The first visible key
 never decreases along a row, so that the keys which a block of queries sees are one range, and whether a pair of blocks
 is visible in part, in full or not at all follows from the first visible keys of the block's first and last query.
-PyTorch's create_block_mask would evaluate the mask for all T x T pairs; here nothing is larger than the pairs of blocks.
-All of it runs on the device: the mask of a batch costs no synchronization with the host.
+PyTorch's create_block_mask would evaluate the mask for all T x T pairs; nothing here is larger than the pairs of
+blocks. All of it runs on the device: the mask of a batch costs no synchronization with the host.
 
 `torch.nn.attention.varlen` is not used: it needs the number of documents on the host for each microbatch, has no soft
 cap and no FP32. `make gpu-check ARGS="--parts attention"` measures both.
