@@ -55,6 +55,7 @@ def _own_working_folder(no_working_folder: Path, monkeypatch: pytest.MonkeyPatch
 
 SLOW_FILES = (
     "test_clean_memory.py",
+    "test_wheel.py",
     "test_without_extras.py",
     "test_simulation.py",
     "test_demo.py",

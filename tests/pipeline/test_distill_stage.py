@@ -139,6 +139,7 @@ def test_a_folder_of_another_type_is_a_teacher(
 ONLY_LOGITS = ("--distill.hidden=[0,0,1]", "--distill.attention=[0,0,1]", "--distill.logits=[1,0,1]")
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_its_own_completions(run: RunDir, inside: Command, small_words: tuple[str, ...]) -> None:
     done = inside(
         *small_words, "--run-dir", str(run.path), "--stages=clean,tokenize,pack,pretrain,student,distill", *SETTINGS,

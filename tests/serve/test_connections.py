@@ -89,6 +89,7 @@ def small_server(folder: Path, header_timeout_s: float) -> Iterator[tuple[str, s
             process.kill()
 
 
+@pytest.mark.slow
 def test_idle_sockets_and_half_sent_headers_lock_out_nobody(model_folder: Path):
     header_timeout_s = 5.0
     with small_server(model_folder, header_timeout_s) as (url, process), contextlib.ExitStack() as open_sockets:

@@ -128,6 +128,7 @@ def reload_by_signal(process: subprocess.Popen, url: str, folder: Path) -> None:
     wait_until(lambda: version() != before)
 
 
+@pytest.mark.slow
 def test_sigterm_drains_and_exits_with_zero(model_folder):
     program = (
         "import logging, pathlib, sys\n"

@@ -55,6 +55,7 @@ def ended(tmp_path_factory):
     return {name: (started[name].returncode, said[name], left_behind(folder / name / "log.txt")) for name in HANGS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["waiting", "spinning"])
 def test_a_hanging_process_ends_with_its_stacks_in_the_log(ended, name):
     """Waiting with the interpreter's lock released, and spinning in C with it held."""

@@ -167,6 +167,7 @@ def states(runs: Runs, folder: str) -> dict[str, Any]:
     return json.loads(last.read_text())["state"]["techniques"]["adaptive_precision"]
 
 
+@pytest.mark.slow
 def test_rules_take_the_fastest_format_that_is_tolerable_everywhere(runs):
     assert {change["to"] for change in changes(runs, "rules")} == {"int8"}
     assert values(runs, "rules", "low_precision_fraction")[:2] == [0.0, 0.0]

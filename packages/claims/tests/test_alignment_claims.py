@@ -224,6 +224,7 @@ def setting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     return Setting(quick=True, folder=folder, progress=SilentProgress())
 
 
+@pytest.mark.slow
 def test_a_quick_measurement_of_ppo(setting: Setting) -> None:
     found = ppo_true_reward.CLAIM.measure(setting)
     assert set(found.samples) == set(PPO_SAMPLES) | {f"{LEARNED}best of {number}" for number in (4, 8)}

@@ -99,6 +99,7 @@ def test_the_floor_has_the_texts_and_the_compute_of_both_trainings(shown: Shown)
     assert Floor.read(demo.update.path / "floor.json") == floor
 
 
+@pytest.mark.slow
 def test_no_text_of_a_held_out_module_is_trained_on(shown: Shown) -> None:
     texts = shown.demo.texts
     facts = read_manifest(texts.folder).facts
@@ -112,6 +113,7 @@ def test_no_text_of_a_held_out_module_is_trained_on(shown: Shown) -> None:
     assert all(prompt and len(prompt) <= 160 for prompt in texts.prompts("new"))
 
 
+@pytest.mark.slow
 def test_the_report_says_what_is_made_up_and_has_the_figures(shown: Shown) -> None:
     path = write_page(shown.demo, shown.result)
     page = path.read_text()

@@ -81,6 +81,7 @@ def test_a_clean_update_passes(world: World, released: Path) -> None:
     (run.path / "kept").rename(saved)
 
 
+@pytest.mark.slow
 def test_garbage_is_refused(world: World, tmp_path: Path) -> None:
     """A fifth of the texts: too little to be seen in the benchmark's figures. No use of the test half is spent."""
     before = world.benchmark.uses

@@ -36,6 +36,7 @@ def steps(run: Path) -> list[int]:
     return [record["step"] for record in read_records(run / "sft/metrics.jsonl") if "loss" in record]
 
 
+@pytest.mark.slow
 def test_two_processes_of_which_one_is_lost_end_as_one_does(world: World, tmp_path: Path) -> None:
     alone, run = tmp_path / "alone", tmp_path / "several"
     assert main([*words_of(world, alone), *MORE]) == 0

@@ -192,6 +192,7 @@ def test_what_would_keep_a_release_from_being_promoted_is_said_first(
     assert [path.name for path in run.iterdir()] == ["loop"]
 
 
+@pytest.mark.slow
 def test_a_failing_release_is_rolled_back_and_not_promoted(
     world: World, released: Path, server: ServerThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

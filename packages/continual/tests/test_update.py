@@ -100,6 +100,7 @@ def learned(run: Path, source: str | None = None) -> set[str]:
     return {document.text for document in kept if source in (None, document.source)}
 
 
+@pytest.mark.slow
 def test_a_second_update_replays_every_body_by_its_size(world: World, released: Path, tmp_path: Path) -> None:
     """The first model's texts, all of which the first update had not replayed, and the first update's new ones."""
     source = write_records(tmp_path / "new.jsonl", new_records(range(5000, 5300)))
