@@ -59,7 +59,7 @@ def quantize_tiles(
     codes_RK = torch.empty(x_RK.shape, dtype=dtype, device=x_RK.device)
     scales = x_RK.new_empty((tiles[0] if is_square else num_rows, tiles[1]), dtype=torch.float32)
     if x_RK.numel():
-        quantize_tile_kernel[tiles](
+        quantize_tile_kernel[tiles](  # pyright: ignore[reportIndexIssue]
             x_RK, codes_RK, scales, num_rows, num_columns, x_RK.stride(0), x_RK.stride(1), largest,
             smallest, is_square, block, num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
