@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tiny_rollouts
 from distributed import run_distributed
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
 from modelwright.data.rows.batch import IGNORED
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.advantages import (
@@ -280,12 +280,9 @@ def test_an_update_that_goes_too_far_ends_the_rollout(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rollouts_without_a_reward_are_skipped(tmp_path: Path) -> None:
-    made = tiny_rollouts.ppo(fault=1)
-    found = tiny_rollouts.train(single(), tmp_path, made, num_steps=2)
-    assert all(torch.equal(found[name], one) for name, one in tiny_rollouts.model().state_dict().items())
-    assert float(found["step 1, reward/failures"]) == 8
-    assert "step 1, reward" not in found
+def test_a_reward_that_never_scores_ends_the_training(tmp_path: Path) -> None:
+    with pytest.raises(ModelwrightError, match="reward even: none of 8 answers has a score"):
+        tiny_rollouts.train(single(), tmp_path, tiny_rollouts.ppo(fault=1), num_steps=2)
 
 
 def test_the_batch_of_an_update_predicts_completions_alone() -> None:
