@@ -155,7 +155,7 @@ def main() -> None:
         run = RunDir(Path(parsed.run))
         stages = {name: read_attempts(run.stage(name)) for name in ("clean", "tokenize", "pack", "pretrain", "sft")}
         record = {"benchmark": "agent_loop", **around, "rows": rows, "training": {
-            "steps": len(read_records(run.stage("sft").path / "metrics.jsonl")),
+            "steps": max(one["step"] for one in read_records(run.stage("sft").path / "metrics.jsonl")),
             **{f"{kind}_s": {name: round(sum(one.get(f"{kind}_s", 0) for one in attempts)) for name, attempts in
                stages.items()} for kind in ("wall", "cpu")},
         }}  # fmt: skip

@@ -12,13 +12,15 @@ import pytest
 from cleaned import result_files
 from modelwright.cli.main import main
 from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.extensions import NoSettings
 from modelwright.core.progress import SilentProgress
+from modelwright.data.clean import config as clean_config
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps, load_step
 from modelwright.data.clean.folder import read_dropped, read_kept
 from modelwright.data.clean.report import CleanReport, describe_drops
 from modelwright.data.clean.steps.format import Format, FormatConfig
-from modelwright.data.clean.steps.step import Step
+from modelwright.data.clean.steps.step import Step, StepSpec
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from refusals import config_error
@@ -145,7 +147,7 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
 
 
 def test_two_steps_of_one_name() -> None:
-    with config_error("steps"):
+    with config_error("steps", match="there are two steps called 'no_tables'"):
         build_steps(CleanConfig(steps=(f"{OWN}:NoTables", f"{OWN}:NoTables")))
 
 
@@ -160,3 +162,16 @@ def test_what_is_wrong_with_every_document_ends_the_work(name: str, problem: str
     step: Step = load_step(f"{OWN}:{name}")
     with pytest.raises(DataError, match=problem):
         clean_documents(iter([document(0)]), [step], tmp_path, SilentProgress())
+
+
+def test_a_step_of_a_package_has_fields_that_identify_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain:
+        name = "plain"
+
+        def __call__(self, document: Document) -> Document:
+            return document
+
+    spec = StepSpec(name="plain", build=lambda settings, seed: Plain(), config=NoSettings)
+    monkeypatch.setattr(clean_config, "_named", lambda entry: {"plain": (spec, NoSettings())})
+    with config_error("steps.plain", match="builds a Plain; make it a dataclass"):
+        build_steps(CleanConfig(steps=({"plain": {}},)))

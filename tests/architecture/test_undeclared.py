@@ -262,7 +262,9 @@ def test_their_settings_are_checked_shown_and_part_of_the_run(package: Path, tmp
     ):
         with pytest.raises(ConfigError, match=text):
             parse(TrainConfig, {"techniques": techniques}, "pretrain")
-    with config_error("techniques.noise"):
+    with config_error(
+        "techniques.noise", match=r"techniques\.noise: needs every .*, which parallel\.tensor 2 takes away.*declare"
+    ):
         check_layout(config, ParallelConfig(tensor=2), num_processes=2)
     with config_error("techniques.quiet"):
         trained(tmp_path / "quiet", settings={"techniques": {"quiet": {}}})

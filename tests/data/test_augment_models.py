@@ -143,10 +143,10 @@ def test_a_paraphrase_keeps_code_and_addresses(part: str, other: str) -> None:
 def test_wrong_settings_of_back_translation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with config_error("back_translation"):
         back_translation(BackTranslationConfig())
-    with config_error("model"):
+    with config_error("model", match="model: is not set"):
         EndpointConfig(url="http://localhost/v1")
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    with config_error("api_key_env"):
+    with config_error("api_key_env", match="NO_SUCH_KEY is not set"):
         back_translation(config(Endpoint({}, url="http://x/v1"), tmp_path, api_key_env="NO_SUCH_KEY"))
     with config_error("back_translation.forward"):
         back_translation(BackTranslationConfig(forward=tmp_path, backward=tmp_path, cache=tmp_path))
@@ -258,9 +258,9 @@ def test_predictions_are_those_of_the_model_for_each_place_alone(bert: Path) -> 
 
 
 def test_a_masked_model_must_be_one(tmp_path: Path) -> None:
-    with config_error("masked_replacement.model"):
+    with config_error("masked_replacement.model", match=r"masked_replacement.model: is not set"):
         MaskedModel(Path())
-    with config_error("masked_replacement.model"):
+    with config_error("masked_replacement.model", match=r"holds no config\.json"):
         MaskedModel(tmp_path)
 
 

@@ -252,7 +252,7 @@ def test_rows_without_documents_and_wrong_settings_are_refused(tmp_path: Path) -
     loader.set_strength(0, 1.0)
     with pytest.raises(ArtifactError, match="run the pack stage again"):
         loader.batch(0)
-    with config_error("methods"):
+    with config_error("methods", match="methods: 'random_swop' is unknown; did you mean 'random_swap'"):
         parse(AugmentationConfig, {"methods": ["random_swop"]})
     with config_error("settings"):
         parse(AugmentationConfig, {"settings": {"swap": {}}})

@@ -115,13 +115,13 @@ def test_names_of_the_list_are_those_of_the_methods_and_wrong_ones_are_refused(t
     free = [m for m in AUGMENTATIONS if not {"model", "forward", "wordnet"} & {*m.config.__dataclass_fields__}]
     assert len(free) == 8
     assert [method.build(method.config(), no_language_model).name for method in free] == [m.name for m in free]
-    with config_error("methods"):
+    with config_error("methods", match="did you mean 'random_swap'"):
         build_methods(["random_swop"], {}, no_language_model)
     with config_error("fraction"):
         KeyboardTyposConfig(fraction=0.0)
     with pytest.raises(DataError, match="apt install wordnet-base"):
         synonym_replacement(SynonymReplacementConfig(wordnet=tmp_path))
-    with config_error("methods"):
+    with config_error("methods", match="is empty"):
         Augmenter([], seed=0)
 
 

@@ -284,9 +284,11 @@ def test_rows_of_a_source_are_all_read_before_one_is_read_again(rows: PackedRows
 
 
 def test_settings_are_checked(rows: PackedRows) -> None:
-    with config_error("batching.mixture.weights"):
+    with config_error(
+        "batching.mixture.weights", match=r"weights: unknown source 'd'; the packed rows have 'c', 'a', 'b'|'d'"
+    ):
         loader_of(rows, mixture={"weights": {"d": 1.0}})
-    with config_error("temperature"):
+    with config_error("temperature", match="temperature: must be above 0"):
         MixtureConfig(temperature=0.0)
     with config_error("update"):
         MixtureConfig(update="linear")

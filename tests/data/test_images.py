@@ -375,7 +375,7 @@ def test_a_table_names_images_of_its_own_folder_only(name: str, tmp_path: Path) 
 def test_a_machine_without_pillow_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder_with_texts(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
-    with config_error("images"):
+    with config_error("images", match=r"pip install 'modelwright\[images\]'"):
         read(tmp_path)
 
 

@@ -210,7 +210,7 @@ def test_the_seed_decides_the_samples_and_nothing_else_does(tmp_path: Path) -> N
 def test_too_few_samples(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"noise\.trusted: 100 documents of 30 words or more are too few"):
         clean(tmp_path, corpus(100, 0), num_trusted=100)
-    with config_error("model"):
+    with config_error("model", match="model: needs trusted text"):
         NoiseConfig(model="folder")
     assert not NoiseConfig().trusted
 

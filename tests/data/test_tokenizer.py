@@ -204,7 +204,7 @@ def test_small_text_gives_a_small_vocabulary() -> None:
     assert 256 + len(SPECIAL_TOKENS) <= small.vocab_size < 300
     with pytest.raises(DataError, match="needs text to train on"):
         train_tokenizer([], TokenizerConfig())
-    with config_error("vocab_size"):
+    with config_error("vocab_size", match="vocab_size: 100 is too small"):
         TokenizerConfig(vocab_size=100)
 
 

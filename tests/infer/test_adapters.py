@@ -110,15 +110,15 @@ def test_outside_of_the_engine_the_model_is_the_base(folders: dict[str, Path]) -
 
 def test_unknown_names_and_foreign_adapters_are_refused(folders: dict[str, Path]) -> None:
     engine = served(make_decoder(), folders)
-    with config_error("adapter"):
+    with config_error("adapter", match="adapter: 'pirate' is unknown; choose from poet, coder, clerk"):
         engine.add("0", prompt(1), GREEDY, adapter="pirate")
-    with config_error("adapter"):
+    with config_error("adapter", match="'pirate' is unknown; choose from none are loaded"):
         Engine(make_decoder(), EngineConfig()).add("0", prompt(1), GREEDY, adapter="pirate")
     other = make_decoder()
     other.init_weights(5)
     with pytest.raises(ModelError, match="belongs to other weights"):
         load_adapters(other, folders)
-    with config_error("adapters"):
+    with config_error("adapters", match="'' is the name of the model itself"):
         load_adapters(make_decoder(), {"": folders["poet"]})
 
 
@@ -141,7 +141,7 @@ def test_adapters_that_come_and_go_change_no_bit_of_others(folders: dict[str, Pa
     engine.add("coder", prompt(2), GREEDY, adapter="coder")
     outputs += engine.step()
     engine.remove_adapter("poet")
-    with config_error("adapter"):
+    with config_error("adapter", match="'poet' is unknown; choose from coder, clerk"):
         engine.add("1", prompt(1), GREEDY, adapter="poet")
     outputs += [output for output in drain(engine)["poet"] if output not in outputs]
     unnamed = [(one.token_id, one.logprob) for one in outputs if one.request_id == "poet"]
@@ -167,7 +167,7 @@ def test_an_adapter_under_a_name_of_before_shares_no_prompt(folders: dict[str, P
     engine.add_adapter("now", adapters["coder"])
     again = first("now")
     assert again.num_cached_tokens == 0
-    with config_error("adapters"):
+    with config_error("adapters", match="'now' is in use"):
         engine.add_adapter("now", adapters["coder"])
     alone = Engine(make_decoder().eval(), EngineConfig(prefill_chunk_size=16))
     alone.add_adapter("coder", load_adapters(alone.model, folders)["coder"])

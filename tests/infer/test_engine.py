@@ -130,18 +130,18 @@ def test_context_limit_cuts_the_answer(model: Decoder):
 
 def test_refusals_name_the_way_out(model: Decoder):
     engine = Engine(model, EngineConfig())
-    with config_error("prompt"):
+    with config_error("prompt", match="empty"):
         engine.add("a", [], GREEDY)
-    with config_error("prompt"):
+    with config_error("prompt", match="context is 160"):
         engine.add("a", [1] * 160, GREEDY)
-    with config_error("prompt"):
+    with config_error("prompt", match="between 0 and 210"):
         engine.add("a", [211], GREEDY)
     engine.add("a", [1], GREEDY)
     with config_error("request_id"):
         engine.add("a", [1], GREEDY)
-    with config_error("kv_cache_tokens"):
+    with config_error("kv_cache_tokens", match="at least 160"):
         Engine(model, EngineConfig(kv_cache_tokens=100))
-    with config_error("temperature"):
+    with config_error("temperature", match="temperature"):
         SamplingParams(temperature=-1)
 
 

@@ -55,9 +55,9 @@ def test_a_scorer_scores_and_does_nothing_else() -> None:
     for number, text in enumerate(TEXTS):
         wanted = hidden_TD(model, text)[-1] @ model.heads["score"].weight[0].detach().double()
         assert outputs[str(number)][0].embedding == (pytest.approx(float(wanted), abs=1e-5),)
-    with config_error("prompt"):
+    with config_error("prompt", match="scores texts and generates none"):
         engine.add("0", TEXTS[1], SamplingParams())
-    with config_error("num_speculative_tokens"):
+    with config_error("num_speculative_tokens", match="num_speculative_tokens: this model scores texts"):
         make_engine(model, num_speculative_tokens=2)
 
 

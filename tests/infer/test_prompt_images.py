@@ -149,14 +149,14 @@ def test_completions_of_many_prompts_take_images(model: Decoder) -> None:
 
 def test_images_that_do_not_fit_the_prompt_are_refused(model: Decoder) -> None:
     engine, ids = make_engine(model), prompt(3, 0, 4)
-    with config_error("images"):
+    with config_error("images", match="for 1 images, and 0 were given"):
         engine.add("0", ids, GREEDY)
-    with config_error("images"):
+    with config_error("images", match="for 1 images, and 2 were given"):
         engine.add("0", ids, GREEDY, images=[picture(1), picture(2)])
-    with config_error("prompt"):
+    with config_error("prompt", match="25 in a row"):
         engine.add("0", [*ids[:10], 3, *ids[10:]], GREEDY, images=[picture(1)])
-    with config_error("images"):
+    with config_error("images", match="20 x 20 pixels"):
         engine.add("0", ids, GREEDY, images=[picture(1)[:, :10]])
-    with config_error("images"):
+    with config_error("images", match="reads text only"):
         make_engine(make_model()).add("0", ids, GREEDY, images=[picture(1)])
     assert not engine.has_work

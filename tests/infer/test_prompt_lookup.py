@@ -141,13 +141,13 @@ def test_a_constraint_sees_accepted_tokens_only() -> None:
 
 
 def test_it_is_refused_where_it_cannot_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    with config_error("num_speculative_tokens"):
+    with config_error("num_speculative_tokens", match="num_speculative_tokens: must not be negative"):
         EngineConfig(num_speculative_tokens=-1)
-    with config_error("num_speculative_tokens"):
+    with config_error("num_speculative_tokens", match="num_speculative_tokens: needs batch_invariant"):
         EngineConfig(num_speculative_tokens=2, batch_invariant=False)
     model = make_model()
     assert stable_row_multiple(model, model.logits) > 0
     monkeypatch.setattr("modelwright.infer.engine.stable_row_multiple", lambda model, head: 0)
     make_engine(model)
-    with config_error("num_speculative_tokens"):
+    with config_error("num_speculative_tokens", match="on this machine no padding"):
         make_engine(model, num_speculative_tokens=2)

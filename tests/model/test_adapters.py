@@ -196,12 +196,12 @@ def test_training_can_go_on_with_adapters_that_are_there() -> None:
     )
     torch.testing.assert_close(logits(model.eval()), logits(adapted().eval()), rtol=0.0, atol=0.2)
     assert not torch.equal(logits(model.train()), logits(model))
-    with config_error("lora"):
+    with config_error("lora", match="the model has adapters of another form"):
         attach_adapters(model, AdapterConfig(r=4), 0)
 
 
 def test_other_adapters_are_not_replaced_silently() -> None:
     model = make_decoder()
     attach_adapters(model, AdapterConfig(r=4), 0)
-    with config_error("lora"):
+    with config_error("lora", match="the model has adapters of another form"):
         attach_adapters(model, AdapterConfig(r=8), 0)

@@ -130,7 +130,7 @@ def test_folders_keep_it_and_the_export_refuses_it(gate: AttentionGate, tmp_path
     with config_error("model.attention_gate"):
         export_hf(found, tmp_path / "exported", overwrite=False)
     assert not (tmp_path / "exported").exists()
-    with config_error("hf_type"):
+    with config_error("hf_type", match="a gemma2 cannot have all features of this model"):
         save_model(Decoder(replace(model.config, hf_type="gemma2")), tmp_path / "other")
 
 

@@ -221,5 +221,5 @@ def test_a_model_folder_is_not_written_without_the_adapters(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="the model lacks adapters to write"):
         save_adapter(model, tmp_path)
     attach_adapters(model, AdapterConfig(r=2), 0)
-    with config_error("lora"):
+    with config_error("lora", match="the model has adapters; merge them"):
         save_model(model, tmp_path)

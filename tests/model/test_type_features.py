@@ -119,12 +119,12 @@ def test_a_type_from_outside_is_one_entry(tmp_path: Path) -> None:
     assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in model.state_dict().items())
     with pytest.raises(ModelError, match="model_type is 'my_llama'"):
         load_model(tmp_path)
-    with config_error("hf_type"):
+    with config_error("hf_type", match="hf_type: 'my_llama' is unknown"):
         save_model(model, tmp_path)
 
 
 def test_what_a_type_cannot_express_is_not_exported() -> None:
-    with config_error("hf_type"):
+    with config_error("hf_type", match="hf_type: a qwen3 cannot have all features of this model"):
         hf_config(make_config(norms=NormConfig(post_norms=True)))
 
 

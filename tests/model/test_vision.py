@@ -143,6 +143,6 @@ def test_wrong_inputs_are_refused(tmp_path: Path) -> None:
     tower = VisionTower(VisionConfig(image_size=8, num_layers=1, model_dim=16, ffn_dim=24))
     with pytest.raises(ValueError, match="where the tower reads"):
         tower(torch.zeros(1, 3, 16, 16))
-    with config_error("num_heads"):
+    with config_error("num_heads", match="num_heads: 3 must divide"):
         VisionConfig(num_heads=3)
     save_vision_tower(tower, tmp_path)

@@ -212,5 +212,5 @@ def test_a_batch_that_memory_divides_is_an_error_and_no_other_loss(folder: Path)
     attach_modules(model, objective, 1)
     batch = next(objective.batches(model, first=0, rank=0, world_size=1))
     half = batch.split(2)[0]
-    with config_error("batch_tokens"):
+    with config_error("batch_tokens", match="does not fit into memory whole"):
         objective.losses(forward(model, half), half, model)

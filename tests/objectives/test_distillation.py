@@ -492,18 +492,18 @@ def test_maps_heads_and_schedules() -> None:
         LossPart(1.0, 0.5, 0.2)
     objective = make(single())
     objective.settings = replace(objective.settings, layer_map=(0, 3))
-    with config_error("layer_map"):
+    with config_error("layer_map", match=r"layer_map: needs a layer of the teacher \(0 to 2, or -1 for none\)"):
         objective.own_modules(tiny_run.SHAPE)
     objective.settings = replace(objective.settings, layer_map=(-1, 2))
     assert list(objective.own_modules(tiny_run.SHAPE)) == ["distillation_1"]
     objective.settings = replace(objective.settings, layer_map=(-1, -1))
-    with config_error("layer_map"):
+    with config_error("layer_map", match="layer_map: maps no layer"):
         objective.own_modules(tiny_run.SHAPE)
 
 
 def test_a_layer_map_counts_only_where_hidden_states_are_compared() -> None:
     settings = DistillationSettings(parts=DEFAULTS, layer_map=(7,))
-    with config_error("layer_map"):
+    with config_error("layer_map", match="layer_map: needs a layer of the teacher"):
         check_shapes(settings, tiny_run.SHAPE, TEACHER)
     check_shapes(replace(settings, parts=LOGITS_ONLY), tiny_run.SHAPE, TEACHER)
 

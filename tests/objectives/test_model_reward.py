@@ -68,12 +68,12 @@ def test_the_reward_model_of_a_run_takes_the_place_of_no_folder(folder: Path) ->
     assert without_folder(terms) == ["taste"]
     filled = with_folder(terms, folder)
     assert filled == {**terms, "taste": {"kind": "model", "weight": 2.0, "path": str(folder)}}
-    with config_error("rewards.model.path"):
+    with config_error("rewards.model.path", match=r"rewards\.model\.path: names no folder"):
         build_reward({"model": {}}, kinds=MODEL_REWARDS)
 
 
 def test_a_missing_folder_is_named() -> None:
-    with config_error("rewards.model.path"):
+    with config_error("rewards.model.path", match=r"rewards\.model\.path: no such folder: 'none'"):
         build_reward({"model": {"path": "none"}}, kinds=MODEL_REWARDS)
 
 

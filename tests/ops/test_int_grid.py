@@ -90,5 +90,5 @@ def test_static_ranges_have_zero_on_the_grid(least: float, most: float) -> None:
 
 
 def test_groups_have_to_divide_the_inputs() -> None:
-    with config_error("granularity"):
+    with config_error("granularity", match="the 40 inputs of up_proj do not divide into groups of 32"):
         WeightGrid(granularity="group_32").check("up_proj", 40)

@@ -78,7 +78,7 @@ def span(stage: int, seconds: float) -> StageSpan:
 def test_bad_limits_are_refused():
     with config_error("max_imbalance"):
         LoadBalanceConfig(max_imbalance=0.0)
-    with config_error("window_steps"):
+    with config_error("window_steps", match=r"^window_steps: "):
         LoadBalanceConfig(window_steps=1)
 
 

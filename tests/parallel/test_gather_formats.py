@@ -201,5 +201,5 @@ def test_packed_weights_that_pytorch_cannot_shard_are_refused_by_name(monkeypatc
         torch.nn.Parameter(torch.zeros(2, dtype=torch.uint8))
 
     monkeypatch.setattr(sharded_weights, "fully_shard", fully_shard)
-    with config_error("lora.base_format"):
+    with config_error("lora.base_format", match=r"^lora\.base_format: PyTorch .*zero_stage 0"):
         sharded_weights.shard_states(Decoder(SHAPE), None, 3, {"attention": torch.float32})  # pyright: ignore[reportArgumentType]

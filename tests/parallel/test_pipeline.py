@@ -181,7 +181,7 @@ def test_blocks_that_do_not_come_apart_are_refused_under_zero_bubble():
         checkpoint_segments(model(), [Segment(num_layers=1, recompute=True)] * 4),
         compile_each_block(model(), backend="eager"),
     ):
-        with config_error("schedule"):
+        with config_error("schedule", match=r"^schedule: zero_bubble"):
             check_blocks(refused, config)
 
 
@@ -194,9 +194,9 @@ def test_stages_go_round_or_down_and_up():
 def test_given_split_is_taken_and_checked():
     config = ParallelConfig(pipeline=3, layers_per_stage=(1, 3, 0))
     assert layers_of_stages(model(4).config, config) == [range(1), range(1, 4), range(4, 4)]
-    with config_error("layers_per_stage"):
+    with config_error("layers_per_stage", match=r"^layers_per_stage: .* adds up to 4, but the model has 5 layers"):
         layers_of_stages(model(5).config, config)
-    with config_error("layers_per_stage"):
+    with config_error("layers_per_stage", match=r"^layers_per_stage: only the first and the last"):
         layers_of_stages(model(4).config, ParallelConfig(pipeline=3, layers_per_stage=(1, 0, 3)))
 
 
@@ -209,7 +209,7 @@ def test_microbatches_that_no_round_holds_are_refused():
     config = ParallelConfig(pipeline=2, schedule="interleaved", stages_per_rank=2)
     for number in (1, 2, 3, 4, 6, 8):
         check_microbatches(config, number)
-    with config_error("gradient_accumulation_steps"):
+    with config_error("gradient_accumulation_steps", match=r"^gradient_accumulation_steps: 5 is not .* use 4 or 6"):
         check_microbatches(config, 5)
     check_microbatches(ParallelConfig(pipeline=2, schedule="zero_bubble", stages_per_rank=2), 5)
 

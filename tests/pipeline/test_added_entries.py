@@ -343,7 +343,7 @@ def test_an_objective_is_checked_shown_and_part_of_the_run(with_learning: None) 
         with pytest.raises(ConfigError, match=problem):
             parse(TrainConfig, {"objective": objective}, "pretrain")
     for layout in (ParallelConfig(tensor=2), ParallelConfig(context=2)):  # it declares nothing
-        with config_error("objective"):
+        with config_error("objective", match=r"objective: smoothed needs"):
             check_layout(config, layout, num_processes=2)
     run = tiny_run(stages=["clean", "tokenize", "pack", "pretrain", "dpo"], dpo={"objective": {"smoothed": {}}})
     with config_error("dpo.objective"):
@@ -428,13 +428,13 @@ def test_wrong_routes_are_refused(
 def test_names_of_back_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_package(tmp_path, monkeypatch, "serving_words", SERVING, {"modelwright.backends": {"echo": "BACKEND"}})
     assert backend_of(ServeConfig(backend="echo:w4")).weights == ("w4",)
-    with config_error("backend"):
+    with config_error("backend", match="choose weights from w4"):
         backend_of(ServeConfig(backend="echo:w5"))
-    with config_error("backend"):
+    with config_error("backend", match="'eco' is unknown; choose from modelwright, openvino, echo"):
         backend_of(ServeConfig(backend="eco"))
 
 
 def test_a_back_end_of_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelwright.core.extensions.entry_points", lambda **selected: ())
-    with config_error("backend"):
+    with config_error("backend", match=r"pip install 'modelwright\[vllm\]'"):
         backend_of(ServeConfig(backend="vllm"))

@@ -89,7 +89,9 @@ def test_trainings_that_need_different_rows_are_refused(tmp_path: Path) -> None:
         config(pretrain={"mixture": {"weights": {"code": 2.0}}}, sft={"curriculum": {"by": "compression_ratio"}})
     )
     assert (both.group_by, both.score) == ("kind", "compression_ratio")
-    with config_error("batching.mixture.weights"):
+    with config_error(
+        "batching.mixture.weights", match=r"batching\.mixture\.weights: the training stages need rows by kind"
+    ):
         with_labels(
             config(pretrain={"mixture": {"weights": {"code": 2.0}}}, sft={"mixture": {"weights": {"a.txt": 2.0}}})
         )

@@ -263,7 +263,9 @@ def test_a_run_with_align_goes_on_with_its_tower_unless_caption_names_another_fo
 def test_a_tokenizer_without_the_image_token_is_refused_by_name(finished: tuple[Path, Path]) -> None:
     tokenizer = Tokenizer.load(finished[1] / "tokenize" / "artifact")
     assert image_token_id(tokenizer, CaptionConfig()) == tokenizer.id_of(TOKEN)
-    with config_error("caption.image_token"):
+    with config_error(
+        "caption.image_token", match=r"caption\.image_token: the tokenizer lacks the special token '<image>'"
+    ):
         image_token_id(tokenizer, CaptionConfig(image_token="<image>"))
 
 

@@ -232,7 +232,7 @@ def test_a_continuation_without_tokens(folder: Path, monkeypatch: pytest.MonkeyP
     assert nothing == end == (0.0, True)
     assert letter[0] < 0
     monkeypatch.setattr(lm, "tok_encode", lambda text, **_: [5] if text else [])  # "a" and "ab" are one token
-    with config_error("tasks"):
+    with config_error("tasks", match="merges the continuation 'b' with its context"):
         lm.loglikelihood([lm_eval.api.instance.Instance("loglikelihood", {}, ("a", "b"), 0)])
 
 

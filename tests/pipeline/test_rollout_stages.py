@@ -216,7 +216,7 @@ def test_a_value_model_begins_with_the_reward_model_that_scores(tmp_path: Path) 
 
 
 def test_a_run_without_a_reward_model_says_what_a_value_model_lacks() -> None:
-    with config_error("stages"):
+    with config_error("stages", match="ppo needs reward"):
         load("preference", {"stages": ["clean", "tokenize", "pack", "pretrain", "sft", "ppo"],
                             "ppo": {"value_model": "reward", "rewards": {"length": {"max_len": 4}}}})  # fmt: skip
 

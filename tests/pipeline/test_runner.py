@@ -166,11 +166,11 @@ def test_an_attempt_found_running_was_killed(run: RunDir) -> None:
 
 def test_only_the_named_stages_are_worked_on(run: RunDir) -> None:
     chain = Chain()
-    with config_error("stages"):
+    with config_error("stages", match="first was never run and is needed; add first to --stages"):
         chain.go(run, only=("second",))
     assert chain.go(run, only=("first",)) == ["first"]
     assert chain.go(run, only=("second",)) == ["second"]
-    with config_error("stages"):
+    with config_error("stages", match="second was made with other settings"):
         Chain(second="other").go(run, only=("third",))
 
 

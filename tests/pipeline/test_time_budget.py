@@ -49,7 +49,7 @@ def test_steps_and_validations_share_the_budget() -> None:
 
 
 def test_a_budget_that_is_too_small_says_how_much_is_needed() -> None:
-    with config_error("minutes"):
+    with config_error("minutes", match=r"minutes: 0\.5 are too few for 10 steps of sft .* give at least"):
         num_steps_within(replace(recipe("tiny"), minutes=0.5), 40.0, {"pretrain": 0.01, "sft": 1.0})
 
 

@@ -128,7 +128,9 @@ def test_counts_take_prefixes() -> None:
     overrides = {"pretrain": {"batch_tokens": "2Ki"}, "data": {"max_record_bytes": "180MiB"}}
     config = load("tiny", overrides).config
     assert (config.section("pretrain").batch_tokens, config.data.max_record_bytes) == (2048, 180 * 2**20)
-    with config_error("pretrain.batch_tokens"):
+    with config_error(
+        "pretrain.batch_tokens", match=r"pretrain\.batch_tokens: 2000100 must be .* nearest: 1999872 and 2000384"
+    ):
         load("tiny", {"pretrain": {"batch_tokens": "2.0001M"}})
 
 

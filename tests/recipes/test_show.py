@@ -127,7 +127,7 @@ def test_command_and_python_are_the_same(model: Path, tmp_path: Path, capsys: py
 
 
 def test_mistakes(model: Path, tmp_path: Path) -> None:
-    with config_error("rows"):
+    with config_error("rows", match="--rows"):
         show(model, "a.jsonl", rows=0)
     with config_error("show"):
         show(model)

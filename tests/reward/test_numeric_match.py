@@ -98,7 +98,7 @@ def test_tolerance_is_relative() -> None:
     assert score("1001", "1000", tolerance=1e-3) == 1.0
     assert score("1002", "1000", tolerance=1e-3) == 0.0
     assert score("0.0001", "0", tolerance=1e-3) == 1.0
-    with config_error("tolerance"):
+    with config_error("tolerance", match="tolerance: must be from 0 to less than 1"):
         NumericMatchConfig(tolerance=1.0)
 
 

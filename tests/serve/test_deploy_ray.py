@@ -84,7 +84,7 @@ def test_a_replica_starts_answers_drains_and_stops(folder: Path, tmp_path: Path)
 
 
 def test_settings_of_sockets_are_refused(folder: Path) -> None:
-    with config_error("port"):
+    with config_error("port", match="port: sockets belong to Ray's proxies"):
         server_of(RayArguments(folder=str(folder), model_name="tiny", settings={"port": 9000}))
 
 

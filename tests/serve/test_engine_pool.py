@@ -258,14 +258,14 @@ def test_no_engine_outlives_a_server_that_cannot_be_built(folder: Path):
         config = ServeConfig(port=taken.getsockname()[1], engine=ENGINE)
         client, tokenizer = load_engines(source, config)
         assert isinstance(client, EnginePool)
-        with config_error("port"):
+        with config_error("port", match="port: cannot listen"):
             ServerThread(client, tokenizer, config, model_name="tiny", source=source)
     assert all(slot.handle.process.poll() is not None for slot in client._slots)
 
 
 def test_a_setting_that_an_engine_refuses_is_named_as_one(folder: Path):
     config = ServeConfig(engine=EngineConfig(kv_cache_tokens=64))
-    with config_error("kv_cache_tokens"):
+    with config_error("kv_cache_tokens", match="kv_cache_tokens"):
         load_engines(ModelSource(name="tiny", folder=folder), config)
 
 

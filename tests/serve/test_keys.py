@@ -96,7 +96,7 @@ def test_key_files_are_checked_and_hold_no_key(tmp_path: Path, capsys):
         with pytest.raises(ConfigError, match=words) as caught:
             load_keys(path)
         assert str(path) in str(caught.value)
-    with config_error("keys_file"):
+    with config_error("keys_file", match="no such file"):
         load_keys(tmp_path / "absent.yaml")
 
 

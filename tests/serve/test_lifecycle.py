@@ -191,9 +191,9 @@ def test_api_key_is_required_and_never_logged(slow_server, monkeypatch, caplog):
 def test_missing_key_and_taken_port_say_what_to_do(server: ServerThread):
     taken = int(server.url.rsplit(":", 1)[1])
     arguments = (server.service.worker.client, server.service.model.tokenizer)
-    with config_error("port"):
+    with config_error("port", match="choose another port"):
         ServerThread(*arguments, ServeConfig(port=taken), model_name="tiny")
-    with config_error("api_key_env"):
+    with config_error("api_key_env", match="NO_SUCH_KEY is not set"):
         ServerThread(*arguments, ServeConfig(port=0, api_key_env="NO_SUCH_KEY"), model_name="tiny")
 
 

@@ -279,5 +279,5 @@ def test_addresses_that_cannot_be_used_are_refused(monkeypatch):
             tracing_to(address, log_prompts=False)
         assert "secret" not in str(raised.value)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with config_error("requests.traces"):
+    with config_error("requests.traces", match="pip install 'modelwright\\[otel\\]'"):
         tracing_to(COLLECTOR.traces, log_prompts=False)

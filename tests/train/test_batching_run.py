@@ -172,12 +172,12 @@ def test_a_source_without_held_out_rows_is_refused(rows) -> None:
         num_steps_of=lambda per_epoch: NUM_STEPS, row_losses=lambda: np.zeros(0),
     )  # fmt: skip
     assert isinstance(loader, PlannedLoader)
-    with config_error("batching.mixture.update"):
+    with config_error("batching.mixture.update", match="has no held-out rows to measure its loss on"):
         heldout_mixture(
             MixtureConfig(update="heldout_loss"), None, mixture=loader.mixture, objective=NextToken(loader), heldout={},
             every=3,
         )  # fmt: skip # pyright: ignore[reportArgumentType]
-    with config_error("batching.mixture.update"):
+    with config_error("batching.mixture.update", match="acts at evaluations; set eval_every_steps above 0"):
         tiny_run.settings(eval_every_steps=0, batching={"mixture": {"update": "heldout_loss"}})
 
 

@@ -239,13 +239,13 @@ def loss_of(model: Decoder, batch: TokenBatch) -> float:
 def test_layouts_that_divide_the_model_are_refused(layout: dict, tmp_path: Path) -> None:
     from modelwright.train.config import check_layout
 
-    with config_error("ewc.strength"):
+    with config_error("ewc.strength", match=r"ewc\.strength"):
         check_layout(tiny_run.settings(**SHORT), ParallelConfig(**layout), num_processes=2)
 
 
 def test_what_it_cannot_do_without_is_refused(tmp_path: Path) -> None:
     for settings in ({"lora": {"r": 4}}, {"async_updates": {"mode": "hogwild"}}, {"optimizer_in_backward": True}):
-        with config_error("ewc.strength"):
+        with config_error("ewc.strength", match=r"ewc\.strength"):
             tiny_run.settings(ewc={"strength": 1.0}, **settings)
-    with config_error("ewc.strength"):
+    with config_error("ewc.strength", match=r"ewc\.strength: needs rows"):
         tiny_run.run(tmp_path, tiny_run.settings(**SHORT), heldout=[])

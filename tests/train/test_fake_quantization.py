@@ -321,5 +321,5 @@ def test_what_a_run_lacks_is_named(tmp_path: Path) -> None:
     with config_error("learned_steps"):
         FakeQuantization(config=QuantizationAwareConfig(learned_steps=True), model=model)
     wide = QuantizationAwareConfig(weights=WeightGrid(granularity="group_128"))
-    with config_error("granularity"):
+    with config_error("granularity", match="do not divide into groups of 128"):
         train(single(), tmp_path, wide)

@@ -73,5 +73,5 @@ def test_a_stopped_run_goes_on_with_the_same_bits_from_the_same_start_alone(tmp_
 
 def test_what_takes_its_start_away_is_refused() -> None:
     for settings in ({"lora": {"r": 4}}, {"load_balance": {"pipeline": True}}, {"async_updates": {"mode": "hogwild"}}):
-        with config_error("l2_sp"):
+        with config_error("l2_sp", match="l2_sp"):
             tiny_run.settings(l2_sp=0.1, **settings)

@@ -99,15 +99,15 @@ def test_a_stopped_run_goes_on_with_the_same_bits(rows: Path, tmp_path: Path) ->
 
 
 def test_settings_without_effect_and_sources_that_cannot_be_measured_are_refused(rows: Path) -> None:
-    with config_error("temperature"):
+    with config_error("temperature", match="temperature: does not apply to update scores"):
         MixtureConfig(update="scores", temperature=2.0)
     config = MixtureConfig(update="scores", weights={"even": 1.0})
     mixture = Mixture(config, ["even", "noise"], [1, 1], num_steps=2)
-    with config_error("batching.mixture.update"):
+    with config_error("batching.mixture.update", match=r"'noise' has no held-out rows.*give it a score"):
         score_mixture(config, None, mixture=mixture, objective=NextToken(None), heldout={}, every=1)  # type: ignore[arg-type]
 
 
 def test_modalities_are_packed_apart_by_their_kind() -> None:
     assert MixtureConfig(update="scores", weights={"code": 0.7, "image": 0.3}).group_by == "kind"
-    with config_error("batching.mixture.weights"):
+    with config_error("batching.mixture.weights", match=r"batching\.mixture\.weights: unknown source 'audio'"):
         Mixture(MixtureConfig(update="scores", weights={"audio": 1.0}), ["code", "image"], [1, 1], num_steps=2)

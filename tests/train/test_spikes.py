@@ -113,7 +113,7 @@ def test_what_makes_no_sense_is_named(change, field):
     [{"gradient_sync": {"kind": "int8"}}, {"async_updates": {"mode": "delayed"}}, {"checkpoint_every_steps": 0}],
 )
 def test_a_way_back_needs_checkpoints_and_updates_that_can_be_taken_back(tiny, change):
-    with config_error("loss_spikes.rollback_after"):
+    with config_error("loss_spikes.rollback_after", match=r"^loss_spikes.rollback_after: "):
         tiny.settings(loss_spikes={"num_sigmas": 6.0, "rollback_after": 2}, **change)
 
 

@@ -79,7 +79,7 @@ def test_probe_takes_time():
 
 
 def test_bad_limits_are_refused():
-    with config_error("factor"):
+    with config_error("factor", match=r"^factor: "):
         StragglerConfig(factor=1.0)
     with config_error("patience"):
         StragglerConfig(patience=0)

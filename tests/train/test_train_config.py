@@ -23,7 +23,7 @@ def test_length_in_steps_tokens_and_epochs():
 
 @pytest.mark.parametrize("lengths", [{"num_steps": 5, "num_epochs": 1.0}, {"num_steps": -1}])
 def test_at_most_one_length(lengths):
-    with config_error("num_steps"):
+    with config_error("num_steps", match="at most one"):
         TrainConfig(**lengths)
 
 
@@ -46,7 +46,7 @@ def test_values_out_of_range_are_named(field, value):
 def test_rows_of_a_batch():
     config = TrainConfig(num_steps=1, batch_tokens=8192, gradient_accumulation_steps=4)
     assert config.batch_rows(512, num_copies=2) == 16
-    with config_error("batch_tokens"):
+    with config_error("batch_tokens", match="multiple of 12288"):
         config.batch_rows(1024, num_copies=3)
 
 

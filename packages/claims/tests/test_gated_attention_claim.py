@@ -114,7 +114,8 @@ def test_the_arms_are_made_and_measured(tmp_path: Path) -> None:
     assert fewer.flops == plain.flops * arms.NUM_STATIC / arms.NUM_HEADS
     assert 0 < method.open_share < 1
     assert method.flops < plain.flops
-    assert 0.2 < window.flops / plain.flops < 0.7
+    # A window keeps the projections, which are at least four fifths of the FLOPs of rows as short as these.
+    assert 0.8 < window.flops / plain.flops < 0.95
     assert arms.WINDOW_STEP <= found.window < TINY.seq_len
     verdict = judge(claim.CLAIM, claim.measurement(found, TINY))
     assert verdict.kind in ("met", "short", "not judged")

@@ -100,7 +100,7 @@ def test_every_claim_says_what_it_says():
 def test_selection_by_name():
     assert select([]) == list(CLAIMS)
     assert [claim.name for claim in select(["packing"])] == ["packing"]
-    with config_error("nonsense"):
+    with config_error("nonsense", match=r"nonsense: is not a claim; the ledger has .*packing"):
         select(["nonsense"])
 
 
@@ -310,7 +310,7 @@ def test_the_command_judges_and_says_what_changed(tmp_path, small_ledger, capsys
     assert "met -> short: speed 1.5x" in capsys.readouterr().out
     with config_error("prove"):
         prove(["--judge", "--quick", *folder])
-    with config_error("nonsense"):
+    with config_error("nonsense", match="is not a claim"):
         prove(["--judge", "nonsense", *folder])
     with pytest.raises(ConfigError, match="is not a folder of results"):
         prove(["--judge", "--results", str(tmp_path / "none")])

@@ -127,9 +127,9 @@ def test_the_report_says_what_is_made_up_and_has_the_figures(shown: Shown) -> No
 
 
 def test_a_floor_needs_a_run_from_random_weights(world: World, tmp_path: Path) -> None:
-    with config_error("floor"):
+    with config_error("floor", match="did not begin with random weights"):
         require_from_scratch(world.base)
-    with config_error("floor"):
+    with config_error("floor", match="is not a run"):
         require_from_scratch(world.folder / "model")
 
 

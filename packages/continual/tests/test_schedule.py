@@ -117,7 +117,7 @@ def test_what_only_a_first_update_could_do_is_refused(scheduled, tmp_path: Path)
     scheduler, _, _ = scheduled("released")
     with config_error("champion"):
         replace(scheduler, request=replace(scheduler.request, champion=tmp_path / "served"))
-    with config_error("floor"):
+    with config_error("floor", match=r"--floor: .*leave it out"):
         replace(scheduler, request=replace(scheduler.request, floor=True))
     link = tmp_path / "current"
     replace(scheduler, request=replace(scheduler.request, champion=link, current=link))

@@ -175,7 +175,7 @@ def test_old_texts_that_no_run_has_are_asked_for(world: World, tmp_path: Path) -
     """What an update replayed from files has to be named again, and a run that is gone is missed."""
     run, old = RunDir(tmp_path / "run"), (str(world.file("old")),)
     packed(world, run, model=world.folder / "model", old=old)
-    with config_error("old"):
+    with config_error("old", match=r"--old: .*replayed texts that no run has cleaned .*old\.jsonl.*--replay 0"):
         _ = request_of(world, world.file("new"), model=run.path).data
     assert request_of(world, world.file("new"), model=run.path, old=old).data.old == old
     second = RunDir(tmp_path / "second")
@@ -183,7 +183,7 @@ def test_old_texts_that_no_run_has_are_asked_for(world: World, tmp_path: Path) -
     gone = tmp_path / "gone/sft/artifact"
     second.config.write_text(second.config.read_text().replace(str(world.base / "sft/artifact"), str(gone)))
     assert ancestry_of(second.path).lost == str(gone)
-    with config_error("old"):
+    with config_error("old", match=r"--old: .*gone/sft/artifact is gone, and with it the texts of its run"):
         _ = request_of(world, world.file("new"), model=second.path).data
 
 
@@ -257,7 +257,7 @@ def test_text_is_learned_by_pretraining_and_conversations_by_fine_tuning(world: 
 
 
 def test_bad_requests_name_the_remedy(world: World, tmp_path: Path) -> None:
-    with config_error("old"):
+    with config_error("old", match=r"--old: the model is not a run.*--replay 0"):
         _ = request_of(world, world.file("new"), model=world.folder / "model").data
     with config_error("replay"):
         _ = request_of(world, world.file("new"), replay=1.0).data

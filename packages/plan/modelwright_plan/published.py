@@ -1,5 +1,5 @@
-"""Published training runs (`published_runs.yaml`) beside what the planner predicts for their layouts, and how much time
-interruptions leave for work at the rate of failures that Llama 3's report states.
+"""Published training runs (`published_runs.yaml`) next to what the planner predicts for their layouts, and how much
+time interruptions leave for work at the rate of failures that Llama 3's report states.
 """
 
 from collections.abc import Sequence
@@ -107,8 +107,8 @@ def _compare(row: dict[str, Any], data: dict[str, Any]) -> Comparison:
         step_s = job.batch_tokens / (row["tokens_per_s"] * num_devices)
     else:
         flops = predicted.model_flops
-        if row["source"] == "Narayanan 2021":
-            # Equation 3: with recomputation, which is a fourth pass, and attention to all positions.
+        if row.get("counts") == "recomputed":
+            # Equation 3 of Narayanan et al. 2021: recomputation is a fourth pass, and attention sees all positions.
             flops = 4 / 3 * 3 * job.batch_tokens * model.flops_per_token(seq_len)
             flops -= job.batch_tokens * 2 * model.vocab_size * model.model_dim  # the head is not computed again
         step_s = flops / (row["teraflops"] * 1e12 * num_devices)

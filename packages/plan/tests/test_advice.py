@@ -132,9 +132,9 @@ def test_needs_follow_the_layout_and_the_settings() -> None:
     assert again.activation_bytes < needs_of().activation_bytes
     assert again.peak_bytes < again.peak_without_checkpointing_bytes == needs_of().peak_bytes
     assert needs_of(replace(TRAINING, optimizer="sgd")).checkpoint_bytes == WEIGHTS
-    with config_error("data"):
+    with config_error("data", match="start"):
         needs_of(num_processes=3, tensor=2)
-    with config_error("batch_tokens"):
+    with config_error("batch_tokens", match="batch_tokens"):
         needs_of(num_processes=3)
 
 

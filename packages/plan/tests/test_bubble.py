@@ -139,5 +139,5 @@ def test_few_microbatches_of_1f1b_run_as_gpipe():
 
 
 def test_a_number_of_microbatches_that_cannot_be_run_is_refused():
-    with config_error("gradient_accumulation_steps"):
+    with config_error("gradient_accumulation_steps", match=r"^gradient_accumulation_steps: 7 is not"):
         bubble_s(config(2, "interleaved", 2), [EQUAL] * 4, 7)

@@ -49,13 +49,13 @@ def test_the_estimate_follows_power_and_country(france: CodecarbonEstimate, atte
 
 def test_a_country_that_is_unknown() -> None:
     pytest.importorskip("codecarbon")
-    with config_error("country"):
+    with config_error("country", match="--country: codecarbon knows no country 'FRX'; write its ISO 3166"):
         codecarbon_estimate("FRX", hours=1.0)
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "codecarbon", None)
-    with config_error("country"):
+    with config_error("country", match=r"pip install 'modelwright\[carbon\]'"):
         codecarbon_estimate("FRA", hours=1.0)
 
 

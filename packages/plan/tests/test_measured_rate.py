@@ -53,7 +53,7 @@ def test_a_run_without_interruptions_shows_no_rate(tmp_path: Path, hours: float,
 
 def test_a_run_that_has_not_trained(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    with config_error("run"):
+    with config_error("run", match="has trained nothing; give --interruptions-per-hour"):
         measured_rate(RunDir(tmp_path / "run"))
 
 

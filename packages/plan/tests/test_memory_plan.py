@@ -211,7 +211,7 @@ def test_peaks_that_do_not_fall_along_the_candidates(monkeypatch, budget, peak):
     if peak:
         assert plan().after.peak_bytes == peak
     else:
-        with config_error("budget"):
+        with config_error("budget", match=r"reaches is .* \(173\)"):
             plan()
 
 

@@ -40,7 +40,7 @@ def test_the_serving_engine_is_measured(num_streams: int) -> None:
 
 def test_a_context_without_room_for_a_token_together_is_refused() -> None:
     shape = make_config(max_seq_len=2)
-    with config_error("streams"):
+    with config_error("streams", match="--streams: 1 answers never decode together within a context of 2"):
         decode_latency_ms(shape, load_for(shape, EngineConfig(), 1), single())
 
 

@@ -24,7 +24,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.serve.ab.controller import Experiments
 from modelwright.serve.account.monitoring import CLIENT_ID, ID_HEADER, ID_SCOPE, Metrics, with_fields
 from modelwright.serve.account.observers import RequestLog, Tracing, tracing_to
-from modelwright.serve.api.operations import all_operations
+from modelwright.serve.api.operations import EXTRAS, all_operations
 from modelwright.serve.config import RequestsConfig, ServeConfig
 from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.engines.client import EngineClient
@@ -218,7 +218,7 @@ async def _error_response(request: Request, error: Exception) -> Response:
         routes = [(route, route.methods) for route in request.app.routes if isinstance(route, Route) and route.methods]
         known = [f"{min(methods - {'HEAD'})} {route.path.replace(':path', '')}" for route, methods in routes]
         path = request.url.path
-        extra = " It needs the extra agents: pip install 'modelwright[agents]'." if path == "/v1/responses" else ""
+        extra = f" It needs the extra: pip install 'modelwright[{EXTRAS[path]}]'." if path in EXTRAS else ""
         message = f"There is nothing at {path[:80]}.{extra} This server has {', '.join(known)}."
     elif error.status_code == 405:
         message = f"Method {request.method} is not allowed here; use {(error.headers or {}).get('Allow', '')}."

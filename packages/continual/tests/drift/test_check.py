@@ -186,7 +186,7 @@ def test_the_served_model_adds_perplexities(tmp_path: Path, traffic: Traffic) ->
     reference = freeze_reference(short, model, folder, config)
     with pytest.raises(ConfigError, match="give its folder with --model"):
         load_reference(folder)
-    with config_error("model"):
+    with config_error("model", match="is not the model"):
         load_reference(folder, write_model(tmp_path / "other", max_seq_len=64, init_std=0.06))
     assert reference.embeddings.shape[1] == 32 + 4
     window = [record | {"prompt": "0123456789" * 4} for record in traffic.requests(100, 11)]

@@ -245,12 +245,12 @@ def test_windows_of_a_file_that_grows(tmp_path: Path) -> None:
 def test_a_state_belongs_to_one_watcher(reference: DriftReference, tmp_path: Path) -> None:
     path = write_requests(tmp_path / "live.jsonl", [])
     outbox = Outbox(tmp_path / "state")
-    with config_error("state"):
+    with config_error("state", match="is in use by another watcher"):
         Outbox(tmp_path / "state")
     outbox.state.reference = "another"
     outbox.save()
     outbox.close()
-    with config_error("state"):
+    with config_error("state", match="belongs to another reference"):
         watch(path, reference, tmp_path / "state", "", CONFIG, SilentProgress(), once=True)
     (tmp_path / "state" / "state.json").write_text("{")
     with pytest.raises(ArtifactError, match=r"state\.json: is damaged"):

@@ -10,7 +10,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -122,6 +122,9 @@ def build_steps(config: CleanConfig, *, seed: int = 1) -> list[Step | CorpusStep
             is_corpus_step = isinstance(step, CorpusStep)
             if getattr(step, "name", None) != name or not (callable(step) or is_corpus_step):
                 raise ConfigError(f"steps.{name}: its package builds {step!r}, which is not a step named {name!r}")
+            # Its fields identify what it does: without them interrupted work would go on with another step.
+            if not is_dataclass(step):
+                raise ConfigError(f"steps.{name}: its package builds a {type(step).__name__}; make it a dataclass")
             place = _Installed(step, getattr(sys.modules.get(type(step).__module__), "__file__", None) or "")
             own.append(FileCorpusStep(place, name) if is_corpus_step else FileStep(place, name))
     known = {spec.name for spec in STEPS}

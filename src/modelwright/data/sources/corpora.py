@@ -61,6 +61,8 @@ CORPORA: Mapping[str, NamedCorpus] = {
     "digits": NamedCorpus(read=lambda **_: digit_images()),
 }
 """The only list of the package's own corpora, in the order in which they are read."""
+EXTRAS = {"tools": "agents"}
+"""Corpora of this project's other packages, and the extra that installs each."""
 
 
 def corpus_words() -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from modelwright.core import hub
 from modelwright.core.errors import DataError
 from modelwright.data.clean.folder import without_dropped
 from modelwright.data.images.read import ARCHIVE_EXTENSIONS, IMAGE_EXTENSIONS, without_captions
+from modelwright.data.sources.corpora import EXTRAS
 from modelwright.data.sources.readers import File
 from modelwright.data.sources.registry import NAMES as REGISTRIES
 from modelwright.data.sources.registry import Entry, entries_of
@@ -101,7 +102,7 @@ def _locate(source: str, skip: SkipFile) -> Iterator[File]:
         return
     is_folder = filesystem.isdir(path)
     if not is_folder and not any(mark in path for mark in _GLOB_MARKS):
-        remedy = "pip install 'modelwright[agents]'" if source == "tools" else "check --data.sources"
+        remedy = f"pip install 'modelwright[{EXTRAS[source]}]'" if source in EXTRAS else "check --data.sources"
         raise DataError(f"{source}: no such file or directory; {remedy}")
     reasons: Counter[str] = Counter()
 

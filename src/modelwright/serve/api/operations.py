@@ -279,6 +279,8 @@ OPERATIONS = (
 
 ROUTES_GROUP = "modelwright.routes"
 """Group of the entry points of other packages, each a `RouteSpec`."""
+EXTRAS = {"/v1/responses": "agents"}
+"""Routes of this project's other packages, and the extra that installs each."""
 
 
 @dataclass(frozen=True, kw_only=True)
