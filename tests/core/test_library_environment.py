@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from modelwright.core.library_environment import LOWER, SPIN_COUNT, SWITCH, lowered, prepare
+from modelwright.core.library_environment import COMPILED, LOWER, SPIN_COUNT, SWITCH, lowered, prepare
 from refusals import config_error
 
 SEEN = """
@@ -43,6 +43,19 @@ def test_an_older_instruction_set_holds_every_library_to_it():
     assert lowered({}) is None
 
 
+def test_each_instruction_set_has_a_folder_of_compiled_kernels():
+    """PyTorch takes one compiled for AVX-512 for one with AVX2."""
+    environment = {SWITCH: "avx2"}
+    prepare(environment, is_too_late=False)
+    folder = environment[COMPILED]
+    assert folder.endswith("_avx2")
+    for instruction_set, expected in [("avx2", folder), ("x86-64", f"{folder.removesuffix('avx2')}x86-64"),
+                                      ("", folder.removesuffix("_avx2"))]:  # fmt: skip
+        environment[SWITCH] = instruction_set  # a process that has inherited the rest
+        prepare(environment, is_too_late=False)
+        assert environment[COMPILED] == expected
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86-64 only")
 def test_a_process_on_plain_x86_64_has_no_wide_vectors_and_multiplies_no_narrow_format():
@@ -58,6 +71,8 @@ def test_programs_are_started_with_the_variables():
     done = seen("import runpy; runpy.run_module('modelwright.core.print_environment', run_name='__main__')",
                 **{SWITCH: "avx2"})  # fmt: skip
     words = dict(word.split("=") for word in done.stdout.split())
+    folder = words.pop(COMPILED)
+    assert folder.endswith("_avx2")
     assert words == {**LOWER["avx2"].variables, "GOMP_SPINCOUNT": SPIN_COUNT}
     assert seen("import torch, modelwright", **{SWITCH: "avx2", **words}).returncode == 0
     assert "ConfigError" in seen("import torch, modelwright", **{SWITCH: "avx2"}).stderr

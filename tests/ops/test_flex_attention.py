@@ -1,5 +1,5 @@
-"""Fused packed attention against the naive twin, and its sizes. PyTorch's kernel has no backward on CPUs: gradients
-are those of its definition in operators, differentiated through the same mask and score functions.
+"""Fused packed attention against the naive reference, and its sizes. PyTorch's kernel has no backward on CPUs:
+gradients are those of its definition in operators, differentiated through the same mask and score functions.
 """
 
 import functools
@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo import config as dynamo
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.nn.attention import flex_attention as pytorch
 from torch.nn.attention.flex_attention import create_block_mask
@@ -28,6 +30,7 @@ LONG = 32_768
 def differentiable(monkeypatch):
     """Without the check that refuses gradients on a CPU."""
     monkeypatch.setattr(pytorch, "_validate_device", lambda *_: None)
+    torch.compiler.reset()  # kernels of other tests would count, and their sizes become symbolic
     flex_attention.compiled_kernel.cache_clear()
     yield functools.partial(monkeypatch.setattr, flex_attention, "compiled_kernel")
     torch.compiler.reset()
@@ -69,7 +72,7 @@ def test_the_block_mask_is_that_of_all_pairs(lengths: list[list[int]], window: i
     ("heads", "kv_heads", "dim", "window", "cap"),
     [(4, 2, 16, 0, 0.0), (3, 1, 8, 70, 0.0), (2, 2, 16, 0, 4.0), (4, 1, 24, 5, 2.0)],
 )
-def test_outputs_and_gradients_are_the_naive_twins(differentiable, heads, kv_heads, dim, window, cap):
+def test_outputs_and_gradients_are_the_naive_reference(differentiable, heads, kv_heads, dim, window, cap):
     differentiable(lambda: pytorch.flex_attention)
     segments = segments_of([5, 100, 45], [150], [1] * 150)
     inputs = qkv(segments, heads, kv_heads, dim)
@@ -84,12 +87,41 @@ def test_outputs_and_gradients_are_the_naive_twins(differentiable, heads, kv_hea
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (70, 4.0)])
-def test_the_compiled_kernel_gives_the_naive_twins_outputs(window, cap):
+def test_the_compiled_kernel_gives_the_naive_reference_outputs(window, cap):
     segments = segments_of([5, 100, 45], [150])
     q, k, v = (x.detach() for x in qkv(segments, 4, 2, 32))
     out = fused_packed_attention(q, k, v, packed_block_mask(segments, window), cap)
     naive = masked_attention_naive(q, k, v, document_mask(segments, window), soft_cap=cap)
     torch.testing.assert_close(out, naive, **TOLERANCES["fp32_op"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:flex_attention called without torch.compile")
+@dynamo.patch(recompile_limit=1)
+def test_the_kernel_stays_compiled_over_more_sizes_than_dynamo_allows():
+    """Evaluation and alignment have batches of many sizes. Dynamo's own limit of eight is one here."""
+    torch.compiler.reset()
+    for rows, tokens in [(1, 40), (3, 150), (2, 300)]:
+        segments = segments_of(*[[tokens - 30, 30]] * rows)
+        q, k, v = (x.detach() for x in qkv(segments, 4, 2, 32))
+        out = fused_packed_attention(q, k, v, packed_block_mask(segments))
+        naive = masked_attention_naive(q, k, v, document_mask(segments))
+        torch.testing.assert_close(out, naive, **TOLERANCES["fp32_op"])
+
+
+@pytest.mark.slow
+def test_more_sizes_than_kernels_is_an_error(differentiable, monkeypatch):
+    """Dynamo would run the uncompiled function, which holds the scores of all pairs."""
+    monkeypatch.setattr(flex_attention, "KERNELS", 1)
+
+    def attend(tokens):
+        segments = segments_of([tokens])
+        q, k, v = (x.detach() for x in qkv(segments, 2, 1))
+        fused_packed_attention(q, k, v, packed_block_mask(segments))
+
+    attend(30)
+    with pytest.raises(FailOnRecompileLimitHit):
+        attend(40)
 
 
 class Largest(TorchDispatchMode):

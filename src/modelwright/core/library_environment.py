@@ -6,6 +6,7 @@ inherit them. `python -m modelwright.core.print_environment` prints them for `en
 """
 
 import os
+import tempfile
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ SPIN_COUNT = "5000"
 """Turns of libgomp's loop in which a thread waits actively before it sleeps. With libgomp's own 300,000, threads that
 wait keep the core from the one that they wait for, wherever another process keeps the machine busy; with 1,000 they
 sleep between the operators of a small step, and waking them takes a sixth of it (docs/log/speed.md)."""
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+"""Environment variable with the folder of torch.compile's kernels."""
 WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
@@ -77,5 +80,19 @@ def prepare(environment: MutableMapping[str, str] = os.environ, *, is_too_late: 
                 "program with env $(python -m modelwright.core.print_environment)"
             )
         environment.update(wanted.variables)
+    _set_compiled_kernels_folder(environment)
     if not any(name in environment for name in WAIT_POLICIES):
         environment["GOMP_SPINCOUNT"] = SPIN_COUNT
+
+
+def _set_compiled_kernels_folder(environment: MutableMapping[str, str]) -> None:
+    """Give each instruction set a folder of its own. PyTorch 2.13 takes a kernel that it compiled for AVX-512 for one
+    with AVX2, and FlexAttention's results are then wrong (docs/log/precision-and-memory.md).
+    """
+    folder, name = environment.get(COMPILED), environment.get(SWITCH)
+    if folder is None and not name:
+        return
+    folder = folder or os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    for other in LOWER:  # inherited from a process with another instruction set
+        folder = folder.removesuffix(f"_{other}")
+    environment[COMPILED] = f"{folder}_{name}" if name else folder

@@ -14,17 +14,21 @@ Legend: B rows, T tokens, H query heads, K key/value heads, d head width, N bloc
 """
 
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo import config as dynamo
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128
 """Queries and keys of a block: FlexAttention's default."""
 MIN_HEAD_DIM = 16
 """Narrowest heads of the kernel (`tl.dot` needs 16 columns); narrower ones are padded with zeros."""
+
+KERNELS = 256
+"""Most kernels of one process; each is compiled once. Dynamo's own limit is 8, which evaluation and alignment reach."""
 
 
 def first_visible(segments_BT: Tensor, window: int = 0) -> Tensor:
@@ -66,8 +70,13 @@ def _listed(is_chosen_BNN: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def compiled_kernel() -> Any:
-    """FlexAttention outside of compiled blocks: uncompiled it would compute all scores."""
-    return torch.compile(flex_attention)  # pyright: ignore[reportUnknownMemberType]
+    """FlexAttention outside of compiled blocks: uncompiled it would compute all scores.
+
+    One kernel for each number of rows and tokens: with symbolic sizes, which Dynamo tries from the second size on,
+    FlexAttention fails to trace. `fullgraph` makes a call beyond KERNELS an error: without it, Dynamo would run the
+    uncompiled function, which holds all T x T scores.
+    """
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)  # pyright: ignore[reportUnknownMemberType]
 
 
 def fused_packed_attention(
@@ -83,8 +92,13 @@ def fused_packed_attention(
     def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return soft_cap * torch.tanh(score / soft_cap)
 
-    run = flex_attention if torch.compiler.is_compiling() else compiled_kernel()
-    out_BHTd = run(
-        q, k, v, score_mod=capped if soft_cap else None, block_mask=mask, scale=head_dim**-0.5, enable_gqa=True
-    )
-    return cast(Tensor, out_BHTd)[..., :head_dim].transpose(1, 2)
+    def attend(run: Any) -> Tensor:
+        score_mod = capped if soft_cap else None
+        return run(q, k, v, score_mod=score_mod, block_mask=mask, scale=head_dim**-0.5, enable_gqa=True)
+
+    if torch.compiler.is_compiling():
+        out_BHTd = attend(flex_attention)
+    else:
+        with dynamo.patch(recompile_limit=KERNELS):
+            out_BHTd = attend(compiled_kernel())
+    return out_BHTd[..., :head_dim].transpose(1, 2)
