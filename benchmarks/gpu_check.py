@@ -3,7 +3,8 @@
 - `parity`: the tests that bear on a GPU, and for each FP8 recipe whether the card has a kernel that agrees with the
   definition.
 - `train`: THE loop on random tokens with 124 million and 1.1 billion parameters, in every format, eager and compiled:
-  tokens/s, utilization against bare products measured beside it, memory, graph breaks, host synchronizations of a step.
+  tokens/s, utilization against bare products measured next to it, memory and its plan, graph breaks, host
+  synchronizations of a step.
 - `peers`: the same step in Hugging Face's Trainer and others (`peers.py`).
 - `attention`: the fused kernel, variable-length attention and a mask of whole rows, forward and backward.
 - `decode`: tokens/s of greedy answers at 1, 8 and 64 streams, by CUDA graphs, by PyTorch's operators one by one, and by
@@ -55,12 +56,14 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model
 from modelwright.objectives.next_token import NextToken
+from modelwright.ops import cpu_kernels
 from modelwright.ops.attention import document_mask, masked_attention, masked_capped_attention
 from modelwright.ops.flex_attention import fused_packed_attention, packed_block_mask
 from modelwright.ops.lowp_linear import E4M3, GRIDS, Recipe
 from modelwright.ops.microbenchmark import matmul_rate
 from modelwright.ops.quantize import has_fp8_kernel
 from modelwright.parallel.mesh import single
+from modelwright.pipeline.estimate import cost
 from modelwright.recipes import load
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
@@ -564,11 +567,20 @@ def train_once(
         finally:
             if on_cuda:
                 torch.cuda.set_sync_debug_mode("default")
+    planned = cost.training_memory(
+        shape,
+        tokens_per_microbatch=config.batch_tokens // config.gradient_accumulation_steps,
+        compute=config.precision.planned_as,
+        num_microbatches=config.gradient_accumulation_steps,
+        activations=config.activation_checkpointing,
+        fused=cpu_kernels.are_used_on(options.device),
+    )
     timed = speeds.steps[min(NUM_UNTIMED_STEPS, len(speeds.steps) // 2) :]
     return {
         "tokens_per_s": statistics.median(info.tokens_per_s for info in timed),
         "mfu": statistics.median(info.mfu for info in timed),
         "peak_bytes": torch.cuda.max_memory_reserved() if on_cuda else 0,
+        "planned_bytes": planned.on_device(options.device).total,
         "first_loss": speeds.steps[0].loss,
         "last_loss": speeds.steps[-1].loss,
         "graph_breaks": sum(breaks.values()),
