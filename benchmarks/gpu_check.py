@@ -3,9 +3,12 @@
 - `parity`: the tests that bear on a GPU, and for each FP8 recipe whether the card has a kernel that agrees with the
   definition.
 - `train`: THE loop on random tokens with 124 million and 1.1 billion parameters, in every format, eager and compiled:
-  tokens/s, utilization against bare products measured beside it, memory, graph breaks, host synchronizations of a step.
+  tokens/s, utilization against bare products measured next to it, memory and its plan, graph breaks, host
+  synchronizations of a step.
 - `peers`: the same step in Hugging Face's Trainer and others (`peers.py`).
 - `attention`: the fused kernel, variable-length attention and a mask of whole rows, forward and backward.
+- `decode`: tokens/s of greedy answers at 1, 8 and 64 streams, by CUDA graphs, by PyTorch's operators one by one, and by
+  `generate` of transformers.
 - `recipes`: every recipe that needs no model with few steps, from its data to the report.
 - `resume`: a run that is resumed in the middle ends with the same weights, to the bit.
 
@@ -15,6 +18,7 @@ GPU it says so and stops, unless asked for `--device cpu`.
 """
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -33,6 +37,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -43,15 +48,22 @@ from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import StageDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import IGNORED, TokenBatch
+from modelwright.infer import engine as engine_module
+from modelwright.infer.engine import Engine, EngineConfig
+from modelwright.infer.graph_decoder import BLOCK_LEN
+from modelwright.infer.sequence import SamplingParams
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.model.hf import save_model
 from modelwright.objectives.next_token import NextToken
+from modelwright.ops import cpu_kernels
 from modelwright.ops.attention import document_mask, masked_attention, masked_capped_attention
 from modelwright.ops.flex_attention import fused_packed_attention, packed_block_mask
 from modelwright.ops.lowp_linear import E4M3, GRIDS, Recipe
 from modelwright.ops.microbenchmark import matmul_rate
 from modelwright.ops.quantize import has_fp8_kernel
 from modelwright.parallel.mesh import single
+from modelwright.pipeline.estimate import cost
 from modelwright.recipes import load
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
@@ -63,7 +75,12 @@ from modelwright.train.technique import StepInfo, observer
 from modelwright_claims.results import circumstances, machine_slug
 
 ROOT = Path(__file__).parents[1]
-TESTS = ("core", "ops", "model", "optim", "precision", "memory", "infer", "../packages/claims/tests/test_cuda.py")
+TESTS = (
+    *("core", "ops", "model", "train/optim", "train/precision", "train/memory", "infer"),
+    "../packages/claims/tests/test_cuda.py",
+)
+NUM_DECODED = 128
+DECODED_PROMPT_LEN = 256
 NUM_UNTIMED_STEPS = 10
 RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise", "blockwise")
 NEED_A_MODEL = {"finetune"}
@@ -132,7 +149,7 @@ def main() -> int:
 def parity_cases(options: argparse.Namespace) -> Part:
     """The tests that a GPU changes, by folder, and the card's FP8 kernels."""
     folders = {path.rpartition("/")[2]: ROOT / "tests" / path for path in TESTS}
-    tests = {name: partial(run_tests, path) for name, path in folders.items() if path.exists()}
+    tests = {name: partial(run_tests, path) for name, path in folders.items()}
     return tests | {"fp8 kernels": lambda: fp8_kernels(options.device)}
 
 
@@ -180,6 +197,11 @@ def attention_cases(options: argparse.Namespace) -> Part:
     }
 
 
+def decode_cases(options: argparse.Namespace) -> Part:
+    streams = (1, 8, 64) if options.device == "cuda" else (2,)
+    return {f"{count} streams": partial(decode_speeds, count, options) for count in streams}
+
+
 def recipe_cases(options: argparse.Namespace) -> Part:
     return {name: partial(run_recipe, name, options.device) for name in WHOLE_RUNS}
 
@@ -197,6 +219,7 @@ PARTS = {
     "train": train_cases,
     "peers": peers_cases,
     "attention": attention_cases,
+    "decode": decode_cases,
     "recipes": recipe_cases,
     "resume": resume_cases,
 }
@@ -372,6 +395,87 @@ def attention_speeds(row_len: int, window: int, soft_cap: float, device: str) ->
     return figures
 
 
+def decode_speeds(num_streams: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens/s of NUM_DECODED greedy tokens after prompts of equal length, prompts included, and the share of tokens
+    that are those of CUDA graphs: a random model's likeliest tokens are close, so that other orders of sums part them.
+    """
+    on_cuda = options.device == "cuda"
+    shape = replace(shape_of(options), max_seq_len=DECODED_PROMPT_LEN + NUM_DECODED)
+    model = Decoder(shape)
+    model.init_weights(seed=0)
+    model = model.to(options.device, torch.bfloat16 if on_cuda else torch.float32)
+    draw = torch.Generator().manual_seed(1)
+    prompts = torch.randint(shape.vocab_size, (num_streams, DECODED_PROMPT_LEN), generator=draw)
+    ways: dict[str, Callable[[], list[list[int]]]] = {"operators": answered(model, prompts, graphs=False)}
+    if on_cuda:
+        ways = {"graphs": answered(model, prompts, graphs=True), **ways}
+    figures: dict[str, Any] = {}
+    if importlib.util.find_spec("transformers"):
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(model, Path(folder), pad_id=0)
+            ways["transformers"] = generated(Path(folder), prompts.to(options.device), model.norm.weight.dtype)
+    else:
+        figures["transformers"] = "not installed"
+    expected: list[list[int]] | None = None
+    for name, way in ways.items():
+        found = way()  # compiles and warms up
+        expected = expected or found
+        pairs = [pair for one, other in zip(found, expected, strict=True) for pair in zip(one, other, strict=True)]
+        figures[f"{name}, equal tokens"] = sum(one == other for one, other in pairs) / len(pairs)
+        seconds: list[float] = []
+        for _ in range(3):
+            started = time.perf_counter()
+            way()
+            if on_cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        figures[f"{name}, tokens/s"] = num_streams * NUM_DECODED / statistics.median(seconds)
+    return figures
+
+
+def answered(model: Decoder, prompts_BT: Tensor, *, graphs: bool) -> Callable[[], list[list[int]]]:
+    """Answers by our engine."""
+    num_streams, prompt_len = prompts_BT.shape
+    config = EngineConfig(
+        max_num_seqs=num_streams,
+        kv_cache_tokens=num_streams * (prompt_len + NUM_DECODED + BLOCK_LEN),
+        enable_prefix_caching=False,  # each round computes its prompts
+    )
+    off = mock.patch.object(engine_module, "graph_decoder", return_value=(None, "not measured here"))
+    with contextlib.nullcontext() if graphs else off:
+        engine = Engine(model, config, head=model.logits)
+    if graphs and engine.why_no_operator:
+        raise RuntimeError(engine.why_no_operator)
+    params = SamplingParams(max_tokens=NUM_DECODED, temperature=0.0)
+
+    def answers() -> list[list[int]]:
+        found: dict[str, list[int]] = {str(number): [] for number in range(num_streams)}
+        for name, prompt in zip(found, prompts_BT.tolist(), strict=True):
+            engine.add(name, prompt, params)
+        while engine.has_work:
+            for output in engine.step():
+                found[output.request_id].append(output.token_id)
+        return list(found.values())
+
+    return answers
+
+
+def generated(folder: Path, prompts_BT: Tensor, dtype: torch.dtype) -> Callable[[], list[list[int]]]:
+    """Answers by `generate` of transformers."""
+    transformers = importlib.import_module("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(prompts_BT.device).eval()
+    lengths = {"max_new_tokens": NUM_DECODED, "min_new_tokens": NUM_DECODED}
+
+    def answers() -> list[list[int]]:
+        with torch.inference_mode():
+            out = model.generate(
+                prompts_BT, attention_mask=torch.ones_like(prompts_BT), do_sample=False, pad_token_id=0, **lengths
+            )
+        return out[:, prompts_BT.shape[1] :].tolist()
+
+    return answers
+
+
 def milliseconds(way: Callable[[], Tensor], device: str, *, rounds: int = 20) -> float:
     """Median time of forward and backward, after three untimed rounds."""
     times: list[float] = []
@@ -463,11 +567,20 @@ def train_once(
         finally:
             if on_cuda:
                 torch.cuda.set_sync_debug_mode("default")
+    planned = cost.training_memory(
+        shape,
+        tokens_per_microbatch=config.batch_tokens // config.gradient_accumulation_steps,
+        compute=config.precision.planned_as,
+        num_microbatches=config.gradient_accumulation_steps,
+        activations=config.activation_checkpointing,
+        fused=cpu_kernels.are_used_on(options.device),
+    )
     timed = speeds.steps[min(NUM_UNTIMED_STEPS, len(speeds.steps) // 2) :]
     return {
         "tokens_per_s": statistics.median(info.tokens_per_s for info in timed),
         "mfu": statistics.median(info.mfu for info in timed),
         "peak_bytes": torch.cuda.max_memory_reserved() if on_cuda else 0,
+        "planned_bytes": planned.on_device(options.device).total,
         "first_loss": speeds.steps[0].loss,
         "last_loss": speeds.steps[-1].loss,
         "graph_breaks": sum(breaks.values()),

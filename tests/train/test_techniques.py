@@ -12,6 +12,7 @@ from modelwright.data.rows.batch import TokenBatch
 from modelwright.ops.dtensor import view_of
 from modelwright.parallel.strategy import total_norm
 from modelwright.train.checkpoint.manager import load_optimizer_state, reading_state
+from modelwright.train.objective import TermSums
 from modelwright.train.optim.build import build_optimizer
 from modelwright.train.technique import NOT_FINITE, Update
 from modelwright.train.techniques.finite_check import FiniteCheck
@@ -147,3 +148,18 @@ def test_a_state_of_another_form_is_one_clear_error():
     )
     with pytest.raises(ModelwrightError, match="state has another form"), reading_state():
         rate.load_state_dict({})
+
+
+def test_losses_and_norm_are_read_together():
+    """In one transfer where they are on a device: until then nothing of them is on the host."""
+    sums = TermSums({"a": 1.0, "b": 0.5}, ("share",), torch.device("cpu"))
+    sums.vector.copy_(torch.tensor([2.0, 3.0, 1.0, 4.0]))
+    update = Update(step=0, num_steps=1, gradients=[], sums=sums, weights={"a": 1.0, "b": 1.0})
+    assert not update.losses
+    update.read(torch.tensor(0.1))
+    assert update.losses == {"a": 2.0, "b": 3.0}
+    assert update.metrics == {"share": 0.25}
+    assert update.grad_norm == torch.tensor(0.1).item()  # FP32's bits
+    assert update.sums is None
+    update.read(0.5)
+    assert (update.grad_norm, update.loss) == (0.5, 5.0)

@@ -23,7 +23,7 @@ NO_LOSS = torch.zeros(1, dtype=torch.float64)
 def test_one_process_hears_itself() -> None:
     own = Requests(stop=signal.SIGINT, minutes_due=True)
     outcome = vote(single(), NO_LOSS + 2.5, out_of_memory=True, skipped_last=True, own=own)
-    assert outcome.sums == [2.5]
+    assert outcome.sums.tolist() == [2.5]
     assert outcome.out_of_memory
     assert outcome.requests == own
 
@@ -35,7 +35,7 @@ def on_two_ranks(world: World) -> list[Any]:
     outcome = vote(world, losses, out_of_memory=second, skipped_last=True, own=own)
     with pytest.raises(ModelwrightError, match="1 of 2 ranks skipped the last update"):
         vote(world, losses, out_of_memory=False, skipped_last=second, own=Requests())
-    return [list(outcome.sums), outcome.out_of_memory, outcome.requests]
+    return [outcome.sums.tolist(), outcome.out_of_memory, outcome.requests]
 
 
 def test_what_one_rank_says_all_ranks_hear() -> None:

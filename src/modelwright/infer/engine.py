@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.infer.decode_operator import decode_operator
+from modelwright.infer.graph_decoder import BLOCK_LEN, graph_decoder
 from modelwright.infer.kv_cache import BlockManager, PagedCache, PrefixCache
 from modelwright.infer.model_runner import CONTEXT_STEP, ModelRunner
 from modelwright.infer.products import (
@@ -51,7 +52,7 @@ class EngineConfig:
     kv_cache_tokens: int = 16_384
     """Tokens in the key/value cache, shared by all sequences; at least the model's `max_seq_len`."""
     block_size: int = constant(16)
-    """Tokens per cache block."""
+    """Tokens per cache block on a CPU; on CUDA a block has 64."""
     prefill_chunk_size: int = 256
     """Prompts are computed in chunks of this many tokens."""
     max_num_batched_tokens: int = constant(512)
@@ -150,16 +151,19 @@ class Engine:
         rope = model.config.rope
         # At this length LongRoPE changes from its short to its long factors; 0 where the model never changes them.
         self._switch_len = rope.original_max_len + 1 if rope.kind == "longrope" else 0
-        num_blocks = config.kv_cache_tokens // config.block_size
-        fewest = math.ceil(self.max_seq_len / config.block_size)
+        weight = model.norm.weight
+        block_len = BLOCK_LEN if weight.is_cuda else config.block_size
+        num_blocks = math.ceil(config.kv_cache_tokens / block_len)
+        fewest = math.ceil(self.max_seq_len / block_len)
         if num_blocks < fewest:
             raise ConfigError(
                 f"kv_cache_tokens: {config.kv_cache_tokens} cannot hold a sequence of {self.max_seq_len} tokens, the "
-                f"context; raise it to at least {fewest * config.block_size}"
+                f"context; raise it to at least {fewest * block_len}"
             )
         model.eval()
-        weight = model.norm.weight
-        cache = PagedCache(model.config, num_blocks, config.block_size, dtype=weight.dtype, device=weight.device)
+        cache = PagedCache(
+            model.config, num_blocks, block_len, dtype=weight.dtype, device=weight.device, heads_first=weight.is_cuda
+        )
         head = head or head_of(model, fastest_head_kind(model))
         # Measured with the head that serves: each kernel has its own row counts at which it sums in another order.
         multiple = stable_row_multiple(model, head) if config.batch_invariant else 1
@@ -172,10 +176,14 @@ class Engine:
                 "num_speculative_tokens: on this machine no padding makes products independent of the number of rows, "
                 "so verified tokens could differ from those that are decoded one by one; set it to 0"
             )
-        operator, self.why_no_operator = decode_operator(model, cache)
+        operator, self.why_no_operator = (
+            graph_decoder(model, cache, head, row_multiple=self.row_multiple)
+            if weight.is_cuda
+            else decode_operator(model, cache)
+        )
         """Reason why PyTorch's operators decode; "" if the project's own operator does."""
         self._runner = ModelRunner(model, head, cache, self.adapters, row_multiple=self.row_multiple, operator=operator)
-        blocks = BlockManager(num_blocks, config.block_size)
+        blocks = BlockManager(num_blocks, block_len)
         self._lookup = PromptLookup(config.num_speculative_tokens, self._switch_len)
         self._scheduler = Scheduler(
             blocks,

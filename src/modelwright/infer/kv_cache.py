@@ -90,19 +90,31 @@ class BlockManager:
 
 class PagedCache:
     """Keys and values of every layer, [L, K, S, d] each: a head's tokens of a block are adjacent in memory, so that
-    heads that are not computed are not read.
+    heads that are not computed are not read. heads_first: they are [K, L, S, d] in memory, so that all tokens of a head
+    are one row for a fused kernel.
     """
 
     def __init__(
-        self, model: ModelConfig, num_blocks: int, block_len: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        model: ModelConfig,
+        num_blocks: int,
+        block_len: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        heads_first: bool = False,
     ):
-        shape = (model.num_layers, num_blocks + 1, model.num_kv_heads, block_len, model.head_dim)
+        sizes = (num_blocks + 1, model.num_kv_heads)
+        shape = (model.num_layers, *(sizes[::-1] if heads_first else sizes), block_len, model.head_dim)
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
+        if heads_first:
+            self._keys, self._values = self._keys.transpose(1, 2), self._values.transpose(1, 2)
         self.block_len = block_len
+        self.heads_first = heads_first
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer as stored, [L, K, S, d] each."""
+        """Keys and values of a layer, [L, K, S, d] each, as views of what is stored."""
         return self._keys[layer], self._values[layer]
 
     def write(self, layer: int, slots_N: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> None:
@@ -124,6 +136,11 @@ class PagedCache:
         format of the queries. In memory heads come before tokens.
         """
         num_heads = self._keys.shape[2]
+        if self.heads_first:
+            stored_KLSd = (self._keys[layer].transpose(0, 1), self._values[layer].transpose(0, 1))
+            found = [one.index_select(1, table).to(dtype) for one in stored_KLSd]
+            keys, values = (one.view(num_heads, num_sequences, -1, one.shape[-1]).permute(1, 2, 0, 3) for one in found)
+            return keys, values
         heads_K1 = torch.arange(num_heads, device=table.device)[:, None]
         # Block b of head k is row b K + k of the cache seen as [L K, S, d].
         places = (table.view(num_sequences, 1, -1) * num_heads + heads_K1).flatten()

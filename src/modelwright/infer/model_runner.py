@@ -7,8 +7,8 @@ like any other, so that verifying them gives the bits that decoding one by one g
 blocks of that length only. Where layers select heads, chunks of prompts on a CPU compute only the open ones; tokens
 that PyTorch decodes compute all heads, the operator below only the open ones.
 
-Where one operator decodes (`decode_operator`), it takes the decoding tokens without an adapter, and the model computes
-the others and the chunks of prompts.
+Where one operator decodes (`decode_operator`; `graph_decoder` on CUDA), it takes the decoding tokens without an
+adapter, and the model computes the others and the chunks of prompts.
 
 Legend: N tokens, B sequences, C tokens of a chunk, D model width, H query heads, K key/value heads, G = H / K,
 d head width, V vocabulary.
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelwright.infer.decode_operator import DecodeOperator
+from modelwright.infer.graph_decoder import GraphDecoder
 from modelwright.infer.kv_cache import PagedCache
 from modelwright.infer.products import Product
 from modelwright.infer.sampler import score
@@ -103,7 +104,7 @@ class ModelRunner:
         adapters: AdapterSet,
         *,
         row_multiple: int,
-        operator: DecodeOperator | None = None,
+        operator: DecodeOperator | GraphDecoder | None = None,
     ) -> None:
         self._model = model
         self._adapters = adapters

@@ -1,5 +1,5 @@
-"""Attention over packed rows in one fused kernel on CUDA: PyTorch's FlexAttention (Dong et al. 2024, arXiv 2412.05496)
-under a block mask that is computed from the documents' starts.
+"""Attention over packed rows, and over a paged cache, in one fused kernel on CUDA: PyTorch's FlexAttention (Dong et al.
+2024, arXiv 2412.05496) under a block mask that is computed from the documents' starts, or from block tables.
 
 A query sees the keys from its document's first token, or the first in its window, up to itself. The first visible key
 never decreases along a row, so that the keys which a block of queries sees are one range, and whether a pair of blocks
@@ -10,7 +10,8 @@ blocks. All of it runs on the device: the mask of a batch costs no synchronizati
 `torch.nn.attention.varlen` is not used: it needs the number of documents on the host for each microbatch, has no soft
 cap and no FP32. `make gpu-check ARGS="--parts attention"` measures both.
 
-Legend: B rows, T tokens, H query heads, K key/value heads, d head width, N blocks of tokens in a row.
+Legend: B rows, T tokens, H query heads, K key/value heads, d head width, N blocks of tokens in a row; of a paged cache,
+R decoding tokens, M blocks in a table, L blocks of S tokens in the cache.
 """
 
 from functools import cache
@@ -29,6 +30,10 @@ MIN_HEAD_DIM = 16
 
 KERNELS = 256
 """Most kernels of one process; each is compiled once. Dynamo's own limit is 8, which evaluation and alignment reach."""
+
+SPLITS = 8
+"""Parts of a decoding token's keys that are computed at once. PyTorch's own number follows the number of rows, and with
+it the order of a sum, so that neighbors would change a request's last bits."""
 
 
 def first_visible(segments_BT: Tensor, window: int = 0) -> Tensor:
@@ -89,16 +94,74 @@ def fused_packed_attention(
     pad = (0, max(0, MIN_HEAD_DIM - head_dim))
     q, k, v = (F.pad(x.to(v_BTKd.dtype), pad).transpose(1, 2) for x in (q_BTHd, k_BTKd, v_BTKd))
 
+    out_BHTd = _attend(q, k, v, mask, head_dim, soft_cap)
+    return out_BHTd[..., :head_dim].transpose(1, 2)
+
+
+def paged_block_mask(tables_RM: Tensor, positions_R: Tensor, num_blocks: int, block_len: int, window: int) -> BlockMask:
+    """The block mask of decoding tokens over a cache of `num_blocks` blocks in storage order: each sees the keys of its
+    own block table up to its position, or the last `window` of them if it is not 0. tables_RM: int64 block numbers,
+    from the sequence's first block; entries after the token's own block are not read.
+    """
+    num_rows, table_len = tables_RM.shape
+    place_M = torch.arange(table_len, device=tables_RM.device)
+    # Where a stored block is in its sequence. Blocks that a row does not list keep what is there: they are not visited.
+    place_RL = tables_RM.new_zeros(num_rows, num_blocks, dtype=torch.int32)
+    place_RL.scatter_(1, tables_RM, place_M.to(torch.int32).expand(num_rows, -1))
+    first_R = (positions_R - (window - 1)).clamp(min=0) // block_len if window else torch.zeros_like(positions_R)
+    listed_RM = tables_RM.gather(1, (first_R[:, None] + place_M).clamp(max=table_len - 1))
+    # As many columns as the cache has blocks, which FlexAttention's kernel for CPUs asks for
+    blocks_R11L = F.pad(listed_RM.to(torch.int32), (0, num_blocks - table_len))[:, None, None]
+    count_R11 = (positions_R // block_len - first_R + 1).to(torch.int32)[:, None, None]
+
+    last_R = positions_R.to(torch.int32)
+
+    def is_visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        position = place_RL[row, key // block_len] * block_len + key % block_len
+        is_earlier = position <= last_R[row]
+        return is_earlier & (position > last_R[row] - window) if window else is_earlier
+
+    return BlockMask.from_kv_blocks(
+        count_R11,
+        blocks_R11L,
+        BLOCK_SIZE=(BLOCK, block_len),
+        mask_mod=is_visible,
+        seq_lengths=(1, num_blocks * block_len),
+        compute_q_blocks=False,  # for gradients
+    )
+
+
+def fused_paged_attention(
+    q_RHd: Tensor, k_KLSd: Tensor, v_KLSd: Tensor, mask: BlockMask, soft_cap: float = 0.0
+) -> Tensor:
+    """Attention of one query for each row, [R, H, d] in the format of the queries, over the keys and values of a whole
+    cache. mask: by `paged_block_mask`.
+    """
+    k, v = k_KLSd.flatten(1, 2)[None], v_KLSd.flatten(1, 2)[None]
+    out_RH1d = _attend(q_RHd.to(k.dtype)[:, :, None], k, v, mask, q_RHd.shape[-1], soft_cap, splits=SPLITS)
+    return out_RH1d[:, :, 0].to(q_RHd.dtype)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, head_dim: int, soft_cap: float, splits: int = 0
+) -> Tensor:
     def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return soft_cap * torch.tanh(score / soft_cap)
 
-    def attend(run: Any) -> Tensor:
-        score_mod = capped if soft_cap else None
-        return run(q, k, v, score_mod=score_mod, block_mask=mask, scale=head_dim**-0.5, enable_gqa=True)
+    def run(kernel: Any) -> Tensor:
+        options = {"SPLIT_KV": splits} if splits and q.is_cuda else None
+        return kernel(
+            q,
+            k,
+            v,
+            score_mod=capped if soft_cap else None,
+            block_mask=mask,
+            scale=head_dim**-0.5,
+            enable_gqa=True,
+            kernel_options=options,
+        )
 
     if torch.compiler.is_compiling():
-        out_BHTd = attend(flex_attention)
-    else:
-        with dynamo.patch(recompile_limit=KERNELS):
-            out_BHTd = attend(compiled_kernel())
-    return out_BHTd[..., :head_dim].transpose(1, 2)
+        return run(flex_attention)
+    with dynamo.patch(recompile_limit=KERNELS):
+        return run(compiled_kernel())

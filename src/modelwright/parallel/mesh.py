@@ -111,13 +111,14 @@ class World:
         """Returns the sum of each value over the ranks, in one message."""
         if self.size == 1:
             return list(values)
-        return self.all_reduce_sum(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
+        # On the host, by gloo on a GPU machine, too: the answer is needed there, and no kernel has to end before.
+        return self.all_reduce_sum(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def maxima(self, *values: float) -> list[float]:
         """Returns the maximum of each value over the ranks, in one message."""
         if self.size == 1:
             return list(values)
-        maxima = torch.tensor(values, dtype=torch.float64, device=self.device)
+        maxima = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group)
         return maxima.tolist()
 
@@ -228,10 +229,15 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
+def backends(device: torch.device) -> str:
+    """Backends of a process group: NCCL for CUDA tensors, gloo for tensors on the host."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
 @contextmanager
 def join_world(device: torch.device | None = None) -> Iterator[World]:
     """Joins the world that `torchrun` set up in the environment (RANK, WORLD_SIZE, MASTER_*), or yields this process
-    alone. gloo on CPU, NCCL on CUDA. The process group is destroyed on exit.
+    alone. The process group is destroyed on exit.
     """
     device = default_device() if device is None else device
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -240,7 +246,7 @@ def join_world(device: torch.device | None = None) -> Iterator[World]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(backends(device))
     try:
         yield World(rank=dist.get_rank(), size=size, device=device)
     finally:

@@ -77,7 +77,7 @@ class Strategy(Protocol):
         """
 
     @abstractmethod
-    def grad_norm(self, gradients: list[Tensor]) -> float:
+    def grad_norm(self, gradients: list[Tensor]) -> Tensor | float:
         """The L2 norm of the whole model's gradient, from the tensors that `reduce_gradients` returned. The same on all
         ranks, to the bit: they skip an update for a norm that is not finite without asking each other.
         """
@@ -229,10 +229,13 @@ class Replica:
         self.finish_gradients()
         return [parameter.grad for parameter in self.names if parameter.grad is not None]
 
-    def norm(self, gradients: Sequence[Tensor]) -> float:
-        """The L2 norm of the whole model's gradient; not finite if any shard is not."""
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor | float:
+        """The L2 norm of the whole model's gradient; not finite if any shard is not. A tensor where nothing needs it on
+        the host yet.
+        """
         if self.mesh.world.size == 1 or self.mesh.is_only_data_parallel:
-            return float(total_norm(gradients))
+            total = total_norm(gradients)
+            return total.full_tensor() if isinstance(total, DTensor) else total
         norms = {}
         for copies in set(self.num_holders):
             pairs = zip(gradients, self.num_holders, strict=True)
@@ -282,7 +285,7 @@ class AllReduce(Strategy):
             unscale(shards)
         return self.replica.views_of(gradients)
 
-    def grad_norm(self, gradients: list[Tensor]) -> float:
+    def grad_norm(self, gradients: list[Tensor]) -> Tensor | float:
         return self.replica.norm(gradients)
 
     def optimizer_step(self) -> None:

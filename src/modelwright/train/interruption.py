@@ -7,7 +7,6 @@ import faulthandler
 import os
 import signal
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -112,16 +111,15 @@ class Requests:
 class Vote:
     """The outcome, the same on all ranks."""
 
-    sums: Sequence[float]
-    """The given sums, over all ranks."""
+    sums: Tensor
+    """The given sums, over all ranks, where they were."""
     out_of_memory: bool
     """True if some rank ran out of memory, so that all repeat the step."""
     requests: Requests
 
 
 def vote(world: World, sums: Tensor, *, out_of_memory: bool, skipped_last: bool, own: Requests) -> Vote:
-    """Exchange sums and requests in one small all-reduce. On an accelerator it is the only point where the host waits
-    in a step that clips by a norm known to all ranks.
+    """Exchange sums and requests. The host does not wait for an accelerator here: requests go from host to host.
 
     sums: this rank's share of the figures to add up over the ranks, such as the loss terms, FP64 [N]. skipped_last:
     true if this rank skipped the last update; ranks that disagree have different weights, which raises
@@ -129,13 +127,14 @@ def vote(world: World, sums: Tensor, *, out_of_memory: bool, skipped_last: bool,
     """
     stops = [own.stop == one for one in STOP_SIGNALS]
     numbers = [float(flag) for flag in (out_of_memory, skipped_last, own.minutes_due, own.writer_failed, *stops)]
-    if world.size == 1:
-        totals: list[float] = [*sums.tolist(), *numbers]  # pyright: ignore[reportUnknownMemberType]
+    if sums.device.type == "cpu" and world.size > 1:  # one message for both
+        totals = world.all_reduce_sum(torch.cat([sums, torch.tensor(numbers, dtype=sums.dtype)]))
+        numbers = [float(one) for one in totals[len(sums) :]]
+        sums = totals[: len(sums)]
     else:
-        message = torch.cat([sums, torch.tensor(numbers, dtype=sums.dtype, device=sums.device)])
-        totals = world.all_reduce_sum(message).tolist()  # pyright: ignore[reportUnknownMemberType]
+        sums, numbers = world.all_reduce_sum(sums), world.sums(numbers)
     # Flags are summed along: a total above 0 means that some rank raised the flag.
-    full, skipped, minutes, failed, *counts = totals[len(sums) :]
+    full, skipped, minutes, failed, *counts = numbers
     if skipped not in (0.0, world.size):
         raise ModelwrightError(
             f"{skipped:.0f} of {world.size} ranks skipped the last update and the others did not: memory or network "
@@ -143,4 +142,4 @@ def vote(world: World, sums: Tensor, *, out_of_memory: bool, skipped_last: bool,
         )
     stop = next((int(number) for number, count in zip(STOP_SIGNALS, counts, strict=True) if count), 0)
     requests = Requests(stop=stop, minutes_due=minutes > 0, writer_failed=failed > 0)
-    return Vote(sums=totals[: len(sums)], out_of_memory=full > 0, requests=requests)
+    return Vote(sums=sums, out_of_memory=full > 0, requests=requests)

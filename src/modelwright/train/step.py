@@ -49,11 +49,11 @@ class TrainStep:
         # The normalizers of all loss terms must be known before the first backward.
         own_weights = {name: float(weight) for name, weight in self.objective.weights(batch).items()}
         counts = [*own_weights.values(), *Work.counts(run.model, batch, self.objective.own_flops(batch))]
-        sums = mesh.world.sums([count * mesh.speaks_for_rows for count in counts])
-        weights = dict(zip(own_weights, sums, strict=False))
-        work = Work.of(run.model, sums[len(weights) :])
+        totals = mesh.world.sums([count * mesh.speaks_for_rows for count in counts])
+        weights = dict(zip(own_weights, totals, strict=False))
+        work = Work.of(run.model, totals[len(weights) :])
         with timer.measure("compute_s"):
-            losses, metrics = self.forward_backward(batch, weights, seed_everything)
+            sums = self.forward_backward(batch, weights, seed_everything)
         with timer.measure("comm_s"):
             gradients = strategy.reduce_gradients(run.scaler.unscale)
 
@@ -61,10 +61,10 @@ class TrainStep:
             step=step,
             num_steps=run.num_steps,
             gradients=gradients,
-            losses=losses,
+            sums=sums,
             weights=weights,
             model_flops=work.model_flops,
-            metrics={"executed_flops": work.executed_flops, **metrics},
+            metrics={"executed_flops": work.executed_flops},
         )
         for technique in self.techniques:
             technique.on_gradients(update)
@@ -77,11 +77,9 @@ class TrainStep:
         rate, scalars = optimizer.param_groups[0]["lr"], strategy.metrics()
         return self.throughput.describe(update, work, timer, learning_rate=rate, scalars=scalars)
 
-    def forward_backward(
-        self, batch: Batch, weights: Mapping[str, float], seed_everything: Any
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """Leave this rank's share of the global gradient in `.grad`; return each loss term and each metric of the
-        global batch. A batch that does not fit into memory on some rank is repeated on all, in smaller microbatches.
+    def forward_backward(self, batch: Batch, weights: Mapping[str, float], seed_everything: Any) -> TermSums:
+        """Leave this rank's share of the global gradient in `.grad`; return the loss terms and metrics of the global
+        batch. A batch that does not fit into memory on some rank is repeated on all, in smaller microbatches.
         """
         run, mesh, is_empty = self.run, self.run.mesh, not any(weights.values())
         scale = {name: 1.0 / weight if weight > 0 else 0.0 for name, weight in weights.items()}
@@ -105,7 +103,8 @@ class TrainStep:
             )
             if not outcome.out_of_memory:
                 self.requests = outcome.requests
-                return sums.read(outcome.sums)
+                sums.vector = outcome.sums
+                return sums
             run.runner.shrink_microbatches()
             run.replica.optimizer.zero_grad(set_to_none=True)
             run.strategy.abandon_step()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from modelwright.core.compatibility import UNDECLARED
@@ -19,7 +20,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.ops.dtensor import TensorView
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.strategy import Replica, Strategy
-from modelwright.train.objective import Batch
+from modelwright.train.objective import Batch, TermSums
 from modelwright.train.precision.apply import ModelPrecision
 from modelwright.train.precision.policy import LossScale, LossScaleConfig
 from modelwright.train.runner import Executor, Runner
@@ -41,8 +42,10 @@ class Update:
     num_steps: int
     gradients: Sequence[TensorView]
     """Gradients that this rank updates with: summed over ranks, normalized, unscaled."""
-    losses: Mapping[str, float]
-    """Each term over the global batch."""
+    sums: TermSums | None = None
+    """Losses and metrics of the global batch while they are on the device; None once they are read."""
+    losses: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Each term over the global batch; known with `grad_norm`."""
     weights: Mapping[str, float]
     """The normalizers of the terms."""
     model_flops: float = 0.0
@@ -53,6 +56,21 @@ class Update:
     """Reason why this step changes nothing, or ""; the first one counts."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """Figures for the record."""
+
+    def read(self, norm: Tensor | float) -> None:
+        """Take over the gradient norm, and with it losses and metrics: in one transfer, because the host waits for the
+        device in each.
+        """
+        parts = [] if self.sums is None else [self.sums.vector]
+        if isinstance(norm, Tensor):
+            parts = [norm.detach().double().reshape(1).to(parts[0].device if parts else norm.device), *parts]
+        values: Any = torch.cat(parts).tolist() if parts else []  # PyTorch leaves its type open
+        found: list[float] = values
+        self.grad_norm = found.pop(0) if isinstance(norm, Tensor) else norm
+        if self.sums is not None:
+            self.losses, metrics = self.sums.read(found)
+            self.metrics |= metrics
+            self.sums = None
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -138,7 +138,9 @@ class TokenBatch:
         return self.map(lambda x: x[:, places_S], of_rows=lambda x: x)
 
     def to(self, device: torch.device | str) -> "TokenBatch":
-        return self.map(lambda x: x.to(device, non_blocking=True))
+        # A copy to a GPU overlaps with what the host does next only from pinned memory.
+        is_cuda = torch.device(device).type == "cuda"
+        return self.map(lambda x: (x.pin_memory() if is_cuda and not x.is_cuda else x).to(device, non_blocking=True))
 
     def rows_at(self, place: int) -> "TokenBatch":
         """Returns the rows at one place of every group, as groups of one row."""

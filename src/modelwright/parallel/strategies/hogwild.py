@@ -257,7 +257,7 @@ class Hogwild(Strategy):
             parameter.data = weight
         return views
 
-    def grad_norm(self, gradients: list[Tensor]) -> float:
+    def grad_norm(self, gradients: list[Tensor]) -> Tensor | float:
         return self.replica.norm(gradients)
 
     def optimizer_step(self) -> None:

@@ -283,7 +283,7 @@ class LocalSgd(Strategy):
 
     def grad_norm(self, gradients: list[Tensor]) -> float:
         """The root mean square of the ranks' norms, so that all of them clip by one factor."""
-        norm, ranks = self.replica.norm(gradients), self.mesh.reduce
+        norm, ranks = float(self.replica.norm(gradients)), self.mesh.reduce
         return math.sqrt(ranks.sums([norm * norm])[0] / ranks.size)
 
     def optimizer_step(self) -> None:

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import PrefixStore
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
 from modelwright.ops.microbenchmark import seconds_of
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import World, backends
 
 Matrix = tuple[tuple[float, ...], ...]
 
@@ -400,10 +400,10 @@ def take_places(world: World, order: Sequence[int]) -> World:
     if list(order) == list(range(world.size)):
         return world
     store = PrefixStore("placed", dist.distributed_c10d._get_default_store())
-    backend, rank = dist.get_backend(), list(order).index(world.rank)
+    rank = list(order).index(world.rank)
     world.barrier()
     dist.destroy_process_group()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world.size)
+    dist.init_process_group(backends(world.device), store=store, rank=rank, world_size=world.size)
     return World(rank=rank, size=world.size, device=world.device)
 
 

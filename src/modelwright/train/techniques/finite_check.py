@@ -21,14 +21,14 @@ class FiniteCheck:
     anymore.
     """
 
-    norm: Callable[[list[Tensor]], float]
+    norm: Callable[[list[Tensor]], Tensor | float]
     max_skipped: int
     num_skipped: int = 0
     num_in_a_row: int = 0
 
     def on_gradients(self, update: Update) -> None:
         # A norm is not finite if any element is not, so one number checks all gradients.
-        update.grad_norm = self.norm(update.tensors)
+        update.read(self.norm(update.tensors))
         skip = not (math.isfinite(update.grad_norm) and math.isfinite(update.loss))
         self.num_skipped += skip
         self.num_in_a_row = self.num_in_a_row + 1 if skip else 0
