@@ -263,9 +263,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return grad_hidden_ND, grad_weight_UD, None, None, None, None, None
 
 
-def logits_of(
-    hidden_PD: Tensor, weight_UD: Tensor, num_tokens: int, soft_cap: float, scores_in: torch.dtype
-) -> Tensor:
+def logits_of(hidden_PD: Tensor, weight_UD: Tensor, num_tokens: int, soft_cap: float, scores_in: torch.dtype) -> Tensor:
     """The logits of a chunk's tokens without its padding, [C, U] in the format `scores_in`."""
     products_CU = product(hidden_PD, weight_UD.T)[:num_tokens].to(scores_in)
     return soft_cap_logits(products_CU, soft_cap) if soft_cap else products_CU
