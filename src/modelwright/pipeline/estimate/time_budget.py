@@ -289,19 +289,18 @@ def describe_plan(
 
 
 def update_tokens(config: RunConfig, stage: StageSpec, run: RunDir) -> int:
-    """Returns the tokens of an update with the padding of its rows. Completions share rows, so these are fewer than
-    `batch_tokens` once the lengths of the prompts are known; the completions count as the longest allowed.
+    """Returns the tokens of an update with the padding of its rows. Completions share rows: of the prompts that are
+    packed, each is counted with a completion of the allowed length.
     """
     training, seq_len = config.section(stage), config.section(PACK).seq_len
     assert stage.rows is not None
     folder = run.stage(PACK.name).artifact / stage.rows.name / "train"
     if stage.rows.learned != "completions" or not folder.is_dir():
         return training.batch_tokens
-    # As many prompts as the update has completions, at the quantiles of all lengths, which count an end token each.
     shares = np.linspace(0, 1, training.batch_tokens // seq_len)
-    prompt_lens = np.quantile(PackedRows(folder).group_lengths(), shares, method="nearest") - 1
-    # The last token of a completion predicts nothing.
-    rows = best_fit(np.minimum(prompt_lens + training.rollout.max_completion_length - 1, seq_len), seq_len)
+    lengths = np.quantile(PackedRows(folder).group_lengths(), shares, method="nearest")
+    # The length of a prompt counts an end token, and the last token of a completion predicts nothing.
+    rows = best_fit(np.minimum(lengths + training.rollout.max_completion_length - 2, seq_len), seq_len)
     return (int(rows.max()) + 1) * seq_len
 
 
