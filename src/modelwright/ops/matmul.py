@@ -69,7 +69,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 def padded_rows(x_NI: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns x in a floating-point format, followed by rows of zeros where each number of rows would cost memory.
 
-    oneDNN compiles kernels for each shape of narrow factors and keeps up to 1,024 of them, with AMX 0.7 to 2.5 MiB each.
+    oneDNN compiles kernels for each shape of narrow factors and keeps up to 1,024, with AMX 0.7 to 2.5 MiB each.
     Whole numbers of steps are also faster: losses with both gradients took a tenth less (Intel Xeon with AMX).
     """
     num_added = -len(x_NI) % ROW_STEP
