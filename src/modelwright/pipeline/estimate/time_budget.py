@@ -24,8 +24,8 @@ from modelwright.core.rundir import RunDir, StageDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedRows
-from modelwright.data.rows.pack import best_fit
 from modelwright.model.hf import load_model
+from modelwright.objectives.experience import RowPlan
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.config import RunConfig
@@ -300,8 +300,8 @@ def update_tokens(config: RunConfig, stage: StageSpec, run: RunDir) -> int:
     shares = np.linspace(0, 1, training.batch_tokens // seq_len)
     lengths = np.quantile(PackedRows(folder).group_lengths(), shares, method="nearest")
     # The length of a prompt counts an end token, and the last token of a completion predicts nothing.
-    rows = best_fit(np.minimum(lengths + training.rollout.max_completion_length - 2, seq_len), seq_len)
-    return (int(rows.max()) + 1) * seq_len
+    lengths = np.minimum(lengths + training.rollout.max_completion_length - 2, seq_len)
+    return RowPlan.of(torch.from_numpy(lengths), seq_len).num_rows * seq_len
 
 
 def stage_estimates(
