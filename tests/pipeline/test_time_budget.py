@@ -7,12 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.config import load_yaml, save_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
+from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
+from modelwright.objectives.experience import RowPlan
 from modelwright.pipeline.estimate import time_budget
 from modelwright.pipeline.estimate.cost import TRAINING_OVERHEAD_S
 from modelwright.pipeline.estimate.time_budget import (
@@ -21,6 +24,7 @@ from modelwright.pipeline.estimate.time_budget import (
     time_plan,
     training_s,
     training_seconds,
+    update_tokens,
     with_lengths,
 )
 from modelwright.pipeline.process_group import join_ranks
@@ -51,6 +55,22 @@ def test_steps_and_validations_share_the_budget() -> None:
 def test_a_budget_that_is_too_small_says_how_much_is_needed() -> None:
     with config_error("minutes", match=r"minutes: 0\.5 are too few for 10 steps of sft .* give at least"):
         num_steps_within(replace(recipe("tiny"), minutes=0.5), 40.0, {"pretrain": 0.01, "sft": 1.0})
+
+
+def test_completions_of_an_update_share_rows(tmp_path: Path) -> None:
+    """The planned rows are those into which the objective packs completions of the allowed length."""
+    config, run = recipe("arithmetic"), RunDir(tmp_path)
+    (stage,) = (one for one in config.trainings if one.name == "grpo")
+    training, seq_len = config.section(stage), config.section("pack").seq_len
+    assert update_tokens(config, stage, run) == training.batch_tokens  # before prompts have been packed
+    prompt_lens = torch.randint(3, 26, (training.batch_rows(seq_len),), generator=torch.Generator().manual_seed(5))
+    sequences = (TokenSequence([7] * count + [1], [0] * count + [1]) for count in prompt_lens.tolist())
+    folder = run.stage("pack").artifact / "prompts" / "train"
+    pack(sequences, folder, PackConfig(seq_len=seq_len, mode="one_per_row"), vocab_size=263, eos_id=1)
+    plan = RowPlan.of(prompt_lens + training.rollout.max_completion_length - 1, seq_len)
+    assert update_tokens(config, stage, run) == plan.num_rows * seq_len < training.batch_tokens
+    sft = config.trainings[1]
+    assert update_tokens(config, sft, run) == config.section(sft).batch_tokens
 
 
 @pytest.mark.parametrize("step_s", [4.9, 4.95, 5.0, 5.07])

@@ -96,11 +96,9 @@ def _log_relations(x_RLc: Tensor) -> Tensor:
 
 def documents(segments_BT: Tensor) -> Iterator[tuple[int, int, int]]:
     """Yields `(row, start, end)` of each document piece of packed rows, without padding."""
-    num_tokens = segments_BT.shape[1]
-    begins_BT = torch.ones_like(segments_BT, dtype=torch.bool)
-    begins_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
-    for row in range(segments_BT.shape[0]):
-        starts = begins_BT[row].nonzero()[:, 0].tolist()
-        for start, end in zip(starts, [*starts[1:], num_tokens], strict=True):
-            if segments_BT[row, start] >= 0:
+    for row, segments_T in enumerate(segments_BT):
+        segments, lengths = torch.unique_consecutive(segments_T, return_counts=True)
+        ends = lengths.cumsum(0)
+        for segment, start, end in zip(segments.tolist(), (ends - lengths).tolist(), ends.tolist(), strict=True):
+            if segment >= 0:
                 yield row, start, end

@@ -6,7 +6,8 @@ nothing is computed twice. Preference and policy-gradient losses need each token
 known only in backward, which therefore computes each chunk of logits once more. Tokens whose label is ignored cost
 nothing.
 
-Legend: N flattened tokens, D model width, V vocabulary, U the rows of it on this rank, C tokens of one chunk, R ranks.
+Legend: N flattened tokens, D model width, V vocabulary, U the rows of it on this rank, C tokens of one chunk, P rows of
+one with padding (`padded_rows`), R ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelwright.ops.matmul import product
+from modelwright.ops.matmul import padded_rows, product
 
 CHUNK_TOKENS = 512
 
@@ -98,16 +99,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
         scores_in = torch.float32 if in_fp32 else compute
         for kept_C in kept_chunks(labels_N, ignore_index, chunk_tokens):
-            hidden_CD = hidden_ND[kept_C].to(compute)
-            chunk_loss, grad_logits_CV = loss_of_logits(product(hidden_CD, weight.T).to(scores_in), labels_N[kept_C])
+            labels_C, hidden_PD = labels_N[kept_C], padded_rows(hidden_ND[kept_C], compute)
+            count = len(labels_C)
+            chunk_loss, grad = loss_of_logits(product(hidden_PD, weight.T)[:count].to(scores_in), labels_C)
             loss += chunk_loss
-            grad_logits_CV = grad_logits_CV.to(compute)
+            grad = padded_rows(grad, compute)
             if grad_hidden_ND is not None:
-                grad_hidden_ND[kept_C] = product(grad_logits_CV, weight).to(grad_hidden_ND.dtype)
+                grad_hidden_ND[kept_C] = product(grad, weight)[:count].to(grad_hidden_ND.dtype)
             if grad_weight_VD is not None:
-                add_product(grad_weight_VD, grad_logits_CV.T, hidden_CD)
+                add_product(grad_weight_VD, grad.T, hidden_PD)
             # Or the next chunk's logits would exist at the same time.
-            del grad_logits_CV
+            del grad
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
         ctx.weight_dtype, ctx.chunk_tokens = weight_VD.dtype, chunk_tokens
         return loss
@@ -212,8 +214,9 @@ class _TokenLogProbs(torch.autograd.Function):
             torch.zeros(labels_N.shape, dtype=ctx.scores_in, device=hidden_ND.device) for _ in range(3)
         )
         for kept_C in kept_chunks(labels_N, ignore_index, chunk_tokens):
-            logits_CU = _logits(hidden_ND[kept_C].to(ctx.compute), weight, head.soft_cap, ctx.scores_in)
-            statistics = _statistics(logits_CU, labels_N[kept_C], head, with_entropies=with_entropies)
+            labels_C, hidden_PD = labels_N[kept_C], padded_rows(hidden_ND[kept_C], ctx.compute)
+            logits_CU = logits_of(hidden_PD, weight, len(labels_C), head.soft_cap, ctx.scores_in)
+            statistics = _statistics(logits_CU, labels_C, head, with_entropies=with_entropies)
             log_probs_N[kept_C], normalizers_N[kept_C], entropies_N[kept_C] = statistics
             # Or the next chunk's logits would exist at the same time.
             del logits_CU
@@ -231,10 +234,11 @@ class _TokenLogProbs(torch.autograd.Function):
         sums_in = torch.promote_types(weight_UD.dtype, torch.float32)
         grad_weight_UD = torch.zeros_like(weight_UD, dtype=sums_in) if ctx.needs_input_grad[1] else None
         for kept_C in kept_chunks(labels_N, ctx.ignore_index, ctx.chunk_tokens):
-            hidden_CD = hidden_ND[kept_C].to(ctx.compute)
-            logits_CU = _logits(hidden_CD, weight, ctx.soft_cap, ctx.scores_in)
+            labels_C, hidden_PD = labels_N[kept_C], padded_rows(hidden_ND[kept_C], ctx.compute)
+            count = len(labels_C)
+            logits_CU = logits_of(hidden_PD, weight, count, ctx.soft_cap, ctx.scores_in)
             slopes_CU = 1 - (logits_CU / ctx.soft_cap).square() if ctx.soft_cap else None
-            places_C1, here_C1 = _places(labels_N[kept_C], ctx.first_row, logits_CU.shape[1])
+            places_C1, here_C1 = _places(labels_C, ctx.first_row, logits_CU.shape[1])
             # g (one_hot - p) for log-probabilities, -g p (log p + H) for entropies H.
             grad_C1 = grad_N[kept_C][:, None]
             log_probs_CU = logits_CU.sub_(normalizers_N[kept_C][:, None])
@@ -248,18 +252,20 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_CU.scatter_add_(1, places_C1, here_C1 * grad_C1)
             # All of these are the logits' memory.
             del logits_CU, log_probs_CU
-            grad_CU = (grad_CU if slopes_CU is None else grad_CU.mul_(slopes_CU)).to(ctx.compute)
+            grad_PU = padded_rows(grad_CU if slopes_CU is None else grad_CU.mul_(slopes_CU), ctx.compute)
+            del grad_CU
             if grad_hidden_ND is not None:
-                grad_hidden_ND[kept_C] = product(grad_CU, weight).to(grad_hidden_ND.dtype)
+                grad_hidden_ND[kept_C] = product(grad_PU, weight)[:count].to(grad_hidden_ND.dtype)
             if grad_weight_UD is not None:
-                add_product(grad_weight_UD, grad_CU.T, hidden_CD)
+                add_product(grad_weight_UD, grad_PU.T, hidden_PD)
         if grad_weight_UD is not None:
             grad_weight_UD = grad_weight_UD.to(weight_UD.dtype)
         return grad_hidden_ND, grad_weight_UD, None, None, None, None, None
 
 
-def _logits(hidden_CD: Tensor, weight_UD: Tensor, soft_cap: float, scores_in: torch.dtype) -> Tensor:
-    products_CU = product(hidden_CD, weight_UD.T).to(scores_in)
+def logits_of(hidden_PD: Tensor, weight_UD: Tensor, num_tokens: int, soft_cap: float, scores_in: torch.dtype) -> Tensor:
+    """The logits of a chunk's tokens without its padding, [C, U] in the format `scores_in`."""
+    products_CU = product(hidden_PD, weight_UD.T)[:num_tokens].to(scores_in)
     return soft_cap_logits(products_CU, soft_cap) if soft_cap else products_CU
 
 

@@ -20,7 +20,7 @@ Divergences of a student's distribution q from a teacher's p:
 With q the softmax of scores z, the gradient in z is q (g - sum q g) for g = dD/dq.
 
 Legend: N flattened tokens, D student's width, E teacher's width, V vocabulary, U the rows of it on this rank, C tokens
-of one chunk, K stored tokens.
+of one chunk, P rows of one with padding (`padded_rows`), K stored tokens.
 """
 
 import math
@@ -32,8 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelwright.ops.cross_entropy import CHUNK_TOKENS, LinearHead, add_product, kept_chunks, soft_cap_logits
-from modelwright.ops.matmul import product
+from modelwright.ops.cross_entropy import CHUNK_TOKENS, LinearHead, add_product, kept_chunks, logits_of, soft_cap_logits
+from modelwright.ops.matmul import padded_rows, product
 
 Gather = Callable[[Tensor], Tensor]
 """Stacks the tensors of the ranks that share the vocabulary, [C] to [R, C]."""
@@ -125,8 +125,8 @@ class TeacherHead:
         """See `Teacher`."""
         rows = slice(head.first_row, head.first_row + scores_CU.shape[1])
         dtype = torch.promote_types(self.hidden_NE.dtype, self.weight_VE.dtype)
-        logits_CU = product(self.hidden_NE[kept_C].to(dtype), self.weight_VE[rows].to(dtype).T).to(scores_CU.dtype)
-        capped_CU = soft_cap_logits(logits_CU, self.soft_cap) if self.soft_cap else logits_CU
+        hidden_PE, weight = padded_rows(self.hidden_NE[kept_C], dtype), self.weight_VE[rows].to(dtype)
+        capped_CU = logits_of(hidden_PE, weight, len(scores_CU), self.soft_cap, scores_CU.dtype)
         log_teacher_CU = log_softmax_over_ranks(capped_CU / temperature, head.gather)
         return self.kind.of(log_teacher_CU, log_softmax_over_ranks(scores_CU, head.gather), head.gather)
 
@@ -280,7 +280,7 @@ class _DistillationLoss(torch.autograd.Function):
         )
         weight = weight_UD.to(compute)
         for kept_C in kept_chunks(labels_N, settings.ignore_index, settings.chunk_tokens):
-            _add_chunk(sums, kept_C, hidden_ND[kept_C].to(compute), weight, labels_N[kept_C], settings)
+            _add_chunk(sums, kept_C, padded_rows(hidden_ND[kept_C], compute), weight, labels_N[kept_C], settings)
         ctx.save_for_backward(sums.grad_hidden_ND, sums.grad_weight_UD)
         ctx.dtypes = hidden_ND.dtype, weight_UD.dtype
         ctx.mark_non_differentiable(sums.divergence, sums.label_loss)
@@ -297,12 +297,11 @@ class _DistillationLoss(torch.autograd.Function):
 
 
 def _add_chunk(
-    sums: _Sums, kept_C: slice | Tensor, hidden_CD: Tensor, weight: Tensor, labels_C: Tensor, settings: _Settings
+    sums: _Sums, kept_C: slice | Tensor, hidden_PD: Tensor, weight: Tensor, labels_C: Tensor, settings: _Settings
 ) -> None:
     """Adds one chunk's losses and gradients. A function, so that its logits are freed before the next chunk's."""
     head, temperature, share = settings.head, settings.temperature, settings.label_share
-    logits_CU = product(hidden_CD, weight.T).to(sums.loss.dtype)
-    logits_CU = soft_cap_logits(logits_CU, head.soft_cap) if head.soft_cap else logits_CU
+    logits_CU = logits_of(hidden_PD, weight, len(labels_C), head.soft_cap, sums.loss.dtype)
     soft = settings.teacher.divergence(kept_C, logits_CU / temperature, temperature, head)
     # In the logits: t^2 times the gradient in the scores, over t.
     grad_CU = soft.grad_CU.mul_((1 - share) * temperature)
@@ -319,8 +318,8 @@ def _add_chunk(
     sums.divergence += divergence
     sums.label_loss += nll
     sums.loss += (1 - share) * temperature**2 * divergence + share * nll
-    grad_CU = grad_CU.to(sums.compute)
+    grad_PU = padded_rows(grad_CU, sums.compute)
     if sums.grad_hidden_ND is not None:
-        sums.grad_hidden_ND[kept_C] = product(grad_CU, weight).to(sums.grad_hidden_ND.dtype)
+        sums.grad_hidden_ND[kept_C] = product(grad_PU, weight)[: len(labels_C)].to(sums.grad_hidden_ND.dtype)
     if sums.grad_weight_UD is not None:
-        add_product(sums.grad_weight_UD, grad_CU.T, hidden_CD)
+        add_product(sums.grad_weight_UD, grad_PU.T, hidden_PD)

@@ -35,8 +35,7 @@ TRAINING_PROCESS_BYTES = 455 * 2**20
 """Resident memory of a process in a training stage without the tensors of the model: Python, PyTorch and the other
 libraries that training loads, oneDNN's kernels, and tensors below `ops.tensor_heap.LEAST_BYTES`. Measured with PyTorch
 2.13 on Linux: 373 MiB in a run of `tiny` with large microbatches, 455 at the end of the quickstart's pretraining on an
-AMD EPYC. With AMX, kernels for each length of a document add up to 220 MiB, which no plan counts yet
-(docs/log/precision-and-memory.md)."""
+AMD EPYC, and 15 more with AMX. It holds because products have few shapes (`ops.matmul.padded_rows`)."""
 
 PROCESS_BYTES = 400 * 2**20
 """The same in other stages, which load neither optimizers nor what they import: 378 MiB measured while rows are packed,

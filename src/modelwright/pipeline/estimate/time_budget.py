@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from modelwright.core.config import save_yaml
@@ -22,7 +23,9 @@ from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.rundir import RunDir, StageDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.loader import PackedRows
 from modelwright.model.hf import load_model
+from modelwright.objectives.experience import RowPlan
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.config import RunConfig
@@ -285,6 +288,22 @@ def describe_plan(
     return "\n".join(lines + [f"Busy machine: {note}" for note in busy])
 
 
+def update_tokens(config: RunConfig, stage: StageSpec, run: RunDir) -> int:
+    """Returns the tokens of an update with the padding of its rows. Completions share rows: of the prompts that are
+    packed, each is counted with a completion of the allowed length.
+    """
+    training, seq_len = config.section(stage), config.section(PACK).seq_len
+    assert stage.rows is not None
+    folder = run.stage(PACK.name).artifact / stage.rows.name / "train"
+    if stage.rows.learned != "completions" or not folder.is_dir():
+        return training.batch_tokens
+    shares = np.linspace(0, 1, training.batch_tokens // seq_len)
+    lengths = np.quantile(PackedRows(folder).group_lengths(), shares, method="nearest")
+    # The length of a prompt counts an end token, and the last token of a completion predicts nothing.
+    lengths = np.minimum(lengths + training.rollout.max_completion_length - 2, seq_len)
+    return RowPlan.of(torch.from_numpy(lengths), seq_len).num_rows * seq_len
+
+
 def stage_estimates(
     config: RunConfig, run: RunDir, rates: Rates, num_processes: int = 1
 ) -> tuple[list[cost.StageEstimate], dict[str, cost.MemoryEstimate]]:
@@ -303,7 +322,7 @@ def stage_estimates(
         else:
             memory = cost.training_memory(
                 config.model,
-                tokens_per_microbatch=training.batch_tokens // training.gradient_accumulation_steps,
+                tokens_per_microbatch=update_tokens(config, stage, run) // training.gradient_accumulation_steps,
                 compute=training.precision.planned_as,
                 num_microbatches=training.gradient_accumulation_steps,
                 activations=training.activation_checkpointing,
