@@ -128,9 +128,9 @@ _OF_THE_FILE = {
 def odd_value(rng: random.Random, depth: int = 0) -> Any:
     """A value that a field of a conversation may have by mistake."""
     simple: tuple[Any, ...] = (
-        None, True, False, 0, 1, -1, 0.5, 2, 10 ** rng.choice((20, 400)), float("nan"), float("-inf"), "", " ", "0", "false",
-        "chosen", "\ud800", "a\udfffb", "\ufeff", "\x00", "\u2028", "[]", "{}", '[{"role": "user"}]', "user", [], {}, [None],
-        [[]], [["q", "a"]], [["q"]], ["a", "b"], "<|end|>", "\ufdd0\ufdd1",
+        None, True, False, 0, 1, -1, 0.5, 2, 10 ** rng.choice((20, 400)), float("nan"), float("-inf"), "", " ", "0",
+        "false", "chosen", "\ud800", "a\udfffb", "\ufeff", "\x00", "\u2028", "[]", "{}", '[{"role": "user"}]', "user", [], {},
+        [None], [[]], [["q", "a"]], [["q"]], ["a", "b"], "<|end|>", "\ufdd0\ufdd1",
     )  # fmt: skip
     kind = rng.randrange(8)
     if kind == 0 and depth < 3:
@@ -183,7 +183,8 @@ def conversation(rng: random.Random) -> dict[str, Any]:
         "choices": lambda: ["a", "b", prose(rng)], "answer": lambda: rng.choice((0, "a", "B", prose(rng), 3.50)),
         "answers": lambda: {"text": [prose(rng)]}, "label": lambda: rng.choice((True, 0, "chosen", "cat")),
         "kto_tag": lambda: rng.choice((True, False)), "history": lambda: rng.choice(([["q", "a"]], turns(rng))),
-        "tools": lambda: [tool], "margin": lambda: rng.choice((1, 0.5, 10**400)), "chat_template_kwargs": lambda: {"a": 1},
+        "tools": lambda: [tool], "margin": lambda: rng.choice((1, 0.5, 10**400)),
+        "chat_template_kwargs": lambda: {"a": 1},
         **dict.fromkeys(("preferred_output", "non_preferred_output"), lambda: turns(rng)[-1:]),
         **dict.fromkeys(("prompt", "chosen", "rejected", "completion"), lambda: rng.choice((prose, turns))(rng)),
     }  # fmt: skip

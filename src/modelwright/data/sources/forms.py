@@ -299,9 +299,8 @@ def read_choices(record: Mapping[str, Any]) -> tuple[list[str], int]:
     for known in (names, texts):
         if isinstance(answer, str) and known.count(answer) == 1:
             return texts, known.index(answer)
-    raise ValueError(
-        f"the answer {printable(repr(answer))} is neither the place nor the label nor the text of one of the choices"
-    )
+    shown = printable(repr(answer))
+    raise ValueError(f"the answer {shown} is neither the place nor the label nor the text of one of the choices")
 
 
 def _with_context(fields: Fields, turns: list[Message], *, thought: bool = False) -> list[Message]:
