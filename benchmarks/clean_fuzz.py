@@ -129,8 +129,8 @@ def odd_value(rng: random.Random, depth: int = 0) -> Any:
     """A value that a field of a conversation may have by mistake."""
     simple: tuple[Any, ...] = (
         None, True, False, 0, 1, -1, 0.5, 2, 10 ** rng.choice((20, 400)), float("nan"), float("-inf"), "", " ", "0",
-        "false", "chosen", "\ud800", "a\udfffb", "\ufeff", "\x00", "\u2028", "[]", "{}", '[{"role": "user"}]', "user", [], {},
-        [None], [[]], [["q", "a"]], [["q"]], ["a", "b"], "<|end|>", "\ufdd0\ufdd1",
+        "false", "chosen", "\ud800", "a\udfffb", "\ufeff", "\x00", "\u2028", "[]", "{}", '[{"role": "user"}]', "user",
+        [], {}, [None], [[]], [["q", "a"]], [["q"]], ["a", "b"], "<|end|>", "\ufdd0\ufdd1",
     )  # fmt: skip
     kind = rng.randrange(8)
     if kind == 0 and depth < 3:

@@ -159,7 +159,7 @@ def read_tools(value: Any) -> list[Any]:
 
 
 def parsed(value: Any) -> Any:
-    """Parses a value that some data sets store as the text of its JSON. Raises `ValueError` for one with too many levels."""
+    """Parses a value that some data sets store as the text of its JSON; raises `ValueError` for too many levels."""
     if not isinstance(value, str):
         return value
     try:
