@@ -120,7 +120,8 @@ READERS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 _BATCH = 40
 _OF_THE_FILE = {
     "not JSON", "not a JSON object", "not CSV", "header again", "two fields of one name", "two columns of one name",
-    "empty text", "not UTF-8", "record too long",
+    "empty text", "not UTF-8", "record too long", "damaged file", "rest of a file that is not JSON",
+    "rest of a file that is not CSV",
 }  # fmt: skip
 """Reasons that name no field."""
 
@@ -180,7 +181,8 @@ def conversation(rng: random.Random) -> dict[str, Any]:
     usual: dict[str, Callable[[], Any]] = {
         "messages": lambda: turns(rng), "conversations": lambda: turns(rng), "conversation": lambda: turns(rng),
         "input": lambda: {"messages": turns(rng)} if form.name.startswith("openai") else prose(rng),
-        "choices": lambda: ["a", "b", prose(rng)], "answer": lambda: rng.choice((0, "a", "B", prose(rng), 3.50)),
+        "choices": lambda: rng.choice((["a", "b"], {"text": ["a", "b"], "label": odd_value(rng)})),
+        "answer": lambda: rng.choice((0, "a", "B", prose(rng), 3.50, 10**400)),
         "answers": lambda: {"text": [prose(rng)]}, "label": lambda: rng.choice((True, 0, "chosen", "cat")),
         "kto_tag": lambda: rng.choice((True, False)), "history": lambda: rng.choice(([["q", "a"]], turns(rng))),
         "tools": lambda: [tool], "margin": lambda: rng.choice((1, 0.5, 10**400)),
@@ -213,7 +215,6 @@ def file_of(records: Sequence[dict[str, Any]], suffix: str, rng: random.Random) 
         return (b"\xef\xbb\xbf" if rng.random() < 0.2 else b"") + text.encode("utf-8", "surrogatepass")
     names = list(dict.fromkeys(name for one in records for name in one if name))
     cells = [{name: _cell(one.get(name)) for name in names} for one in records]
-    file = io.BytesIO()
     if suffix in (".csv", ".tsv"):
         text = io.StringIO(newline="")
         separator = "\t" if suffix == ".tsv" else rng.choice(",;")
@@ -221,16 +222,19 @@ def file_of(records: Sequence[dict[str, Any]], suffix: str, rng: random.Random) 
         header = [*names, names[0]] if rng.random() < 0.05 else names
         writer.writerows([header, *([one[name] for name in header] for one in cells)])
         return (b"\xef\xbb\xbf" if rng.random() < 0.2 else b"") + text.getvalue().encode("utf-8", "replace")
-    try:
-        table = pa.Table.from_pylist(list(records))
-    except (pa.ArrowException, TypeError, ValueError, OverflowError, UnicodeError):  # values of different types
-        table = pa.Table.from_pylist([{name: (one[name] or "").encode("utf-8", "replace").decode() for name in names}
-                                      for one in cells])  # fmt: skip
-    if suffix == ".parquet":
-        pyarrow.parquet.write_table(table, file)
-    else:
-        with (pa.ipc.new_file if rng.random() < 0.5 else pa.ipc.new_stream)(file, table.schema) as writer:
-            writer.write_table(table)
+    texts = [{name: (one[name] or "").encode("utf-8", "replace").decode() for name in names} for one in cells]
+    for rows in (list(records), texts):  # values of different types, or types that a format lacks, are written as text
+        file = io.BytesIO()
+        try:
+            table = pa.Table.from_pylist(rows)
+            if suffix == ".parquet":
+                pyarrow.parquet.write_table(table, file)
+                break
+            with (pa.ipc.new_file if rng.random() < 0.5 else pa.ipc.new_stream)(file, table.schema) as writer:
+                writer.write_table(table)
+            break
+        except (pa.ArrowException, TypeError, ValueError, OverflowError, UnicodeError):
+            continue
     return file.getvalue()
 
 
