@@ -279,7 +279,7 @@ def test_code_without_a_kind_is_judged_as_code() -> None:
 
 @pytest.mark.parametrize(("text", "is_cut"), [
     ("ch provides the buffer slot that the caller asked for.", True),
-    ("es are the most common values of the given data.", True),
+    ("ts are the most common values of the given data.", True),
     ('". Note that the other argument is left as it was', True),
     ("u should see how they build these boats.", False), ("im going to the market in the old town.", False),
     ("we met at the harbour and walked home.", False), ("ok let us do that tomorrow morning.", False),
