@@ -395,7 +395,7 @@ def test_groups_that_processes_make_drop_the_same(tmp_path: Path, monkeypatch: p
     texts = [sentence(rng, 120) for _ in range(60)]
     texts += [changed(rng, words, 0.02) for words in texts[:40]]
     documents = [document(" ".join(words), number) for number, words in enumerate(texts)]
-    alone, in_processes = WatchedEngine(InProcess()), WatchedEngine(LocalProcesses(2))
+    alone, in_processes = WatchedEngine(InProcess()), WatchedEngine(LocalProcesses(2, start_after_s=0.0))
     expected = clean(tmp_path / "here", documents, engine=alone)
     assert sum(reason == "near-duplicate" for reason, _ in expected[1].values()) > 30
     assert "group_band" not in alone.processes, "for so few documents no engine is asked"

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import zstandard
 
 from modelwright.core.errors import DataError
 from modelwright.core.progress import SilentProgress
@@ -207,3 +209,22 @@ def _pdf(text: str) -> bytes:
     start = len(out)
     out += b"xref\n0 6\n0000000000 65535 f \n" + b"".join(b"%010d 00000 n \n" % place for place in places)
     return bytes(out + b"trailer\n<< /Size 6 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % start)
+
+
+@pytest.mark.parametrize("suffix", [".zst", ".gz", ""])
+@pytest.mark.parametrize("between", ["\u2028", "\u2029", "\x85", "\x0c"])
+def test_files_of_several_frames_whose_texts_have_other_line_separators(
+    tmp_path: Path, suffix: str, between: str
+) -> None:
+    texts = [f"number {half} begins{between}and ends" for half in (1, 2)]
+    halves = [f"{json.dumps({'text': text}, ensure_ascii=False)}\n".encode() for text in texts]
+    frame = zstandard.ZstdCompressor().compress
+    skippable = b"\x50\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"any"
+    contents = {
+        ".zst": frame(halves[0]) + skippable + frame(halves[1]) + skippable,
+        ".gz": gzip.compress(halves[0]) + gzip.compress(b"") + gzip.compress(halves[1]),
+        "": b"".join(halves),
+    }
+    path = tmp_path / f"t.jsonl{suffix}"
+    path.write_bytes(contents[suffix])
+    assert [document.text for document in read(path)[0]] == texts

@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from PIL import Image
 
 from modelwright.core.errors import DataError
 from modelwright.data.document import Document
@@ -73,6 +74,32 @@ def test_a_field_that_no_reader_uses_is_in_the_report(tmp_path: Path, form: str,
     assert use.used["topic"] == 0
     assert all(use.used[name] == 3 for name in EXAMPLES[form])
     assert report.facts()["field_use"][str(path)]["fields"]["topic"] == {"records": times, "used": 0}
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+@pytest.mark.parametrize("form", ["text", "question_answer", "instruction", "prompt_completion", UNPAIRED])
+def test_a_column_that_no_reader_uses_is_in_the_report(tmp_path: Path, form: str, suffix: str) -> None:
+    names, separator = [*EXAMPLES[form], "topic"], "\t" if suffix == ".tsv" else ","
+    row = separator.join([*(str(one) for one in EXAMPLES[form].values()), "sea"])
+    path = tmp_path / f"r{suffix}"
+    path.write_text("\n".join([separator.join(names), row, row]))
+    _, report = read(path)
+    assert report.summary()[0].endswith("; not used in 2 of 2 records: topic")
+    assert {name for name, count in report.all_fields.used.items() if count == 2} == EXAMPLES[form].keys()
+
+
+def test_fields_beside_images_and_in_folders_of_a_registry_are_in_the_report(tmp_path: Path) -> None:
+    Image.new("RGB", (80, 60), "navy").save(tmp_path / "a.png")
+    path = written(tmp_path, {"image": "a.png", "caption": "A boat.", "topic": "sea"})
+    _, report = read(path)
+    assert report.summary()[0] == "fields used: image, caption; not used in 1 of 1 records: topic"
+    folder = tmp_path / "registered"
+    folder.mkdir()
+    written(folder, {"ask": "Q", "say": "A", "topic": "sea"})
+    entry = {"file_name": "r.jsonl", "columns": {"prompt": "ask", "response": "say"}}
+    (folder / "dataset_info.json").write_text(json.dumps({"towns": entry}))
+    _, report = read(folder)
+    assert report.summary()[0] == "fields used: ask, say; not used in 1 of 1 records: topic"
 
 
 @pytest.mark.parametrize("form", [name for name in EXAMPLES if name != "text"])

@@ -275,3 +275,16 @@ def test_code_without_a_kind_is_judged_as_code() -> None:
     features = np.array([measure(document(text)) for text in ("\n".join(lines), PROSE)], np.float32)
     kinds = np.array([KINDS.index("prose")] * 2, np.int8)
     assert [KINDS[kind] for kind in judged_kinds(features, kinds)] == ["code", "prose"]
+
+
+@pytest.mark.parametrize(("text", "is_cut"), [
+    ("ch provides the buffer slot that the caller asked for.", True),
+    ("ts are the most common values of the given data.", True),
+    ('". Note that the other argument is left as it was', True),
+    ("u should see how they build these boats.", False), ("im going to the market in the old town.", False),
+    ("we met at the harbour and walked home.", False), ("ok let us do that tomorrow morning.", False),
+    ('"Yes," she said, "but not before noon."', False),
+])  # fmt: skip
+def test_a_text_of_one_line_that_begins_with_the_end_of_a_word_is_a_fragment(text: str, is_cut: bool) -> None:
+    document = Document(id="1", text=text, kind="prose", split="train", source="")
+    assert (measure(document)[FEATURES.index("cut_end_fraction")] == 1.0) == is_cut

@@ -241,3 +241,51 @@ def test_files_of_turns(tmp_path: Path) -> None:
 def test_a_content_is_not_rewritten(tmp_path: Path) -> None:
     text = "  def f():\r\n\treturn 'cafÃ©'  \n\n\n\n\n"
     assert one(tmp_path, {"question": "Q", "answer": text}).meta["answer"] == text
+
+
+def nested(levels: int) -> object:
+    value: object = 1
+    for level in range(levels):
+        value = [value] if level % 2 else {"a": value}
+    return value
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(("record", "answer"), [
+    ({"question": "Q", "answer": HUGE}, str(HUGE)),
+    ({"messages": [USER, {"role": "assistant", "content": -HUGE}]}, str(-HUGE)),
+    ({"messages": [USER, GOOD], "tools": [{"name": "f", "parameters": nested(90)}]}, "A"),
+    ({"question": "Q", "choices": {"text": ["A", "B"], "label": [1, 2]}, "answer": "1"}, "A"),
+])  # fmt: skip
+def test_numbers_beyond_floating_point_and_deep_functions_are_read(tmp_path: Path, record: dict, answer: str) -> None:
+    assert one(tmp_path, record).messages[-1]["content"] == answer
+
+
+def test_a_number_beyond_floating_point_is_learned_as_it_is_spelled(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"question": "Q", "answer": 1e999}')
+    assert read(path)[0][0].messages[-1]["content"] == "1e999"
+    path.write_text('{"question": "Q", "answer": -Infinity}')
+    with pytest.raises(DataError, match=r"'answer' holds -inf, which is no number"):
+        read(path)
+
+
+@pytest.mark.parametrize(("record", "problem"), [
+    ({"prompt": "Q", "chosen": "A", "rejected": "B", "margin": HUGE}, r"margin is 1000+, not a finite number"),
+    ({"prompt": "Q", "completion": "A", "label": HUGE}, r"label is 1000+, not true"),
+    ({"messages": [USER, {**GOOD, "weight": HUGE}]}, r"has the weight 1000+; a turn"),
+    ({"messages": [{**USER, "role": "x" * 10_000}, GOOD]}, r"turn 1 of messages has the role 'x{59}, not"),
+    ({"question": "Q", "choices": ["A", "B"], "answer": "x" * 10_000}, r"the answer 'x{59} is neither"),
+    ({"question": "Q", "choices": {"text": ["A", "B"], "label": 5}, "answer": "A"}, "one label for each text"),
+    ({"question": "Q", "choices": {"text": ["A", "B"], "label": ["x", "y", "z"]}, "answer": "z"}, "one label for each"),
+    ({"messages": [USER, GOOD], "tools": [{"name": "f", "parameters": nested(600)}]}, "levels .* field 'tools'"),
+    ({"messages": [USER, GOOD], "tools": json.dumps([{"name": "f", "parameters": nested(300)}])}, "too many levels"),
+    ({"messages": [USER, GOOD], "topic": nested(900)}, "levels .* field 'topic'"),
+    ({"image": "a\0.png", "caption": "x"}, "not a path within the folder"),
+    ({"image": "\ud800.png", "caption": "x"}, "not a path within the folder"),
+])  # fmt: skip
+def test_values_at_the_edge_of_json_are_refused_with_their_line(tmp_path: Path, record: dict, problem: str) -> None:
+    with pytest.raises(DataError, match=rf"r\.jsonl:1: .*{problem}"):
+        one(tmp_path, record)

@@ -436,7 +436,7 @@ def test_near_duplicates_are_those_of_every_pair_compared(tmp_path: Path, monkey
         for number in range(len(hashes)):
             near = any((int(hashes[number]) ^ int(hashes[other])).bit_count() <= most for other in kept)
             (dropped.add if near else kept.append)(number)
-        engine = LocalProcesses(2) if most == 3 else InProcess()
+        engine = LocalProcesses(2, start_after_s=0.0) if most == 3 else InProcess()
         found = near_duplicates(np.arange(len(hashes), dtype=np.uint32), hashes, most, tmp_path, engine).tolist()
         assert {number for number, _, _ in found} == dropped
         assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ text is plain there.
 
 import json
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,11 @@ def check_rows(tokenizer: Tokenizer, theirs: Any, name: str, chat: tuple[list[An
     def applied(messages: list[Any], **kwargs: Any) -> Any:
         return theirs.apply_chat_template(messages, tools=tools or None, **variables, **kwargs)
 
+    @cache
+    def rendered(count: int, *, is_prompt: bool = False) -> str:
+        """The first turns as a text, which serves several rows and answers."""
+        return applied(plain[:count], tokenize=False, add_generation_prompt=is_prompt)
+
     wanted = [
         number
         for number, turn in enumerate(turns)
@@ -113,7 +119,7 @@ def check_rows(tokenizer: Tokenizer, theirs: Any, name: str, chat: tuple[list[An
         # Mistral's omits the system's text once its question is answered; it is learned after what the server has
         expected_rows = []
         for number in wanted:
-            prompt = applied(plain[:number], tokenize=False, add_generation_prompt=True)
+            prompt = rendered(number, is_prompt=True)
             call, said = plain[number].get("tool_calls"), f" {plain[number]['content'].strip()}"
             if call:
                 mark = renamed("[TOOL_CALLS]", TEMPLATES[name][1])
@@ -125,28 +131,28 @@ def check_rows(tokenizer: Tokenizer, theirs: Any, name: str, chat: tuple[list[An
     for ids, mask in rows:
         # a row is a conversation up to one of its answers, as transformers has it
         last = next(
-            number for number in [*wanted, len(turns) - 1] if applied(plain[: number + 1])["input_ids"] == ids.tolist()
+            number
+            for number in [len(turns) - 1, *reversed(wanted)]
+            if applied(plain[: number + 1])["input_ids"] == ids.tolist()
         )
-        text = applied(plain[: last + 1], tokenize=False)
+        text = rendered(last + 1)
         offsets = theirs(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        starts, ends = np.array(offsets).reshape(-1, 2).T
+        is_added = np.isin(ids, [*tokenizer._added.values()])
         expected = np.zeros(len(ids), dtype=np.uint8)
         for number in [one for one in wanted if one <= last]:
-            prompt = applied(plain[:number], tokenize=False, add_generation_prompt=True)
-            answered = applied(plain[: number + 1], tokenize=False)[len(prompt) :]
+            prompt = rendered(number, is_prompt=True)
+            answered = rendered(number + 1)[len(prompt) :]
             stops = [theirs.convert_ids_to_tokens(stop) for stop in tokenizer.stop_ids]
             end = min(place + len(stop) for stop in stops if (place := answered.find(stop)) >= 0)
             if text.startswith(prompt + answered[:end]) and number not in learned:
                 learned.append(number)
                 # a special token may take the blanks at the beginning of an answer
-                inside = [len(prompt) < b and a < len(prompt) + end for a, b in offsets]
-                begins = [
-                    a >= len(prompt) or one not in tokenizer._added.values()
-                    for (a, _), one in zip(offsets, ids, strict=True)
-                ]
-                expected |= np.array(inside) & np.array(begins)
+                inside = (ends > len(prompt)) & (starts < len(prompt) + end)
+                expected |= inside & ((starts >= len(prompt)) | ~is_added)
                 assert (
                     tokenizer.chat.encode_prompt(turns[:number], tools=tools, variables=variables)
-                    == applied(plain[:number], add_generation_prompt=True)["input_ids"]
+                    == theirs(prompt, add_special_tokens=False)["input_ids"]
                 ), "what the server makes of the prompt"
         assert mask.tolist() == expected.tolist()
     assert sorted(learned) == wanted, "each answer once"

@@ -292,7 +292,8 @@ def test_json_of_one_record_and_damaged_json(tmp_path: Path) -> None:
     path.write_text('[{"text": "one"},\n{"text": "cut')
     documents, report = read(path, on_bad_record="skip")
     assert [d.text for d in documents] == ["one"]
-    assert report.skipped == {"not JSON": 1}
+    assert report.skipped == {"rest of a file that is not JSON": 1}
+    assert report.summary()[-1].startswith("1 record could not be read and was left out: 1 rest of a file")
     path.write_text('["one", {"text": "two"}]')
     fails(r"r\.json:1: holds a JSON str where an object is expected", path)
 
@@ -314,7 +315,7 @@ def test_csv_cells_with_separators_quotes_and_lines(tmp_path: Path) -> None:
     documents, report = read(path, on_bad_record="skip")
     assert ([d.text for d in documents], report.skipped) == (["good"], {"not CSV": 1})
     path.write_text('id,text\n1,"never closed\n')
-    fails(r"t\.csv:2: is not a row of a table", path)
+    fails(r"t\.csv:2: is not a row of a table .* the rest of the file", path)
     path.write_text("id,body\n1,x\n")
     fails(r"t\.csv:2: has no field 'text' \(its fields: id, body\)", path)
 

@@ -213,7 +213,9 @@ def _die_once(item: tuple[str, int]) -> int:
 
 @pytest.mark.slow
 def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
-    results = list(LocalProcesses(2).map(_die_once, [(str(tmp_path), number) for number in range(12)]))
+    results = list(
+        LocalProcesses(2, start_after_s=0.0).map(_die_once, [(str(tmp_path), number) for number in range(12)])
+    )
     assert sorted(results) == list(range(12))
     assert (tmp_path / "died").exists()
 

@@ -10,12 +10,13 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from multiprocessing.connection import wait as wait_for
 from typing import Any, Protocol
 
@@ -24,8 +25,6 @@ from modelwright.core.errors import ConfigError, ModelwrightError
 _MOST_BREAKS = 3
 # Two a worker: the next item is there when one is done, and few items wait in memory.
 _QUEUED_PER_WORKER = 2
-# With fewer items, starting processes takes longer than the work.
-_FEWEST_ITEMS = 4
 _CONNECT_SECONDS = 5.0
 _QUEUED_PER_CORE = 2
 _MOST_TRIES = 3
@@ -65,7 +64,10 @@ class InProcess:
 
 @dataclass(frozen=True)
 class LocalProcesses:
-    """Runs work in `num_workers` processes of this machine, or in this one for few items.
+    """Runs work in `num_workers` processes of this machine, or in this one for little work.
+
+    start_after_s: processor time of the work after which processes start; a corpus that needs less never starts any,
+    and a larger one loses at most that.
 
     An item whose process is killed is tried again in a new one. Raises `ModelwrightError` if that happens repeatedly,
     as when the machine has too little memory. The processes stay for the next work: to start and import takes each of
@@ -73,16 +75,22 @@ class LocalProcesses:
     """
 
     num_workers: int
+    start_after_s: float = 2.0
     _idle: list[ProcessPoolExecutor] = field(default_factory=list[ProcessPoolExecutor], repr=False, compare=False)
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        items = iter(items)
-        first = list(islice(items, _FEWEST_ITEMS))
-        left = chain(first, items)
-        is_daemon = multiprocessing.current_process().daemon  # Python lets such a process have no children
-        if self.num_workers == 1 or len(first) < _FEWEST_ITEMS or is_daemon:
-            yield from map(function, left)
-            return
+        left, spent_s = iter(items), 0.0
+        is_alone = self.num_workers == 1 or multiprocessing.current_process().daemon  # which may have no children
+        if is_alone or (self.start_after_s and not self._idle):
+            for item in left:
+                started = time.process_time()
+                result = function(item)
+                spent_s += time.process_time() - started
+                yield result
+                if spent_s >= self.start_after_s and not is_alone:
+                    break
+            else:
+                return
         numbered, unfinished, num_breaks = enumerate(left), dict[int, Any](), 0
         while True:
             try:

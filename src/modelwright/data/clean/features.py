@@ -224,9 +224,13 @@ _REAL_WORDS = frozenset(
 _ENDS = frozenset(".!?:;…\"'”’»)]}>。!?】」』*`|")
 _CUT_START = re.compile(r"[a-zà-öø-ÿ,;.)\]}](?!\.\.)")
 _PIECE = re.compile(r"(?<![\w'’.\-])[a-z]{1,2}$")
+# The end of a word, or a quotation mark that closes.
+_HEAD_PIECE = re.compile(r"[a-z]{1,2}(?=\s)|[\"'](?=[\s.,;:)])")
 _SHORT_WORDS = frozenset(
     ("me", "us", "up", "so", "no", "ok", "go", "we", "he", "my", "oh", "hi", "am", "pm", "tv", "pc", "id", "vs")
 )
+# Chats begin with these, while words are cut before them more rarely than after.
+_HEAD_WORDS = _SHORT_WORDS | {"u", "r", "im", "ur", "ah", "ye"}
 _OPENED, _CLOSED = re.compile(r"(?<![:;=\-])[(\[{]"), re.compile(r"[)\]}]")
 
 
@@ -284,6 +288,8 @@ def measure(document: Document) -> list[float]:
     num_broken += 2 * sum(word in confused for word in words) if len(words) >= _FEWEST_WORDS_OF_SCAN else 0
     num_cut = (_CUT_START.match(ends) is not None) + (ends[-1:] not in _ENDS and ends[-1:].isascii())
     num_cut += _PIECE.search(ends) is not None and words[-1] not in _LANGUAGES_OF and words[-1] not in _SHORT_WORDS
+    piece = _HEAD_PIECE.match(ends)
+    num_cut += piece is not None and piece[0] not in _LANGUAGES_OF and piece[0] not in _HEAD_WORDS
     num_cut = min(2, num_cut + (len(_OPENED.findall(ends)) > len(_CLOSED.findall(ends))))
     return [
         float(len(body) if body.strip() else 0),

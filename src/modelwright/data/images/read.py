@@ -299,7 +299,8 @@ def _bytes_of_record(record: Mapping[str, Any], file: File) -> bytes:
         if isinstance(image["bytes"], bytes):
             return image["bytes"]
         name = image["path"]
-    if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+    is_name = isinstance(name, str) and "\0" not in name and encodable(name) == name
+    if not is_name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise DataError(f"names the image {name!r}, which is not a path within the folder of the table")
     return _bytes_of(file, str(PurePosixPath(file.path).parent / name))
 

@@ -5,7 +5,6 @@ field that no reader knows is found without a list that someone has to keep: wha
 file, and a field that would change what is learned is refused, unless `data.ignore` names it.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +41,7 @@ HARMLESS = frozenset(("parallel_tool_calls", "strict", "stream"))
 TURN = "messages[]."
 """Prefix of the name of a turn's field."""
 _OF_EVERY_TURN = tuple(TURN + name for name in ("role", "content", "from", "value"))
+_MOST_LEVELS = 100
 _MOST_NAMES = 500
 _MOST_FILES = 200
 _MOST_SHOWN = 12
@@ -167,8 +167,14 @@ def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, (str, list, dict, tuple)) and not value)
 
 
+def is_deep(value: Any, levels: int = _MOST_LEVELS) -> bool:
+    """Returns True for lists and objects in one another at more levels than a template or a worker process can take."""
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return not levels or any(is_deep(part, levels - 1) for part in parts)
+
+
 def printable(name: str) -> str:
-    """The name of a field for messages: one line of at most 60 characters."""
+    """The name of a field, or the `repr` of a value, for messages: one line of at most 60 characters."""
     return "".join(c if c.isprintable() else "?" for c in name[:60])
 
 
@@ -267,9 +273,10 @@ def as_text(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
-        if not math.isfinite(value):
-            raise ValueError(f"the field {name!r} holds {value}, which is no number of JSON")
-        return getattr(value, "spelling", str(value))
+        text: str = getattr(value, "spelling", str(value))
+        if text in ("nan", "inf", "-inf"):
+            raise ValueError(f"the field {name!r} holds {text}, which is no number of JSON")
+        return text
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"the field {name!r} is empty or not a text")
     return value

@@ -6,15 +6,15 @@ turn, earlier turns (`history`), tools, a thought, and a label that makes the an
 one (LLaMA-Factory's `kto_tag`, TRL's `label`).
 """
 
-import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
 
 from modelwright.data.document import Message, join_turns, says_something
-from modelwright.data.sources.fields import LABEL_WORDS, Fields, as_flag, as_text
+from modelwright.data.sources.fields import LABEL_WORDS, Fields, as_flag, as_text, printable
 from modelwright.data.sources.turns import THOUGHTS, check_learned, parsed, read_tools, read_turns, turn
 
 FORMS = (
@@ -289,6 +289,8 @@ def read_choices(record: Mapping[str, Any]) -> tuple[list[str], int]:
     if not isinstance(texts, list) or len(texts) < 2 or not all(isinstance(t, str) and t.strip() for t in texts):
         raise ValueError("the field 'choices' is not a list of two or more texts")
     labels = choices.get("label") if isinstance(choices, Mapping) else None
+    if labels and (not isinstance(labels, list) or len(labels) != len(texts)):
+        raise ValueError("the field 'choices' does not have one label for each text")
     names = [str(one) for one in labels] if labels else [chr(ord("A") + place) for place in range(len(texts))]
     answer = record.get("answer") if record.get("answer") is not None else record.get("answerKey")
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(texts):
@@ -297,7 +299,8 @@ def read_choices(record: Mapping[str, Any]) -> tuple[list[str], int]:
     for known in (names, texts):
         if isinstance(answer, str) and known.count(answer) == 1:
             return texts, known.index(answer)
-    raise ValueError(f"the answer {answer!r} is neither the place nor the label nor the text of one of the choices")
+    shown = printable(repr(answer))
+    raise ValueError(f"the answer {shown} is neither the place nor the label nor the text of one of the choices")
 
 
 def _with_context(fields: Fields, turns: list[Message], *, thought: bool = False) -> list[Message]:
@@ -339,7 +342,7 @@ def _unpaired(fields: Fields, turns: list[Message]) -> dict[str, Any]:
     label = as_flag(fields.get(name))
     if label is None:
         value = fields.plain[name]
-        raise PairError("the label is neither true nor false", f"{name} is {value!r}, not true or false")
+        raise PairError("the label is neither true nor false", f"{name} is {printable(repr(value))}, not true or false")
     completion = fields.plain.get("completion")
     num_answer_turns = len(completion) if isinstance(completion, list) else 1
     return {"desirable": label, "prompt_turns": len(turns) - num_answer_turns}
@@ -366,8 +369,9 @@ def _paired(fields: Fields, turns: list[Message], kind: str) -> dict[str, Any]:
     margin = fields.get("margin")
     if margin is None:
         return meta
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise PairError("the margin is not a number", f"margin is {margin!r}, not a finite number")
+    # An integer of JSON may exceed any FP64.
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= sys.float_info.max:
+        raise PairError("the margin is not a number", f"margin is {printable(repr(margin))}, not a finite number")
     return meta | {"margin": float(margin)}
 
 

@@ -22,6 +22,7 @@ import zstandard
 
 from modelwright.core.errors import DataError
 from modelwright.core.extras import is_installed
+from modelwright.data.sources.fields import is_deep, printable
 from modelwright.data.sources.registry import Entry
 
 CHUNK_BYTES = 2**20
@@ -269,7 +270,7 @@ def _json_items(file: File, text: str, complain: Complaint, limit: Limit) -> Ite
         except (ValueError, RecursionError) as error:
             where = f"{file.name}:{getattr(error, 'lineno', line)}"
             problem = f"is not valid JSON ({getattr(error, 'msg', error)}, column {getattr(error, 'colno', 1)})"
-            return complain("not JSON", where, problem, "correct the file")
+            return complain("rest of a file that is not JSON", where, f"{problem} from here on", "correct the file")
         if at - counted > limit.max_bytes:
             complain("record too long", where, *limit.record_problem())
         else:
@@ -314,8 +315,12 @@ class _TextDecoder(json.JSONDecoder):
     def objects(self, where: str, record: Any, complain: Complaint) -> Iterator[tuple[str, Record]]:
         """Yields a decoded value if it is a record, or a list of turns; complains about any other."""
         twice, self._twice[:] = self._twice[:], []
+        named = record.items() if isinstance(record, dict) else [("messages", record)]
         if twice:
             complain("two fields of one name", where, f"has two fields called {twice[0]!r}", "remove one of them")
+        elif deep := next((name for name, value in named if is_deep(value)), ""):
+            problem = f"has too many levels of lists and objects in the field {printable(deep)!r}"
+            complain("nested too deeply", where, problem, "leave it out")
         elif isinstance(record, list) and record and all(map(_is_turn, cast(list[Any], record))):
             yield where, {"messages": record}
         else:
@@ -382,7 +387,8 @@ def read_csv(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[st
             row = next(table, None)
         except csv.Error as error:
             way_out = f"correct the quotes in the file, or {limit.way_out} if a cell is that long"
-            return complain("not CSV", f"{file.name}:{last}", f"is not a row of a table ({error})", way_out)
+            problem = f"is not a row of a table ({error}), so the rest of the file cannot be read"
+            return complain("rest of a file that is not CSV", f"{file.name}:{last}", problem, way_out)
         if row is None:
             return None
         where, first = f"{file.name}:{first}", last + 1

@@ -195,7 +195,8 @@ class SourceReport:
             lines.append(f"not read: {self._reasons(self.passed_over)}")
         if self.skipped:
             num_records = sum(self.skipped.values())
-            what = f"{num_records:,} record{'s' * (num_records > 1)} could not be read and were left out"
+            what = f"{num_records:,} records could not be read and were left out"
+            what = what if num_records > 1 else "1 record could not be read and was left out"
             lines.append(f"{what}: {self._reasons(self.skipped)}")
         return lines
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from modelwright.data.document import Message, says_something
-from modelwright.data.sources.fields import Fields, as_flag, as_text
+from modelwright.data.sources.fields import Fields, as_flag, as_text, is_deep, printable
 
 ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
@@ -68,7 +68,7 @@ def check_learned(turns: Sequence[Message], name: str) -> None:
 def _read_turn(where: str, fields: Fields) -> Message:
     said = fields.first("role", "from")
     if not isinstance(said, str) or said not in ROLES:
-        raise ValueError(f"{where} has the role {said!r}, not one of {', '.join(ROLES)}")
+        raise ValueError(f"{where} has the role {printable(repr(said))}, not one of {', '.join(ROLES)}")
     role, text = ROLES[said], fields.first("content", "value")
     calls: list[dict[str, Any]] = []
     if said in _CALLS:
@@ -113,7 +113,7 @@ def _learned(where: str, fields: Fields) -> bool | None:
             continue
         flag = as_flag(value)
         if flag is None:
-            raise ValueError(f"{where} has the {name} {value!r}; a turn is learned (1) or not (0)")
+            raise ValueError(f"{where} has the {name} {printable(repr(value))}; a turn is learned (1) or not (0)")
         found.add(flag)
     if fields.plain.get("mask") is not None:
         raise ValueError(
@@ -159,13 +159,16 @@ def read_tools(value: Any) -> list[Any]:
 
 
 def parsed(value: Any) -> Any:
-    """Parses a value that some data sets store as the text of its JSON."""
+    """Parses a value that some data sets store as the text of its JSON; raises `ValueError` for too many levels."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        result = json.loads(value)
     except (ValueError, RecursionError):
         return value
+    if is_deep(result):
+        raise ValueError(f"the field with the text {printable(value)!r} has too many levels of lists and objects")
+    return result
 
 
 def without_none(value: Any) -> Any:

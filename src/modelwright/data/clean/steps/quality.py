@@ -62,7 +62,7 @@ DEFAULT_LIMITS: Mapping[Kind, Limits] = {
     },
     "code": _ANY | {
         "max_duplicate_line_fraction": 0.6, "min_char_entropy": 2.0, "min_compression_ratio": 0.05,
-        "max_mean_word_chars": 30.0,
+        "max_mean_word_chars": 30.0, "max_data_fraction": 0.75,
     },
     "qa": {"min_num_chars": 1.0, "max_num_chars": 2_000_000.0, "max_duplicate_line_fraction": 0.3},
     "image": {"min_num_chars": 1.0, "max_num_chars": 2_000_000.0},
