@@ -1,6 +1,7 @@
 """Files begin in the order of what was recorded, and a run records what each file took."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,8 +47,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def order(folder: Path, *words: str) -> str:
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *words]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode in (0, 4), done.stdout + done.stderr
     return "".join(line[5] for line in done.stdout.splitlines() if line.startswith("test_") and "PASSED" in line)
 
