@@ -1,6 +1,6 @@
 # make demo   install into .venv and go from raw text to a served model; make demo ISA=avx2 as on a processor without AVX-512
 # make test   install with the test tools and run the tests that take seconds, with one process more than cores (TEST_PROCESSES=N for
-#             another number); ends with the ten slowest tests, the wall time and the CPU time
+#             another number); ends with the ten slowest tests, the wall time and the CPU time, and fails where that is above its limit
 # make test-slow  the others, which are marked `slow`: layouts, kills, whole runs, measurements; where the processor has
 #             AVX-512, the tests of numerics run a second time as on one with AVX2 alone
 # make test-all   both
@@ -26,6 +26,7 @@ PROJECTS := $(sort $(wildcard packages/*/pyproject.toml))
 PACKAGES := $(PROJECTS:/pyproject.toml=)
 EDITABLE := $(PACKAGES:%=-e %)
 empty :=
+comma := ,
 space := $(empty) $(empty)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -qq
 # Where uv is installed, it installs the versions of uv.lock; `make UV=` installs with pip and constraints.txt.
@@ -33,7 +34,7 @@ UV ?= $(shell command -v uv 2>/dev/null)
 # The build of torch is chosen below, and on a machine without a GPU nothing for one is installed.
 LEAVE := $(if $(UV),$(shell sed -n 's/^name = "\(torch\|triton\|nvidia-[^"]*\|cuda-[^"]*\)"$$/--no-install-package \1/p' uv.lock | sort -u))
 install = $(if $(UV),UV_PROJECT_ENVIRONMENT=$(abspath $(VENV)) $(UV) sync -q --frozen --inexact --all-packages \
-	--extra $(1) $(if $(shell command -v nvidia-smi),--no-install-package torch,$(LEAVE)),$(PIP) -c constraints.txt -e '.[$(1)]' $(EDITABLE))
+	$(addprefix --extra ,$(1)) $(if $(shell command -v nvidia-smi),--no-install-package torch,$(LEAVE)),$(PIP) -c constraints.txt -e '.[$(subst $(space),$(comma),$(1))]' $(EDITABLE))
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 RECIPE ?= quickstart
 ARGS ?=
@@ -42,7 +43,7 @@ ISA ?=
 STARTED := $(shell date +%s)
 TORCH_INDEX ?=
 TEST_PROCESSES ?= auto
-# A file stays on one process, because its tests share fixtures; conftest.py has the slowest files begin first.
+# A file stays on one process, because its tests share fixtures; tests/longest_first.py has the slowest files begin first.
 # Bytecode is kept whatever the environment says, because many tests start interpreters: each takes 0.5 s less of a core.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
 	--numprocesses $(TEST_PROCESSES) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
@@ -126,9 +127,10 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml $(PROJECTS)
 	$(call install,all)
 	@touch $@
 
+# With what builds the documentation: two small packages, where a second installation would take a minute of a core.
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml $(PROJECTS)
-	$(call install,dev)
-	@touch $@ $(VENV)/.installed
+	$(call install,dev docs)
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-docs
 
 $(VENV)/.installed-docs: $(VENV)/.torch pyproject.toml $(PROJECTS)
 	$(PIP) -c constraints.txt -e '.[docs]' $(EDITABLE)

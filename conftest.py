@@ -4,7 +4,6 @@ the background.
 
 import gc
 import os
-import resource
 import signal
 import subprocess
 import tempfile
@@ -17,6 +16,7 @@ import modelwright  # noqa: F401  (sets what PyTorch reads when it is loaded, be
 from forked_commands import fork_commands
 from impatient import look_once
 
+pytest_plugins = ("cpu_budget", "longest_first")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub, except those of a hub of their own
 look_once()
 fork_commands()
@@ -53,53 +53,6 @@ def _own_working_folder(no_working_folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tempfile.mkdtemp(dir=no_working_folder))
 
 
-SLOW_FILES = (
-    "test_clean_memory.py",
-    "test_wheel.py",
-    "test_without_extras.py",
-    "test_simulation.py",
-    "test_demo.py",
-    "test_gate.py",
-    "test_vllm.py",
-    "test_pairs.py",
-    "test_planned_peaks.py",
-    "test_images_from.py",
-    "test_launch.py",
-    "test_memory_plan.py",
-    "test_wired_precision.py",
-    "test_gather_formats.py",
-    "test_elastic.py",
-    "test_network_claims.py",
-    "test_readme.py",
-    "test_fine_tune_guide.py",
-    "test_wired.py",
-    "test_compression_claim.py",
-    "test_end_to_end.py",
-    "test_wired_in_backward.py",
-    "test_clean_command.py",
-    "test_sandbox.py",
-    "test_memory.py",
-    "test_stage_package.py",
-    "test_memory_claims.py",
-    "test_resolve.py",
-    "test_parity.py",
-    "test_wired_updates.py",
-    "test_noise.py",
-    "test_batching_stages.py",
-    "test_killed.py",
-    "test_distillation.py",
-    "test_signals.py",
-    "test_reload.py",
-    "test_alignment.py",
-    "test_damaged_checkpoints.py",
-    "test_ray_tasks.py",
-    "test_ray_tune.py",
-    "test_killed_search.py",
-    "test_measuring.py",
-)
-"""Files that take longest, the longest first. They begin first, or the last of them would leave other cores idle."""
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from whole_files import WholeFiles
@@ -123,18 +76,6 @@ def pytest_testnodedown(node: Any, error: object) -> None:
         except subprocess.TimeoutExpired:
             how = "it still runs, but has closed its connection"
         node.config.get_terminal_writer().line(f"[{node.gateway.id}] process {process.pid} was lost: {how}")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {name: number for number, name in enumerate(SLOW_FILES)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The CPU time of all processes of the tests, which other jobs of the machine change less than the wall time."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        terminalreporter.write_line(f"CPU time: {sum(one.ru_utime + one.ru_stime for one in used):,.0f} s")
 
 
 def pytest_collection_finish() -> None:

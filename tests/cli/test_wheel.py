@@ -30,7 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder, source]
     subprocess.run([*pip, *map(str, build)], check=True, capture_output=True)
     (wheel,) = folder.glob("modelwright-*.whl")
-    install = ["install", "--quiet", "--no-deps", "--no-index", "--target", folder / "site", wheel]
+    install = ["install", "--quiet", "--no-deps", "--no-index", "--no-compile", "--target", folder / "site", wheel]
     subprocess.run([*pip, *map(str, install)], check=True, capture_output=True)
     return folder / "site"
 
@@ -42,7 +42,8 @@ def test_the_tutorial_with_the_wheel_alone(site: Path, tmp_path: Path) -> None:
     write_model(tmp_path / "models" / "mine")
     write_examples(tmp_path / "examples.jsonl")
     write_examples(tmp_path / "heldout.jsonl", num_records=10)
-    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    # The first command compiles what it imports for those after it.
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     where = [sys.executable, "-c", "import modelwright; print(modelwright.__file__)"]
     found = subprocess.run(where, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert Path(found.strip()).is_relative_to(site), "not the checkout"

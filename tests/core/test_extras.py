@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from modelwright.pipeline.run import check_request
 from modelwright.recipes.load import RECIPES, recipe
 
 ROOT = Path(__file__).parents[2]
+packages_distributions = cache(metadata.packages_distributions)  # which reads the files of everything installed
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -47,7 +49,7 @@ def test_the_core_has_few_dependencies() -> None:
 @pytest.mark.parametrize("name", extras.MODULES)
 def test_an_extra_brings_its_modules(name: str) -> None:
     brought = {re.sub(r"[-_.]+", "-", one) for one in requirements(name)}
-    owners = metadata.packages_distributions()
+    owners = packages_distributions()
     for module in extras.MODULES[name]:
         distributions = {re.sub(r"[-_.]+", "-", one).lower() for one in owners.get(module, ())}
         assert not distributions or distributions & brought, f"{module} is not a part of {name}"

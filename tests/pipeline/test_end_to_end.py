@@ -17,6 +17,7 @@ from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.pipeline.report.page import closing_lines
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.training_figures import FILE
+from rank_processes import start_process
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 CHROMIUM = Path("/usr/bin/chromium")
@@ -195,14 +196,12 @@ def test_start_from_the_exported_folder(
 @pytest.mark.slow
 def test_two_processes_by_torchrun(run: Path, tmp_path: Path, small_words: tuple[str, ...]) -> None:
     target = tmp_path / "two"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-        "-m", "modelwright.cli.main", *small_words, "--run-dir", str(target),
-        "--stages", "clean,tokenize,pack,pretrain,report",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("finished in") == 1
+    code, output, errors = start_process(
+        "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "modelwright.cli.main", *small_words,
+        "--run-dir", target, "--stages", "clean,tokenize,pack,pretrain,report",
+    ).end()  # fmt: skip
+    assert code == 0, errors
+    assert output.count("finished in") == 1
     last = [json.loads((folder / "pretrain/metrics.jsonl").read_text().splitlines()[0]) for folder in (run, target)]
     assert last[0]["loss"] == pytest.approx(last[1]["loss"], rel=1e-5)
     assert json.loads((target / "run.json").read_text())["invocations"][0]["world_size"] == 2

@@ -48,7 +48,7 @@ def test_every_command_does_what_the_page_says(
     served = None
     shown: dict[str, str] = {}
     for line in commands():
-        words = shlex.split(line.replace("8000", str(port)).replace("--minutes 5", "--minutes 0.75"))
+        words = shlex.split(line.replace("8000", str(port)).replace("--minutes 5", "--minutes 0.4"))
         if words[0] == "curl":
             assert served is not None
             shown[line] = answer(words)

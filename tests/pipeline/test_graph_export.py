@@ -62,7 +62,7 @@ GRIDS: dict[str, TrainedGrid] = {
     "tensor": TrainedGrid(weights=WeightGrid(symmetric=False, granularity="tensor"), activations="tensor"),
     "four": TrainedGrid(weights=WeightGrid(bits=4, granularity="group_32", symmetric=False)),
 }
-NUM_QUESTIONS = 500
+NUM_QUESTIONS = 200
 NUM_STEPS, BATCH = 40, 16
 
 

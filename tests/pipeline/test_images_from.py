@@ -253,6 +253,7 @@ def test_a_flipped_byte_on_the_store_stops_the_run_with_its_name(
     assert f"{place}: bytes 65,536 to 131,072 of {FILE} are damaged" in done.stderr
 
 
+@pytest.mark.slow  # for the run that all tests of this file take
 def test_images_without_checksums_are_refused_before_anything_is_trained(
     inside: Command, source: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ MODELWRIGHT_KILLS=10 pytest tests/pipeline/test_killed.py   ten runs, each kille
 import hashlib
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -108,8 +109,12 @@ def test_killed_once(number: int, tmp_path: Path, undisturbed: tuple[Path, float
 def test_killed_in_a_stage_that_makes_a_model_smaller(
     stage: str, tmp_path: Path, undisturbed: tuple[Path, float], words: tuple[str, ...]
 ) -> None:
-    """After a checkpoint and before the end; of `qat` while ranges are observed, and while factors are rounded."""
-    run = tmp_path / "run"
+    """After a checkpoint and before the end; of `qat` while ranges are observed, and while factors are rounded. What
+    is made before the stage is taken from the run that nobody disturbed.
+    """
+    run, names = tmp_path / "run", STAGES.split(",")
+    for name in names[: names.index(stage)]:
+        shutil.copytree(undisturbed[0] / name, run / name)
     metrics = run / stage / "metrics.jsonl"
     for step in (4, 10):
         code, errors = signal_when(

@@ -217,6 +217,7 @@ def test_an_augmentation_changes_the_weights(plain: mw.Run, tmp_path: Path) -> N
     for fraction in (0.01, 0.9):
         shutil.copytree(plain.path, folder := tmp_path / f"run-{fraction}")
         settings = {"methods": ["doubled_words"], "settings": {"doubled_words": {"fraction": fraction}}}
+        settings["num_workers"] = 0  # a worker is an interpreter that imports PyTorch for two steps
         runs.append(mw.run(folder, augmentation=settings).path)
     assert digest(runs[0], "pack") == digest(runs[1], "pack")
     assert digest(runs[0], "pretrain") != digest(runs[1], "pretrain")

@@ -1,9 +1,11 @@
 """Commands on pages about techniques are valid runs, every technique has a page, and pages name files that exist."""
 
+import argparse
 import contextlib
 import io
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -81,19 +83,24 @@ def test_every_technique_of_the_training_loop_has_a_page() -> None:
     assert {module for module in modules if f"train/techniques/{module}.py" not in named} == set()
 
 
+@cache  # the settings of `run` take 0.2 s to list, and more than a hundred lines have them
+def parser_and_settings(name: str) -> tuple[argparse.ArgumentParser, frozenset[str]]:
+    command = usable_commands()[name]
+    return command.parser(), frozenset(command.settings())
+
+
 def objections(line: str) -> str:
     """What a command's parser has against a line, "" for nothing. Settings are known by their names alone."""
     words = shlex.split(re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line), comments=True)
-    command = usable_commands().get(words[1])
-    if command is None:
+    if words[1] not in usable_commands():
         return f"no command {words[1]}"
+    parser, known = parser_and_settings(words[1])
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
-            _, rest = command.parser().parse_known_args([word for word in words[2:] if word != "&"])
+            _, rest = parser.parse_known_args([word for word in words[2:] if word != "&"])
     except SystemExit as end:
         return errors.getvalue() if end.code else ""  # --help
-    known = set(command.settings())
     return " ".join(word for word in rest if word.startswith("--") and word[2:].partition("=")[0] not in known)
 
 

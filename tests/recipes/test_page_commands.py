@@ -3,12 +3,9 @@ has prepared for all. `SHOWN` names those that are only parsed (test_guides.py) 
 """
 
 import json
-import os
 import random
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,18 +39,24 @@ SMALL = (
     "--clean.num_workers=1", "--pretrain.checkpoint_every_steps=20",
 )  # fmt: skip
 PREPARED = ("clean", "tokenize", "pack")
+AFTER = ("sft", "student", "distill", "qat", "dpo", "rollout", "serve", "stages", "name", "run-dir")
+"""First words of options that change nothing of the pretraining, which such a run takes, too. Not those of other
+groups, even if the artifact stayed the same: a run with `--cache.enabled true` proves something only if it trains.
+"""
 WORDS = [a + b + c for a in ("ka", "lo", "mi", "ru") for b in ("na", "ri", "sto", "va") for c in ("l", "m", "n")]
 
 
 def runs() -> list[tuple[str, str]]:
-    """The page and the words of each run."""
-    found = []
+    """The page and the words of each run; what several pages show under different names is run once."""
+    found, seen = [], set()
     for page in PAGES:
         name = page.relative_to(DOCS.parent).as_posix()
         for line in commands_of(page):
             words = shlex.split(line, comments=True)
             is_shown = any(part == name or part in words for part in SHOWN)
-            if "modelwright" in words and not is_shown:
+            unnamed = [word for at, word in enumerate(words) if not {word, words[at - 1]} & {"--name", "--run-dir"}]
+            if "modelwright" in words and not is_shown and tuple(unnamed) not in seen:
+                seen.add(tuple(unnamed))
                 found.append((page.stem, shlex.join(words)))
     return found
 
@@ -75,18 +78,16 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = [{"question": f"{sentence()[:-1]}?", "answer": sentence()} for _ in range(60)]
     pairs += [{"prompt": f"{sentence()[:-1]}?", "chosen": sentence(), "rejected": sentence()} for _ in range(60)]
     (text / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    run_small(["--name", "rows", "--stages", ",".join(PREPARED)], place, {})
+    run_small(["--name", "rows", "--stages", ",".join([*PREPARED, "pretrain"])], place, {})
     return place
 
 
 def run_small(words: list[str], place: Path, environment: dict[str, str]) -> None:
     line = ["run", "tiny", *SMALL, "--data.sources", "text", *words]
-    if "--augmentation.methods" in words:  # whose workers a process of the tests' own may not start
-        command, env = [sys.executable, "-m", "modelwright.cli.entry", *line], {**os.environ, **environment}
-        done = subprocess.run(command, env=env, cwd=place, capture_output=True, text=True)
-        code, output, errors = done.returncode, done.stdout, done.stderr
-    else:
-        code, output, errors = start_process("modelwright.cli.main", *line, environment=environment, cwd=place).end()
+    if "--augmentation.methods" in words:
+        # A process of the tests' own may start no workers; tests/train/test_augmented_run.py has them.
+        line.append("--augmentation.num_workers=0")
+    code, output, errors = start_process("modelwright.cli.main", *line, environment=environment, cwd=place).end()
     assert code == 0, f"{shlex.join(words)}\n{output[-1500:]}{errors[-2500:]}"
 
 
@@ -105,10 +106,14 @@ def test_a_run_of_a_page_runs(page: str, line: str, prepared: Path) -> None:
     given = {word.partition("=")[0] for word in words}
     name = words[words.index("--run-dir" if "--run-dir" in given else "--name") + 1]
     folder = Path(name) if "--run-dir" in given else Path("runs") / name
+    groups = {word[2:].partition(".")[0] for word in given if word.startswith("--")}
     if "--stages" not in given:
-        words += ["--stages", "clean,tokenize,pack,pretrain,sft,report"]
+        # Fine-tuning does not know how the weights were pretrained.
+        trainings = "pretrain" if groups <= {"name", "run-dir", "pretrain"} and not environment else "pretrain,sft"
+        words += ["--stages", f"clean,tokenize,pack,{trainings},report"]
     if not any(word.startswith(("--pack", "--tokenizer", "--augmentation")) for word in given):
-        for stage in PREPARED:
+        is_later = groups <= {*AFTER} and not environment
+        for stage in [*PREPARED, *(["pretrain"] if is_later else [])]:
             if not (prepared / folder / stage).exists():
                 shutil.copytree(prepared / "runs/rows" / stage, prepared / folder / stage)
     run_small(words, prepared, environment)

@@ -56,7 +56,7 @@ def test_a_run_has_the_same_bits_as_from_the_command_line(
 ) -> None:
     words = ["finetune", str(model), str(examples), "--run-dir", str(tmp_path / "run")]
     words += [f"--{name}={value}" for name, value in QUICK.items()]
-    done = subprocess.run([sys.executable, "-m", "modelwright.cli.entry", *words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "modelwright.cli.main", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert digest(tmp_path / "run") == digest(run.path)
 
