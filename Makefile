@@ -50,9 +50,14 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE= $(BIN)
 
 # An older instruction set for every library of the programs that follow.
 WITH_ISA := $(if $(ISA),env MODELWRIGHT_ISA=$(ISA) $$(MODELWRIGHT_ISA=$(ISA) $(BIN)/python -m modelwright.core.print_environment))
-# What a processor without AVX-512 and BF16 computes differently.
-ISA_TESTS := tests/ops tests/train/precision tests/parallel/test_gather_formats.py tests/parallel/test_tensor.py \
+# What a processor without AVX-512 and BF16 computes differently: not threads, memory, decisions, Triton, NumPy and Pillow.
+ISA_TESTS := $(filter-out $(foreach part,ops/test_kernel_team ops/test_tensor_heap ops/test_triton_quantize \
+	ops/test_microbenchmark ops/test_image_augment ops/test_sparse_code train/precision/test_adaptive \
+	train/precision/test_loss_scale,tests/$(part).py), \
+	$(wildcard tests/ops/test_*.py tests/train/precision/test_*.py)) \
+	tests/parallel/test_gather_formats.py tests/parallel/test_tensor.py \
 	tests/train/memory/test_checkpointing.py tests/train/test_wired_precision.py
+ISA_LEFT_OUT := not build_at_once and not for_a_reason and not amid_a_look and not decide_alike and not tolerable_everywhere
 HAS_AVX512 := $(shell grep -qsw avx512f /proc/cpuinfo && echo yes)
 
 .PHONY: demo test test-slow test-all coverage docs wheel-check lint bench loading-peers prove parity gpu-check clean
@@ -67,7 +72,7 @@ test: $(VENV)/.installed-dev
 # The second pass runs whatever the first one found, and the target fails where either does.
 test-slow: $(VENV)/.installed-dev
 	@set -x; code=0; $(PYTEST) -m slow $(ARGS) || code=$$?; \
-	$(if $(HAS_AVX512),$(if $(ARGS),,MODELWRIGHT_ISA=avx2 $(PYTEST) $(ISA_TESTS) || code=$$?;)) \
+	$(if $(HAS_AVX512),$(if $(ARGS),,MODELWRIGHT_ISA=avx2 $(PYTEST) $(ISA_TESTS) -k "$(ISA_LEFT_OUT)" || code=$$?;)) \
 	exit $$code
 
 test-all:

@@ -48,6 +48,7 @@ IMPORTED = (
     "modelwright.recipes.load",
     "modelwright.serve.engines.process",
     "modelwright.serve.server",
+    "modelwright_continual.loop",
     "pytest",
     "tensorboardX",
     "torch.distributed.fsdp",

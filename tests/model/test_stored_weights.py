@@ -3,7 +3,6 @@
 import json
 import struct
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from modelwright.core.errors import ModelError
 from modelwright.model.hf import StoredWeights, deferred_model, load_config, load_model, save_model, stored_dtype
+from rank_processes import fork_context
 from tiny_decoder import make_decoder
-
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture
@@ -57,19 +55,22 @@ def memory_of_loading(folder: Path, first: Path) -> tuple[int, int]:
 @pytest.mark.slow
 def test_memory_holds_the_model_and_one_tensor_more(tmp_path: Path) -> None:
     """Measured at every tensor, while it is in memory in both formats, in processes that have done nothing else. The
-    system's own noise only adds, so the smallest of three figures counts.
+    system's own noise only adds, so the smallest of three figures counts, and the first that is small enough will do.
     """
     small, large = tmp_path / "small", tmp_path / "large"
     save_model(make_decoder().bfloat16(), small)
     shape = {"vocab_size": 4096, "num_layers": 10, "model_dim": 256, "ffn_dim": 2048, "tie_embeddings": False}
     model = make_decoder(**shape).bfloat16()
     save_model(model, large)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as process:
-        figures = [process.submit(memory_of_loading, large, small).result() for _ in range(3)]
-    wanted, added = min(figures)
     largest = max(4 * parameter.numel() for parameter in model.parameters())
+    with ProcessPoolExecutor(1, mp_context=fork_context(), max_tasks_per_child=1) as process:
+        for _ in range(3):
+            wanted, added = process.submit(memory_of_loading, large, small).result()
+            if added < wanted + 2 * largest + 2**23:
+                break
+        else:
+            pytest.fail("whole files beside the model would be half as much more")
     assert wanted > 60 * 2**20
-    assert added < wanted + 2 * largest + 2**23, "whole files beside the model would be half as much more"
     assert 2 * wanted / 4 > 2 * largest + 2**23
 
 
@@ -83,6 +84,7 @@ def test_the_format_of_a_folder_is_in_its_headers(tmp_path: Path, dtype: torch.d
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
     )

@@ -261,17 +261,24 @@ def test_a_killed_run_resumes_with_the_same_bits(
 
 
 DELAYED = {"policy": "fp8", "fp8": {"scaling": "delayed"}}
+InFp32 = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module", params=[RESNET, VIT], ids=["resnet", "vit"])
+def in_fp32(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> InFp32:
+    """A shape, and two steps of it in FP32."""
+    out, shape = tmp_path_factory.mktemp("fp32"), request.param
+    return shape, trained(folder, out, dtype=torch.float32, num_steps=2, **shape)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16_mixed", "fp16_mixed", "int8", "fp8", DELAYED], ids=str)
-@pytest.mark.parametrize("shape", [RESNET, VIT], ids=["resnet", "vit"])
 def test_precision_policies_reach_the_layers_and_keep_the_norms_in_fp32(
-    precision: Any, shape: dict[str, Any], folder: Path, tmp_path: Path
+    precision: Any, in_fp32: InFp32, folder: Path, tmp_path: Path
 ) -> None:
     """The loss of the first step differs from that in FP32, by little; running statistics are FP32 and finite."""
     precision = precision if isinstance(precision, dict) else {"policy": precision}
-    exact = trained(folder, tmp_path / "fp32", dtype=torch.float32, num_steps=2, **shape)
+    shape, exact = in_fp32
     found = trained(folder, tmp_path / "own", dtype=torch.float32, num_steps=2, precision=precision, **shape)
     assert found["1, loss"] != exact["1, loss"]
     torch.testing.assert_close(found["1, loss"], exact["1, loss"], rtol=0.1, atol=0)
@@ -286,11 +293,8 @@ def rounded(name: ImageQuantization) -> TechniqueBuilder:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [RESNET, VIT], ids=["resnet", "vit"])
-def test_rounding_to_integers_in_training_reaches_the_layers(
-    shape: dict[str, Any], folder: Path, tmp_path: Path
-) -> None:
-    exact = trained(folder, tmp_path / "fp32", dtype=torch.float32, num_steps=2, **shape)
+def test_rounding_to_integers_in_training_reaches_the_layers(in_fp32: InFp32, folder: Path, tmp_path: Path) -> None:
+    shape, exact = in_fp32
     grid = [rounded("int8")]
     found = trained(folder, tmp_path / "own", dtype=torch.float32, num_steps=2, techniques=grid, **shape)
     assert found["1, loss"] != exact["1, loss"]

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("agents")
 
 import agent_loop
+import forked_commands
 from added_package import add_agent_routes
 from modelwright.cli.main import main
 from modelwright.serve.config import ServeConfig
@@ -59,8 +60,11 @@ def test_forced_calls_of_a_random_model_are_valid_and_wrong(tmp_path: Path, monk
 def test_the_record_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """The recipe with few conversations and steps, then the whole benchmark with servers in processes of their own."""
     monkeypatch.setattr(tool_corpus, "NUM_CONVERSATIONS", 60)
+    monkeypatch.setattr(agent_loop, "MAX_TOKENS", 24)  # of a model that has learned nothing, and so never ends
+    monkeypatch.setattr(forked_commands, "FORKED", (*forked_commands.FORKED, "modelwright.cli.entry"))
     run, out = tmp_path / "run", tmp_path / "record.json"
     words = ["--stages", "clean,tokenize,pack,pretrain,sft", "--pretrain.num_steps", "2", "--sft.num_steps", "3"]
+    words += ["--model.num_layers", "1"]
     assert main(["run", "tools", "--run-dir", str(run), *words, "--hardware.num_threads", "1"]) == 0
     monkeypatch.setattr(sys, "argv", ["agent_loop.py", str(run), "--requests", "2", "--out", str(out)])
     agent_loop.main()

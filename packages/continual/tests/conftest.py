@@ -14,7 +14,14 @@ from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.load import ModelSource
 from modelwright.serve.server import ServerThread
 from modelwright_continual.benchmark import load_benchmark
+from plain_runs import plain_runs
 from serve.test_keys import write_keys
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plain_runs() -> Iterator[None]:
+    with plain_runs():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +30,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     settings = [word for word in QUICK if not word.startswith("--average")]
     words = ["run", "finetune", "--init-from", folder / "model", "--data.sources", folder / "old.jsonl"]
     words += ["--stages", "clean,pack,sft,quantize", "--run-dir", folder / "base", *settings, *BASE]
-    assert main([str(word) for word in words]) == 0
+    with plain_runs():
+        assert main([str(word) for word in words]) == 0
     frozen = ["continual", "freeze", folder / "bench", "--old", folder / "old-heldout.jsonl"]
     assert main([str(word) for word in [*frozen, "--new", folder / "new-heldout.jsonl"]]) == 0
     return World(folder, folder / "base", load_benchmark(folder / "bench"))
@@ -33,7 +41,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def released(world: World) -> Path:
     """The run of a clean update that nobody disturbed, up to its release."""
     run = world.folder / "runs" / "next"
-    assert main(words_of(world, run)) == 0
+    with plain_runs():
+        assert main(words_of(world, run)) == 0
     return run
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from modelwright.cli.main import main
 from modelwright.core import artifacts
 from modelwright_continual import drift_trigger, loop, self_replay
+from plain_runs import plain_runs
 
 PATTERN, WHEN = os.environ["KILL_AT"], os.environ["KILL_WHEN"]
 
@@ -36,4 +37,5 @@ artifacts._replace_folder = deadly(artifacts._replace_folder, 1)
 drift_trigger.write_atomic = deadly(drift_trigger.write_atomic, 0)
 loop.write_atomic = deadly(loop.write_atomic, 0)
 self_replay.write_atomic = deadly(self_replay.write_atomic, 0)
-sys.exit(main(sys.argv[1:]))
+with plain_runs():
+    sys.exit(main(sys.argv[1:]))

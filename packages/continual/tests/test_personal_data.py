@@ -12,6 +12,7 @@ import pytest
 from continual_update import new_records, old_records
 from continual_world import ADMIN, LOG, World, words_of
 from modelwright.cli.main import main
+from modelwright.core.extras import is_installed
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.tokenizer.tokenizer import Tokenizer
@@ -46,8 +47,14 @@ def exported(log: Path, path: Path, since: float, count: int) -> Path:
 
 @pytest.mark.slow
 def test_planted_values_reach_nothing_of_a_loop(
-    world: World, server: ServerThread, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog
+    world: World,
+    server: ServerThread,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog,
 ) -> None:
+    monkeypatch.setattr("modelwright.pipeline.report.charts.is_installed", is_installed)  # charts have texts as well
     values = planted_values()
     pairs = list(zip(values[::2], values[1::2], strict=True))
     asked, run, reference = time.time(), tmp_path / "next", tmp_path / "reference"

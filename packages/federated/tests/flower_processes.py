@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from warm_superexec import install
+
 PROGRAMS = Path(sys.executable).parent
 PATIENCE_S = 120.0
 """Far more than anything here takes: a machine that is busy with other things must fail no test."""
@@ -55,7 +57,7 @@ def federation(folder: Path, nodes: Mapping[str, Mapping[str, object]]) -> Itera
     (home / "config.toml").write_text(
         f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     )
-    path = f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}"
+    path = os.pathsep.join([str(install(home / "bin")), str(PROGRAMS), os.environ["PATH"]])
     python = os.pathsep.join([*filter(None, sys.path)])
     environment = {**os.environ, **ENVIRONMENT, "FLWR_HOME": str(home), "PATH": path, "PYTHONPATH": python}
     commands = {"superlink": ["flower-superlink", "--insecure", "--port", str(port), "--host", "127.0.0.1"]}

@@ -1,7 +1,5 @@
 """What is asked of Flower: its version, and that it neither reports to its makers nor installs packages."""
 
-import os
-import subprocess
 import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +10,7 @@ from packaging.requirements import Requirement
 
 from modelwright.core.errors import ConfigError
 from modelwright_federated import flower
+from rank_processes import all_well, start_process
 from refusals import config_error
 
 FOLDER = Path(__file__).parents[1]
@@ -46,14 +45,22 @@ def test_the_installed_version_is_the_one_that_is_asked_for() -> None:
 
 
 @pytest.mark.slow
-def test_telemetry_is_off_when_flower_is_imported_by_this_package() -> None:
+def test_telemetry_is_off_when_flower_is_imported_by_this_package(tmp_path: Path) -> None:
+    """In a process that has imported neither."""
     pytest.importorskip("flwr")
-    script = "import modelwright_federated.server; from flwr.supercore import telemetry as t; "
-    script += "print(t.FLWR_TELEMETRY_ENABLED)"
-    environment = {name: value for name, value in os.environ.items() if "TELEMETRY" not in name}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "0"
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, warnings\n"
+        "warnings.simplefilter('default')\n"  # Flower's own
+        "for name in [name for name in os.environ if 'TELEMETRY' in name]:\n"
+        "    del os.environ[name]\n"
+        "assert not {'flwr', 'modelwright_federated'} & set(sys.modules)\n"
+        "import modelwright_federated.server\n"
+        "from flwr.supercore import telemetry\n"
+        "print(telemetry.FLWR_TELEMETRY_ENABLED)\n"
+    )
+    (output,) = all_well([start_process(script).end()])
+    assert output.split()[-1] == "0"
 
 
 def test_no_app_starts_that_would_report(monkeypatch: pytest.MonkeyPatch) -> None:
