@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,9 @@ from modelwright_board.files import (
 RUN_INFO, STAGE_INFO, LOCK, METRICS = "run.json", "stage.json", ".lock", "metrics.jsonl"
 TAIL_BYTES = 8_000
 MOST_STAGES = 200
+
+Score = tuple[str, str, float, float, float]
+"""Model, measure, low end of its interval, value, high end."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ class Run:
     def json(self, *parts: str) -> dict[str, Any]:
         return read_json(self.path, *parts)
 
+    def scores(self) -> list[Score]:
+        """Returns the results of the evaluation, the last model first."""
+        return scores_of(as_object(self.json("evaluate", "artifact", "results.json").get("models")))
+
     def settings(self) -> dict[str, str]:
         return flat_settings(read_text(self.path, "config.yaml", most=1_000_000))
 
@@ -77,6 +84,21 @@ class Run:
     def where(self) -> str:
         """The path to the folder for a command line in the working folder."""
         return shown_path(self.path)
+
+
+def scores_of(models: Mapping[str, Any]) -> list[Score]:
+    """Returns what tables of results, by model, have of each measure; NaN for a missing end of an interval."""
+    found: list[Score] = []
+    for name, model in reversed(models.items()):
+        kinds = as_object(as_object(model).get("bits_per_byte")).items()
+        tables = [(f"bits per byte of {kind}", "bits_per_byte", table) for kind, table in kinds]
+        tables += [("perplexity of answers", "perplexity", as_object(model).get("answers"))]
+        tables += [("multiple choice", "accuracy", as_object(model).get("multiple_choice"))]
+        for title, key, table in tables:
+            low, value, high = (as_number(as_object(table).get(one)) for one in (f"{key}_low", key, f"{key}_high"))
+            if value == value:
+                found.append((name, title, low, value, high))
+    return found
 
 
 def shown_path(path: Path) -> str:

@@ -76,8 +76,8 @@ class MetricsFile:
         self._offset, self._inode, self.size, self.num_broken = 0, 0, 0, 0
         self.width = 1.0
         self._curves: dict[str, _Curve] = {}
-        self._sums = {name: 0.0 for name in AXES.values() if name}
-        self._totals = {name: np.full(MOST_BUCKETS, np.nan) for name in self._sums}
+        # Sums up to each step: as they grow, the largest of a bucket is that at its last step.
+        self._sums = {name: _Curve() for name in AXES.values() if name}
         self.version = time.monotonic_ns()
 
     @property
@@ -137,12 +137,11 @@ class MetricsFile:
         while steps[-1] >= self.width * MOST_BUCKETS:
             self._widen()
         buckets = (steps // self.width).astype(np.int64)
-        for name, sums in self._totals.items():
+        for name, sums in self._sums.items():
             if name in columns:
-                amounts = np.nan_to_num(columns[name][order], posinf=0.0, neginf=0.0)
-                running = self._sums[name] + np.cumsum(amounts)
-                sums[buckets] = running  # the last of a bucket stays
-                self._sums[name] = float(running[-1])
+                amounts = np.clip(np.nan_to_num(columns[name][order], posinf=0.0, neginf=0.0), 0.0, None)
+                last = np.nanmax(sums.values[:, 1], initial=0.0)
+                sums.add(buckets, steps, last + np.cumsum(amounts))
         for name, column in columns.items():
             values = column[order]
             finite = np.isfinite(values)
@@ -154,14 +153,8 @@ class MetricsFile:
     def _widen(self) -> None:
         self.width *= 2
         self.version = time.monotonic_ns()
-        for curve in self._curves.values():
+        for curve in (*self._curves.values(), *self._sums.values()):
             curve.halve()
-        half = MOST_BUCKETS // 2
-        for name, sums in self._totals.items():
-            pairs = sums.reshape(-1, 2)
-            fresh = np.full(MOST_BUCKETS, np.nan)
-            fresh[:half] = np.where(np.isnan(pairs[:, 1]), pairs[:, 0], pairs[:, 1])
-            self._totals[name] = fresh
 
     @property
     def names(self) -> list[str]:
@@ -180,18 +173,12 @@ class MetricsFile:
         steps, values = steps[known], values[known]
         steps, unique = np.unique(steps, return_index=True)
         values = values[unique]
-        places = self._places(axis, steps) if AXES.get(axis) else steps
-        return places.tolist(), [float(f"{value:.6g}") for value in values]
-
-    def _places(self, axis: str, steps: Floats) -> Floats:
-        """Sums at the steps: exact at the ends of buckets, linear in between."""
-        sums = self._totals[AXES[axis]]
-        known = np.flatnonzero(np.isfinite(sums))
-        if not len(known):
-            return steps
-        ends = (known + 1) * self.width - 1
-        ends[-1] = min(ends[-1], self.last_step)
-        return np.interp(steps, np.r_[0.0, ends], np.r_[0.0, sums[known]])
+        if AXES.get(axis):
+            sums = self._sums[AXES[axis]]
+            known = np.isfinite(sums.values)
+            if known.any():  # exact at a bucket's first and last step, linear in between
+                steps = np.interp(steps, np.r_[0.0, sums.steps[known]], np.r_[0.0, sums.values[known]])
+        return steps.tolist(), [float(f"{value:.6g}") for value in values]
 
     @property
     def last_step(self) -> float:

@@ -70,9 +70,7 @@ def test_quantiles_of_what_was_observed_between_two_moments() -> None:
 
     def text(values: np.ndarray) -> str:
         lines = [f'm_bucket{{le="{limit}"}} {(values <= limit).sum()}' for limit in limits]
-        return "\n".join(
-            [*lines, f'm_bucket{{le="+Inf"}} {len(values)}', "# a comment", f"m_count {len(values)}", "bad x"]
-        )
+        return "\n".join([*lines, f'm_bucket{{le="+Inf"}} {len(values)}', "# a comment", f"m_count {len(values)}"])
 
     now, old = parse_metrics(text(np.r_[before, fresh])), parse_metrics(text(before))
     assert total(now, "m_count") == 4500

@@ -1,7 +1,6 @@
 """Names that the board knows without loading the main package match the main package."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +14,17 @@ from modelwright.cli.recipes import recipe_names
 from modelwright.data.clean.config import STEPS
 from modelwright.pipeline.exports import EXPORTS
 from modelwright_board import project
+from modelwright_board.forms import forms_of
+from modelwright_board.screens import SCREENS
 
 
 def test_formats_recipes_and_commands_are_those_of_the_package(tmp_path: Path) -> None:
-    assert {name: tuple(export.dtypes) for name, export in EXPORTS.items() if name != "hub"} == dict(
-        project.EXPORT_DTYPES
-    ), "an upload is no button"
+    (form,) = (one.fields["form"] for one in forms_of("smaller") if one.name == "export")
+    offered = {word for word, _ in form.choices}
+    dtypes = {f"{name} --dtype {dtype}" for name, export in EXPORTS.items() for dtype in export.dtypes}
+    assert offered == (set(EXPORTS) | dtypes) - {"hub"}, "an upload is no button"
     assert sorted(project.recipe_names()) == sorted(recipe_names())
-    templates = Path(project.__file__).parent.rglob("*.jinja")
-    needed = {name for path in templates for name in re.findall(r'needs="([a-z-]+)"', path.read_text(encoding="utf-8"))}
+    needed = {action.needs for screen in SCREENS for action in screen.actions if action.needs}
     assert {"drift", "plan", "show"} <= needed
     assert {name for name in needed if project.has_command(name)} == needed & set(usable_commands())
     assert not project.has_command("nonsense")

@@ -309,5 +309,5 @@ def test_links_in_place_of_own_folders_are_refused(tmp_path: Path, name: str) ->
     link.parent.mkdir(parents=True)
     link.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError):
-        run_board(tmp_path / "runs", host="127.0.0.1", port=0, keys_file="")
+        run_board(tmp_path / "runs", host="127.0.0.1", port=0)
     assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelwright_board import screen
 from modelwright_board.files import as_number, as_object, flat_settings, parse_lines, read_tail
 from modelwright_board.jobs import command_line
 from modelwright_board.project import recipe_settings
 from modelwright_board.runs import Run
-from modelwright_board.screen import Board, Query
+from modelwright_board.screen import Board, Query, Screen, last_value
 from modelwright_board.series import AXES, curve_message
 
 MOST_RUNS = 8
@@ -27,12 +26,12 @@ def chosen(board: Board, query: Query) -> list[Run]:
 def stage_of(runs: Sequence[Run], query: Query) -> tuple[str, list[str]]:
     """Returns the stage whose curves are shown, and those that could be: without a choice, the one that is going on."""
     stages = list(dict.fromkeys(name for run in runs for name in run.trainings))
-    wanted = query.get("stage", [""])[-1]
+    wanted = last_value(query, "stage")
     return (wanted if wanted in stages else (stages[-1] if stages else "")), stages
 
 
 def axis_of(query: Query) -> str:
-    axis = query.get("x", ["step"])[-1]
+    axis = last_value(query, "x")
     return axis if axis in AXES else "step"
 
 
@@ -110,23 +109,14 @@ def results(runs: Sequence[Run]) -> list[list[Any]]:
         for stage in run.trainings:
             facts = as_object(run.json(stage, "artifact", "manifest.json").get("facts"))
             column |= {f"{stage}: {name}": as_number(facts[name]) for name in _FACTS if name in facts}
-        for name, model in as_object(run.json("evaluate", "artifact", "results.json").get("models")).items():
-            model = as_object(model)
-            for kind, table in as_object(model.get("bits_per_byte")).items():
-                column[f"{name}: bits per byte of {kind}"] = as_number(as_object(table).get("bits_per_byte"))
-            for table, figure in (("answers", "perplexity"), ("multiple_choice", "accuracy")):
-                if as_object(model.get(table)):
-                    column[f"{name}: {figure}"] = as_number(as_object(model[table]).get(figure))
+        column |= {f"{name}: {title}": value for name, title, _, value, _ in run.scores()}
         columns.append({name: value for name, value in column.items() if value == value})
     names = dict.fromkeys(name for column in columns for name in column)
     return [[name, *(column.get(name) for column in columns)] for name in names][:200]
 
 
-def state(board: Board, run: Run | None) -> str:
-    return run.state if run else ""
-
-
-SCREEN = screen.Screen(
-    name="run", title="Run", question="Is it learning, and is anything wrong?", show=show, state=state,
-    blocks=("head", "alarms", "samples", "log", "jobs"), charts=charts, has_charts=True,
+SCREEN = Screen(
+    name="run", title="Run", question="Is it learning, and is anything wrong?", show=show,
+    state=lambda board, run: run.state if run else "", charts=charts,
+    blocks=("head", "alarms", "samples", "log", "jobs"),
 )  # fmt: skip
