@@ -6,6 +6,8 @@ import json
 import os
 import stat
 from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -94,6 +96,13 @@ def as_number(value: Any) -> float:
         return float(value)
     except (ValueError, OverflowError):
         return float("nan")
+
+
+@cache
+def read_table(name: str) -> dict[str, Any]:
+    """Returns a YAML file of the board itself, `{}` for a name without one."""
+    path = files("modelwright_board") / f"{name}.yaml"
+    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def flat_settings(text: str, *, most: int = 4000) -> dict[str, str]:

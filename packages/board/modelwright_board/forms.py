@@ -6,13 +6,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from modelwright.core.errors import ConfigError
+from modelwright_board.files import read_table
 from modelwright_board.runs import shown_path
 
 Values = Mapping[str, str]
@@ -120,14 +117,9 @@ def forms_of(screen: str) -> Sequence[Action]:
     """Returns the forms of a screen in the order of its file. A field without a description of its own is the shared
     one of that name.
     """
-    shared = _read("fields")
+    shared = read_table("fields")
     actions: list[Action] = []
-    for name, plain in _read(f"screens/{screen}").items():
+    for name, plain in read_table(f"screens/{screen}").items():
         fields = {key: Field(name=key, **(shared.get(key, {}) | (own or {}))) for key, own in plain["fields"].items()}
         actions.append(Action(name=name, **{**plain, "fields": fields}))
     return actions
-
-
-def _read(name: str) -> dict[str, Any]:
-    path = files("modelwright_board") / f"{name}.yaml"
-    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}

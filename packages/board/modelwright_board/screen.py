@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from modelwright_board.forms import Action, forms_of
 from modelwright_board.jobs import Jobs
 from modelwright_board.project import recipe_names
 from modelwright_board.runs import Run, Runs, shown_path
-from modelwright_board.series import SeriesCache
+from modelwright_board.series import MetricsFile
 from modelwright_board.servers import Watch
 
 HIDDEN_FOLDER = ".board"
@@ -28,7 +29,7 @@ class Board:
         self.own = self.root / HIDDEN_FOLDER
         self.runs = Runs(self.root)
         self.jobs = Jobs(self.own / "jobs")
-        self.series = SeriesCache()
+        self.metrics_file = lru_cache(maxsize=24)(MetricsFile)  # those that were looked at last
         self.watch = Watch(self.jobs)
 
     def uploads(self) -> list[Path]:

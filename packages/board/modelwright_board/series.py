@@ -6,7 +6,6 @@ import io
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright_board.files import as_number, open_inside, parse_lines
+from modelwright_board.files import as_number, open_inside, parse_lines, read_table
 
 MOST_BUCKETS = 512
 PIECE_BYTES = 4 << 20
@@ -208,65 +207,24 @@ def _columns(piece: bytes) -> dict[str, Floats] | None:
     return result
 
 
-class SeriesCache:
-    """Metrics files that were looked at last."""
-
-    def __init__(self, most: int = 24) -> None:
-        self._files: OrderedDict[tuple[Path, str], MetricsFile] = OrderedDict()
-        self._lock = threading.Lock()
-        self._most = most
-
-    def get(self, folder: Path, stage: str) -> MetricsFile:
-        with self._lock:
-            file = self._files.setdefault((folder, stage), MetricsFile(folder, stage))
-            self._files.move_to_end((folder, stage))
-            while len(self._files) > self._most:
-                self._files.popitem(last=False)
-            return file
-
-
-@dataclass(frozen=True)
-class ChartKind:
-    """A chart of related metrics with one unit. metrics: patterns of their names, as of file names."""
-
-    title: str
-    metrics: Sequence[str]
-    unit: str
-    is_log: bool = False
-
-    def takes(self, name: str) -> bool:
-        return any(fnmatchcase(name, one) for one in self.metrics)
-
-
-CHARTS: Sequence[ChartKind] = (
-    ChartKind("Loss", ("loss", "heldout_loss"), "nats per token"),
-    ChartKind("Reward", ("reward", "reward_*", "heldout/reward*"), "reward"),
-    ChartKind("KL divergence", ("kl", "kl_*", "*kl"), "nats"),
-    ChartKind("Accuracy", ("accuracy", "*_accuracy", "heldout/accuracy"), "share"),
-    ChartKind("Learning rate", ("learning_rate",), "rate"),
-    ChartKind("Gradient norm", ("grad_norm",), "norm"),
-    ChartKind("Tokens per second", ("tokens_per_s",), "tokens/s"),
-    ChartKind("Model FLOPs utilization", ("mfu",), "share of the peak"),
-    ChartKind("Time of a step", ("step_time_s", "data_wait_s", "comm_s"), "seconds"),
-    ChartKind("Memory", ("peak_bytes", "memory_bytes", "resident_bytes"), "bytes"),
-    ChartKind("Loss scale", ("loss_scale",), "scale", is_log=True),
-)
 HIDDEN = ("num_tokens", "eval_time_s", "checkpoint_stall_s", "peak_flops", "executed_flops", "bytes_sent", "skipped")
 
 
-def charts_of(names: Sequence[str]) -> list[tuple[ChartKind, list[str]]]:
-    """Returns the charts of these metrics: the known ones first, then one for each other metric."""
+def charts_of(names: Sequence[str]) -> list[tuple[dict[str, Any], list[str]]]:
+    """Returns the charts of these metrics, each with title, unit and scale: those of charts.yaml first, then one for
+    each other metric.
+    """
     rest = [name for name in names if name not in HIDDEN]
-    result: list[tuple[ChartKind, list[str]]] = []
-    for kind in CHARTS:
-        mine = [name for name in rest if kind.takes(name)]
+    result: list[tuple[dict[str, Any], list[str]]] = []
+    for title, kind in read_table("charts").items():
+        mine = [name for name in rest if any(fnmatchcase(name, one) for one in kind["metrics"])]
         if mine:
-            result.append((kind, mine))
+            result.append(({"title": title, "unit": kind["unit"], "log": kind.get("is_log", False)}, mine))
             rest = [name for name in rest if name not in mine]
-    return result + [
-        (ChartKind(name.replace("_", " "), (name,), "seconds" if name.endswith("_s") else "value"), [name])
-        for name in rest
-    ]
+    for name in rest:
+        unit = "seconds" if name.endswith("_s") else "value"
+        result.append(({"title": name.replace("_", " "), "unit": unit, "log": False}, [name]))
+    return result
 
 
 def curve_message(
@@ -298,5 +256,5 @@ def curve_message(
                     start = max(0.0, since // file.width * file.width) if since >= 0 else -1.0
                     traces.append({"run": run, "metric": name, "since": start, "x": places, "y": values})
         if traces:
-            charts.append({"title": kind.title, "unit": kind.unit, "log": kind.is_log, "traces": traces})
+            charts.append({**kind, "traces": traces})
     return {"charts": charts, "axis": axis, "share": min(unread, default=1.0)} if by_run else {}

@@ -21,6 +21,7 @@ import jinja2
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
@@ -42,14 +43,15 @@ from modelwright_board.screens import SCREENS
 PERIOD_S = 1.0
 MOST_BODY_BYTES = 1_000_000
 MOST_UPLOAD_BYTES = 20_000_000_000
-_HEADERS = {
-    "X-Content-Type-Options": "nosniff", "X-Frame-Options": "SAMEORIGIN", "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin", "Cache-Control": "no-store",
-}  # fmt: skip
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'{inline}; img-src 'self' data: blob:; connect-src 'self'; "
     "form-action 'self'; frame-src 'self'; frame-ancestors 'self'; base-uri 'none'"
 )
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff", "X-Frame-Options": "SAMEORIGIN", "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin", "Cache-Control": "no-store",
+    "Content-Security-Policy": _POLICY.format(inline=""),
+}  # fmt: skip
 STATIC = {
     "board.js": Path(str(files("modelwright_board") / "static" / "board.js")),
     "board.css": Path(str(files("modelwright_board") / "static" / "board.css")),
@@ -113,13 +115,9 @@ class Guard:
 
         async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                known = {name.lower() for name, _ in message["headers"]}
-                policy = {"Content-Security-Policy": _POLICY.format(inline="")}
-                message["headers"] += [
-                    (name.lower().encode(), value.encode())
-                    for name, value in (_HEADERS | policy).items()
-                    if name.lower().encode() not in known
-                ]
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         await (self._refusal(request) or self.app)(scope, receive, send_with_headers)

@@ -43,7 +43,7 @@ def charts(board: Board, query: Query, sent: dict[str, Any]) -> Mapping[str, Any
         sent.clear()
     budget_s = NEXT_S if sent else FIRST_S
     sent[""] = (stage, 0)
-    files = {run.name: board.series.get(run.path, stage) for run in runs if stage in run.trainings}
+    files = {run.name: board.metrics_file(run.path, stage) for run in runs if stage in run.trainings}
     for file in files.values():
         file.lock.acquire()
     try:
