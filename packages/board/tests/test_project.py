@@ -39,6 +39,23 @@ def test_settings_and_remedies_are_asked_once(tmp_path: Path) -> None:
     assert project.recipe_settings("../tiny", tmp_path) == ""
 
 
+LIMITS = {"Python": 2705, "templates, styles, tables and script": 835, "script": 238}
+"""Most lines of the board; a number here may only be lowered."""
+
+
+def test_the_board_does_not_grow() -> None:
+    kinds = {
+        "Python": (".py",), "script": (".js",),
+        "templates, styles, tables and script": (".jinja", ".css", ".yaml", ".js"),
+    }  # fmt: skip
+    paths = [path for path in Path(project.__file__).parent.rglob("*") if path.is_file()]
+    lines = {
+        kind: sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths if path.suffix in suffixes)
+        for kind, suffixes in kinds.items()
+    }
+    assert {kind: number for kind, number in lines.items() if number > LIMITS[kind]} == {}
+
+
 def test_the_board_loads_no_torch() -> None:
     code = "import sys, json, modelwright_board.server; print(json.dumps(sorted(sys.modules)))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -133,7 +133,7 @@ def test_nothing_changes_without_the_csrf_token(board: BoardProcess, path: str) 
             client.post(path, data=fields, headers={"X-CSRF": token, "Origin": "http://evil.example"}).status_code
             == 403
         )
-    assert not (Path(board.process.args[4]) / ".board" / "votes.jsonl").exists()  # type: ignore[index]
+    assert not (board.root / ".board" / "votes.jsonl").exists()
 
 
 def test_no_page_fails_and_nothing_of_a_run_is_markup(board: BoardProcess) -> None:
@@ -201,7 +201,7 @@ def test_the_command_line_follows_the_form(board: BoardProcess) -> None:
         headers = {"X-CSRF": csrf_of(client)}
         fields = {"recipe": "tiny", "name": "a b", "sources": "x.jsonl 'y z.txt'", "settings": "--seed 3", "dry": "1"}
         line = client.post("/command/plan/recipe", data=fields, headers=headers).json()
-        root = board.process.args[4]  # type: ignore[index]
+        root = board.root
         assert line["line"].endswith("--data.sources x.jsonl 'y z.txt' --seed 3 --dry-run")
         assert f"'{root}/a b'" in line["line"]
         for bad in ({"name": "../x"}, {"name": ".board"}, {"settings": "'"}, {"name": "a\nb"}):
@@ -212,7 +212,7 @@ def test_the_command_line_follows_the_form(board: BoardProcess) -> None:
 
 
 def test_a_dropped_file_gets_a_harmless_name(board: BoardProcess) -> None:
-    root = Path(board.process.args[4])  # type: ignore[index]
+    root = board.root
     with board.client() as client:
         headers = {"X-CSRF": csrf_of(client)}
         for given, name in (
@@ -230,7 +230,7 @@ def test_a_dropped_file_gets_a_harmless_name(board: BoardProcess) -> None:
 
 
 def test_a_vote_is_a_preference_pair(board: BoardProcess, tmp_path: Path) -> None:
-    root = Path(board.process.args[4])  # type: ignore[index]
+    root = board.root
     with board.client() as client:
         headers = {"X-CSRF": csrf_of(client)}
         pair = {"question": "Why?", "chosen": "Because.", "rejected": "No."}
