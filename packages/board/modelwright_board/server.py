@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, urlencode
@@ -53,12 +54,10 @@ _HEADERS = {
     "Content-Security-Policy": _POLICY.format(inline=""),
 }  # fmt: skip
 STATIC = {
-    "board.js": Path(str(files("modelwright_board") / "static" / "board.js")),
-    "board.css": Path(str(files("modelwright_board") / "static" / "board.css")),
-    "pages.css": Path(str(files("modelwright.serve") / "static" / "pages.css")),
-    "plotly.js": Path(str(files("plotly") / "package_data" / "plotly.min.js")),
-}
-"""Files of /static; all pages of the project share pages.css."""
+    "board.js": ("modelwright_board", "static/board.js"), "board.css": ("modelwright_board", "static/board.css"),
+    "pages.css": ("modelwright.serve", "static/pages.css"), "plotly.js": ("plotly", "package_data/plotly.min.js"),
+}  # fmt: skip
+"""Files of /static, each with its package; all pages of the project share pages.css."""
 # Pages that a run has left are shown without scripts and without an origin, whatever is in them.
 SANDBOX = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'self'"
 
@@ -354,9 +353,11 @@ class Pages:
         return HTMLResponse(text, headers={"Content-Security-Policy": SANDBOX})
 
     async def static(self, request: Request) -> Response:
-        path = STATIC.get(request.path_params["name"])
-        if path is None:
+        package, place = STATIC.get(request.path_params["name"], ("", ""))
+        spec = find_spec(package) if package else None
+        if spec is None or spec.origin is None:
             raise HTTPException(404, "There is no such file.")
+        path = Path(spec.origin).parent / place
         # Plotly's script has megabytes, and changes only with its package.
         is_large = path.suffixes[-2:] == [".min", ".js"]
         return FileResponse(path, headers={"Cache-Control": "max-age=3600"} if is_large else {})

@@ -37,7 +37,7 @@ FORMS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("judge", "tasks"): {"target": "runs/a", "tasks": "tasks", "limit": "5"},
     ("talk", "serve"): {"target": "runs/a", "port": "8001"},
     ("talk", "align"): {"model": "runs/a", "name": "aligned"},
-    ("smaller", "export"): {"target": "runs/a", "form": "gguf --dtype q8_0", "place": "a.gguf", "overwrite": "1"},
+    ("smaller", "export"): {"target": "runs/a", "form": "--dtype q8_0 --to gguf", "place": "a.gguf", "overwrite": "1"},
     ("smaller", "quantize"): {"target": "runs/a"},
     ("smaller", "distill"): {"recipe": "tiny", "name": "small", "layers": "2", "ffn": "64"},
     ("serve", "serve"): {"target": "runs/a", "port": "8000", "log": "l.sqlite", "ab_state": "ab.json", "int8": "1"},
@@ -93,7 +93,7 @@ def test_a_button_is_a_command_that_exists(tmp_path: Path, screen: str, name: st
 def test_a_choice_is_one_of_the_list_and_a_run_stays_below_the_folder(tmp_path: Path) -> None:
     forms = {(screen.name, action.name): action for screen in SCREENS for action in screen.actions}
     wrong = [
-        (("smaller", "export"), {"form": "gguf --dtype f99"}), (("plan", "finetune"), {"method": "; rm"}),
+        (("smaller", "export"), {"form": "--to gguf --overwrite"}), (("plan", "finetune"), {"method": "; rm"}),
         (("plan", "recipe"), {"name": "../x"}), (("plan", "recipe"), {"name": ".board"}),
         (("plan", "recipe"), {"name": "--x"}), (("plan", "recipe"), {"settings": "'"}),
     ]  # fmt: skip
