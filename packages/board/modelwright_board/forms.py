@@ -54,7 +54,7 @@ class Field:
                 raise ConfigError(f"{self.label}: must be one of {', '.join(known)}, got {value!r}")
         if not value:
             if self.is_required:
-                raise ConfigError(f"{self.label}: is empty")
+                raise ConfigError(f"{self.label}: fill in this field")
             return []
         if self.kind == "check":
             return [self.flag]

@@ -90,5 +90,10 @@ class Screen:
         return stage.state if stage else ""
 
 
+def readable(name: str) -> str:
+    """Returns the name of a metric or figure as words."""
+    return name.replace("num_", "").replace("heldout_", "held-out ").replace("_", " ")
+
+
 def last_value(query: Query, name: str, default: str = "") -> str:
     return query.get(name, [default])[-1]

@@ -38,7 +38,7 @@ from modelwright_board.forms import Action
 from modelwright_board.jobs import Job, command_line, stop_process
 from modelwright_board.project import has_command
 from modelwright_board.runs import shown_path
-from modelwright_board.screen import Board, Query, Screen
+from modelwright_board.screen import Board, Query, Screen, readable
 from modelwright_board.screens import SCREENS
 
 PERIOD_S = 1.0
@@ -167,7 +167,7 @@ class Pages:
         )  # fmt: skip
         formats = (compact, count, number, percent, plural, seconds, size)
         self.templates.filters |= {form.__name__: form for form in formats}
-        self.templates.filters |= {"query": lambda pairs: urlencode(pairs, True), "pair": lambda word: (word, word)}
+        self.templates.filters |= {"readable": readable, "query": lambda pairs: urlencode(pairs, True)}
         # Blocks are drawn alone, too, and then know nothing that their template imports.
         self.templates.globals |= {"csrf": access.csrf, "has_command": has_command, "command_line": command_line}
         self.templates.globals["ui"] = self.templates.get_template("macros.jinja").module

@@ -99,5 +99,5 @@ def state(board: Board, run: Run | None) -> str:
 
 SCREEN = Screen(
     name="talk", title="Talk", question="Which of two models answers better?", show=show, state=state, routes=routes,
-    blocks=("votes", "jobs"),
+    blocks=("servers", "votes", "jobs"),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from modelwright_board.files import as_number, as_object, read_text
-from modelwright_board.screen import Board, Query, Screen
+from modelwright_board.screen import Board, Query, Screen, readable
 
 SANDBOX = "sandbox; default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'self'"
 PAGE = "tokens.html"
@@ -31,7 +31,7 @@ def show(board: Board, query: Query) -> Mapping[str, Any]:
     for name, value in facts.items():
         entry = as_object(value)
         numbers = [(key, as_number(one)) for key, one in (entry or {"": value}).items()]
-        if words := "; ".join(f"{key} {one:,.6g}".strip() for key, one in numbers if one == one):
+        if words := "; ".join(f"{readable(key)} {round(one, 3):,.6g}".strip() for key, one in numbers if one == one):
             rows.append([name, words])
     last = next(iter(board.jobs.of("tokens")), None)
     drawn = (board.own / PAGE).is_file() and last is not None and last.state == "done"
