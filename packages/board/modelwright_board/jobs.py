@@ -168,8 +168,3 @@ def process_begin(pid: int) -> str:
             return ""
     shown = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
     return shown.stdout.strip()
-
-
-def stop_process(pid: int) -> None:
-    """Asks a run's process to end, as `kill` does."""
-    os.kill(pid, signal.SIGTERM)

@@ -6,6 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute
 
 from modelwright_board.forms import Action, forms_of
@@ -88,6 +89,12 @@ class Screen:
             return self.state(board, run)
         stage = run.stage(self.stage) if run else None
         return stage.state if stage else ""
+
+
+def sandboxed(page: str | bytes) -> Response:
+    """Shows a page that a command has left without scripts and without an origin, whatever is in it."""
+    policy = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'self'"
+    return HTMLResponse(page, headers={"Content-Security-Policy": policy})
 
 
 def readable(name: str) -> str:

@@ -35,10 +35,10 @@ from modelwright.pipeline.report.blocks import compact, count, number, percent, 
 from modelwright_board.command import KEYS_VARIABLE, LOOPBACK
 from modelwright_board.files import OutsideError, open_inside
 from modelwright_board.forms import Action
-from modelwright_board.jobs import Job, command_line, stop_process
+from modelwright_board.jobs import Job, command_line
 from modelwright_board.project import has_command
 from modelwright_board.runs import shown_path
-from modelwright_board.screen import Board, Query, Screen, readable
+from modelwright_board.screen import Board, Query, Screen, readable, sandboxed
 from modelwright_board.screens import SCREENS
 
 PERIOD_S = 1.0
@@ -58,8 +58,6 @@ STATIC = {
     "pages.css": ("modelwright.serve", "static/pages.css"), "plotly.js": ("plotly", "package_data/plotly.min.js"),
 }  # fmt: skip
 """Files of /static, each with its package; all pages of the project share pages.css."""
-# Pages that a run has left are shown without scripts and without an origin, whatever is in them.
-SANDBOX = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'self'"
 
 
 class Access:
@@ -200,9 +198,7 @@ class Pages:
         return self.templates.get_template(f"{screen.name}.html.jinja").render(self.context(screen, query))
 
     async def show(self, request: Request) -> Response:
-        screen = self.screens.get(request.path_params.get("screen", SCREENS[0].name))
-        if screen is None:
-            raise HTTPException(404, "There is no such page.")
+        screen = self.screen_of(request)
         text = await run_in_threadpool(self.html, screen, query_of(request))
         # Plotly writes a style element; no other page has inline styles.
         policy = _POLICY.format(inline=" 'unsafe-inline'" if screen.charts else "")
@@ -210,10 +206,7 @@ class Pages:
 
     async def events(self, request: Request) -> Response:
         """Server-sent events: blocks of the page as they change, and points of its curves."""
-        screen = self.screens.get(request.path_params["screen"])
-        if screen is None:
-            raise HTTPException(404, "There is no such page.")
-        query = query_of(request)
+        screen, query = self.screen_of(request), query_of(request)
 
         def look(shown: dict[str, str], sent: dict[str, Any]) -> list[str]:
             events: list[str] = []
@@ -259,12 +252,17 @@ class Pages:
             raise HTTPException(403, "The page is out of date; load it again.")
 
     def action(self, request: Request) -> tuple[Screen, Action]:
-        screen = self.screens.get(request.path_params["screen"])
-        actions = screen.actions if screen else ()
-        action = next((one for one in actions if one.name == request.path_params["action"]), None)
-        if screen is None or action is None:
+        screen = self.screen_of(request)
+        action = next((one for one in screen.actions if one.name == request.path_params["action"]), None)
+        if action is None:
             raise HTTPException(404, "There is no such button.")
         return screen, action
+
+    def screen_of(self, request: Request) -> Screen:
+        screen = self.screens.get(request.path_params.get("screen", SCREENS[0].name))
+        if screen is None:
+            raise HTTPException(404, "There is no such page.")
+        return screen
 
     async def command(self, request: Request) -> Response:
         """Returns the command line for the present fields of a form."""
@@ -300,10 +298,8 @@ class Pages:
                 self.board.jobs.stop(job)
             elif run and run.pid:
                 mine = [one for one in self.board.jobs.all() if one.is_alive and one.run == run.name]
-                if mine:
-                    self.board.jobs.stop(mine[0])
-                else:
-                    stop_process(run.pid)
+                if not (mine and self.board.jobs.stop(mine[0])):
+                    os.kill(run.pid, signal.SIGTERM)
 
         try:
             await run_in_threadpool(end)
@@ -350,7 +346,7 @@ class Pages:
             text = await run_in_threadpool(read)
         except (OutsideError, OSError):
             raise HTTPException(404, "This run has no report yet.") from None
-        return HTMLResponse(text, headers={"Content-Security-Policy": SANDBOX})
+        return sandboxed(text)
 
     async def static(self, request: Request) -> Response:
         package, place = STATIC.get(request.path_params["name"], ("", ""))

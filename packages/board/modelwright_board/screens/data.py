@@ -44,9 +44,8 @@ def first_records(board: Board, query: Query) -> Mapping[str, Any]:
 
 def read_by(run: Run | None) -> Mapping[str, Any]:
     """Returns counts, lengths, languages and fields of the documents of a run; unused fields come first."""
-    if run is None:
-        return {"sources": {}, "lengths": [], "languages": [], "read": [], "field_use": []}
-    sources, report = run.json("clean", "artifact", "sources.json"), run.json("clean", "artifact", "report.json")
+    names = ("sources.json", "report.json")
+    sources, report = (run.json("clean", "artifact", name) if run else {} for name in names)
     sizes = as_object(sources.get("bytes"))
     read = [
         [kind, as_number(number), as_number(sizes.get(kind))]

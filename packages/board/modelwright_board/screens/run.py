@@ -56,26 +56,25 @@ def charts(board: Board, query: Query, sent: dict[str, Any]) -> Mapping[str, Any
 def show(board: Board, query: Query) -> Mapping[str, Any]:
     runs = chosen(board, query)
     stage, stages = stage_of(runs, query)
-    shared = {"runs": runs, "stage": stage, "stages": stages, "axis": axis_of(query), "axes": list(AXES), "one": None}
-    if len(runs) > 1:
-        return {**shared, **differences(runs), "results": results(runs), "alarms": [], "samples": [], "log": ""}
-    run = runs[0] if runs else None
-    if run is None:
-        return {**shared, "alarms": [], "samples": [], "log": "", "differences": [], "results": [], "changed": []}
-    last = run.stages[-1].name if run.stages else ""
-    alarms = parse_lines(read_tail(run.path, stage, "anomalies.jsonl")) if stage else []
-    samples = parse_lines(read_tail(run.path, stage, "samples.jsonl"))[-12:] if stage else []
-    jobs = [job for job in board.jobs.all() if job.run == run.name][:3]
+    one = runs[0] if len(runs) == 1 else None
+    shared = {
+        "runs": runs, "stage": stage, "stages": stages, "axis": axis_of(query), "axes": list(AXES), "one": one,
+        "results": results(runs), "differences": differences(runs), "changed": [],
+        "alarms": [], "samples": [], "log": "",
+    }  # fmt: skip
+    if one is None:
+        return shared
+
+    def tail(file: str, names: Sequence[str], number: int) -> list[dict[str, str]]:
+        records = parse_lines(read_tail(one.path, stage, file))[-number:] if stage else []
+        return [{name: str(record.get(name, ""))[:2000] for name in names} for record in records]
+
     return {
-        **shared, "one": run, "alarms": [
-            {name: str(alarm.get(name, ""))[:500] for name in ("step", "kind", "text")} for alarm in alarms[-20:]
-        ],
-        "samples": [
-            {name: str(one.get(name, ""))[:2000] for name in ("step", "loss", "text", "prompt")} for one in samples
-        ],
-        "log": read_tail(run.path, last, "log.txt", most=20_000) if last else "",
-        "line": command_line(list(run.words)[1:]), "resume": command_line(["run", run.where]),
-        "run_jobs": jobs, "changed": changed(board, run), "differences": [], "results": results(runs),
+        **shared, "alarms": tail("anomalies.jsonl", ("step", "kind", "text"), 20),
+        "samples": tail("samples.jsonl", ("step", "loss", "text", "prompt"), 12),
+        "log": read_tail(one.path, one.stages[-1].name, "log.txt", most=20_000) if one.stages else "",
+        "line": command_line(list(one.words)[1:]), "resume": command_line(["run", one.where]),
+        "run_jobs": [job for job in board.jobs.all() if job.run == one.name][:3], "changed": changed(board, one),
     }  # fmt: skip
 
 
@@ -89,16 +88,12 @@ def changed(board: Board, run: Run) -> list[tuple[str, str, str]]:
     ]
 
 
-def differences(runs: Sequence[Run]) -> Mapping[str, Any]:
-    """Returns the settings in which the runs differ."""
+def differences(runs: Sequence[Run]) -> list[list[str]]:
+    """Returns the settings in which the runs differ, a column for each run."""
     settings = [run.settings() for run in runs]
     names = dict.fromkeys(name for one in settings for name in one)
-    rows = [
-        [name, *(one.get(name, "–") for one in settings)]
-        for name in names
-        if len({one.get(name) for one in settings}) > 1
-    ]
-    return {"differences": rows[:300], "changed": []}
+    rows = [[name, *(one.get(name, "–") for one in settings)] for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1][:300]
 
 
 def results(runs: Sequence[Run]) -> list[list[Any]]:

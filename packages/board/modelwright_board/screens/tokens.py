@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from modelwright_board.files import as_number, as_object, read_text
-from modelwright_board.screen import Board, Query, Screen, readable
+from modelwright_board.screen import Board, Query, Screen, readable, sandboxed
 
-SANDBOX = "sandbox; default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'self'"
 PAGE = "tokens.html"
 
 
@@ -19,7 +18,7 @@ def routes(board: Board) -> Sequence[BaseRoute]:
         text = read_text(board.own, PAGE)
         if not text:
             return PlainTextResponse("Nothing has been shown yet.\n", 404)
-        return HTMLResponse(text, headers={"Content-Security-Policy": SANDBOX})
+        return sandboxed(text)
 
     return [Route("/tokens/page", page)]
 
