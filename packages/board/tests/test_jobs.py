@@ -13,7 +13,7 @@ from board_runs import wait_for
 from modelwright_board import jobs as jobs_module
 from modelwright_board.jobs import Job, Jobs, plain_text, process_begin
 from modelwright_board.runs import Runs
-from modelwright_board.servers import Watch, interval_values, parse_metrics, quantile, total
+from modelwright_board.servers import Watch, interval_values, parse_metrics, quantile, server_jobs, total
 
 
 def test_a_command_is_found_again_by_another_board(tmp_path: Path) -> None:
@@ -43,6 +43,18 @@ def test_a_command_is_stopped_and_a_reused_number_is_not(tmp_path: Path, monkeyp
     record.write_text(record.read_text().replace('"begun": "1"', f'"begun": "{job.begun}"'))
     assert jobs.stop(Jobs(tmp_path).get(job.id))  # type: ignore[arg-type]
     wait_for(lambda: not jobs.get(job.id).is_alive)  # type: ignore[union-attr]
+
+
+def test_a_server_is_one_whichever_page_has_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_module, "_SHELL", "sleep 60")
+    jobs = Jobs(tmp_path)
+    servers = [jobs.start(["serve", "m", "--port", "1"], screen=screen, action="serve") for screen in ("talk", "serve")]
+    other = jobs.start(["run", "serve"], screen="plan", action="recipe")
+    try:
+        assert {job.id for job in server_jobs(jobs)} == {job.id for job in servers}
+    finally:
+        for job in (*servers, other):
+            jobs.stop(job if job.is_alive else jobs.get(job.id))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["..", "../../etc", "20261128-000000-zzzzzz", "", "a\0b"])

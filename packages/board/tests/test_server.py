@@ -17,6 +17,7 @@ from modelwright_board.screens import SCREENS
 from modelwright_board.server import run_board
 
 SCRIPT = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\">"
+HOSTILE = "<b onclick=x>'\"{{7*7}}"
 PAGES = [screen.name for screen in SCREENS]
 
 
@@ -138,23 +139,14 @@ def test_nothing_changes_without_the_csrf_token(board: BoardProcess, path: str) 
 
 def test_no_page_fails_and_nothing_of_a_run_is_markup(board: BoardProcess) -> None:
     with board.client() as client:
-        for run in (
-            "plain",
-            "<b onclick=x>'\"{{7*7}}",
-            "linked",
-            "outside",
-            "deep",
-            "..",
-            "../secret.txt",
-            "no\0run",
-            "",
-        ):
-            for page in PAGES:
-                reply = client.get(f"/{page}", params={"run": run, "job": "x", "sources": "/etc/passwd", "word": "a"})
-                assert reply.status_code == 200, (run, page)
-                check_markup(reply.text)
-                assert "outside\n" not in reply.text
-                assert "root:" not in reply.text
+        foreign = ("linked", "outside", "deep", "..", "../secret.txt", "no\0run", "")  # pages show another run instead
+        pages = [(run, page) for run in ("plain", HOSTILE) for page in PAGES]
+        for run, page in pages + [(run, page) for run in foreign for page in ("run", "cleaning")]:
+            reply = client.get(f"/{page}", params={"run": run, "job": "x", "sources": "/etc/passwd", "word": "a"})
+            assert reply.status_code == 200, (run, page)
+            check_markup(reply.text)
+            assert "outside\n" not in reply.text
+            assert "root:" not in reply.text
 
 
 def test_nothing_outside_of_the_runs_is_served(board: BoardProcess) -> None:
@@ -194,6 +186,15 @@ def test_curves_come_as_events(board: BoardProcess) -> None:
             client, "/events/run?" + str(httpx.QueryParams({"run": "<b onclick=x>'\"{{7*7}}", "stage": "pretrain"}))
         )
         assert "Loss" in {chart["title"] for chart in hostile["charts"]}
+
+
+def test_a_huge_file_and_thousands_of_files_take_little_memory(board: BoardProcess) -> None:
+    with board.client() as client:
+        query = httpx.QueryParams({"run": HOSTILE, "stage": "big"})
+        messages = first_events(client, f"/events/run?{query}", 4)
+        assert any(one.get("axis") == "step" for one in messages)  # what is in the file, while it is being read
+        assert client.get("/", params={"find": "plain"}).status_code == 200
+        assert board.memory_bytes() < 200e6
 
 
 def test_the_command_line_follows_the_form(board: BoardProcess) -> None:
