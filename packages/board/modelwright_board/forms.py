@@ -24,8 +24,8 @@ class Field:
     kind: text, number, check (the flag alone), words (split as a shell does), run (the name of a run below the board's
     folder), choice (one of the choices, in words), or map (a field for each of `roles`, together a JSON object).
     flag: option before the value; empty for a value by position. choices: the name of suggestions, or pairs of value
-    and title. preset: value in a new form, "{run}" for the run that the page is about. fallback: name of a run if the
-    field is empty, made of other fields.
+    and title. preset: value in a new form, "{run}" for the run that the page is about, "{port}" for one that no server
+    has. fallback: name of a run if the field is empty, made of other fields.
     """
 
     name: str

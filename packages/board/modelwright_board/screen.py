@@ -9,12 +9,12 @@ from typing import Any
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute
 
-from modelwright_board.forms import Action, forms_of
+from modelwright_board.forms import Action, Field, forms_of
 from modelwright_board.jobs import Jobs
 from modelwright_board.project import recipe_names
 from modelwright_board.runs import Run, Runs, shown_path
 from modelwright_board.series import MetricsFile
-from modelwright_board.servers import Watch
+from modelwright_board.servers import Watch, server_jobs
 
 HIDDEN_FOLDER = ".board"
 """Folder below the runs for jobs, dropped files, votes and the token of the board. No route serves its files."""
@@ -44,9 +44,14 @@ class Board:
         names = [*query.get("run", ()), *self.runs.names()[:1]]
         return next((run for name in names if (run := self.runs.get(name))), None)
 
-    def preset_run(self, run: Run | None, kind: object) -> str:
-        """Returns what stands for the run in a new form, "" if it has no model but needs one."""
-        return run.where if run and (kind == "runs" or run.has_done(*run.trainings)) else ""
+    def preset(self, field: Field, run: Run | None) -> str:
+        """Returns what a field holds in a new form. run: the one that the page is about."""
+        if field.preset == "{run}":
+            return run.where if run and (field.choices == "runs" or run.has_done(*run.trainings)) else ""
+        if field.preset == "{port}":
+            taken = {job.option("--port", "8000") for job in server_jobs(self.jobs)}
+            return next(port for port in map(str, range(8000, 9000)) if port not in taken)
+        return field.preset
 
     def choices(self, kind: str) -> list[tuple[str, str]]:
         """Returns suggestions for a field: words of a command line, each with its title. kind: recipes, data (dropped

@@ -174,7 +174,7 @@ class Pages:
         run = self.board.chosen_run(query)
         values = {key: entries[-1] for key, entries in query.items()}
         fields = [one for action in screen.actions for one in action.fields.values()]
-        presets = {one.name: one.preset.replace("{run}", self.board.preset_run(run, one.choices)) for one in fields}
+        presets = {one.name: self.board.preset(one, run) for one in fields}
         return {
             "screen": screen, "chosen": run, "root": shown_path(self.board.root), "query": query,
             "values": presets | values,
