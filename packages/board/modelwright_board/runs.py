@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -112,6 +113,7 @@ class Runs:
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
         self._kept: dict[str, tuple[Any, Run]] = {}
+        self._seen: tuple[float, list[Run]] = (-1.0, [])
 
     def names(self) -> list[str]:
         """Names of the runs, those that changed last first."""
@@ -131,8 +133,13 @@ class Runs:
         return [name for _, name in sorted(found, reverse=True)]
 
     def all(self) -> list[Run]:
-        held = holders()
-        return [run for name in self.names() if (run := self._read(name, held))]
+        """Returns the runs, those that changed last first. One look serves all parts of a page."""
+        seen_at, runs = self._seen
+        if time.monotonic() - seen_at > 0.5:
+            held = holders()
+            runs = [run for name in self.names() if (run := self._read(name, held))]
+            self._seen = (time.monotonic(), runs)
+        return runs
 
     def get(self, name: str) -> Run | None:
         """Returns the run of this name; None for any other name."""
