@@ -21,9 +21,8 @@ class OutsideError(OSError):
     """The path leads out of the folder, or is not a regular file."""
 
 
-@lru_cache(
-    maxsize=4096
-)  # half of the time of a look at 500 runs; a folder that becomes a link is outside of what it was
+# Half of the time to read a file. A folder that becomes a link later is outside of itself, and is refused.
+@lru_cache(maxsize=4096)
 def _real_folder(folder: Path) -> str:
     return os.path.realpath(folder)
 

@@ -151,13 +151,15 @@ class Runs:
     def _read(self, name: str, held: dict[int, int]) -> Run | None:
         folder = self.root / name
         pid = _holder(folder, held)
-        seen: list[Any] = [pid, changed(folder / RUN_INFO)]
+        seen: list[Any] = [pid, changed(f"{folder}/{RUN_INFO}")]
         try:
             folders = (entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
             stages = list(islice(folders, MOST_STAGES))
         except OSError:
             return None
-        seen += [(stage, file, changed(folder / stage / file)) for stage in stages for file in (STAGE_INFO, METRICS)]
+        seen += [
+            (stage, file, changed(f"{folder}/{stage}/{file}")) for stage in stages for file in (STAGE_INFO, METRICS)
+        ]
         key = tuple(sorted(map(repr, seen)))
         if name in self._kept and self._kept[name][0] == key:
             return self._kept[name][1]
@@ -166,7 +168,7 @@ class Runs:
         return run
 
 
-def changed(path: Path) -> tuple[int, int]:
+def changed(path: str | Path) -> tuple[int, int]:
     """Returns time and size of a file, zeros without one."""
     try:
         info = os.stat(path, follow_symlinks=False)
