@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -87,7 +87,7 @@ class Run:
         return shown_path(self.path)
 
 
-def scores_of(models: Mapping[str, Any]) -> list[Score]:
+def scores_of(models: dict[str, Any]) -> list[Score]:
     """Returns what tables of results, by model, have of each measure; NaN for a missing end of an interval."""
     found: list[Score] = []
     for name, model in reversed(models.items()):
