@@ -54,7 +54,8 @@ def test_a_server_is_one_whichever_page_has_started_it(tmp_path: Path, monkeypat
         assert {job.id for job in server_jobs(jobs)} == {job.id for job in servers}
     finally:
         for job in (*servers, other):
-            jobs.stop(job if job.is_alive else jobs.get(job.id))  # type: ignore[arg-type]
+            jobs.stop(jobs.get(job.id))  # type: ignore[arg-type]
+            jobs._children[job.id].wait(30)
 
 
 @pytest.mark.parametrize("name", ["..", "../../etc", "20261128-000000-zzzzzz", "", "a\0b"])
