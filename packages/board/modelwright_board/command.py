@@ -5,10 +5,13 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.errors import ConfigError
 
+KEYS_VARIABLE = "MODELWRIGHT_BOARD_KEYS"
+"""Environment variable with the hashes of the keys that open the board: other users of the machine cannot read it."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -50,9 +53,25 @@ def board(words: Sequence[str]) -> int:
         if find_spec(name) is None:
             raise ConfigError(f"board: {name} is not installed; pip install 'modelwright[board]'")
     # A fresh interpreter in place of this one, which has imported every command and with them a hundred megabytes.
-    words = [options.runs, options.host, str(options.port), options.keys_file, str(options.exit_with_parent)]
+    words = [options.runs, options.host, str(options.port), str(options.exit_with_parent)]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "modelwright_board.server", *words])
+    environment = {**os.environ, KEYS_VARIABLE: " ".join(admin_keys(options.keys_file))}
+    os.execve(sys.executable, [sys.executable, "-m", "modelwright_board.server", *words], environment)
+
+
+def admin_keys(path: str) -> list[str]:
+    """Returns the SHA-256 of each key with the scope admin. Raises `ConfigError` if the file is wrong or has none."""
+    if not path:
+        return []
+    from modelwright.serve.keys import load_keys
+
+    keys = [one.sha256 for one in load_keys(Path(path)) if "admin" in one.scopes]
+    if not keys:
+        raise ConfigError(
+            f"keys_file: {path}: no key has the scope admin; make one with python -m modelwright.serve.keys NAME "
+            "--scopes admin"
+        )
+    return keys
 
 
 COMMAND = Command(name="board", run=board, parser=parser, summary="open a local page for runs: from data to A/B tests")

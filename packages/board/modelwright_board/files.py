@@ -6,6 +6,8 @@ import json
 import os
 import stat
 from collections.abc import Mapping
+from functools import cache, lru_cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -19,14 +21,20 @@ class OutsideError(OSError):
     """The path leads out of the folder, or is not a regular file."""
 
 
+# Half of the time to read a file. A folder that becomes a link later is outside of itself, and is refused.
+@lru_cache(maxsize=4096)
+def _real_folder(folder: Path) -> str:
+    return os.path.realpath(folder)
+
+
 def open_inside(folder: Path, *parts: str) -> BinaryIO:
     """Opens a regular file below `folder` for reading. Raises `OutsideError` for anything else, and `OSError`."""
     path = folder.joinpath(*parts)
     try:
-        real = path.resolve(strict=True)
+        real = os.path.realpath(path, strict=True)
     except (ValueError, RuntimeError) as error:  # a null byte; a loop of links
         raise OutsideError(f"{path}: {error}") from None
-    if not real.is_relative_to(folder.resolve()):
+    if not real.startswith(_real_folder(folder) + os.sep):
         raise OutsideError(f"{path}: is outside of {folder}")
     # A pipe would block for ever without O_NONBLOCK; the last part was resolved, so it is no link any more.
     descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -94,6 +102,13 @@ def as_number(value: Any) -> float:
         return float(value)
     except (ValueError, OverflowError):
         return float("nan")
+
+
+@cache
+def read_table(name: str) -> dict[str, Any]:
+    """Returns a YAML file of the board itself, `{}` for a name without one."""
+    path = files("modelwright_board") / f"{name}.yaml"
+    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def flat_settings(text: str, *, most: int = 4000) -> dict[str, str]:

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from modelwright_board.files import as_list, read_json, read_tail, read_text
@@ -70,6 +71,8 @@ class Jobs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._ended: dict[str, Job] = {}
+        """Jobs that have ended change no more, and an open page asks every second for all of them."""
 
     def start(self, words: Sequence[str], *, screen: str, action: str, run: str = "") -> Job:
         """Starts `modelwright WORDS` and returns at once. Raises `OSError`."""
@@ -92,6 +95,8 @@ class Jobs:
     def get(self, name: str) -> Job | None:
         if not re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{6}", name):
             return None
+        if name in self._ended:
+            return self._ended[name]
         plain = read_json(self.folder / name, "job.json")
         try:
             job = Job(
@@ -107,7 +112,10 @@ class Jobs:
         is_alive = not code and bool(job.begun) and process_begin(job.pid) == job.begun
         if not is_alive:
             code = code or read_text(self.folder / name, "code", most=10)  # written between the two looks
-        return Job(**{**asdict(job), "code": int(code) if code.lstrip("-").isdigit() else None, "is_alive": is_alive})
+        job = replace(job, code=int(code) if code.lstrip("-").isdigit() else None, is_alive=is_alive)
+        if job.code is not None:
+            self._ended[name] = job
+        return job
 
     def all(self) -> list[Job]:
         """Returns the jobs, the newest first."""
@@ -148,9 +156,9 @@ class Jobs:
         for job in ended:
             for name in ("job.json", "out", "err", "code"):
                 (self.folder / job.id / name).unlink(missing_ok=True)
-            with_rest = self.folder / job.id
-            if not any(with_rest.iterdir()):
-                with_rest.rmdir()
+            self._ended.pop(job.id, None)
+            with suppress(OSError):  # something else lies there
+                (self.folder / job.id).rmdir()
 
 
 def plain_text(text: str) -> str:
@@ -168,8 +176,3 @@ def process_begin(pid: int) -> str:
             return ""
     shown = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
     return shown.stdout.strip()
-
-
-def stop_process(pid: int) -> None:
-    """Asks a run's process to end, as `kill` does."""
-    os.kill(pid, signal.SIGTERM)

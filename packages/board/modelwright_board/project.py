@@ -1,8 +1,7 @@
-"""Names of recipes, commands and formats of the main package, its style sheet, and the keys of a key file. A child
-process answers what needs PyTorch, which the board never loads.
+"""What the main package has: recipes, commands, and remedies of cleaning. A child process answers what needs PyTorch,
+which the board never loads.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -14,22 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from modelwright import __version__
-from modelwright.core.errors import ConfigError
 from modelwright_board.files import as_object, parse_json
-
-EXPORT_DTYPES = {"hf": (), "gguf": ("f16", "q8_0", "q4_0"), "onnx": (), "openvino": ()}
-"""Formats of `modelwright export`, each with its number formats (`tests/test_project.py` compares them)."""
-_ADMIN_KEYS = """
-import json, sys
-from pathlib import Path
-from modelwright.core.errors import ConfigError
-from modelwright_board.files import as_object, parse_json
-from modelwright.serve.keys import load_keys
-try:
-    print(json.dumps([one.sha256 for one in load_keys(Path(sys.argv[1])) if "admin" in one.scopes]))
-except ConfigError as error:
-    sys.exit(str(error))
-"""
 
 
 @cache
@@ -45,32 +29,6 @@ def has_command(name: str) -> bool:
     # Not by `cli.main`, which imports all commands and with them a hundred megabytes.
     added = {one.name for one in entry_points(group="modelwright.commands")}
     return name in added or find_spec(f"modelwright.cli.{name}") is not None
-
-
-@cache
-def shared_style() -> str:
-    """The style sheet that all pages of the project share."""
-    return (files("modelwright.serve") / "static" / "pages.css").read_text(encoding="utf-8")
-
-
-@cache
-def plotly_script() -> Path:
-    """The script of the installed package `plotly`."""
-    return Path(str(files("plotly") / "package_data" / "plotly.min.js"))
-
-
-def admin_keys(path: str) -> Sequence[str]:
-    """Returns the SHA-256 of each key with the scope admin. Raises `ConfigError` if the file is wrong or has none."""
-    asked = subprocess.run([sys.executable, "-c", _ADMIN_KEYS, path], capture_output=True, text=True, check=False)
-    if asked.returncode:
-        raise ConfigError(asked.stderr.strip().splitlines()[-1])
-    keys: list[str] = json.loads(asked.stdout)
-    if not keys:
-        raise ConfigError(
-            f"keys_file: {path}: no key has the scope admin; make one with python -m modelwright.serve.keys NAME "
-            "--scopes admin"
-        )
-    return keys
 
 
 _asked: dict[Path, "subprocess.Popen[bytes]"] = {}

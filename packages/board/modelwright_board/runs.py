@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,6 +24,9 @@ from modelwright_board.files import (
 RUN_INFO, STAGE_INFO, LOCK, METRICS = "run.json", "stage.json", ".lock", "metrics.jsonl"
 TAIL_BYTES = 8_000
 MOST_STAGES = 200
+
+Score = tuple[str, str, float, float, float]
+"""Model, measure, low end of its interval, value, high end."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,10 @@ class Run:
     def json(self, *parts: str) -> dict[str, Any]:
         return read_json(self.path, *parts)
 
+    def scores(self) -> list[Score]:
+        """Returns the results of the evaluation, the last model first."""
+        return scores_of(as_object(self.json("evaluate", "artifact", "results.json").get("models")))
+
     def settings(self) -> dict[str, str]:
         return flat_settings(read_text(self.path, "config.yaml", most=1_000_000))
 
@@ -77,6 +85,21 @@ class Run:
     def where(self) -> str:
         """The path to the folder for a command line in the working folder."""
         return shown_path(self.path)
+
+
+def scores_of(models: dict[str, Any]) -> list[Score]:
+    """Returns what tables of results, by model, have of each measure; NaN for a missing end of an interval."""
+    found: list[Score] = []
+    for name, model in reversed(models.items()):
+        kinds = as_object(as_object(model).get("bits_per_byte")).items()
+        tables = [(f"bits per byte of {kind}", "bits_per_byte", table) for kind, table in kinds]
+        tables += [("perplexity of answers", "perplexity", as_object(model).get("answers"))]
+        tables += [("multiple choice", "accuracy", as_object(model).get("multiple_choice"))]
+        for title, key, table in tables:
+            low, value, high = (as_number(as_object(table).get(one)) for one in (f"{key}_low", key, f"{key}_high"))
+            if value == value:
+                found.append((name, title, low, value, high))
+    return found
 
 
 def shown_path(path: Path) -> str:
@@ -90,6 +113,7 @@ class Runs:
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
         self._kept: dict[str, tuple[Any, Run]] = {}
+        self._seen: tuple[float, list[Run]] = (-1.0, [])
 
     def names(self) -> list[str]:
         """Names of the runs, those that changed last first."""
@@ -109,8 +133,13 @@ class Runs:
         return [name for _, name in sorted(found, reverse=True)]
 
     def all(self) -> list[Run]:
-        held = holders()
-        return [run for name in self.names() if (run := self._read(name, held))]
+        """Returns the runs, those that changed last first. One look serves all parts of a page."""
+        seen_at, runs = self._seen
+        if time.monotonic() - seen_at > 0.5:
+            held = holders()
+            runs = [run for name in self.names() if (run := self._read(name, held))]
+            self._seen = (time.monotonic(), runs)
+        return runs
 
     def get(self, name: str) -> Run | None:
         """Returns the run of this name; None for any other name."""
@@ -122,13 +151,15 @@ class Runs:
     def _read(self, name: str, held: dict[int, int]) -> Run | None:
         folder = self.root / name
         pid = _holder(folder, held)
-        seen: list[Any] = [pid, changed(folder / RUN_INFO)]
+        seen: list[Any] = [pid, changed(f"{folder}/{RUN_INFO}")]
         try:
             folders = (entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
             stages = list(islice(folders, MOST_STAGES))
         except OSError:
             return None
-        seen += [(stage, file, changed(folder / stage / file)) for stage in stages for file in (STAGE_INFO, METRICS)]
+        seen += [
+            (stage, file, changed(f"{folder}/{stage}/{file}")) for stage in stages for file in (STAGE_INFO, METRICS)
+        ]
         key = tuple(sorted(map(repr, seen)))
         if name in self._kept and self._kept[name][0] == key:
             return self._kept[name][1]
@@ -137,7 +168,7 @@ class Runs:
         return run
 
 
-def changed(path: Path) -> tuple[int, int]:
+def changed(path: str | Path) -> tuple[int, int]:
     """Returns time and size of a file, zeros without one."""
     try:
         info = os.stat(path, follow_symlinks=False)

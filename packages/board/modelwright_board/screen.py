@@ -1,23 +1,24 @@
-"""Screens and their buttons. A button turns the fields of a form into a command line."""
+"""What all screens share: the state of the board, and the description of a screen. forms.py has the buttons."""
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute
 
-from modelwright.core.errors import ConfigError
+from modelwright_board.forms import Action, Field, forms_of
 from modelwright_board.jobs import Jobs
+from modelwright_board.project import recipe_names
 from modelwright_board.runs import Run, Runs, shown_path
-from modelwright_board.series import SeriesCache
-from modelwright_board.servers import Watch
+from modelwright_board.series import MetricsFile
+from modelwright_board.servers import Watch, server_jobs
 
 HIDDEN_FOLDER = ".board"
 """Folder below the runs for jobs, dropped files, votes and the token of the board. No route serves its files."""
 
-Values = Mapping[str, str]
 Query = Mapping[str, Sequence[str]]
 
 
@@ -29,7 +30,7 @@ class Board:
         self.own = self.root / HIDDEN_FOLDER
         self.runs = Runs(self.root)
         self.jobs = Jobs(self.own / "jobs")
-        self.series = SeriesCache()
+        self.metrics_file = lru_cache(maxsize=24)(MetricsFile)  # those that were looked at last
         self.watch = Watch(self.jobs)
 
     def uploads(self) -> list[Path]:
@@ -43,75 +44,68 @@ class Board:
         names = [*query.get("run", ()), *self.runs.names()[:1]]
         return next((run for name in names if (run := self.runs.get(name))), None)
 
+    def preset(self, field: Field, run: Run | None) -> str:
+        """Returns what a field holds in a new form. run: the one that the page is about."""
+        if field.preset == "{run}":
+            return run.where if run and (field.choices == "runs" or run.has_done(*run.trainings)) else ""
+        if field.preset == "{port}":
+            taken = {job.option("--port", "8000") for job in server_jobs(self.jobs)}
+            return next(port for port in map(str, range(8000, 9000)) if port not in taken)
+        return field.preset
 
-@dataclass(frozen=True)
-class Action:
-    """A button, whose form is in the screen's template. words: makes the command line, without the program's name, from
-    the fields' values; raises `ConfigError` for values that make none. run: makes the name of the run that the command
-    works on.
-    """
-
-    name: str
-    words: Callable[[Board, Values], Sequence[str]]
-    run: Callable[[Board, Values], str] | None = None
+    def choices(self, kind: str) -> list[tuple[str, str]]:
+        """Returns suggestions for a field: words of a command line, each with its title. kind: recipes, data (dropped
+        files), runs, or models (the runs that have one).
+        """
+        if kind == "recipes":
+            return [(name, name) for name in recipe_names()]
+        if kind == "data":
+            return [(shown_path(path), path.name) for path in self.uploads()]
+        runs = [run for run in self.runs.all() if kind == "runs" or run.has_done(*run.trainings)]
+        return [(run.where, f"{run.name} ({run.state})") for run in runs]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Screen:
-    """A page at /NAME, drawn from NAME.html.jinja with what `show` returns.
+    """A page at /NAME, drawn from NAME.html.jinja with what `show` returns; the forms of NAME.yaml follow.
 
-    state: a word or two for the rail. blocks: template blocks that are drawn again as they change. charts: returns the
-    message of curves for a page that has already got what `sent` says.
+    stage: the stage whose state the rail shows, unless `state` makes other words for it. blocks: template blocks that
+    are drawn again as they change. charts: returns the message of curves for a page that has already got what `sent`
+    says.
     """
 
     name: str
     title: str
     question: str
     show: Callable[[Board, Query], Mapping[str, Any]]
-    state: Callable[[Board, Run | None], str] = lambda board, run: ""
-    actions: Sequence[Action] = ()
+    stage: str = ""
+    state: Callable[[Board, Run | None], str] | None = None
     routes: Callable[[Board], Sequence[BaseRoute]] = lambda board: ()
     blocks: Sequence[str] = ("jobs",)
     charts: Callable[[Board, Query, dict[str, Any]], Mapping[str, Any]] | None = None
-    has_charts: bool = False
-    is_step: bool = field(default=True)
+    is_step: bool = True
+
+    @property
+    def actions(self) -> Sequence[Action]:
+        return forms_of(self.name)
+
+    def rail_words(self, board: Board, run: Run | None) -> str:
+        if self.state:
+            return self.state(board, run)
+        stage = run.stage(self.stage) if run else None
+        return stage.state if stage else ""
 
 
-def required(values: Values, name: str, label: str) -> str:
-    """Returns the value of a field. Raises `ConfigError` if it is empty."""
-    value = values.get(name, "").strip()
-    if not value:
-        raise ConfigError(f"{label}: is empty")
-    return value
+def sandboxed(page: str | bytes) -> Response:
+    """Shows a page that a command has left without scripts and without an origin, whatever is in it."""
+    policy = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'self'"
+    return HTMLResponse(page, headers={"Content-Security-Policy": policy})
 
 
-def split_words(text: str) -> list[str]:
-    """Splits further options as a shell does. Raises `ConfigError`."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"further settings: {error}") from None
+def readable(name: str) -> str:
+    """Returns the name of a metric or figure as words."""
+    return name.replace("num_", "").replace("heldout_", "held-out ").replace("_", " ")
 
 
-def option(values: Values, name: str, flag: str) -> list[str]:
-    """Returns `flag VALUE`, nothing for an empty field."""
-    value = values.get(name, "").strip()
-    return [flag, value] if value else []
-
-
-@dataclass(frozen=True)
-class Choices:
-    """Suggestions for the fields of forms: words of a command line, each with its title."""
-
-    board: Board
-
-    def runs(self) -> list[tuple[str, str]]:
-        return [(run.where, f"{run.name} ({run.state})") for run in self.board.runs.all()]
-
-    def models(self) -> list[tuple[str, str]]:
-        """Returns the runs that have a model."""
-        return [(run.where, run.name) for run in self.board.runs.all() if run.has_done(*run.trainings)]
-
-    def data(self) -> list[tuple[str, str]]:
-        """Returns dropped files."""
-        return [(shown_path(path), path.name) for path in self.board.uploads()]
+def last_value(query: Query, name: str, default: str = "") -> str:
+    return query.get(name, [default])[-1]

@@ -6,7 +6,6 @@ import io
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright_board.files import as_number, open_inside, parse_lines
+from modelwright_board.files import as_number, open_inside, parse_lines, read_table
 
 MOST_BUCKETS = 512
 PIECE_BYTES = 4 << 20
@@ -76,8 +75,8 @@ class MetricsFile:
         self._offset, self._inode, self.size, self.num_broken = 0, 0, 0, 0
         self.width = 1.0
         self._curves: dict[str, _Curve] = {}
-        self._sums = {name: 0.0 for name in AXES.values() if name}
-        self._totals = {name: np.full(MOST_BUCKETS, np.nan) for name in self._sums}
+        # Sums up to each step: as they grow, the largest of a bucket is that at its last step.
+        self._sums = {name: _Curve() for name in AXES.values() if name}
         self.version = time.monotonic_ns()
 
     @property
@@ -137,12 +136,11 @@ class MetricsFile:
         while steps[-1] >= self.width * MOST_BUCKETS:
             self._widen()
         buckets = (steps // self.width).astype(np.int64)
-        for name, sums in self._totals.items():
+        for name, sums in self._sums.items():
             if name in columns:
-                amounts = np.nan_to_num(columns[name][order], posinf=0.0, neginf=0.0)
-                running = self._sums[name] + np.cumsum(amounts)
-                sums[buckets] = running  # the last of a bucket stays
-                self._sums[name] = float(running[-1])
+                amounts = np.clip(np.nan_to_num(columns[name][order], posinf=0.0, neginf=0.0), 0.0, None)
+                last = np.nanmax(sums.values[:, 1], initial=0.0)
+                sums.add(buckets, steps, last + np.cumsum(amounts))
         for name, column in columns.items():
             values = column[order]
             finite = np.isfinite(values)
@@ -154,14 +152,8 @@ class MetricsFile:
     def _widen(self) -> None:
         self.width *= 2
         self.version = time.monotonic_ns()
-        for curve in self._curves.values():
+        for curve in (*self._curves.values(), *self._sums.values()):
             curve.halve()
-        half = MOST_BUCKETS // 2
-        for name, sums in self._totals.items():
-            pairs = sums.reshape(-1, 2)
-            fresh = np.full(MOST_BUCKETS, np.nan)
-            fresh[:half] = np.where(np.isnan(pairs[:, 1]), pairs[:, 0], pairs[:, 1])
-            self._totals[name] = fresh
 
     @property
     def names(self) -> list[str]:
@@ -180,18 +172,12 @@ class MetricsFile:
         steps, values = steps[known], values[known]
         steps, unique = np.unique(steps, return_index=True)
         values = values[unique]
-        places = self._places(axis, steps) if AXES.get(axis) else steps
-        return places.tolist(), [float(f"{value:.6g}") for value in values]
-
-    def _places(self, axis: str, steps: Floats) -> Floats:
-        """Sums at the steps: exact at the ends of buckets, linear in between."""
-        sums = self._totals[AXES[axis]]
-        known = np.flatnonzero(np.isfinite(sums))
-        if not len(known):
-            return steps
-        ends = (known + 1) * self.width - 1
-        ends[-1] = min(ends[-1], self.last_step)
-        return np.interp(steps, np.r_[0.0, ends], np.r_[0.0, sums[known]])
+        if AXES.get(axis):
+            sums = self._sums[AXES[axis]]
+            known = np.isfinite(sums.values)
+            if known.any():  # exact at a bucket's first and last step, linear in between
+                steps = np.interp(steps, np.r_[0.0, sums.steps[known]], np.r_[0.0, sums.values[known]])
+        return steps.tolist(), [float(f"{value:.6g}") for value in values]
 
     @property
     def last_step(self) -> float:
@@ -221,65 +207,24 @@ def _columns(piece: bytes) -> dict[str, Floats] | None:
     return result
 
 
-class SeriesCache:
-    """Metrics files that were looked at last."""
-
-    def __init__(self, most: int = 24) -> None:
-        self._files: OrderedDict[tuple[Path, str], MetricsFile] = OrderedDict()
-        self._lock = threading.Lock()
-        self._most = most
-
-    def get(self, folder: Path, stage: str) -> MetricsFile:
-        with self._lock:
-            file = self._files.setdefault((folder, stage), MetricsFile(folder, stage))
-            self._files.move_to_end((folder, stage))
-            while len(self._files) > self._most:
-                self._files.popitem(last=False)
-            return file
-
-
-@dataclass(frozen=True)
-class ChartKind:
-    """A chart of related metrics with one unit. metrics: patterns of their names, as of file names."""
-
-    title: str
-    metrics: Sequence[str]
-    unit: str
-    is_log: bool = False
-
-    def takes(self, name: str) -> bool:
-        return any(fnmatchcase(name, one) for one in self.metrics)
-
-
-CHARTS: Sequence[ChartKind] = (
-    ChartKind("Loss", ("loss", "heldout_loss"), "nats per token"),
-    ChartKind("Reward", ("reward", "reward_*", "heldout/reward*"), "reward"),
-    ChartKind("KL divergence", ("kl", "kl_*", "*kl"), "nats"),
-    ChartKind("Accuracy", ("accuracy", "*_accuracy", "heldout/accuracy"), "share"),
-    ChartKind("Learning rate", ("learning_rate",), "rate"),
-    ChartKind("Gradient norm", ("grad_norm",), "norm"),
-    ChartKind("Tokens per second", ("tokens_per_s",), "tokens/s"),
-    ChartKind("Model FLOPs utilization", ("mfu",), "share of the peak"),
-    ChartKind("Time of a step", ("step_time_s", "data_wait_s", "comm_s"), "seconds"),
-    ChartKind("Memory", ("peak_bytes", "memory_bytes", "resident_bytes"), "bytes"),
-    ChartKind("Loss scale", ("loss_scale",), "scale", is_log=True),
-)
 HIDDEN = ("num_tokens", "eval_time_s", "checkpoint_stall_s", "peak_flops", "executed_flops", "bytes_sent", "skipped")
 
 
-def charts_of(names: Sequence[str]) -> list[tuple[ChartKind, list[str]]]:
-    """Returns the charts of these metrics: the known ones first, then one for each other metric."""
+def charts_of(names: Sequence[str]) -> list[tuple[dict[str, Any], list[str]]]:
+    """Returns the charts of these metrics, each with title, unit and scale: those of charts.yaml first, then one for
+    each other metric.
+    """
     rest = [name for name in names if name not in HIDDEN]
-    result: list[tuple[ChartKind, list[str]]] = []
-    for kind in CHARTS:
-        mine = [name for name in rest if kind.takes(name)]
+    result: list[tuple[dict[str, Any], list[str]]] = []
+    for title, kind in read_table("charts").items():
+        mine = [name for name in rest if any(fnmatchcase(name, one) for one in kind["metrics"])]
         if mine:
-            result.append((kind, mine))
+            result.append(({"title": title, "unit": kind["unit"], "log": kind.get("is_log", False)}, mine))
             rest = [name for name in rest if name not in mine]
-    return result + [
-        (ChartKind(name.replace("_", " "), (name,), "seconds" if name.endswith("_s") else "value"), [name])
-        for name in rest
-    ]
+    for name in rest:
+        unit = "seconds" if name.endswith("_s") else "value"
+        result.append(({"title": name.replace("_", " "), "unit": unit, "log": False}, [name]))
+    return result
 
 
 def curve_message(
@@ -311,5 +256,5 @@ def curve_message(
                     start = max(0.0, since // file.width * file.width) if since >= 0 else -1.0
                     traces.append({"run": run, "metric": name, "since": start, "x": places, "y": values})
         if traces:
-            charts.append({"title": kind.title, "unit": kind.unit, "log": kind.is_log, "traces": traces})
+            charts.append({**kind, "traces": traces})
     return {"charts": charts, "axis": axis, "share": min(unread, default=1.0)} if by_run else {}

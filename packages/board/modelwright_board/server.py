@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, urlencode
@@ -21,6 +22,7 @@ import jinja2
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
@@ -30,27 +32,32 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from modelwright.cli.processes import leave_with_parent
 from modelwright.core.errors import ConfigError
 from modelwright.pipeline.report.blocks import compact, count, number, percent, plural, seconds, size
-from modelwright_board.command import LOOPBACK
+from modelwright_board.command import KEYS_VARIABLE, LOOPBACK
 from modelwright_board.files import OutsideError, open_inside
-from modelwright_board.jobs import Job, command_line, stop_process
-from modelwright_board.project import admin_keys, has_command, plotly_script, shared_style
+from modelwright_board.forms import Action
+from modelwright_board.jobs import Job, command_line
+from modelwright_board.project import has_command
 from modelwright_board.runs import shown_path
-from modelwright_board.screen import Action, Board, Choices, Query, Screen
+from modelwright_board.screen import Board, Query, Screen, readable, sandboxed
 from modelwright_board.screens import SCREENS
 
 PERIOD_S = 1.0
 MOST_BODY_BYTES = 1_000_000
 MOST_UPLOAD_BYTES = 20_000_000_000
-_HEADERS = {
-    "X-Content-Type-Options": "nosniff", "X-Frame-Options": "SAMEORIGIN", "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin", "Cache-Control": "no-store",
-}  # fmt: skip
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'{inline}; img-src 'self' data: blob:; connect-src 'self'; "
     "form-action 'self'; frame-src 'self'; frame-ancestors 'self'; base-uri 'none'"
 )
-# Pages that a run has left are shown without scripts and without an origin, whatever is in them.
-SANDBOX = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'self'"
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff", "X-Frame-Options": "SAMEORIGIN", "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin", "Cache-Control": "no-store",
+    "Content-Security-Policy": _POLICY.format(inline=""),
+}  # fmt: skip
+STATIC = {
+    "board.js": ("modelwright_board", "static/board.js"), "board.css": ("modelwright_board", "static/board.css"),
+    "pages.css": ("modelwright.serve", "static/pages.css"), "plotly.js": ("plotly", "package_data/plotly.min.js"),
+}  # fmt: skip
+"""Files of /static, each with its package; all pages of the project share pages.css."""
 
 
 class Access:
@@ -105,13 +112,9 @@ class Guard:
 
         async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                known = {name.lower() for name, _ in message["headers"]}
-                policy = {"Content-Security-Policy": _POLICY.format(inline="")}
-                message["headers"] += [
-                    (name.lower().encode(), value.encode())
-                    for name, value in (_HEADERS | policy).items()
-                    if name.lower().encode() not in known
-                ]
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         await (self._refusal(request) or self.app)(scope, receive, send_with_headers)
@@ -162,28 +165,29 @@ class Pages:
         )  # fmt: skip
         formats = (compact, count, number, percent, plural, seconds, size)
         self.templates.filters |= {form.__name__: form for form in formats}
-        self.templates.filters |= {"query": lambda pairs: urlencode(pairs, True), "pair": lambda word: (word, word)}
+        self.templates.filters |= {"readable": readable, "query": lambda pairs: urlencode(pairs, True)}
         # Blocks are drawn alone, too, and then know nothing that their template imports.
         self.templates.globals |= {"csrf": access.csrf, "has_command": has_command, "command_line": command_line}
         self.templates.globals["ui"] = self.templates.get_template("macros.jinja").module
 
     def context(self, screen: Screen, query: Query) -> dict[str, Any]:
         run = self.board.chosen_run(query)
-        rail = [(one, one.state(self.board, run)) for one in SCREENS if one.is_step]
-        jobs = self.board.jobs.of(screen.name)[:8]
         values = {key: entries[-1] for key, entries in query.items()}
-        first = {action.name: self.line(action, values)[0] for action in screen.actions}
+        fields = [one for action in screen.actions for one in action.fields.values()]
+        presets = {one.name: self.board.preset(one, run) for one in fields}
         return {
-            "screen": screen, "screens": SCREENS, "rail": rail, "chosen": run, "root": shown_path(self.board.root),
-            "query": query, "jobs": jobs, "board": self.board, "back": back_of(screen, query),
-            "values": values,
-            "first_words": first, "choices": Choices(self.board), **screen.show(self.board, query),
+            "screen": screen, "chosen": run, "root": shown_path(self.board.root), "query": query,
+            "values": presets | values,
+            "rail": [(one, one.rail_words(self.board, run)) for one in SCREENS if one.is_step],
+            "jobs": self.board.jobs.of(screen.name)[:8], "board": self.board, "back": back_of(screen, query),
+            "first_words": {action.name: self.line(action, presets | values)[0] for action in screen.actions},
+            "suggestions": {}, **screen.show(self.board, query),
         }  # fmt: skip
 
     def line(self, action: Action, values: Mapping[str, str]) -> tuple[str, Sequence[str]]:
         """Returns the command line of a form and its words, or an error as a comment and no words."""
         try:
-            words = list(action.words(self.board, values))
+            words = action.words(self.board.root, self.board.own, values)
         except ConfigError as error:
             return f"# {error}", []
         if any("\0" in word or "\n" in word for word in words):
@@ -194,20 +198,15 @@ class Pages:
         return self.templates.get_template(f"{screen.name}.html.jinja").render(self.context(screen, query))
 
     async def show(self, request: Request) -> Response:
-        screen = self.screens.get(request.path_params.get("screen", SCREENS[0].name))
-        if screen is None:
-            raise HTTPException(404, "There is no such page.")
+        screen = self.screen_of(request)
         text = await run_in_threadpool(self.html, screen, query_of(request))
         # Plotly writes a style element; no other page has inline styles.
-        policy = _POLICY.format(inline=" 'unsafe-inline'" if screen.has_charts else "")
+        policy = _POLICY.format(inline=" 'unsafe-inline'" if screen.charts else "")
         return HTMLResponse(text, headers={"Content-Security-Policy": policy})
 
     async def events(self, request: Request) -> Response:
         """Server-sent events: blocks of the page as they change, and points of its curves."""
-        screen = self.screens.get(request.path_params["screen"])
-        if screen is None:
-            raise HTTPException(404, "There is no such page.")
-        query = query_of(request)
+        screen, query = self.screen_of(request), query_of(request)
 
         def look(shown: dict[str, str], sent: dict[str, Any]) -> list[str]:
             events: list[str] = []
@@ -253,12 +252,17 @@ class Pages:
             raise HTTPException(403, "The page is out of date; load it again.")
 
     def action(self, request: Request) -> tuple[Screen, Action]:
-        screen = self.screens.get(request.path_params["screen"])
-        actions = screen.actions if screen else ()
-        action = next((one for one in actions if one.name == request.path_params["action"]), None)
-        if screen is None or action is None:
+        screen = self.screen_of(request)
+        action = next((one for one in screen.actions if one.name == request.path_params["action"]), None)
+        if action is None:
             raise HTTPException(404, "There is no such button.")
         return screen, action
+
+    def screen_of(self, request: Request) -> Screen:
+        screen = self.screens.get(request.path_params.get("screen", SCREENS[0].name))
+        if screen is None:
+            raise HTTPException(404, "There is no such page.")
+        return screen
 
     async def command(self, request: Request) -> Response:
         """Returns the command line for the present fields of a form."""
@@ -275,17 +279,14 @@ class Pages:
             line, words = self.line(action, values)
             if not words:
                 raise HTTPException(400, line.removeprefix("# "))
-            run = action.run(self.board, values) if action.run else ""
+            run = action.run_name(self.board.root, values)
             try:
                 return self.board.jobs.start(words, screen=screen.name, action=action.name, run=run)
             except OSError as error:
                 raise HTTPException(507, f"The command cannot be started: {error}") from None
 
         job = await run_in_threadpool(begin)
-        target = values.get("back", "")
-        # Only a page of this board: "//host" would be another one.
-        is_own = target.startswith("/") and not target.startswith(("//", "/\\"))
-        return RedirectResponse(target if is_own else f"/{screen.name}?job={job.id}", status_code=303)
+        return back_to(values, f"/{screen.name}?job={job.id}")
 
     async def stop(self, request: Request) -> Response:
         """Asks a job or the process of a run to end; both resume where they were."""
@@ -297,18 +298,14 @@ class Pages:
                 self.board.jobs.stop(job)
             elif run and run.pid:
                 mine = [one for one in self.board.jobs.all() if one.is_alive and one.run == run.name]
-                if mine:
-                    self.board.jobs.stop(mine[0])
-                else:
-                    stop_process(run.pid)
+                if not (mine and self.board.jobs.stop(mine[0])):
+                    os.kill(run.pid, signal.SIGTERM)
 
         try:
             await run_in_threadpool(end)
         except OSError as error:
             raise HTTPException(409, f"The process cannot be stopped: {error}") from None
-        target = values.get("back", "/")
-        is_own = target.startswith("/") and not target.startswith(("//", "/\\"))
-        return RedirectResponse(target if is_own else "/", status_code=303)
+        return back_to(values, "/")
 
     async def upload(self, request: Request) -> Response:
         """Takes a dropped file, whose name becomes harmless, into the board's folder."""
@@ -349,21 +346,17 @@ class Pages:
             text = await run_in_threadpool(read)
         except (OutsideError, OSError):
             raise HTTPException(404, "This run has no report yet.") from None
-        return HTMLResponse(text, headers={"Content-Security-Policy": SANDBOX})
+        return sandboxed(text)
 
     async def static(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name == "plotly.js":
-            return FileResponse(
-                plotly_script(), media_type="text/javascript", headers={"Cache-Control": "max-age=3600"}
-            )
-        if name == "pages.css":
-            return Response(shared_style(), media_type="text/css")
-        kinds = {"board.js": "text/javascript", "board.css": "text/css"}
-        if name not in kinds:
+        package, place = STATIC.get(request.path_params["name"], ("", ""))
+        spec = find_spec(package) if package else None
+        if spec is None or spec.origin is None:
             raise HTTPException(404, "There is no such file.")
-        text = (files("modelwright_board") / "static" / name).read_text(encoding="utf-8")
-        return Response(text, media_type=kinds[name])
+        path = Path(spec.origin).parent / place
+        # Plotly's script has megabytes, and changes only with its package.
+        is_large = path.suffixes[-2:] == [".min", ".js"]
+        return FileResponse(path, headers={"Cache-Control": "max-age=3600"} if is_large else {})
 
     async def login(self, request: Request) -> Response:
         """Asks for a key of an administrator if the board has a key file."""
@@ -386,6 +379,13 @@ class Pages:
             return JSONResponse({"error": detail}, status_code=status)
         text = self.templates.get_template("problem.html.jinja").render(status=status, detail=detail)
         return HTMLResponse(text, status_code=status)
+
+
+def back_to(values: Mapping[str, str], default: str) -> Response:
+    """Leads back to the page of a form, if it is one of this board: "//host" would be another one."""
+    target = values.get("back", "")
+    is_own = target.startswith("/") and not target.startswith(("//", "/\\"))
+    return RedirectResponse(target if is_own else default, status_code=303)
 
 
 def back_of(screen: Screen, query: Query) -> str:
@@ -441,9 +441,8 @@ def kept_secret(board: Board) -> str:
     return secret
 
 
-def run_board(root: Path, *, host: str, port: int, keys_file: str) -> int:
-    """Serves the board until a signal ends it. Raises `ConfigError`."""
-    keys = admin_keys(keys_file) if keys_file else ()
+def run_board(root: Path, *, host: str, port: int, keys: Sequence[str] = ()) -> int:
+    """Serves the board until a signal ends it. Raises `ConfigError`. keys: SHA-256 of each key that opens it."""
     board = Board(root)
     # The board writes there, and a folder of runs may come from somebody else.
     if link := next((one for one in (board.own, board.own / "data", board.own / "jobs") if one.is_symlink()), None):
@@ -476,14 +475,16 @@ def run_board(root: Path, *, host: str, port: int, keys_file: str) -> int:
     return 0
 
 
-def main(runs: str, host: str, port: str, keys_file: str, exit_with_parent: str) -> int:
+def main(runs: str, host: str, port: str, exit_with_parent: str) -> int:
     """Runs the board in this process, with the options of `modelwright board` that have been checked."""
     if exit_with_parent != "0":
         leave_with_parent()
         if os.getppid() != int(exit_with_parent):  # it has ended before this process could watch it
             return 0
     try:
-        return run_board(Path(runs), host=host, port=int(port), keys_file=keys_file)
+        # Taken out, for the commands that the board starts have no use for them.
+        keys = os.environ.pop(KEYS_VARIABLE, "").split()
+        return run_board(Path(runs), host=host, port=int(port), keys=keys)
     except ConfigError as error:
         print(f"modelwright: {error}", file=sys.stderr)
         return error.exit_code

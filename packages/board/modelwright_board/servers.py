@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import threading
 import time
 from collections import defaultdict, deque
@@ -10,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from modelwright_board.files import as_list, as_number, as_object
 from modelwright_board.jobs import Job, Jobs
 
 PERIOD_S, WINDOW_S, KEPT = 2.0, 60.0, 1800
-_SERIES = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _LATENCIES = (
     ("Time to first token", "modelwright_time_to_first_token_seconds"),
     ("Time between tokens", "modelwright_inter_token_seconds"),
@@ -34,17 +32,18 @@ def server_url(job: Job) -> str:
 
 def server_jobs(jobs: Jobs) -> list[Job]:
     """Returns the servers that run, the newest first."""
-    return [job for job in jobs.of("serve", action="serve") if job.is_alive]
+    return [job for job in jobs.all() if job.is_alive and job.words[:1] == ["serve"]]
 
 
 def parse_metrics(text: str) -> Metrics:
-    """Parses Prometheus' text format: labels and value of each series, by name."""
+    """Parses Prometheus' text format: labels and value of each series, by name; empty if it is no such text."""
     result: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
-    for name, labels, value in _SERIES.findall(text):
-        try:
-            result[name].append((dict(_LABEL.findall(labels)), float(value)))
-        except ValueError:
-            continue
+    try:
+        for family in text_string_to_metric_families(text):
+            for one in family.samples:
+                result[one.name].append((one.labels, one.value))
+    except ValueError:
+        return {}
     return result
 
 
@@ -55,13 +54,9 @@ def total(metrics: Metrics, name: str) -> float:
 def quantile(now: Metrics, before: Metrics, name: str, share: float) -> float:
     """Returns a quantile of the observations between two scrapes, as PromQL's histogram_quantile; NaN without any."""
     earlier = {labels.get("le"): value for labels, value in before.get(f"{name}_bucket", ())}
-    buckets = sorted(
-        (
-            math.inf if labels.get("le") == "+Inf" else float(labels.get("le", "nan")),
-            value - earlier.get(labels.get("le"), 0.0),
-        )
-        for labels, value in now.get(f"{name}_bucket", ())
-    )
+    # float() reads "+Inf", the limit of the last bucket.
+    found = ((labels.get("le", "nan"), value) for labels, value in now.get(f"{name}_bucket", ()))
+    buckets = sorted((float(limit), value - earlier.get(limit, 0.0)) for limit, value in found)
     count = buckets[-1][1] if buckets else 0.0
     if count <= 0:
         return math.nan
@@ -119,11 +114,9 @@ class Watch:
             "Cache in use: share": total(metrics, "modelwright_kv_cache_usage_ratio"),
         }
         if span > 0:
-            for word, name in (
-                ("answers", "modelwright_output_tokens_total"),
-                ("prompts", "modelwright_prompt_tokens_total"),
-            ):
-                values[f"Tokens per second: {word}"] = max(0.0, total(metrics, name) - total(before, name)) / span
+            for word, name in (("answers", "output"), ("prompts", "prompt")):
+                series = f"modelwright_{name}_tokens_total"
+                values[f"Tokens per second: {word}"] = max(0.0, total(metrics, series) - total(before, series)) / span
             for title, name in _LATENCIES:
                 for share, word in QUANTILES:
                     values[f"{title}: {word}"] = quantile(metrics, before, name, share)
@@ -153,16 +146,9 @@ class Watch:
                 title, _, metric = name.partition(": ")
                 if title.startswith(AB_TITLE) != of_tests:
                     continue
-                chart = charts.setdefault(
-                    title,
-                    {
-                        "title": title,
-                        "unit": "value" if of_tests else units.get(title, "seconds"),
-                        "log": False,
-                        "zero": not of_tests,
-                        "of": {},
-                    },
-                )
+                unit = "value" if of_tests else units.get(title, "seconds")
+                fresh = {"title": title, "unit": unit, "log": False, "zero": not of_tests, "of": {}}
+                chart = charts.setdefault(title, fresh)
                 trace = chart["of"].setdefault(metric, {"run": job.words[1], "metric": metric, "x": [], "y": []})
                 trace["x"].append(at)
                 trace["y"].append(round(value, 6))

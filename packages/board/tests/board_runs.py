@@ -57,8 +57,9 @@ def make_run(root: Path, name: str, *, num_steps: int = 200, state: str = "done"
 
 @dataclass
 class BoardProcess:
-    """A board in a process. url: with the token."""
+    """A board in a process. root: its folder of runs; url: with the token."""
 
+    root: Path
     url: str
     base: str
     process: subprocess.Popen[str]
@@ -76,13 +77,18 @@ class BoardProcess:
 
 
 @contextmanager
-def running_board(root: Path, *words: str, cwd: Path | None = None) -> Iterator[BoardProcess]:
-    command = [sys.executable, "-m", "modelwright.cli.entry", "board", str(root), "--port", "0", *words]
+def running_board(root: Path, *words: str, port: int = 0, cwd: Path | None = None) -> Iterator[BoardProcess]:
+    """Starts a board. words: options of `modelwright board`; without them, the process is the one that this command
+    becomes, and does without the seconds in which the command line is loaded.
+    """
+    command = [sys.executable, "-m", "modelwright_board.server", str(root), "127.0.0.1", str(port), "0"]
+    if words:
+        command = [sys.executable, "-m", "modelwright.cli.entry", "board", str(root), "--port", str(port), *words]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=cwd, env=environment) as process:
         assert process.stdout is not None
         url = next(line.split()[1] for line in process.stdout if line.startswith("board"))
-        board = BoardProcess(url, url.partition("?")[0].rstrip("/"), process)
+        board = BoardProcess(root, url, url.partition("?")[0].rstrip("/"), process)
         try:
             wait_for(lambda: httpx.get(board.base).status_code)
             yield board

@@ -13,7 +13,7 @@ from board_runs import wait_for
 from modelwright_board import jobs as jobs_module
 from modelwright_board.jobs import Job, Jobs, plain_text, process_begin
 from modelwright_board.runs import Runs
-from modelwright_board.servers import Watch, interval_values, parse_metrics, quantile, total
+from modelwright_board.servers import Watch, interval_values, parse_metrics, quantile, server_jobs, total
 
 
 def test_a_command_is_found_again_by_another_board(tmp_path: Path) -> None:
@@ -45,6 +45,19 @@ def test_a_command_is_stopped_and_a_reused_number_is_not(tmp_path: Path, monkeyp
     wait_for(lambda: not jobs.get(job.id).is_alive)  # type: ignore[union-attr]
 
 
+def test_a_server_is_one_whichever_page_has_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_module, "_SHELL", "sleep 60")
+    jobs = Jobs(tmp_path)
+    servers = [jobs.start(["serve", "m", "--port", "1"], screen=screen, action="serve") for screen in ("talk", "serve")]
+    other = jobs.start(["run", "serve"], screen="plan", action="recipe")
+    try:
+        assert {job.id for job in server_jobs(jobs)} == {job.id for job in servers}
+    finally:
+        for job in (*servers, other):
+            jobs.stop(jobs.get(job.id))  # type: ignore[arg-type]
+            jobs._children[job.id].wait(30)
+
+
 @pytest.mark.parametrize("name", ["..", "../../etc", "20261128-000000-zzzzzz", "", "a\0b"])
 def test_only_names_of_jobs_are_looked_up(tmp_path: Path, name: str) -> None:
     assert Jobs(tmp_path).get(name) is None
@@ -70,9 +83,7 @@ def test_quantiles_of_what_was_observed_between_two_moments() -> None:
 
     def text(values: np.ndarray) -> str:
         lines = [f'm_bucket{{le="{limit}"}} {(values <= limit).sum()}' for limit in limits]
-        return "\n".join(
-            [*lines, f'm_bucket{{le="+Inf"}} {len(values)}', "# a comment", f"m_count {len(values)}", "bad x"]
-        )
+        return "\n".join([*lines, f'm_bucket{{le="+Inf"}} {len(values)}', "# a comment", f"m_count {len(values)}"])
 
     now, old = parse_metrics(text(np.r_[before, fresh])), parse_metrics(text(before))
     assert total(now, "m_count") == 4500

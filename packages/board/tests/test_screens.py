@@ -30,14 +30,14 @@ FORMS: Mapping[tuple[str, str], Mapping[str, str]] = {
         "minutes": "5",
         "dry": "1",
     },
-    ("plan", "finetune"): {"model": "runs/a", "sources": "a.jsonl", "method": "lora", "epochs": "2", "nproc": "2"},
+    ("plan", "finetune"): {"model": "runs/a", "sources": "a.jsonl", "method": "--lora", "epochs": "2", "nproc": "2"},
     ("plan", "resume"): {"run_dir": "runs/a", "settings": "--seed 3"},
     ("plan", "cost"): {"target": "tiny"},
     ("judge", "compare"): {"first": "runs/a", "second": "runs/b", "sources": "a.jsonl", "records": "9"},
     ("judge", "tasks"): {"target": "runs/a", "tasks": "tasks", "limit": "5"},
     ("talk", "serve"): {"target": "runs/a", "port": "8001"},
     ("talk", "align"): {"model": "runs/a", "name": "aligned"},
-    ("smaller", "export"): {"target": "runs/a", "form": "gguf", "dtype": "q8_0", "place": "a.gguf", "overwrite": "1"},
+    ("smaller", "export"): {"target": "runs/a", "form": "--dtype q8_0 --to gguf", "place": "a.gguf", "overwrite": "1"},
     ("smaller", "quantize"): {"target": "runs/a"},
     ("smaller", "distill"): {"recipe": "tiny", "name": "small", "layers": "2", "ffn": "64"},
     ("serve", "serve"): {"target": "runs/a", "port": "8000", "log": "l.sqlite", "ab_state": "ab.json", "int8": "1"},
@@ -82,10 +82,30 @@ def test_every_button_is_tried() -> None:
 def test_a_button_is_a_command_that_exists(tmp_path: Path, screen: str, name: str) -> None:
     action = next(one for page in SCREENS if page.name == screen for one in page.actions if one.name == name)
     board = Board(tmp_path)
-    check(action.words(board, FORMS[screen, name]))
-    needed = [key for key in FORMS[screen, name] if key not in ("settings", "place", "dtype", "name")]
+    words = action.words(board.root, board.own, FORMS[screen, name])
+    check(words)
+    assert all(value in shlex.join(words) for value in FORMS[screen, name].values() if value != "1")
+    needed = [key for key in FORMS[screen, name] if key not in ("settings", "place", "name")]
     with pytest.raises(ConfigError):
-        action.words(board, {**FORMS[screen, name], **dict.fromkeys(needed, "")})
+        action.words(board.root, board.own, {**FORMS[screen, name], **dict.fromkeys(needed, "")})
+
+
+def test_a_choice_is_one_of_the_list_and_a_run_stays_below_the_folder(tmp_path: Path) -> None:
+    forms = {(screen.name, action.name): action for screen in SCREENS for action in screen.actions}
+    wrong = [
+        (("smaller", "export"), {"form": "--to gguf --overwrite"}), (("plan", "finetune"), {"method": "; rm"}),
+        (("plan", "recipe"), {"name": "../x"}), (("plan", "recipe"), {"name": ".board"}),
+        (("plan", "recipe"), {"name": "--x"}), (("plan", "recipe"), {"settings": "'"}),
+    ]  # fmt: skip
+    for key, values in wrong:
+        with pytest.raises(ConfigError):
+            forms[key].words(tmp_path, tmp_path, {**FORMS[key], **values})
+    # A path with a space stays one word, and an empty name is made of the other fields.
+    words = forms["plan", "resume"].words(tmp_path, tmp_path, {"run_dir": "runs/a b"})
+    assert words == ["run", "runs/a b"]
+    values = {"model": "runs/a-3.1", "sources": "x/b.jsonl.gz y"}
+    assert forms["plan", "finetune"].run_name(tmp_path, values) == "a-3.1-b"
+    assert forms["plan", "finetune"].run_name(tmp_path, {**values, "dry": "1"}) == ""
 
 
 def test_a_wrong_option_is_noticed() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelwright_board import series
-from modelwright_board.series import MOST_BUCKETS, MetricsFile, SeriesCache, charts_of, curve_message
+from modelwright_board.series import MOST_BUCKETS, MetricsFile, charts_of, curve_message
 
 
 def written(folder: Path, records: list[dict], *, mode: str = "w") -> None:
@@ -95,7 +95,7 @@ def test_broken_lines_are_counted_and_left_out(tmp_path: Path) -> None:
 
 def test_a_resumed_run_replaces_its_curve(tmp_path: Path) -> None:
     written(tmp_path, [{"step": step, "loss": 9.0} for step in range(50)])
-    file, sent = SeriesCache().get(tmp_path, "pretrain"), {}
+    file, sent = MetricsFile(tmp_path, "pretrain"), {}
     first = curve_message({"a": file}, "step", sent, budget_s=10)
     assert first["charts"][0]["traces"][0]["since"] == -1.0
     assert curve_message({"a": file}, "step", sent, budget_s=10) == {}
@@ -130,7 +130,7 @@ def test_a_link_out_of_the_folder_is_not_read(tmp_path: Path) -> None:
 
 def test_related_metrics_share_a_chart() -> None:
     charts = charts_of(["loss", "heldout_loss", "reward", "reward_std", "strange", "num_tokens"])
-    assert [(kind.title, names) for kind, names in charts] == [
+    assert [(kind["title"], names) for kind, names in charts] == [
         ("Loss", ["loss", "heldout_loss"]),
         ("Reward", ["reward", "reward_std"]),
         ("strange", ["strange"]),

@@ -17,6 +17,7 @@ from modelwright_board.screens import SCREENS
 from modelwright_board.server import run_board
 
 SCRIPT = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\">"
+HOSTILE = "<b onclick=x>'\"{{7*7}}"
 PAGES = [screen.name for screen in SCREENS]
 
 
@@ -133,28 +134,19 @@ def test_nothing_changes_without_the_csrf_token(board: BoardProcess, path: str) 
             client.post(path, data=fields, headers={"X-CSRF": token, "Origin": "http://evil.example"}).status_code
             == 403
         )
-    assert not (Path(board.process.args[4]) / ".board" / "votes.jsonl").exists()  # type: ignore[index]
+    assert not (board.root / ".board" / "votes.jsonl").exists()
 
 
 def test_no_page_fails_and_nothing_of_a_run_is_markup(board: BoardProcess) -> None:
     with board.client() as client:
-        for run in (
-            "plain",
-            "<b onclick=x>'\"{{7*7}}",
-            "linked",
-            "outside",
-            "deep",
-            "..",
-            "../secret.txt",
-            "no\0run",
-            "",
-        ):
-            for page in PAGES:
-                reply = client.get(f"/{page}", params={"run": run, "job": "x", "sources": "/etc/passwd", "word": "a"})
-                assert reply.status_code == 200, (run, page)
-                check_markup(reply.text)
-                assert "outside\n" not in reply.text
-                assert "root:" not in reply.text
+        foreign = ("linked", "outside", "deep", "..", "../secret.txt", "no\0run", "")  # pages show another run instead
+        pages = [(run, page) for run in ("plain", HOSTILE) for page in PAGES]
+        for run, page in pages + [(run, page) for run in foreign for page in ("run", "cleaning")]:
+            reply = client.get(f"/{page}", params={"run": run, "job": "x", "sources": "/etc/passwd", "word": "a"})
+            assert reply.status_code == 200, (run, page)
+            check_markup(reply.text)
+            assert "outside\n" not in reply.text
+            assert "root:" not in reply.text
 
 
 def test_nothing_outside_of_the_runs_is_served(board: BoardProcess) -> None:
@@ -196,12 +188,21 @@ def test_curves_come_as_events(board: BoardProcess) -> None:
         assert "Loss" in {chart["title"] for chart in hostile["charts"]}
 
 
+def test_a_huge_file_and_thousands_of_files_take_little_memory(board: BoardProcess) -> None:
+    with board.client() as client:
+        query = httpx.QueryParams({"run": HOSTILE, "stage": "big"})
+        messages = first_events(client, f"/events/run?{query}", 4)
+        assert any(one.get("axis") == "step" for one in messages)  # what is in the file, while it is being read
+        assert client.get("/", params={"find": "plain"}).status_code == 200
+        assert board.memory_bytes() < 200e6
+
+
 def test_the_command_line_follows_the_form(board: BoardProcess) -> None:
     with board.client() as client:
         headers = {"X-CSRF": csrf_of(client)}
         fields = {"recipe": "tiny", "name": "a b", "sources": "x.jsonl 'y z.txt'", "settings": "--seed 3", "dry": "1"}
         line = client.post("/command/plan/recipe", data=fields, headers=headers).json()
-        root = board.process.args[4]  # type: ignore[index]
+        root = board.root
         assert line["line"].endswith("--data.sources x.jsonl 'y z.txt' --seed 3 --dry-run")
         assert f"'{root}/a b'" in line["line"]
         for bad in ({"name": "../x"}, {"name": ".board"}, {"settings": "'"}, {"name": "a\nb"}):
@@ -212,7 +213,7 @@ def test_the_command_line_follows_the_form(board: BoardProcess) -> None:
 
 
 def test_a_dropped_file_gets_a_harmless_name(board: BoardProcess) -> None:
-    root = Path(board.process.args[4])  # type: ignore[index]
+    root = board.root
     with board.client() as client:
         headers = {"X-CSRF": csrf_of(client)}
         for given, name in (
@@ -230,7 +231,7 @@ def test_a_dropped_file_gets_a_harmless_name(board: BoardProcess) -> None:
 
 
 def test_a_vote_is_a_preference_pair(board: BoardProcess, tmp_path: Path) -> None:
-    root = Path(board.process.args[4])  # type: ignore[index]
+    root = board.root
     with board.client() as client:
         headers = {"X-CSRF": csrf_of(client)}
         pair = {"question": "Why?", "chosen": "Because.", "rejected": "No."}
@@ -309,5 +310,5 @@ def test_links_in_place_of_own_folders_are_refused(tmp_path: Path, name: str) ->
     link.parent.mkdir(parents=True)
     link.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError):
-        run_board(tmp_path / "runs", host="127.0.0.1", port=0, keys_file="")
+        run_board(tmp_path / "runs", host="127.0.0.1", port=0)
     assert list((tmp_path / "elsewhere").iterdir()) == []

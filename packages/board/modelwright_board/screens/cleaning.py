@@ -2,7 +2,7 @@
 
 import io
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -10,28 +10,14 @@ from typing import Any
 
 import zstandard
 
-from modelwright_board import screen
 from modelwright_board.files import as_number, as_object, open_inside, parse_json
 from modelwright_board.masks import masked
 from modelwright_board.project import cleaning_remedies
 from modelwright_board.runs import Run, changed
-from modelwright_board.screen import Board, Query, Values
+from modelwright_board.screen import Board, Query, Screen, last_value
 
 MOST_SCANNED, MOST_SHOWN, MOST_LINE = 20_000, 20, 2_000_000
 ARTIFACT = ("clean", "artifact")
-
-
-def clean(board: Board, values: Values) -> Sequence[str]:
-    sources = screen.split_words(screen.required(values, "sources", "Data"))
-    return [
-        "clean", *sources, "--out", screen.required(values, "out", "Folder"),
-        *screen.split_words(values.get("settings", "")),
-    ]  # fmt: skip
-
-
-def explain(board: Board, values: Values) -> Sequence[str]:
-    place = screen.required(values, "run_dir", "Run")
-    return ["clean", "--out", f"{place}/clean/artifact", "--explain", screen.required(values, "document", "Document")]
 
 
 def dropped_records(folder: Path) -> Iterator[Mapping[str, Any]]:
@@ -69,7 +55,7 @@ def funnel(report: Mapping[str, Any], remedies: Mapping[str, str]) -> list[dict[
 
 def examples(run: Run, query: Query) -> Mapping[str, Any]:
     """Returns dropped documents of a reason or with a word, and the largest clusters of near-duplicates."""
-    reason, word = (query.get(name, [""])[-1] for name in ("reason", "word"))
+    reason, word = (last_value(query, name) for name in ("reason", "word"))
     shown, clusters = scan(run.path, changed(run.path.joinpath(*ARTIFACT, "dropped.jsonl.zst")), reason, word)
     return {"examples": shown, "clusters": clusters, "reason": reason, "word": word, "most_scanned": MOST_SCANNED}
 
@@ -113,12 +99,7 @@ def show(board: Board, query: Query) -> Mapping[str, Any]:
     }  # fmt: skip
 
 
-def state(board: Board, run: Run | None) -> str:
-    stage = run.stage("clean") if run else None
-    return stage.state if stage else ""
-
-
-SCREEN = screen.Screen(
+SCREEN = Screen(
     name="cleaning", title="Cleaning", question="What did each step keep, drop and change, and why?", show=show,
-    state=state, blocks=("reasons", "jobs"), actions=(screen.Action("explain", explain), screen.Action("clean", clean)),
+    stage="clean", blocks=("reasons", "jobs"),
 )  # fmt: skip

@@ -3,34 +3,22 @@
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from modelwright_board import screen
 from modelwright_board.files import as_number, as_object, open_inside
 from modelwright_board.masks import masked
 from modelwright_board.runs import Run, shown_path
-from modelwright_board.screen import Board, Query, Values
+from modelwright_board.screen import Board, Query, Screen, last_value
 
 NUM_RECORDS = 5
-_ROLES = ("text", "question", "answer", "instruction", "input", "output", "prompt", "completion", "messages", "chosen",
-          "rejected", "label")  # fmt: skip
-
-
-def look(board: Board, values: Values) -> Sequence[str]:
-    words = ["clean", *screen.split_words(screen.required(values, "sources", "Data")), "--dry-run"]
-    # Every field that was chosen for a role; JSON is YAML, which the screen.option reads.
-    chosen = {role: value for role in _ROLES if (value := values.get(f"map_{role}", "").strip())}
-    if chosen:
-        words += ["--data.fields", json.dumps(chosen)]
-    return [*words, *screen.split_words(values.get("settings", ""))]
 
 
 def first_records(board: Board, query: Query) -> Mapping[str, Any]:
     """Returns the first records of a dropped file and the names of their fields. A file elsewhere is not opened: only
     the command line reads it.
     """
-    wanted = query.get("sources", [""])[-1]
+    wanted = last_value(query, "sources")
     path = next((one for one in board.uploads() if wanted in (shown_path(one), one.name)), None)
     if path is None:
         return {"file": "", "records": [], "fields": []}
@@ -56,9 +44,8 @@ def first_records(board: Board, query: Query) -> Mapping[str, Any]:
 
 def read_by(run: Run | None) -> Mapping[str, Any]:
     """Returns counts, lengths, languages and fields of the documents of a run; unused fields come first."""
-    if run is None:
-        return {"sources": {}, "lengths": [], "languages": [], "read": [], "field_use": []}
-    sources, report = run.json("clean", "artifact", "sources.json"), run.json("clean", "artifact", "report.json")
+    names = ("sources.json", "report.json")
+    sources, report = (run.json("clean", "artifact", name) if run else {} for name in names)
     sizes = as_object(sources.get("bytes"))
     read = [
         [kind, as_number(number), as_number(sizes.get(kind))]
@@ -84,11 +71,11 @@ def read_by(run: Run | None) -> Mapping[str, Any]:
 
 
 def show(board: Board, query: Query) -> Mapping[str, Any]:
+    first = first_records(board, query)
     return {
-        "roles": _ROLES,
-        **first_records(board, query), **read_by(board.chosen_run(query)), "uploads": [
-            (shown_path(path), path.name, path.stat().st_size) for path in board.uploads()[:20]
-        ],
+        **first, **read_by(board.chosen_run(query)),
+        "suggestions": {"fields": [(name, name) for name in first["fields"]]},
+        "uploads": [(shown_path(path), path.name, path.stat().st_size) for path in board.uploads()[:20]],
     }  # fmt: skip
 
 
@@ -97,7 +84,6 @@ def state(board: Board, run: Run | None) -> str:
     return f"{number} dropped" if number else "read" if run and run.has_done("clean") else ""
 
 
-SCREEN = screen.Screen(
+SCREEN = Screen(
     name="data", title="Data", question="What is in my data, and which of its fields are used?", show=show, state=state,
-    actions=(screen.Action("look", look),),
 )  # fmt: skip

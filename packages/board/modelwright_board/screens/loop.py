@@ -1,45 +1,17 @@
 """Loop: drift of requests, updates and their gate, A/B tests, and where a model comes from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from modelwright_board import screen
 from modelwright_board.files import as_list, as_number, as_object, parse_json, read_text
 from modelwright_board.masks import masked
 from modelwright_board.runs import Run
-from modelwright_board.screen import Board, Query, Values
-from modelwright_board.screens.plan import folder
+from modelwright_board.screen import Board, Query, Screen
 from modelwright_board.screens.serve import sampled
 from modelwright_board.servers import get_json, server_jobs, server_url
 
 MOST_PARENTS = 8
-
-
-def freeze(board: Board, values: Values) -> Sequence[str]:
-    return [
-        "drift", "freeze", *screen.split_words(screen.required(values, "requests", "Requests")), "--reference",
-        screen.required(values, "reference", "Reference"), *screen.split_words(values.get("settings", "")),
-    ]  # fmt: skip
-
-
-def check(board: Board, values: Values) -> Sequence[str]:
-    return [
-        "drift", "check", *screen.split_words(screen.required(values, "requests", "Requests")), "--reference",
-        screen.required(values, "reference", "Reference"), "--json",
-    ]  # fmt: skip
-
-
-def update(board: Board, values: Values) -> Sequence[str]:
-    model, sources = (
-        screen.required(values, "model", "Model"),
-        screen.split_words(screen.required(values, "sources", "New texts")),
-    )
-    words = ["continual", "run", model, *sources, "--benchmark", screen.required(values, "benchmark", "Benchmark")]
-    return [*words, "--run-dir", folder(board, values, ""), *screen.split_words(values.get("settings", ""))]
-
-
-def lineage(board: Board, values: Values) -> Sequence[str]:
-    return ["lineage", screen.required(values, "target", "Model"), "--json"]
 
 
 def drift_reports(board: Board, run: Run | None) -> list[dict[str, Any]]:
@@ -76,13 +48,8 @@ def updates(board: Board) -> list[list[str]]:
         promotion = run.json("promotion.json")
         if verdict or promotion:
             passed = verdict.get("passed", verdict.get("is_passed"))
-            rows.append(
-                [
-                    run.name,
-                    "–" if passed is None else "passed" if passed else "refused",
-                    str(promotion.get("state", promotion.get("status", "–"))),
-                ]
-            )
+            verdict_word = "–" if passed is None else "passed" if passed else "refused"
+            rows.append([run.name, verdict_word, str(promotion.get("state", promotion.get("status", "–")))])
     return rows[:50]
 
 
@@ -98,15 +65,8 @@ def ab_tests(board: Board) -> list[dict[str, Any]]:
                 middle = middle if middle == middle else (low + high) / 2
                 if abs(low) < float("inf") and abs(high) < float("inf"):
                     rows.append([str(one.get("name")), low, middle, high, 1 if one.get("kind") == "ratio" else 0])
-            tests.append(
-                {
-                    "name": str(test.get("name")),
-                    "status": str(test.get("status")),
-                    "reason": str(test.get("reason") or ""),
-                    "rows": rows,
-                    "url": server_url(job),
-                }
-            )
+            words = {name: str(test.get(name) or "") for name in ("name", "status", "reason")}
+            tests.append({**words, "rows": rows, "url": server_url(job)})
     return tests[:20]
 
 
@@ -142,19 +102,7 @@ def state(board: Board, run: Run | None) -> str:
     return "" if last is None else "drift" if last.code == 4 else "no drift" if last.code == 0 else last.state
 
 
-SCREEN = screen.Screen(
-    name="loop",
-    title="Loop",
-    question="Have requests drifted, and did the update help?",
-    show=show,
-    state=state,
-    blocks=("found", "jobs"),
-    has_charts=True,
-    charts=lambda board, query, sent: sampled(board, query, sent, of_tests=True),
-    actions=(
-        screen.Action("check", check),
-        screen.Action("freeze", freeze),
-        screen.Action("update", update),
-        screen.Action("lineage", lineage),
-    ),
-)
+SCREEN = Screen(
+    name="loop", title="Loop", question="Have requests drifted, and did the update help?", show=show, state=state,
+    blocks=("found", "jobs"), charts=partial(sampled, of_tests=True),
+)  # fmt: skip

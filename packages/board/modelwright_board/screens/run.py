@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelwright_board import screen
 from modelwright_board.files import as_number, as_object, flat_settings, parse_lines, read_tail
 from modelwright_board.jobs import command_line
 from modelwright_board.project import recipe_settings
 from modelwright_board.runs import Run
-from modelwright_board.screen import Board, Query
+from modelwright_board.screen import Board, Query, Screen, last_value
 from modelwright_board.series import AXES, curve_message
 
 MOST_RUNS = 8
@@ -27,12 +26,12 @@ def chosen(board: Board, query: Query) -> list[Run]:
 def stage_of(runs: Sequence[Run], query: Query) -> tuple[str, list[str]]:
     """Returns the stage whose curves are shown, and those that could be: without a choice, the one that is going on."""
     stages = list(dict.fromkeys(name for run in runs for name in run.trainings))
-    wanted = query.get("stage", [""])[-1]
+    wanted = last_value(query, "stage")
     return (wanted if wanted in stages else (stages[-1] if stages else "")), stages
 
 
 def axis_of(query: Query) -> str:
-    axis = query.get("x", ["step"])[-1]
+    axis = last_value(query, "x")
     return axis if axis in AXES else "step"
 
 
@@ -44,7 +43,7 @@ def charts(board: Board, query: Query, sent: dict[str, Any]) -> Mapping[str, Any
         sent.clear()
     budget_s = NEXT_S if sent else FIRST_S
     sent[""] = (stage, 0)
-    files = {run.name: board.series.get(run.path, stage) for run in runs if stage in run.trainings}
+    files = {run.name: board.metrics_file(run.path, stage) for run in runs if stage in run.trainings}
     for file in files.values():
         file.lock.acquire()
     try:
@@ -57,26 +56,25 @@ def charts(board: Board, query: Query, sent: dict[str, Any]) -> Mapping[str, Any
 def show(board: Board, query: Query) -> Mapping[str, Any]:
     runs = chosen(board, query)
     stage, stages = stage_of(runs, query)
-    shared = {"runs": runs, "stage": stage, "stages": stages, "axis": axis_of(query), "axes": list(AXES), "one": None}
-    if len(runs) > 1:
-        return {**shared, **differences(runs), "results": results(runs), "alarms": [], "samples": [], "log": ""}
-    run = runs[0] if runs else None
-    if run is None:
-        return {**shared, "alarms": [], "samples": [], "log": "", "differences": [], "results": [], "changed": []}
-    last = run.stages[-1].name if run.stages else ""
-    alarms = parse_lines(read_tail(run.path, stage, "anomalies.jsonl")) if stage else []
-    samples = parse_lines(read_tail(run.path, stage, "samples.jsonl"))[-12:] if stage else []
-    jobs = [job for job in board.jobs.all() if job.run == run.name][:3]
+    one = runs[0] if len(runs) == 1 else None
+    shared = {
+        "runs": runs, "stage": stage, "stages": stages, "axis": axis_of(query), "axes": list(AXES), "one": one,
+        "results": results(runs), "differences": differences(runs), "changed": [],
+        "alarms": [], "samples": [], "log": "",
+    }  # fmt: skip
+    if one is None:
+        return shared
+
+    def tail(file: str, names: Sequence[str], number: int) -> list[dict[str, str]]:
+        records = parse_lines(read_tail(one.path, stage, file))[-number:] if stage else []
+        return [{name: str(record.get(name, ""))[:2000] for name in names} for record in records]
+
     return {
-        **shared, "one": run, "alarms": [
-            {name: str(alarm.get(name, ""))[:500] for name in ("step", "kind", "text")} for alarm in alarms[-20:]
-        ],
-        "samples": [
-            {name: str(one.get(name, ""))[:2000] for name in ("step", "loss", "text", "prompt")} for one in samples
-        ],
-        "log": read_tail(run.path, last, "log.txt", most=20_000) if last else "",
-        "line": command_line(list(run.words)[1:]), "resume": command_line(["run", run.where]),
-        "run_jobs": jobs, "changed": changed(board, run), "differences": [], "results": results(runs),
+        **shared, "alarms": tail("anomalies.jsonl", ("step", "kind", "text"), 20),
+        "samples": tail("samples.jsonl", ("step", "loss", "text", "prompt"), 12),
+        "log": read_tail(one.path, one.stages[-1].name, "log.txt", most=20_000) if one.stages else "",
+        "line": command_line(list(one.words)[1:]), "resume": command_line(["run", one.where]),
+        "run_jobs": [job for job in board.jobs.all() if job.run == one.name][:3], "changed": changed(board, one),
     }  # fmt: skip
 
 
@@ -90,16 +88,12 @@ def changed(board: Board, run: Run) -> list[tuple[str, str, str]]:
     ]
 
 
-def differences(runs: Sequence[Run]) -> Mapping[str, Any]:
-    """Returns the settings in which the runs differ."""
+def differences(runs: Sequence[Run]) -> list[list[str]]:
+    """Returns the settings in which the runs differ, a column for each run."""
     settings = [run.settings() for run in runs]
     names = dict.fromkeys(name for one in settings for name in one)
-    rows = [
-        [name, *(one.get(name, "–") for one in settings)]
-        for name in names
-        if len({one.get(name) for one in settings}) > 1
-    ]
-    return {"differences": rows[:300], "changed": []}
+    rows = [[name, *(one.get(name, "–") for one in settings)] for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1][:300]
 
 
 def results(runs: Sequence[Run]) -> list[list[Any]]:
@@ -110,23 +104,14 @@ def results(runs: Sequence[Run]) -> list[list[Any]]:
         for stage in run.trainings:
             facts = as_object(run.json(stage, "artifact", "manifest.json").get("facts"))
             column |= {f"{stage}: {name}": as_number(facts[name]) for name in _FACTS if name in facts}
-        for name, model in as_object(run.json("evaluate", "artifact", "results.json").get("models")).items():
-            model = as_object(model)
-            for kind, table in as_object(model.get("bits_per_byte")).items():
-                column[f"{name}: bits per byte of {kind}"] = as_number(as_object(table).get("bits_per_byte"))
-            for table, figure in (("answers", "perplexity"), ("multiple_choice", "accuracy")):
-                if as_object(model.get(table)):
-                    column[f"{name}: {figure}"] = as_number(as_object(model[table]).get(figure))
+        column |= {f"{name}: {title}": value for name, title, _, value, _ in run.scores()}
         columns.append({name: value for name, value in column.items() if value == value})
     names = dict.fromkeys(name for column in columns for name in column)
     return [[name, *(column.get(name) for column in columns)] for name in names][:200]
 
 
-def state(board: Board, run: Run | None) -> str:
-    return run.state if run else ""
-
-
-SCREEN = screen.Screen(
-    name="run", title="Run", question="Is it learning, and is anything wrong?", show=show, state=state,
-    blocks=("head", "alarms", "samples", "log", "jobs"), charts=charts, has_charts=True,
+SCREEN = Screen(
+    name="run", title="Run", question="Is it learning, and is anything wrong?", show=show,
+    state=lambda board, run: run.state if run else "", charts=charts,
+    blocks=("head", "alarms", "samples", "log", "jobs"),
 )  # fmt: skip

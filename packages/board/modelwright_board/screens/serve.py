@@ -1,46 +1,25 @@
 """Serve and watch: servers with load and latencies over time, their versions, keys, and the log of requests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from modelwright_board import screen
 from modelwright_board.files import parse_lines, read_tail
 from modelwright_board.jobs import Job
 from modelwright_board.masks import masked
-from modelwright_board.runs import Run, shown_path
-from modelwright_board.screen import Board, Query, Values
+from modelwright_board.runs import Run
+from modelwright_board.screen import Board, Query, Screen, last_value
 from modelwright_board.servers import server_jobs, server_url
 
 LOG = "requests.jsonl"
 
 
-def serve_words(board: Board, values: Values) -> Sequence[str]:
-    words = [
-        "serve", screen.required(values, "target", "Run or model folder"), "--port",
-        screen.required(values, "port", "Port"),
-    ]  # fmt: skip
-    words += ["--int8"] if values.get("int8") else []
-    log = values.get("log", "").strip()
-    words += ["--requests.log", log] if log else []
-    ab = values.get("ab_state", "").strip()
-    return [*words, *(["--requests.ab_state", ab] if ab else []), *screen.split_words(values.get("settings", ""))]
-
-
-def export_log(board: Board, values: Values) -> Sequence[str]:
-    return ["requests", "export", screen.required(values, "log", "Log"), shown_path(board.own / LOG)]
-
-
 def chosen_server(board: Board, query: Query) -> Job | None:
     servers = server_jobs(board.jobs)
-    wanted = query.get("server", [""])[-1]
+    wanted = last_value(query, "server")
     return next((job for job in servers if job.id == wanted), servers[0] if servers else None)
 
 
-def charts(board: Board, query: Query, sent: dict[str, Any]) -> Mapping[str, Any]:
-    return sampled(board, query, sent, of_tests=False)
-
-
-def sampled(board: Board, query: Query, sent: dict[str, Any], *, of_tests: bool) -> Mapping[str, Any]:
+def sampled(board: Board, query: Query, sent: dict[str, Any], *, of_tests: bool = False) -> Mapping[str, Any]:
     """Returns the message of curves of the chosen server, or of its A/B tests."""
     board.watch.start()
     job = chosen_server(board, query)
@@ -80,8 +59,7 @@ def state(board: Board, run: Run | None) -> str:
     return f"{number} running" if number else ""
 
 
-SCREEN = screen.Screen(
+SCREEN = Screen(
     name="serve", title="Serve and watch", question="Does it answer, how fast, and to whom?", show=show, state=state,
-    blocks=("servers", "jobs"), charts=charts, has_charts=True,
-    actions=(screen.Action("serve", serve_words), screen.Action("log", export_log)),
+    blocks=("servers", "jobs"), charts=sampled,
 )  # fmt: skip

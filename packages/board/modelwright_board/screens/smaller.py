@@ -1,59 +1,21 @@
 """Smaller and out: quantize, prune, distill and export; size, speed and loss of each."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.errors import ConfigError
-from modelwright_board import screen
 from modelwright_board.files import as_list, as_number, as_object
-from modelwright_board.project import EXPORT_DTYPES, recipe_names
-from modelwright_board.runs import Run
-from modelwright_board.screen import Board, Query, Values
-from modelwright_board.screens.plan import folder
-
-
-def export(board: Board, values: Values) -> Sequence[str]:
-    target, form = screen.required(values, "target", "Model"), values.get("form") or "hf"
-    dtype = values.get("dtype", "").strip()
-    if dtype and dtype not in EXPORT_DTYPES.get(form, ()):
-        known = ", ".join(EXPORT_DTYPES.get(form, ())) or "none"
-        raise ConfigError(f"Number format: {form} has {known}")
-    words = ["export", target, "--to", form, *([place] if (place := values.get("place", "").strip()) else [])]
-    words += [*(["--dtype", dtype] if dtype else []), *(["--int8"] if values.get("int8") else [])]
-    return [*words, *(["--overwrite"] if values.get("overwrite") else [])]
-
-
-def quantize(board: Board, values: Values) -> Sequence[str]:
-    target = screen.required(values, "target", "Run")
-    return ["run", target, "--stages", "quantize,report", *screen.split_words(values.get("settings", ""))]
-
-
-def distill(board: Board, values: Values) -> Sequence[str]:
-    recipe = screen.required(values, "recipe", "Recipe")
-    words = ["run", recipe, "--run-dir", folder(board, values, f"{recipe}-distilled")]
-    words += [
-        "--stages", "clean,tokenize,pack,pretrain,sft,student,distill,evaluate,report", "--student.init",
-        values.get("init") or "prune",
-    ]  # fmt: skip
-    words += [
-        *screen.option(values, "layers", "--student.num_layers"),
-        *screen.option(values, "ffn", "--student.ffn_dim"),
-    ]
-    return [*words, *screen.split_words(values.get("settings", ""))]
+from modelwright_board.runs import Run, scores_of
+from modelwright_board.screen import Board, Query, Screen
 
 
 def folder_bytes(path: Path) -> float:
     """Returns the size of the files in a folder, without its subfolders; NaN if it is missing."""
     try:
-        return float(
-            sum(
-                one.stat(follow_symlinks=False).st_size
-                for one in list(os.scandir(path))[:500]
-                if one.is_file(follow_symlinks=False)
-            )
-        )
+        found = [one for one in islice(os.scandir(path), 500) if one.is_file(follow_symlinks=False)]
+        return float(sum(one.stat(follow_symlinks=False).st_size for one in found))
     except OSError:
         return float("nan")
 
@@ -61,12 +23,12 @@ def folder_bytes(path: Path) -> float:
 def models_of(run: Run) -> list[list[Any]]:
     """Returns each model of a run: size, loss, speed."""
     rows: list[list[Any]] = []
-    models = as_object(run.json("evaluate", "artifact", "results.json").get("models"))
+    scores = run.scores()
     for stage in run.stages:
         if stage.state != "done" or not (run.path / stage.name / "artifact" / "config.json").is_file():
             continue
         facts = as_object(run.json(stage.name, "artifact", "manifest.json").get("facts"))
-        result = as_object(models.get(stage.name))
+        results = [score for score in scores if score[0] == stage.name]
         speed, loss = float("nan"), as_number(facts.get("heldout_loss"))
         if stage.name == "quantize":
             found = run.json("quantize", "artifact", "results.json")
@@ -74,11 +36,9 @@ def models_of(run: Run) -> list[list[Any]]:
             speeds = [as_object(one) for one in as_list(comparison.get("speed"))]
             speed = as_number(speeds[0].get("int8_tokens_per_s")) if speeds else speed
             loss = as_number(as_object(comparison.get("agreement")).get("int8_loss"))
-            result = as_object(found.get("int8"))
-        bits = [
-            f"{kind} {as_number(as_object(one).get('bits_per_byte')):.3f}"
-            for kind, one in as_object(result.get("bits_per_byte")).items()
-        ]
+            results = scores_of({"int8": found.get("int8")})
+        prefix = "bits per byte of "
+        bits = [f"{one[1].removeprefix(prefix)} {one[3]:.3f}" for one in results if one[1].startswith(prefix)]
         rows.append([stage.name, folder_bytes(run.path / stage.name / "artifact"), loss, "; ".join(bits), speed])
     return rows
 
@@ -92,10 +52,7 @@ def show(board: Board, query: Query) -> Mapping[str, Any]:
             path = Path(written[-1])
             size = float(path.stat().st_size) if path.is_file() else folder_bytes(path)
             exports.append([job.option("--to"), job.words[1], written[-1], size])
-    return {
-        "models": models_of(run) if run else [], "exports": exports, "formats": list(EXPORT_DTYPES),
-        "recipes": recipe_names(),
-    }  # fmt: skip
+    return {"models": models_of(run) if run else [], "exports": exports}
 
 
 def state(board: Board, run: Run | None) -> str:
@@ -103,24 +60,7 @@ def state(board: Board, run: Run | None) -> str:
     return f"INT8 {stage.state}" if stage else ""
 
 
-def quantized_run(board: Board, values: Values) -> str:
-    return Path(values.get("target", "")).name
-
-
-def distilled_run(board: Board, values: Values) -> str:
-    return values.get("name") or f"{values.get('recipe')}-distilled"
-
-
-SCREEN = screen.Screen(
-    name="smaller",
-    title="Smaller and out",
-    question="How small can the model get, and which programs read it?",
-    show=show,
-    state=state,
-    blocks=("exports", "jobs"),
-    actions=(
-        screen.Action("export", export),
-        screen.Action("quantize", quantize, quantized_run),
-        screen.Action("distill", distill, distilled_run),
-    ),
-)
+SCREEN = Screen(
+    name="smaller", title="Smaller and out", question="How small can the model get, and which programs read it?",
+    show=show, state=state, blocks=("exports", "jobs"),
+)  # fmt: skip

@@ -12,25 +12,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from modelwright_board import screen
 from modelwright_board.files import read_tail
 from modelwright_board.runs import Run, shown_path
-from modelwright_board.screen import Board, Query, Values
-from modelwright_board.screens.serve import serve_words
+from modelwright_board.screen import Board, Query, Screen
 from modelwright_board.servers import server_jobs, server_url
 
 VOTES = "votes.jsonl"
 MOST_TEXT = 100_000
-
-
-def align(board: Board, values: Values) -> Sequence[str]:
-    model = screen.required(values, "model", "Model")
-    words = ["run", "preference", "--init-from", model, "--data.sources", shown_path(board.own / VOTES)]
-    name = screen.required(values, "name", "Name of the run")
-    return [
-        *words, "--run-dir", shown_path(board.root / name), "--stages", "clean,pack,dpo,report",
-        *screen.split_words(values.get("settings", "")),
-    ]  # fmt: skip
 
 
 def number_of_votes(board: Board) -> int:
@@ -84,11 +72,8 @@ def routes(board: Board) -> Sequence[BaseRoute]:
     async def vote(request: Request) -> Response:
         """Keeps a vote as a line of a file in the form prompt, chosen, rejected."""
         values = await request.app.state.pages.form(request)
-        pair = {
-            "prompt": values.get("question", ""),
-            "chosen": values.get("chosen", ""),
-            "rejected": values.get("rejected", ""),
-        }
+        names = {"prompt": "question", "chosen": "chosen", "rejected": "rejected"}
+        pair = {name: values.get(field, "") for name, field in names.items()}
         if not all(pair.values()) or pair["chosen"] == pair["rejected"]:
             raise HTTPException(400, "A vote needs a question and two different answers.")
 
@@ -112,16 +97,7 @@ def state(board: Board, run: Run | None) -> str:
     return f"{votes} votes" if votes else ""
 
 
-SCREEN = screen.Screen(
-    name="talk",
-    title="Talk",
-    question="Which of two models answers better?",
-    show=show,
-    state=state,
-    routes=routes,
-    blocks=("votes", "jobs"),
-    actions=(
-        screen.Action("serve", serve_words),
-        screen.Action("align", align, lambda board, values: values.get("name", "")),
-    ),
-)
+SCREEN = Screen(
+    name="talk", title="Talk", question="Which of two models answers better?", show=show, state=state, routes=routes,
+    blocks=("servers", "votes", "jobs"),
+)  # fmt: skip

@@ -45,11 +45,13 @@ function exchange(id, html) {
   if (active && active.matches("input:not([type=checkbox]), select, textarea")) return;
   const opened = new Map(all("details[id]", place).map(box => [box.id, box.open]));
   const checked = new Map(all("input[type=checkbox]", place).map(box => [box.name + box.value, box.checked]));
+  const chosen = all("select", place).map(box => [box.id, box.value]);
   const scrolled = all("pre, .scroll", place).map(box => [box.scrollTop, box.scrollLeft, box.scrollTop + box.clientHeight >= box.scrollHeight - 4]);
   const focus = active && all("a, button, input, summary, pre, .scroll, code", place).indexOf(active);
   place.innerHTML = html; // escaped by the server, and the page's policy lets no script in it run
   for (const box of all("details[id]", place)) if (opened.has(box.id)) box.open = opened.get(box.id);
   for (const box of all("input[type=checkbox]", place)) if (checked.has(box.name + box.value)) box.checked = checked.get(box.name + box.value);
+  for (const [name, value] of chosen) if (one(`#${name} option[value="${CSS.escape(value)}"]`)) one(`#${name}`).value = value;
   all("pre, .scroll", place).forEach((box, index) => {
     if (!scrolled[index]) return;
     const [top, left, atEnd] = scrolled[index];
@@ -60,6 +62,7 @@ function exchange(id, html) {
 }
 
 // ---- charts
+const readable = name => name.replace("heldout_", "held-out ").replace(/_s$/, "").replaceAll("_", " ");
 const SERIES = ["#2466c9", "#c2571a", "#2f8f5b", "#8352b8", "#b3447a", "#5a7d00", "#00808a", "#7a6a52"];
 const DARK_SERIES = ["#6ea6ff", "#f0995a", "#63c391", "#bd94ee", "#ef8fb8", "#b4cf5b", "#5cc8d0", "#c9b79a"];
 const isDark = matchMedia("(prefers-color-scheme: dark)");
@@ -68,7 +71,7 @@ const runs = [];
 const UNITS = {step: "step", tokens: "tokens", seconds: "seconds of training", flops: "FLOPs", time: "time"};
 function layout(chart) {
   const style = getComputedStyle(document.documentElement), color = name => style.getPropertyValue(name).trim();
-  const axis = {gridcolor: color("--line"), linecolor: color("--line"), zerolinecolor: color("--line"), automargin: true, exponentformat: "SI", title: {standoff: 6}};
+  const axis = {gridcolor: color("--line"), linecolor: color("--line"), zerolinecolor: color("--line"), automargin: true, exponentformat: chart.unit === "rate" ? "e" : "SI", title: {standoff: 6}};
   return {
     margin: {l: 52, r: 8, t: 6, b: 40}, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest",
     font: {color: color("--text"), size: 12, family: "system-ui, sans-serif"}, showlegend: chart.traces.size > 1,
@@ -84,7 +87,7 @@ function draw(chart) {
   const data = [...chart.traces.values()].map(trace => {
     const runIndex = runs.indexOf(trace.run), metrics = [...new Set([...chart.traces.values()].map(other => other.metric))];
     const several = new Set([...chart.traces.values()].map(other => other.run)).size > 1;
-    const name = several ? (metrics.length > 1 ? `${trace.run}: ${trace.metric}` : trace.run) : trace.metric;
+    const name = several ? (metrics.length > 1 ? `${trace.run}: ${readable(trace.metric)}` : trace.run) : readable(trace.metric);
     return {x: trace.x, y: trace.y, name, type: "scatter", mode: trace.x.length < 30 ? "lines+markers" : "lines", marker: {size: 5},
       line: {width: 1.8, color: palette[(several ? runIndex : metrics.indexOf(trace.metric)) % palette.length], dash: several && metrics.indexOf(trace.metric) % 2 ? "dash" : "solid"}};
   });
@@ -210,7 +213,7 @@ function prepareTalk(form) {
   const votes = all("[data-vote]");
   form.addEventListener("submit", async event => {
     event.preventDefault();
-    say("");
+    say(form.elements.server_a.value ? "" : "Serve a model first, by the form below.");
     votes.forEach(button => { button.disabled = true; });
     const question = form.elements.question.value;
     const [a, b] = await Promise.all([answer(form, "a"), answer(form, "b")]);
