@@ -43,10 +43,9 @@ from typing import Any
 
 import torch
 
-from modelwright.core.artifacts import write_atomic
+from modelwright.core.artifacts import StageDir, write_atomic
 from modelwright.core.progress import SilentProgress
 from modelwright.core.resources import ResourceUse, peak_resident_bytes
-from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

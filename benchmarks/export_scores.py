@@ -32,9 +32,8 @@ from modelwright.compress.int8 import (
     save_grid_model,
     save_int8,
 )
-from modelwright.core.artifacts import write_atomic
+from modelwright.core.artifacts import RunDir, write_atomic
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import RunDir
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig, MultipleChoiceConfig

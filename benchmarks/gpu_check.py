@@ -39,9 +39,9 @@ import torch._dynamo
 from torch import Tensor
 
 from gpu_check_record import Part, Record, in_order, run_part, table
+from modelwright.core.artifacts import StageDir
+from modelwright.core.config import derive_seed
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import StageDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

@@ -12,8 +12,7 @@ from typing import Any
 import tiny_run
 import torch
 
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from modelwright.core.artifacts import StageDir
 from modelwright.core.config import parse
 from modelwright.core.records import read_records
-from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.examples import PromptRecord
 from modelwright.data.rows.loader import PackedLoader, PackedRows

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import modelwright as mw
-from modelwright.core.rundir import StageDir
+from modelwright.core.artifacts import StageDir
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

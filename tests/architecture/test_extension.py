@@ -24,7 +24,7 @@ import tiny_run
 
 from distributed import run_distributed, start_distributed
 from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES, UNDIVIDED_GRADIENTS
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.config import ConfigError, Stopped
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken

@@ -17,7 +17,7 @@ from modelwright.compress.int8 import (
     save_grid_model,
 )
 from modelwright.compress.integer_linear import Int8Embedding, Int8Linear, quantize_rows
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.model.decoder import Decoder
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.train.objective import forward

@@ -15,7 +15,7 @@ from modelwright.compress.int8 import (
     weight_bytes,
 )
 from modelwright.compress.integer_linear import Int8Linear, int8_linear_naive, quantize_rows, usable_backends
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import causal_attend

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from modelwright.core import extras
-from modelwright.core.config import load_yaml, parse
-from modelwright.core.errors import ConfigError
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError, load_yaml, parse
 from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.pipeline.run import check_request
 from modelwright.recipes.load import RECIPES, recipe

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from global_batches import rows_read
+from modelwright.core.artifacts import ArtifactError
 from modelwright.core.config import parse
-from modelwright.core.errors import ArtifactError
 from modelwright.data.augment.augmenter import Augmenter, CopyRecipe
 from modelwright.data.document import Document
 from modelwright.data.rows.ahead import AHEAD, AugmentedLoader

@@ -8,7 +8,7 @@ import pytest
 
 import augment_texts
 from added_package import add_package
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.augment.augmentation import repair_articles
 from modelwright.data.augment.augmenter import Augmenter
 from modelwright.data.augment.keyboard_typos import KeyboardTyposConfig, keyboard_typos, neighbors

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError, parse
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.loader import PackedRows

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from chat_templates import HERMES, TOOL_CHAT, WEATHER, chatml_tokenizer
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.document import Document, join_turns
 from modelwright.data.tokenizer.tokenizer import Tokenizer

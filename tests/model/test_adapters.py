@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from modelwright.core.config import dump, parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, dump, parse
 from modelwright.model.adapters import (
     ADAPTER,
     adapters_of,

@@ -9,7 +9,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from modelwright.core.errors import ModelError, StorageError
+from modelwright.core.artifacts import StorageError
+from modelwright.core.config import ModelError
 from modelwright.model.attention import causal_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

@@ -2,8 +2,7 @@
 
 import pytest
 
-from modelwright.core.config import dump, parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, dump, parse
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
 from modelwright.model.decoder import Decoder
 from modelwright.ops.rope_norm_swiglu import RopeScaling

@@ -11,7 +11,7 @@ import torch
 
 from hf_folders import CASES, VOCAB_SIZE, write_folder
 from modelwright.compress.int8 import Int8WeightsConfig, load_int8, quantize_model, save_int8
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.infer.products import fastest_head_kind, head_of
 from modelwright.model.attention import causal_attend, packed_attend
 from modelwright.model.config import NormConfig

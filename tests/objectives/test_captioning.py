@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_distributed
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError, parse
 from modelwright.data.images.decode import encode
 from modelwright.data.images.store import ImageStore, write_images
 from modelwright.data.rows.loader import PackedLoader, PackedRows

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distributed import run_distributed
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse
 from modelwright.data.images.decode import encode
 from modelwright.data.images.store import ImageStore, write_images
 from modelwright.data.rows.batch import TokenBatch

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distributed import run_distributed, start_distributed
 from hf_folders import write_folder
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.config import ConfigError, Stopped
 from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Attend, Decoder

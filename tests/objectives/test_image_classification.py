@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_distributed, start_distributed
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse
 from modelwright.data.images import store as image_store
 from modelwright.data.images.decode import encode
 from modelwright.data.images.store import ImageStore, LabeledImages, image_layout, write_images, write_labels

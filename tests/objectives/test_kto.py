@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import preference_rows
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.decoder import Decoder

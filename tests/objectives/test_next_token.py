@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

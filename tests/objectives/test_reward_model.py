@@ -11,8 +11,7 @@ import transformers
 from torch import Tensor
 
 import preference_rows
-from modelwright.core.config import parse
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError, parse
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import TokenSequence

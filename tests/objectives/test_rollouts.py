@@ -12,7 +12,8 @@ from torch import Tensor
 
 import tiny_rollouts
 from distributed import run_distributed
-from modelwright.core.errors import ArtifactError, ModelwrightError
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import ModelwrightError
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.examples import PromptRecord, read_prompts, write_prompts

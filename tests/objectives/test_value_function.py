@@ -13,8 +13,7 @@ from torch import Tensor
 import tiny_rollouts
 from distributed import run_distributed
 from modelwright.core.compatibility import WHOLE_ROWS
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse
 from modelwright.data.rows.batch import IGNORED
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.decoder import decoders_in

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.records import column, read_records
 from modelwright.parallel import elastic
 from modelwright.parallel.config import ParallelConfig

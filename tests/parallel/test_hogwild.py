@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from distributed import run_distributed, start_distributed
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, build_mesh, single
 from modelwright.parallel.strategies.hogwild import SLOT_BYTES, SLOTS, Hogwild

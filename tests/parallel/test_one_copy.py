@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from distributed import run_distributed
-from modelwright.core.errors import StorageError
+from modelwright.core.artifacts import StorageError
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, build_mesh, single
 from modelwright.parallel.strategies.optimizer_in_backward import (

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distributed import run_distributed
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.rows.batch import IGNORED
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.data.images.decode import StoredImage
 from modelwright.data.images.store import open_images
 from modelwright.data.rows.loader import PackedRows

@@ -13,7 +13,7 @@ import torch
 import transformers
 from PIL import Image
 
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.data.images.decode import StoredImage
 from modelwright.data.images.store import open_images
 from modelwright.data.rows.batch import IGNORED

@@ -30,7 +30,7 @@ from modelwright.compress.int8 import (
     save_int8,
 )
 from modelwright.compress.onnx import write_onnx
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents

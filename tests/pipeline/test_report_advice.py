@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.suite import is_lossless
 from modelwright.pipeline.report.blocks import Note, number

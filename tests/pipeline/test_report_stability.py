@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from modelwright.core.rundir import StageDir
+from modelwright.core.artifacts import StageDir
 from modelwright.pipeline.report.blocks import Chart, Fold, Note, Page, Section
 from modelwright.pipeline.report.learning import scale_blocks, spike_blocks
 from modelwright.pipeline.report.page import render

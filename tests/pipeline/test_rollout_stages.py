@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import tiny_rollouts
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import read_records
-from modelwright.core.rundir import RunDir
 from modelwright.data.rows.examples import read_prompts
 from modelwright.data.sources import corpora
 from modelwright.data.sources.corpora import arithmetic_problems

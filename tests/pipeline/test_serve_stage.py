@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from cleaned import keep_all
-from modelwright.core.artifacts import read_manifest
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir, read_manifest
 from modelwright.data.document import Document
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig

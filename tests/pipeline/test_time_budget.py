@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.artifacts import read_manifest
-from modelwright.core.config import load_yaml, save_yaml
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import RunDir, read_manifest, save_yaml
+from modelwright.core.config import ConfigError, load_yaml
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import RunDir
 from modelwright.pipeline.estimate import time_budget
 from modelwright.pipeline.estimate.cost import TRAINING_OVERHEAD_S
 from modelwright.pipeline.estimate.time_budget import (

@@ -17,7 +17,7 @@ import torch
 from cleaned import keep_all
 from modelwright.compress.integer_linear import GridLinear
 from modelwright.core.artifacts import read_manifest
-from modelwright.core.errors import ConfigError, DataError, ModelError
+from modelwright.core.config import ConfigError, DataError, ModelError
 from modelwright.data.document import Document
 from modelwright.data.images.decode import StoredImage, encode
 from modelwright.data.images.store import ImageStore, LabeledImages, class_of, write_images, write_labels

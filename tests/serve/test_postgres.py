@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from modelwright.core.errors import StorageError
+from modelwright.core.artifacts import StorageError
 from modelwright.serve.ab import experiment as tables
 from modelwright.serve.ab.experiment import Experiment, ExperimentRequest
 from modelwright.serve.ab.state import FAILED, RATED, SEEN, Assignment, RequestEvent

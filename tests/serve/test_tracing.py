@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.semconv import attributes as stable
 from opentelemetry.trace import SpanKind, StatusCode
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.serve import application
 from modelwright.serve.account.observers import Tracing, tracing_to
 from modelwright.serve.config import RequestsConfig

@@ -13,7 +13,7 @@ from typing import Any
 import tiny_run
 import torch
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import column, read_records
 from modelwright.model.config import ModelConfig

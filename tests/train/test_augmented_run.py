@@ -17,8 +17,7 @@ import torch
 
 from distributed import run_distributed
 from global_batches import rows_read
-from modelwright.core.config import parse
-from modelwright.core.errors import Stopped
+from modelwright.core.config import Stopped, parse
 from modelwright.core.records import column, read_records
 from modelwright.data.augment.augmenter import CopyRecipe
 from modelwright.data.document import Document

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distributed import run_distributed
-from modelwright.core.errors import ArtifactError, Stopped
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import Stopped
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

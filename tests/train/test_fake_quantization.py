@@ -20,7 +20,7 @@ from modelwright.compress.int8 import (
     quantize_to_grid,
     save_grid_model,
 )
-from modelwright.core.errors import ConfigError, ModelError, Stopped
+from modelwright.core.config import ConfigError, ModelError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken

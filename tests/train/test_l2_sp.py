@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from distributed import run_distributed
-from modelwright.core.errors import ArtifactError, Stopped
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import Stopped
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
 from refusals import config_error

@@ -9,7 +9,7 @@ import torch
 from tiny_run import Rows
 
 from distributed import run_distributed
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.config import ConfigError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig

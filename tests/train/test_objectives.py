@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from distributed import RankError, run_distributed, start_distributed
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.config import ConfigError, Stopped
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder, FeedForward
 from modelwright.model.head_selection import AuxiliaryLoss

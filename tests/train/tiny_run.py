@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from modelwright.core.artifacts import StageDir
 from modelwright.core.config import parse
 from modelwright.core.progress import Progress, SilentProgress
-from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

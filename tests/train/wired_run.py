@@ -18,8 +18,7 @@ import tiny_run
 import torch
 from safetensors.torch import save_file
 
-from modelwright.core.config import parse
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError, parse
 from modelwright.core.progress import SilentProgress
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder

@@ -13,7 +13,7 @@ import yaml
 from openai import OpenAI
 
 from added_package import add_agent_routes
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.serve.api.operations import OPERATIONS
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import engine_in_thread, load_engines

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

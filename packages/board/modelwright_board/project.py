@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from modelwright import __version__
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright_board.files import as_object, parse_json
 
 EXPORT_DTYPES = {"hf": (), "gguf": ("f16", "q8_0", "q4_0"), "onnx": (), "openvino": ()}
@@ -22,7 +22,7 @@ EXPORT_DTYPES = {"hf": (), "gguf": ("f16", "q8_0", "q4_0"), "onnx": (), "openvin
 _ADMIN_KEYS = """
 import json, sys
 from pathlib import Path
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright_board.files import as_object, parse_json
 from modelwright.serve.keys import load_keys
 try:

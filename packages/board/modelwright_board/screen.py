@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.routing import BaseRoute
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright_board.jobs import Jobs
 from modelwright_board.runs import Run, Runs, shown_path
 from modelwright_board.series import SeriesCache

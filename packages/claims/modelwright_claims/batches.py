@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import derive_seed
 from modelwright.data.augment.augmenter import CopyRecipe
 from modelwright.data.document import Document
 from modelwright.data.rows.ahead import AugmentedLoader

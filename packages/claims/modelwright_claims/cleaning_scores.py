@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 from faker import Faker
 
+from modelwright.core.config import derive_seed
 from modelwright.core.progress import SilentProgress
-from modelwright.core.seeds import derive_seed
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.data.clean.fingerprints import jaccard, shingles

@@ -29,8 +29,7 @@ from modelwright.compress.int8 import (
     save_int8,
 )
 from modelwright.compress.integer_linear import ActivationGrid
-from modelwright.core.errors import ModelwrightError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ModelwrightError, derive_seed
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from modelwright.core.artifacts import StageDir
 from modelwright.core.config import dump, parse
 from modelwright.core.progress import SilentProgress
 from modelwright.core.resources import ResourceUse
-from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

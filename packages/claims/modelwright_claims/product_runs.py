@@ -14,12 +14,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from modelwright.core.artifacts import read_manifest, write_atomic
-from modelwright.core.config import merge
+from modelwright.core.artifacts import RunDir, read_manifest, write_atomic
+from modelwright.core.config import derive_seed, merge
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document
 from modelwright.data.rows.examples import PromptRecord, read_prompts
 from modelwright.data.sources.corpora import sentence_pairs

@@ -21,13 +21,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_model, save_model
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import dump, merge, parse
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.artifacts import StageDir, write_atomic
+from modelwright.core.config import ModelwrightError, derive_seed, dump, merge, parse
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import StageDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedLoader, PackedRows, PlannedLoader, build_loader
 from modelwright.data.rows.order import BatchingConfig

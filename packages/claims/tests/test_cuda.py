@@ -12,9 +12,9 @@ import torch
 
 import tiny_rollouts
 import training_switches
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.artifacts import StageDir
+from modelwright.core.config import ConfigError, Stopped
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import Completion, generate

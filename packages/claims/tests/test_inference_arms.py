@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels

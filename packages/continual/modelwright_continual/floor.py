@@ -14,11 +14,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import is_finished, read_manifest, write_artifact, write_atomic
-from modelwright.core.config import digest, merge
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import RunDir, is_finished, read_manifest, write_artifact, write_atomic
+from modelwright.core.config import ConfigError, digest, merge
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
 from modelwright.evaluate.config import EvaluateConfig

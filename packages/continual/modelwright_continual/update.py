@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from modelwright.core.config import merge, parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError, merge, parse
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir
 from modelwright.data.sources.sources import SourceConfig
 from modelwright.model.hf import load_config
 from modelwright.pipeline.config import RunConfig

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig, Schedule, ZeroStage
 from modelwright.parallel.pipeline.stages import check_microbatches, is_v_shaped

@@ -9,8 +9,7 @@ import pytest
 
 from modelwright.cli.config import setting_names
 from modelwright.cli.main import main
-from modelwright.core.config import save_yaml
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir, save_yaml
 from modelwright.data.rows.cache.row_cache import RowCacheConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from modelwright.cli.main import main
-from modelwright.core.config import save_yaml
+from modelwright.core.artifacts import save_yaml
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, expected_traffic

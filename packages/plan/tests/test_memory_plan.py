@@ -11,8 +11,7 @@ import pytest
 
 from memory_references import check_arena
 from modelwright.cli.main import main
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse
 from modelwright.model.config import ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.train.config import TrainConfig

@@ -18,12 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.config import digest, dump
-from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError
+from modelwright.core.artifacts import ArtifactError, StageDir, StorageError
+from modelwright.core.config import STOPPING, ConfigError, ModelwrightError, derive_seed, digest, dump
 from modelwright.core.progress import Progress
 from modelwright.core.records import EventLog
-from modelwright.core.rundir import StageDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.images.store import open_images
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedLoader, PackedRows

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.core.config import dump, merge, parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, dump, merge, parse
 from modelwright.core.overrides import all_paths, read_overrides, split_settings
 from modelwright.recipes.display import shown_progress
 

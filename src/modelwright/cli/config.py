@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.recipes import recipe_names
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.overrides import read_overrides, split_settings
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load

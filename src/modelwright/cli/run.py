@@ -16,7 +16,7 @@ from modelwright.cli.config import setting_names
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.processes import Say, is_first, is_started, print_ending, supervise
 from modelwright.cli.recipes import recipe_names
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.overrides import named_stages, read_overrides, split_settings
 from modelwright.recipes.display import duration, shown_progress
 

@@ -40,9 +40,8 @@ from modelwright.compress.integer_linear import (
     unpack_nibbles,
     usable_backends,
 )
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import dump, only_for, parse
-from modelwright.core.errors import ConfigError, ModelError, writing
+from modelwright.core.artifacts import write_atomic, writing
+from modelwright.core.config import ConfigError, ModelError, dump, only_for, parse
 from modelwright.model.attention import causal_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
 from modelwright.ops.decode_step import FourBitWeight, RowProduct, Weight

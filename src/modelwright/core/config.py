@@ -1,4 +1,6 @@
-"""Configuration: frozen dataclasses to and from plain mappings, YAML files and dotted overrides.
+"""Configuration: frozen dataclasses to and from plain mappings, YAML files and dotted overrides, and the errors that
+say what a user must change: one sentence that names the problem and the remedy. The command line prints the
+message of a `ModelwrightError` without a traceback; anything else is a bug and keeps its traceback.
 
 A config is a frozen keyword-only dataclass next to the class that it configures; it checks its own values in
 `__post_init__`. This module turns mappings into such dataclasses and back.
@@ -8,13 +10,17 @@ of 1,000, as in the SI, and Ki, Mi, Gi and Ti powers of 1,024. Case does not mat
 """
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
+import os
 import re
+import signal
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -22,9 +28,60 @@ from typing import Any, Protocol, TypeVar, cast
 
 import yaml
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError
-from modelwright.core.texts import did_you_mean
+
+class ModelwrightError(Exception):
+    """Something a user did or a machine refused; the text says what to do about it."""
+
+    exit_code = 2
+
+
+class ConfigError(ModelwrightError, ValueError):
+    """A configuration value is unknown, of the wrong type or out of range; the text starts with its path.
+
+    code: a stable word for programs: `unknown` (no such setting), `missing`, `type`, `choice`, else `invalid`.
+    """
+
+    def __init__(self, text: str, *, code: str = "invalid") -> None:
+        super().__init__(text)
+        self.code = code
+
+    @property
+    def key(self) -> str:
+        """Setting, option or file that the text is about; "" if it names none."""
+        name, colon, _ = str(self).partition(": ")
+        return name.removeprefix("--") if colon and " " not in name else ""
+
+
+class DataError(ModelwrightError, ValueError):
+    """Input data cannot be read; the text names the file and, where there is one, the line."""
+
+
+class ModelError(ModelwrightError, ValueError):
+    """A model folder cannot be loaded: unsupported architecture, missing tensors, wrong shapes."""
+
+
+class Stopped(ModelwrightError):
+    """The process was asked to stop by a signal (SIGTERM unless told otherwise); finished work stays."""
+
+    exit_code = 128 + signal.SIGTERM
+
+    def __init__(self, text: str, number: int = signal.SIGTERM) -> None:
+        super().__init__(text)
+        self.exit_code = 128 + number
+
+
+STOPPING = (Stopped, KeyboardInterrupt, SystemExit)
+"""Exceptions that end work on request: `Stopped` in training; elsewhere, Ctrl-C and SIGTERM."""
+
+
+@contextmanager
+def prefix_errors(section: str) -> Generator[None]:
+    """Convert a `ConfigError` about a field into one about that field of `section`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{section}.{error}", code=error.code) from None
+
 
 _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _QUANTITY = re.compile(r"(\d+\.?\d*(?:e[+-]?\d{1,3})?) ?([kmgt]i?|)((?:b|flop)?(?:/s)?)", re.IGNORECASE)
@@ -269,13 +326,6 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
     return cast(dict[str, Any], data)
 
 
-def save_yaml(path: Path | str, config: Any) -> None:
-    """Write a config as plain data, keys in the order of definition. A reader sees the old file or the new one, never
-    a part.
-    """
-    write_atomic(Path(path), yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True))
-
-
 class _ListsInLine(yaml.SafeDumper):
     """Writes lists of plain values on one line."""
 
@@ -370,3 +420,45 @@ def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{path}: must be a finite number, got {value}")
     return value
+
+
+SIMILARITY = 0.65
+"""Least ratio of `difflib` at which a name is taken for a misspelling of another: that of `rum` and `run` is 0.67."""
+
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def nearest(word: str, known: Iterable[str], *, similarity: float = SIMILARITY) -> str:
+    """Returns the known word with `word` as initials (`lr` for `learning_rate`), or the most similar; "" for none."""
+    known = list(known)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=similarity)
+    # Initials first: short words resemble many names, but few names have them as initials.
+    by_initials = [name for name in known if "_" in name and "".join(part[:1] for part in name.split("_")) == word]
+    return [*by_initials, *near, ""][0]
+
+
+def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """Returns `; did you mean NAME?` with the nearest known word, or ""."""
+    near = nearest(word, known)
+    return f"; did you mean {prefix + near!r}?" if near else ""
+
+
+def hub_hint(word: str) -> str:
+    """Returns a hint for the name of a model on a hub (`owner/name`): nothing is downloaded, and how to get a folder;
+    "" for other words.
+    """
+    owner = word.partition("/")[0]
+    if not _HUB_NAME.fullmatch(word) or os.path.isdir(owner) or owner in (".", ".."):
+        return ""
+    return (
+        f"; if this is the name of a model on a hub: nothing is downloaded here, so fetch its folder first "
+        f"(hf download {word} --local-dir FOLDER, on a machine with a connection) and name FOLDER"
+    )
+
+
+def derive_seed(seed: int, *names: str | int) -> int:
+    """Returns a 63-bit seed for the stream called `names`: stable across machines, processes and Python versions."""
+    # `hash` differs between processes; 63 bits, because torch's and NumPy's seeds are signed 64-bit numbers.
+    text = "/".join([str(seed), *map(str, names)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

@@ -7,7 +7,7 @@ the core loads. Extras that a single file needs (`gguf`, `otel`) are named in th
 from collections.abc import Mapping
 from importlib.util import find_spec
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 MODULES: Mapping[str, tuple[str, ...]] = {
     "clean": ("resiliparse", "fastwarc", "rensa", "phonenumbers", "stdnum", "py3langid", "sklearn", "scipy"),

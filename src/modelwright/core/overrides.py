@@ -10,9 +10,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from modelwright.core.config import is_constant, merge, parse_scalar, set_dotted
-from modelwright.core.errors import ConfigError
-from modelwright.core.texts import nearest
+from modelwright.core.config import ConfigError, is_constant, merge, nearest, parse_scalar, set_dotted
 
 OPTION_SIMILARITY = 0.85
 """Least similarity of an option's name: higher than for settings, because options are short words."""

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 
 Score = Literal["byte", "token", "pmi"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.core.progress import Progress
 from modelwright.data.document import Document
 from modelwright.data.rows.examples import template_variables

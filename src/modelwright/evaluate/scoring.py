@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError, derive_seed
 from modelwright.core.progress import Progress
-from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document, join_turns
 from modelwright.data.rows.examples import template_variables
 from modelwright.data.rows.pack import best_fit

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import derive_seed
 from modelwright.evaluate.records import RecordScores, Rows
 from modelwright.evaluate.scoring import perplexity, resampled_ratios
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from modelwright.core.artifacts import write_atomic
+from modelwright.core.config import derive_seed
 from modelwright.core.progress import Progress
 from modelwright.core.records import read_records
-from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.data.tokenizer.tokenizer import Tokenizer

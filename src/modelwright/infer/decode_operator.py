@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelwright.compress.integer_linear import WEIGHT_LEVELS, GridLinear, Int8Embedding, Int8Linear
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.infer.kv_cache import PagedCache
 from modelwright.infer.sequence import DecodeRow
 from modelwright.model.adapter_bank import AdapterBank

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core.compatibility import WHOLE_LAYERS, WHOLE_ROWS, Feature, feature
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError, constant
 from modelwright.data.images.store import ImageStore
 from modelwright.data.rows.ahead import PlannedRows
 from modelwright.data.rows.batch import TokenBatch

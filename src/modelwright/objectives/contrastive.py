@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.compatibility import SYNCHRONOUS_UPDATES, WHOLE_BATCHES, WHOLE_ROWS, Feature, feature
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError, constant
 from modelwright.data.images.decode import square_pixels
 from modelwright.data.images.store import ImageStore
 from modelwright.data.rows.ahead import PlannedRows

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core import compatibility
-from modelwright.core.errors import ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, derive_seed
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams

@@ -31,8 +31,7 @@ from modelwright.compress.int8 import TrainedGrid
 from modelwright.compress.integer_linear import GridLinear
 from modelwright.core import compatibility
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import dump, only_for, parse
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError, dump, only_for, parse
 from modelwright.data.images.decode import square_pixels
 from modelwright.data.images.store import LabeledImages
 from modelwright.data.rows.ahead import PlannedRows, images_of, own_images

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core.compatibility import WHOLE_ROWS, Feature, feature
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model import hf
 from modelwright.model.attention import packed_attend

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelwright.core.compatibility import WHOLE_ROWS
-from modelwright.core.config import only_for
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, only_for
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import numbered_batches

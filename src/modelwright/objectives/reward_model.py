@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelwright.core.compatibility import WHOLE_ROWS
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.config import ModelConfig

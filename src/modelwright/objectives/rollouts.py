@@ -18,9 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError, ModelwrightError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, ModelwrightError, constant, derive_seed
 from modelwright.data.rows.batch import TokenBatch, part_sizes
 from modelwright.data.rows.examples import PromptRecord
 from modelwright.data.rows.order import BatchingConfig

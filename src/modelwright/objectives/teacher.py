@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from modelwright.core.errors import StorageError, writing
+from modelwright.core.artifacts import StorageError, writing
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import HeadInputs, LayerTaps
 from modelwright.model.config import ModelConfig

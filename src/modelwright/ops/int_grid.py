@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 Granularity = Literal["tensor", "channel", "group_32", "group_64", "group_128"]
 Bits = Literal[4, 8]

@@ -5,8 +5,7 @@ from typing import Literal
 
 from modelwright.core import compatibility as traits
 from modelwright.core.compatibility import Feature, feature
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 
 ZeroStage = Literal[0, 1, 2, 3]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]

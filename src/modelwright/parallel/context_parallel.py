@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports TorchDynamo at once, which takes 0.5 s
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import ALL_TOKENS, packed_attend, tiled_attention
 from modelwright.model.config import ModelConfig

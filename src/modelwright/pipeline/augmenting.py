@@ -17,12 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.config import digest, dump, parse
-from modelwright.core.errors import ConfigError, ModelError, writing
+from modelwright.core.artifacts import LOCK_FILE, lock_folder, writing
+from modelwright.core.config import ConfigError, ModelError, derive_seed, digest, dump, parse
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.resources import num_usable_cores
-from modelwright.core.rundir import LOCK_FILE, lock_folder
-from modelwright.core.seeds import derive_seed
 from modelwright.core.texts import redact_text
 from modelwright.data.augment.augmentation import Augmentation
 from modelwright.data.augment.augmenter import AugmentConfig, Augmenter, CopyRecipe, MethodCost

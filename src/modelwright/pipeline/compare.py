@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError
 from modelwright.core.progress import Progress
 from modelwright.data.sources.forms import FORMS
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from modelwright.core.config import difference, dump, if_missing
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, did_you_mean, difference, dump, if_missing
 from modelwright.core.sinks import TrackingConfig
-from modelwright.core.texts import did_you_mean
 from modelwright.data.augment.methods import known_methods
 from modelwright.data.rows.cache.row_cache import RowCacheConfig
 from modelwright.data.sources.sources import SourceConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.doctor import survey, survey_text

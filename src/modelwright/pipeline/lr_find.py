@@ -14,11 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from modelwright.core import VERSION
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
+from modelwright.core.artifacts import RunDir, StageDir, write_atomic
+from modelwright.core.config import ConfigError, ModelwrightError, Stopped, derive_seed
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir, StageDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.images.store import open_images
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.hf import load_model

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, prefix_errors
+from modelwright.core.artifacts import ArtifactError, RunDir
+from modelwright.core.config import ConfigError, ModelwrightError, prefix_errors
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cpu_kernels import KERNELS
 from modelwright.parallel.config import ParallelConfig

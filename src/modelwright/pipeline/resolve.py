@@ -17,12 +17,10 @@ import torch
 
 from modelwright.compress.int8 import HOPELESS, backend_times
 from modelwright.compress.integer_linear import quantize_rows
-from modelwright.core.artifacts import is_finished
-from modelwright.core.config import dump, flatten
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import RunDir, is_finished
+from modelwright.core.config import ConfigError, dump, flatten
 from modelwright.core.progress import Progress
 from modelwright.core.resources import OtherProcesses, default_num_threads, hardware, num_usable_cores
-from modelwright.core.rundir import RunDir
 from modelwright.core.texts import redact_text
 from modelwright.data.clean.config import CleanConfig
 from modelwright.model.config import ModelConfig

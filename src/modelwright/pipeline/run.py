@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core import VERSION, extras
-from modelwright.core.artifacts import Manifest
+from modelwright.core.artifacts import ArtifactError, Manifest, RunDir, StorageError, save_yaml
 from modelwright.core.compatibility import Feature
-from modelwright.core.config import save_yaml
-from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError, prefix_errors
+from modelwright.core.config import STOPPING, ConfigError, ModelwrightError, prefix_errors
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.resources import OtherProcesses, busy_machine, git_commit, hardware, versions
-from modelwright.core.rundir import RunDir
 from modelwright.core.texts import redact_words
 from modelwright.ops.tensor_heap import use_tensor_heap
 from modelwright.parallel.config import ParallelConfig

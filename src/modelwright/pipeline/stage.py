@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from modelwright.core import config as core_config
-from modelwright.core.artifacts import ArtifactDraft
+from modelwright.core.artifacts import ArtifactDraft, RunDir, StageDir
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir, StageDir
 from modelwright.data.document import Split
 
 if TYPE_CHECKING:

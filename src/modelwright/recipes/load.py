@@ -20,11 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from modelwright.core.config import load_yaml, merge
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError, DataError, hub_hint, load_yaml, merge, nearest
 from modelwright.core.hub import model_folder
-from modelwright.core.rundir import RunDir
-from modelwright.core.texts import hub_hint, nearest
 from modelwright.data.rows.examples import ConversationFit, template_variables
 from modelwright.data.sources.forms import FORMS
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents

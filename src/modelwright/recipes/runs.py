@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelwright.core.config import merge
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError, Stopped, merge
 from modelwright.core.overrides import nested_settings
 from modelwright.core.progress import Progress
 from modelwright.core.records import read_records
-from modelwright.core.rundir import RunDir
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run import RunResult, check_request, execute
 from modelwright.pipeline.run_config import run_schema

@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from modelwright.core.artifacts import is_finished, read_manifest, write_atomic
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError, DataError, writing
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir, is_finished, read_manifest, write_atomic, writing
+from modelwright.core.config import ConfigError, DataError, parse
 from modelwright.core.texts import redact_text
 from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.data.clean.folder import REPORT

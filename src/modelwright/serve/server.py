@@ -25,7 +25,7 @@ from typing import Any, cast
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.serve.account.monitoring import Metrics, log_to_stderr
 from modelwright.serve.application import NOTHING_KEPT, Application
 from modelwright.serve.config import RequestsConfig, ServeConfig

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from modelwright.core.compatibility import Feature, feature
+from modelwright.core.config import derive_seed
 from modelwright.core.progress import Progress, SilentProgress
-from modelwright.core.seeds import derive_seed
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.decoder import Decoder, StoredParameters
 from modelwright.ops.tensor_heap import use_tensor_heap

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from modelwright.core import compatibility as traits
 from modelwright.core.compatibility import Feature, check_compatible, conflict, feature, idle
-from modelwright.core.config import constant, dump, only_for, unused_settings
-from modelwright.core.errors import ConfigError, prefix_errors
+from modelwright.core.config import ConfigError, constant, dump, only_for, prefix_errors, unused_settings
 from modelwright.data.rows.order import BatchingConfig
 from modelwright.model.low_rank import AdapterConfig
 from modelwright.ops.matmul import triton_compiles

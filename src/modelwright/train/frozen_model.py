@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, derive_seed
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.loader import PackedRows
 from modelwright.model.decoder import Decoder

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from modelwright.core.artifacts import StageDir
 from modelwright.core.progress import Progress, SilentProgress
-from modelwright.core.rundir import StageDir
 from modelwright.core.sinks import Tracking
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig

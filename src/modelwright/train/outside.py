@@ -18,10 +18,8 @@ from modelwright.core.compatibility import (
     Feature,
     feature,
 )
-from modelwright.core.config import dump
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, derive_seed, dump
 from modelwright.core.extensions import NoSettings, configured
-from modelwright.core.seeds import derive_seed
 from modelwright.ops.dtensor import TensorView
 from modelwright.train.objective import Batch, Objective
 from modelwright.train.runner import generator_states, seed_generators

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field, replace
 
-from modelwright.core.errors import Stopped
+from modelwright.core.config import Stopped
 from modelwright.core.records import Recorder
 from modelwright.core.resources import resident_bytes
 from modelwright.ops.tensor_heap import give_back_memory

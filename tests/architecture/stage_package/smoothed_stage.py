@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Split
 from modelwright.data.rows.batch import IGNORED, TokenBatch

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from memory_references import solve_naive
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.train.memory.activations import (
     Budget,

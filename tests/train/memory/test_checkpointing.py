@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.attention import causal_attend, packed_attend
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright_board import screen
 from modelwright_board.project import recipe_names
 from modelwright_board.runs import Run, shown_path

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright_board import screen
 from modelwright_board.files import as_list, as_number, as_object
 from modelwright_board.project import EXPORT_DTYPES, recipe_names

@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
-from modelwright.core.artifacts import is_finished, read_manifest, write_artifact, write_atomic
-from modelwright.core.config import digest, dump
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.artifacts import RunDir, is_finished, read_manifest, write_artifact, write_atomic
+from modelwright.core.config import ConfigError, DataError, derive_seed, digest, dump
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
 from modelwright.data.sources.records import is_own

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from modelwright.core.artifacts import RunDir
 from modelwright.core.resources import hardware
-from modelwright.core.rundir import RunDir
 from modelwright.ops import cpu_kernels
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.config import RunConfig

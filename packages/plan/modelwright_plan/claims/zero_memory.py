@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.parallel.config import ParallelConfig, ZeroStage

@@ -19,8 +19,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from modelwright.core.errors import ConfigError, ModelwrightError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, ModelwrightError, derive_seed
 from modelwright.data.augment.augmentation import Augmentation
 from modelwright.data.document import Document
 from modelwright.data.rows.origins import RowOrigins

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.core.resources import num_usable_cores
 from modelwright.data.clean.features import layout_of
 

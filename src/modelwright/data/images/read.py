@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, cast
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.document import Document
 from modelwright.data.images.decode import KEY, LABEL_FIELD, ImageFault, store_image
 from modelwright.data.sources.fields import Fields

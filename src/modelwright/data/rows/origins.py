@@ -20,7 +20,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from modelwright.core.errors import ArtifactError, DataError
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import DataError
 from modelwright.data.document import Document
 
 ORIGINS, DOCUMENTS, DOCUMENT_OFFSETS = "origins.bin", "documents.jsonl", "document_offsets.bin"

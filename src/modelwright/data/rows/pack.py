@@ -35,9 +35,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError, DataError, writing
+from modelwright.core.artifacts import write_atomic, writing
+from modelwright.core.config import ConfigError, DataError, constant
 from modelwright.data.rows.cache.layout import CHECKSUMS, rows_of_block
 from modelwright.data.rows.origins import Origin, OriginSpool
 from modelwright.data.tokenizer.chat import ChatLoss

@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.core.extras import install_line
 from modelwright.data.sources.readers import Complaint, File, Skip, cut_sections, whole
 

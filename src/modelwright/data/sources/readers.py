@@ -20,7 +20,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.core.extras import is_installed
 from modelwright.data.sources.registry import Entry
 

@@ -16,7 +16,7 @@ from jsonschema.exceptions import best_match
 from jsonschema.validators import validator_for
 from referencing.exceptions import Unresolvable
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.document import KINDS, SPLITS, WEIGHT
 from modelwright.data.images.decode import KEY, is_stored_image
 

@@ -15,8 +15,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from modelwright.core import hub
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError, constant
 from modelwright.data.document import WEIGHT, Document, Kind, Split, Unsplit, with_splits
 from modelwright.data.images.read import (
     ARCHIVE_EXTENSIONS,

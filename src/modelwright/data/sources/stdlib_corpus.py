@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 
-from modelwright.core.errors import DataError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import DataError, derive_seed
 from modelwright.data.document import Document, Split
 from modelwright.data.sources.docstrings import (
     Docstring,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.model.config import Activation, ModelConfig, layers_where
 from modelwright.ops.rope_norm_swiglu import RopeKind, RopeScaling
 

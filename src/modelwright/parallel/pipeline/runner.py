@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Attend, Decoder
 from modelwright.ops.dtensor import local

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 from torch import nn
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import HEAD_METHODS, Decoder
 from modelwright.parallel.config import ParallelConfig, Schedule

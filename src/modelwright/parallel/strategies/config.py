@@ -8,8 +8,7 @@ from torch import Tensor
 
 from modelwright.core import compatibility as traits
 from modelwright.core.compatibility import Feature, feature
-from modelwright.core.config import constant, dump, only_for
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant, dump, only_for
 from modelwright.core.extensions import configured
 from modelwright.ops.dtensor import local
 from modelwright.parallel.codecs.bucketed import BucketedSync

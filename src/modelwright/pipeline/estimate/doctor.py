@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.resources import LoadMeter, OtherProcesses, hardware, load, num_usable_cores
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels

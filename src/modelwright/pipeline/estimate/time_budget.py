@@ -16,11 +16,9 @@ from pathlib import Path
 
 import torch
 
-from modelwright.core.config import save_yaml
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import RunDir, StageDir, save_yaml
+from modelwright.core.config import ConfigError, derive_seed
 from modelwright.core.progress import Progress, SilentProgress
-from modelwright.core.rundir import RunDir, StageDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.hf import load_model
 from modelwright.objectives.next_token import NextToken

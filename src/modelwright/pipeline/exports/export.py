@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from modelwright.core.artifacts import MANIFEST, ArtifactDraft, write_artifact
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.hub import name_of
 from modelwright.core.texts import redact_text
 from modelwright.model.hf_types.own import OWN_TYPE

@@ -12,8 +12,8 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 
 from modelwright.core import VERSION
+from modelwright.core.artifacts import RunDir
 from modelwright.core.config import dump
-from modelwright.core.rundir import RunDir
 from modelwright.core.texts import redact_plain
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import (

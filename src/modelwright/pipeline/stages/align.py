@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document, Split
 from modelwright.data.images.decode import KEY, StoredImage, decode, pillow

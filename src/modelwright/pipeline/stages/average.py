@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.core.config import dump
-from modelwright.core.errors import ConfigError
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError, dump
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig

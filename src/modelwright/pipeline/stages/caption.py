@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.core.config import dump
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError, dump
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import SPLITS, Message, Split
 from modelwright.data.images import store as stores

@@ -6,10 +6,9 @@ The artifact is the folder of `pipeline.cleaning`.
 import shutil
 from collections.abc import Sequence
 
-from modelwright.core.config import dump
-from modelwright.core.errors import DataError
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import DataError, dump
 from modelwright.core.extras import install_line, is_installed
-from modelwright.core.rundir import RunDir
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.clean.folder import DROPPED
 from modelwright.data.clean.report import describe_drops

@@ -6,12 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from modelwright.core.artifacts import read_manifest
+from modelwright.core.artifacts import RunDir, read_manifest
 from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES, Feature, feature
-from modelwright.core.config import constant, digest, dump
-from modelwright.core.errors import ConfigError, prefix_errors
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, constant, derive_seed, digest, dump, prefix_errors
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig

@@ -6,7 +6,7 @@ and the reference model.
 
 from pathlib import Path
 
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError
 from modelwright.data.document import Document, Split
 from modelwright.data.rows.examples import PreferenceFit, PromptedAnswer
 from modelwright.data.rows.pack import TokenSequence

@@ -7,9 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from modelwright.core.artifacts import write_atomic
+from modelwright.core.artifacts import RunDir, write_atomic
 from modelwright.core.config import dump
-from modelwright.core.rundir import RunDir
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.tokenizer.tokenizer import Tokenizer

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from modelwright.core.artifacts import MANIFEST, Manifest, damage, parse_manifest, write_atomic
-from modelwright.core.config import load_yaml
-from modelwright.core.errors import ArtifactError, ConfigError
+from modelwright.core.artifacts import MANIFEST, ArtifactError, Manifest, damage, parse_manifest, write_atomic
+from modelwright.core.config import ConfigError, load_yaml
 from modelwright.core.texts import redact_text
 from modelwright.data.images.store import FILE, ImageIndex, images_folder
 from modelwright.data.rows.cache.layout import ROWS_AT, ColdStore, is_remote

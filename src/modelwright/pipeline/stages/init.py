@@ -5,10 +5,8 @@ of all stages: weights, shape, tokenizer, and stop tokens.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from modelwright.core.artifacts import verify_if_artifact
-from modelwright.core.errors import ConfigError, ModelError
-from modelwright.core.rundir import RunDir
-from modelwright.core.texts import hub_hint
+from modelwright.core.artifacts import RunDir, verify_if_artifact
+from modelwright.core.config import ConfigError, ModelError, hub_hint
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model, save_model, stored_dtype

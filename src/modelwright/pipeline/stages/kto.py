@@ -2,7 +2,7 @@
 
 from itertools import tee
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.document import Split
 from modelwright.data.rows.examples import PreferenceFit, with_mismatched_answers
 from modelwright.objectives.preference import Kto, KtoConfig

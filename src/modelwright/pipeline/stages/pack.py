@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from modelwright.core.artifacts import Manifest
-from modelwright.core.config import dump
-from modelwright.core.errors import ConfigError, DataError
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import Manifest, RunDir
+from modelwright.core.config import ConfigError, DataError, dump
 from modelwright.data.clean.folder import kept_files
 from modelwright.data.document import SPLITS, Kind
 from modelwright.data.rows.pack import PackConfig

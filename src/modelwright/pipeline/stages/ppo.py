@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.tokenizer.tokenizer import Tokenizer, tokenizer_difference
 from modelwright.objectives.ppo import Ppo, PpoConfig, ValueOnTrunk, separate_value_model
 from modelwright.objectives.reward_model import model_terms, reward_model_folders, without_folder

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from modelwright.compress.fold import fold_norms
 from modelwright.compress.int8 import TrainedGrid
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.int_grid import Granularity, WeightGrid
 from modelwright.pipeline.stages.pack import PACK

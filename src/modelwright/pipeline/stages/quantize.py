@@ -17,9 +17,8 @@ import torch
 from modelwright.compress import int8 as integers
 from modelwright.compress.fold import fold_norms, smoothed
 from modelwright.compress.gptq import LayerError, gptq
-from modelwright.core.artifacts import write_atomic
+from modelwright.core.artifacts import RunDir, write_atomic
 from modelwright.core.config import dump
-from modelwright.core.rundir import RunDir
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedRows

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from modelwright.core.artifacts import write_atomic
+from modelwright.core.artifacts import RunDir, write_atomic
 from modelwright.core.extras import install_line, is_installed
-from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.page import build_page, render
 from modelwright.pipeline.stage import Stage, StageContext, StageSpec

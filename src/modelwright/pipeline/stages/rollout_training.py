@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError, derive_seed
 from modelwright.core.records import column, json_line, read_records
-from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Split
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.examples import PromptRecord, read_prompts, write_prompts

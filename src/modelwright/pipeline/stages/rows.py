@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.core.errors import ConfigError, DataError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, DataError, derive_seed
 from modelwright.data.augment.augmenter import Encode
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import WEIGHT, Document, Kind, Message, Split, says_something

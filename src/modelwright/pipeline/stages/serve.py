@@ -21,10 +21,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import constant, dump, flatten
-from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir, write_atomic
+from modelwright.core.config import ConfigError, ModelwrightError, Stopped, constant, dump, flatten
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_config

@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from modelwright.compress.prune import check_part, even_layers, input_moments, prune, pruned_config
-from modelwright.core.artifacts import verify_if_artifact
-from modelwright.core.config import constant, dump
-from modelwright.core.errors import ConfigError, prefix_errors
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
+from modelwright.core.artifacts import RunDir, verify_if_artifact
+from modelwright.core.config import ConfigError, constant, derive_seed, dump, prefix_errors
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.tokenizer.tokenizer import Tokenizer, tokenizer_difference
 from modelwright.model.config import ModelConfig

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from itertools import islice
 
+from modelwright.core.artifacts import RunDir
 from modelwright.core.config import dump
-from modelwright.core.rundir import RunDir
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.tokenizer.tokenizer import train_tokenizer
 from modelwright.pipeline.config import RunConfig

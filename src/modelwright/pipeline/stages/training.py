@@ -12,12 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import read_manifest
+from modelwright.core.artifacts import ArtifactError, RunDir, read_manifest
 from modelwright.core.compatibility import UNDECLARED
-from modelwright.core.config import dump
-from modelwright.core.errors import ArtifactError, ConfigError, DataError
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, DataError, derive_seed, dump
 from modelwright.core.sinks import Tracking, require_packages
 from modelwright.core.texts import redact_plain
 from modelwright.data.rows.batch import TokenBatch

@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modelwright.compress.int8 import weight_bytes
-from modelwright.core.errors import ConfigError, DataError
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError, DataError, derive_seed
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Split
 from modelwright.data.images import store as stores

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from modelwright.core.errors import StorageError
+from modelwright.core.artifacts import StorageError
 from modelwright.serve.ab import experiment as tables
 from modelwright.serve.ab.experiment import Experiment, ExperimentRequest, report_of
 from modelwright.serve.ab.state import Assignment, RequestEvent, arm_of

@@ -26,7 +26,7 @@ import torch
 
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.compress.integer_linear import Backend, Int8Linear
-from modelwright.core.errors import ConfigError, ModelError, ModelwrightError
+from modelwright.core.config import ConfigError, ModelError, ModelwrightError
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.products import HeadKind, fastest_head_kind, head_of
 from modelwright.model.adapter_bank import PreparedAdapter, load_adapters, prepare_adapter

@@ -18,8 +18,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from modelwright.core.config import constant, only_for
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant, only_for
 from modelwright.model.config import ModelConfig
 
 Mode = Literal["none", "full", "selective", "budget"]

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelwright.core.artifacts import ArtifactError
 from modelwright.core.compatibility import (
     LASTING_LAYOUT,
     OWN_WEIGHTS,
@@ -34,9 +35,7 @@ from modelwright.core.compatibility import (
     Feature,
     feature,
 )
-from modelwright.core.config import constant
-from modelwright.core.errors import ArtifactError, ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, constant, derive_seed
 from modelwright.data.rows.batch import IGNORED
 from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import CHUNK_TOKENS

@@ -32,8 +32,7 @@ from modelwright.core.compatibility import (
     Feature,
     feature,
 )
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright.core.records import EventLog
 from modelwright.train.objective import Batch
 from modelwright.train.technique import LOSS_SPIKE, Rollback, Runtime, StepInfo, Technique, Update

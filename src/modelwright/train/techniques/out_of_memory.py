@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.data.rows.batch import part_sizes
 from modelwright.ops.tensor_heap import give_back_memory
 from modelwright.parallel.mesh import World

@@ -43,9 +43,7 @@ from modelwright.core.compatibility import (
     Feature,
     feature,
 )
-from modelwright.core.config import constant, only_for
-from modelwright.core.errors import ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, constant, derive_seed, only_for
 from modelwright.ops.matmul import Executed, LinearGemms, counted
 from modelwright.train.objective import Batch
 from modelwright.train.technique import Runtime, Technique, Update

@@ -19,9 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError, DataError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, DataError, constant, derive_seed
 from modelwright.data.clean.features import FEATURES, layout_of, split_words
 from modelwright.data.clean.noise import (
     TEST_CORRUPTIONS,
