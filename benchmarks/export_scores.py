@@ -45,7 +45,7 @@ from modelwright.pipeline.exports import EXPORTS
 from modelwright.pipeline.exports.export import ExportOptions
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run_config import read_run_config
-from modelwright.pipeline.stages.stage_inputs import model_before
+from modelwright.pipeline.stages.pack import model_before
 from modelwright_claims.results import circumstances, machine_slug
 from quickstart_runs import run
 

@@ -34,8 +34,7 @@ from modelwright.core.config import dump, parse
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import column, read_records
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.elastic import (

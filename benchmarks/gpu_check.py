@@ -43,8 +43,7 @@ from modelwright.core.artifacts import StageDir
 from modelwright.core.config import derive_seed
 from modelwright.core.progress import SilentProgress
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.attention import document_mask, masked_attention, masked_capped_attention
 from modelwright.ops.flex_attention import fused_packed_attention, packed_block_mask

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from distributed import run_distributed, start_distributed
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import deferred_model, load_model, save_model
 from modelwright.objectives.next_token import numbered_batches
 from modelwright.parallel.config import ParallelConfig

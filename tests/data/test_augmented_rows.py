@@ -26,7 +26,7 @@ from modelwright.data.rows.loader import PackedLoader, PackedRows, PlannedLoader
 from modelwright.data.rows.order import BatchingConfig
 from modelwright.data.rows.origins import Origin, RowOrigins
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
-from modelwright.pipeline.config import AugmentationConfig
+from modelwright.pipeline.stage import AugmentationConfig
 from modelwright.train.technique import Technique, Update
 from modelwright.train.techniques.augmentation_strength import AugmentationStrengthConfig, augmentation_strength
 from refusals import config_error

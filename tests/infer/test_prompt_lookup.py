@@ -10,7 +10,7 @@ from modelwright.core.config import ConfigError
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.products import stable_row_multiple
 from modelwright.infer.sequence import LONGEST_MATCH, SHORTEST_MATCH, NgramIndex, SamplingParams
-from modelwright.model.config import AttentionConfig
+from modelwright.model.decoder import AttentionConfig
 from modelwright.ops.rope_norm_swiglu import RopeScaling
 from refusals import config_error
 

@@ -19,8 +19,7 @@ from modelwright.model.adapters import (
     remove_adapters,
 )
 from modelwright.model.attention import causal_attend
-from modelwright.model.config import AttentionConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import AttentionConfig, Decoder
 from modelwright.model.low_rank import AdapterConfig
 from refusals import config_error
 from tiny_decoder import make_decoder

@@ -3,8 +3,7 @@
 import pytest
 
 from modelwright.core.config import ConfigError, dump, parse
-from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import AttentionConfig, Decoder, FeedForwardConfig, ModelConfig, NormConfig
 from modelwright.ops.rope_norm_swiglu import RopeScaling
 from tiny_decoder import make_config
 

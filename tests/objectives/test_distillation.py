@@ -16,8 +16,7 @@ from distributed import run_distributed, start_distributed
 from hf_folders import write_folder
 from modelwright.core.config import ConfigError, Stopped
 from modelwright.model.attention import packed_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Attend, Decoder
+from modelwright.model.decoder import Attend, Decoder, ModelConfig
 from modelwright.model.hf import load_model
 from modelwright.objectives import teacher as teachers
 from modelwright.objectives.distillation import (

@@ -44,8 +44,7 @@ from modelwright.objectives.image_classification import (
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.train.build import attach_modules
-from modelwright.train.objective import forward
-from modelwright.train.runner import HeldoutBatches
+from modelwright.train.objective import HeldoutBatches, forward
 from modelwright.train.technique import StepInfo, Technique, TechniqueBuilder
 from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization
 from own_tiers import wait_for_expected

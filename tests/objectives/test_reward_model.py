@@ -18,13 +18,7 @@ from modelwright.data.rows.pack import TokenSequence
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model, save_sequence_classifier
-from modelwright.objectives.reward_model import (
-    HEAD,
-    RewardModelConfig,
-    RewardModeling,
-    load_reward_model,
-    reward_model,
-)
+from modelwright.objectives.preference import HEAD, RewardModelConfig, RewardModeling, load_reward_model, reward_model
 from modelwright.train.build import attach_modules
 from modelwright.train.objective import TermSums, forward
 

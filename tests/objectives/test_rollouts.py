@@ -25,10 +25,9 @@ from modelwright.objectives.rollouts import Rollout, RolloutWorker, gather_rows,
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, build_mesh, single
 from modelwright.reward.build import Term, WeightedSum
-from modelwright.train.objective import ModelLayout
+from modelwright.train.objective import Executor, ModelLayout
 from modelwright.train.parallelize import parallelize
 from modelwright.train.precision.policy import PrecisionConfig
-from modelwright.train.runner import Executor
 
 FP32 = PrecisionConfig(policy="fp32")
 

@@ -21,7 +21,7 @@ from modelwright.model.hf import save_model, save_sequence_classifier
 from modelwright.model.low_rank import AdapterConfig
 from modelwright.model.peft_folder import save_adapter
 from modelwright.objectives.ppo import VALUE, PpoConfig, separate_value_model
-from modelwright.objectives.reward_model import HEAD
+from modelwright.objectives.preference import HEAD
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.train.build import attach_modules

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from modelwright.compress.integer_linear import (
+from modelwright.compress.int8 import (
     ActivationGrid,
     GridLinear,
     InputGrid,

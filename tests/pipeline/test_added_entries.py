@@ -22,10 +22,10 @@ from modelwright.data.clean.folder import read_dropped, read_kept
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.cleaning import fingerprint
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.resolve import local_inputs, resolve_inputs
 from modelwright.pipeline.run import check_training
 from modelwright.pipeline.run_config import parse_run
+from modelwright.pipeline.stage import RunConfig
 from modelwright.reward.build import build_reward
 from modelwright.reward.reward import Sample
 from modelwright.serve.api.operations import all_operations

@@ -19,7 +19,7 @@ from modelwright.data.images.decode import StoredImage
 from modelwright.data.images.store import open_images
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.sources.corpora import digit_images
-from modelwright.data.sources.docstrings import described_functions
+from modelwright.data.sources.stdlib_corpus import described_functions
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.objectives.contrastive import load_aligned
 from modelwright.parallel.config import ParallelConfig

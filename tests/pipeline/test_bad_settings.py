@@ -15,7 +15,7 @@ from modelwright.core.config import ConfigError, load_yaml
 from modelwright.core.progress import SilentProgress
 from modelwright.core.resources import num_usable_cores
 from modelwright.pipeline import resolve
-from modelwright.pipeline.config import HardwareConfig
+from modelwright.pipeline.stage import HardwareConfig
 from modelwright.recipes.load import load, recipe
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

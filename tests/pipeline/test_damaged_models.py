@@ -18,8 +18,7 @@ from modelwright.core.artifacts import ArtifactError, RunDir, read_manifest, sav
 from modelwright.core.config import ModelError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.runner import begin_attempt, run_stages
 from modelwright.pipeline.stages.init import INIT, save_model_folder

@@ -15,7 +15,7 @@ from modelwright.core.config import load_yaml
 from modelwright.core.records import read_records
 from modelwright.pipeline.report.page import closing_lines
 from modelwright.pipeline.run_config import read_run_config
-from modelwright.pipeline.stages.training_figures import FILE
+from modelwright.pipeline.stages.training import FILE
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 CHROMIUM = Path("/usr/bin/chromium")

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from modelwright.cli.main import main
-from modelwright.compress.int8 import Int8WeightsConfig, TrainedGrid, load_int8
-from modelwright.compress.integer_linear import GridLinear
+from modelwright.compress.int8 import GridLinear, Int8WeightsConfig, TrainedGrid, load_int8
 from modelwright.core.artifacts import RunDir
 from modelwright.core.config import ConfigError
 from modelwright.core.records import column, read_records

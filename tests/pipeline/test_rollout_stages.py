@@ -22,11 +22,10 @@ from modelwright.data.sources.corpora import arithmetic_problems
 from modelwright.objectives.rollouts import RolloutConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import single
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.time_budget import fit_to_minutes
 from modelwright.pipeline.lr_find import RangeConfig, range_test
 from modelwright.pipeline.process_group import RunGroup
-from modelwright.pipeline.stage import Rates
+from modelwright.pipeline.stage import Rates, RunConfig
 from modelwright.pipeline.stages.ppo import value_model_start
 from modelwright.pipeline.stages.rollout_training import build_terms, fitting, keep_completions
 from modelwright.recipes.load import load, recipe

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cleaned import keep_all
-from modelwright.compress.integer_linear import GridLinear
+from modelwright.compress.int8 import GridLinear
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.config import ConfigError, DataError, ModelError
 from modelwright.data.document import Document

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelwright.compress.int8 import Int8WeightsConfig
-from modelwright.compress.integer_linear import Int8Linear
+from modelwright.compress.int8 import Int8Linear, Int8WeightsConfig
 from modelwright.core.config import ModelError, ModelwrightError
 from modelwright.model.attention import causal_attend
 from modelwright.model.hf import save_model

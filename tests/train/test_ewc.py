@@ -14,8 +14,7 @@ from distributed import run_distributed
 from modelwright.core.artifacts import ArtifactError
 from modelwright.core.config import Stopped
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single

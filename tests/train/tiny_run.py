@@ -18,8 +18,7 @@ from modelwright.core.artifacts import StageDir
 from modelwright.core.config import parse
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single

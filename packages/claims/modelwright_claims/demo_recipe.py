@@ -27,7 +27,7 @@ from modelwright.core.config import ModelwrightError, merge
 from modelwright.core.records import column, read_records
 from modelwright.core.resources import num_usable_cores
 from modelwright.data.rows.loader import PackedRows
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.model.hf import load_model
 from modelwright.ops.matmul import is_emulated
 from modelwright.pipeline.run_config import read_run_config

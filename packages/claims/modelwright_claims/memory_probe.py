@@ -26,8 +26,7 @@ from modelwright.core.config import dump, parse
 from modelwright.core.progress import SilentProgress
 from modelwright.core.resources import ResourceUse
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.tensor_heap import SWITCH, give_back_memory
 from modelwright.parallel.config import ParallelConfig

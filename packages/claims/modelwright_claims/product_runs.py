@@ -23,7 +23,7 @@ from modelwright.data.rows.examples import PromptRecord, read_prompts
 from modelwright.data.sources.corpora import sentence_pairs
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_model
-from modelwright.objectives.reward_model import MODEL_REWARDS, with_folder
+from modelwright.objectives.preference import MODEL_REWARDS, with_folder
 from modelwright.objectives.rollouts import Rollout, RolloutConfig, RolloutWorker
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.run import execute

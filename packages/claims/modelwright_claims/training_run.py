@@ -28,8 +28,7 @@ from modelwright.core.records import column, read_records
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedLoader, PackedRows, PlannedLoader, build_loader
 from modelwright.data.rows.order import BatchingConfig
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world, single

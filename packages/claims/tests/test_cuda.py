@@ -20,8 +20,7 @@ from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import Completion, generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import packed_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_naive
 from modelwright.parallel.mesh import single

@@ -20,9 +20,9 @@ from modelwright.core.progress import Progress
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
 from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.records import record_costs
-from modelwright.pipeline.config import RunConfig
+from modelwright.evaluate.scoring import record_costs
 from modelwright.pipeline.run_config import parse_run, read_run_config
+from modelwright.pipeline.stage import RunConfig
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.quantize import QUANTIZE

@@ -16,10 +16,10 @@ from modelwright.core.config import ConfigError, merge, parse
 from modelwright.core.progress import Progress
 from modelwright.data.sources.sources import SourceConfig
 from modelwright.model.hf import load_config
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run import execute, previous_config
 from modelwright.pipeline.run_config import parse_run
+from modelwright.pipeline.stage import RunConfig
 from modelwright.pipeline.stages.average import AVERAGE
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.evaluate import EVALUATE

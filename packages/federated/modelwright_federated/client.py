@@ -25,9 +25,8 @@ from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.objectives.next_token import NextToken
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run_config import read_run_config
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pack import PACK, tokenizer_stage
 from modelwright.pipeline.stages.specs import known_stages
-from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
 from modelwright.train.config import TrainConfig
 from modelwright_federated.config import FederatedConfig, load_settings
 from modelwright_federated.flower import (

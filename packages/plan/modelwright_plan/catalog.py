@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from modelwright.core.config import ConfigError
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.pipeline.estimate.layout import ComputeFormat
 from modelwright_plan.step_time import ComputeRate
 

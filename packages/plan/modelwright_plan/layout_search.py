@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from modelwright.core.config import ConfigError
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.parallel.config import ParallelConfig, Schedule, ZeroStage
 from modelwright.parallel.pipeline.stages import check_microbatches, is_v_shaped
 from modelwright.pipeline.estimate.cost import MemoryEstimate, RankPart, rank_memory

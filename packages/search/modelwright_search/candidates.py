@@ -27,12 +27,10 @@ from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import load_model
 from modelwright.parallel.mesh import World
-from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import StageInputs
+from modelwright.pipeline.stage import RunConfig, StageInputs
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.rows import heldout_sample
 from modelwright.train.build import train

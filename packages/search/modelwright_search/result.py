@@ -15,7 +15,7 @@ from typing import Any
 
 from modelwright.core.artifacts import save_yaml, write_atomic
 from modelwright.core.config import ModelwrightError, merge
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright_search.candidates import NUM_APPEALS, Candidates
 from modelwright_search.config import SearchConfig
 from modelwright_search.space import Choices

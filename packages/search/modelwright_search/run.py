@@ -9,12 +9,12 @@ from modelwright.core.artifacts import RunDir, lock_folder, make_folder, read_ma
 from modelwright.core.config import ConfigError, digest, dump
 from modelwright.core.progress import Progress
 from modelwright.parallel.mesh import single
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.process_group import use_threads
 from modelwright.pipeline.report.blocks import plural
 from modelwright.pipeline.resolve import resolve
 from modelwright.pipeline.run import borrowed_rows
 from modelwright.pipeline.run_config import previous_config, read_run_config
+from modelwright.pipeline.stage import RunConfig
 from modelwright.pipeline.stages.init import folder_fingerprint
 from modelwright.pipeline.stages.pack import PACK
 from modelwright_search.candidates import JOURNAL, Candidates, Journal, load_for

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from modelwright.core.config import ConfigError, did_you_mean, load_yaml
-from modelwright.model.config import AttentionGate, ModelConfig
+from modelwright.model.decoder import AttentionGate, ModelConfig
 from modelwright.train.config import TrainConfig
 from modelwright_search.config import SPACES
 

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from modelwright.core.config import derive_seed
-from modelwright.evaluate.records import RecordScores, Rows
-from modelwright.evaluate.scoring import perplexity, resampled_ratios
+from modelwright.evaluate.scoring import RecordScores, Rows, perplexity, resampled_ratios
 
 Z_95 = 1.959963984540054
 """97.5% quantile of the standard normal distribution."""

@@ -32,8 +32,7 @@ from modelwright.data.images.decode import square_pixels
 from modelwright.data.images.store import ImageStore
 from modelwright.data.rows.ahead import PlannedRows
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import load_model, read_json, read_tensors, save_tensors, set_parameter
 from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import load_vision_tower, save_vision_tower

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from modelwright.core.config import DataError
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.train.objective import BatchSource, Objective, Terms
 

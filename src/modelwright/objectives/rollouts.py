@@ -26,8 +26,7 @@ from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.parallel.mesh import World
 from modelwright.reward.build import WeightedSum
 from modelwright.reward.reward import Sample

@@ -30,8 +30,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports Tor
 from modelwright.core.config import ConfigError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import ALL_TOKENS, packed_attend, tiled_attention
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Attend, AttentionSpec
+from modelwright.model.decoder import Attend, AttentionSpec, ModelConfig
 from modelwright.ops.attention import capped_attention, masked_attention, masked_capped_attention, packed_tiles
 from modelwright.ops.matmul import upcast
 from modelwright.parallel.config import ContextAttention

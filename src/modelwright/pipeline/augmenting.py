@@ -38,8 +38,7 @@ from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.hf import load_model
 from modelwright.pipeline.cleaning import fingerprint
-from modelwright.pipeline.config import AugmentationConfig, RunConfig
-from modelwright.pipeline.stage import StageSpec
+from modelwright.pipeline.stage import AugmentationConfig, RunConfig, StageSpec
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.train.job import TrainResult
 from modelwright.train.technique import TechniqueBuilder

@@ -21,7 +21,6 @@ from modelwright.data.images.store import open_images
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.hf import load_model
 from modelwright.parallel.mesh import single
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.process_group import use_threads
 from modelwright.pipeline.report.blocks import Chart, Fact, Page, Section, Table, number
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
@@ -29,7 +28,7 @@ from modelwright.pipeline.report.page import render
 from modelwright.pipeline.resolve import resolve
 from modelwright.pipeline.run import BorrowedRows, borrowed_rows
 from modelwright.pipeline.run_config import previous_config
-from modelwright.pipeline.stage import StageInputs
+from modelwright.pipeline.stage import RunConfig, StageInputs
 from modelwright.train.build import train
 from modelwright.train.job import TrainJob
 from modelwright.train.technique import StepInfo, observer

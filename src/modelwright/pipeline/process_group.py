@@ -33,9 +33,9 @@ from modelwright.parallel.topology.links import (
     find_places,
     take_places,
 )
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.layout import expected_traffic, planned
 from modelwright.pipeline.resolve import check_device, resolve_inputs, resolved_device
+from modelwright.pipeline.stage import RunConfig
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.train.config import TrainConfig
 

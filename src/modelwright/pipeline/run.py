@@ -26,7 +26,6 @@ from modelwright.parallel.elastic import fit, num_restarts, num_used
 from modelwright.parallel.pipeline.stages import check_microbatches, check_ties, layers_of_stages
 from modelwright.parallel.tensor_parallel import check_shape, stage_tokens
 from modelwright.pipeline.augmenting import is_augmented
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.time_budget import fit_to_minutes, with_lengths_of
 from modelwright.pipeline.process_group import (
     RunGroup,
@@ -46,12 +45,11 @@ from modelwright.pipeline.resolve import (
 )
 from modelwright.pipeline.run_config import previous_config, read_run_config
 from modelwright.pipeline.runner import Outcome, now, run_stages, survey
-from modelwright.pipeline.stage import Stage, StageSpec
+from modelwright.pipeline.stage import RunConfig, Stage, StageSpec
 from modelwright.pipeline.stages.init import INIT
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pack import PACK, model_before, tokenizer_stage
 from modelwright.pipeline.stages.report import REPORT
 from modelwright.pipeline.stages.specs import build_stages
-from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
 from modelwright.train.config import TrainConfig, check_layout
 from modelwright.train.memory.offload import check_tier
 from modelwright.train.monitors.energy import known_country

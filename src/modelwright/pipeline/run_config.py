@@ -16,8 +16,7 @@ from modelwright.core.artifacts import ArtifactError, RunDir
 from modelwright.core.config import ConfigError, dump, load_yaml, merge, parse
 from modelwright.core.config_docs import field_docs
 from modelwright.model.hf import load_config
-from modelwright.pipeline.config import SHARED, RunConfig, inherited
-from modelwright.pipeline.stage import StageSpec
+from modelwright.pipeline.stage import SHARED, RunConfig, StageSpec, inherited
 from modelwright.pipeline.stages.init import initial_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.specs import STAGES, known_stages, stage_names

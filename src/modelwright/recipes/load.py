@@ -27,7 +27,6 @@ from modelwright.data.rows.examples import ConversationFit, template_variables
 from modelwright.data.sources.forms import FORMS
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.time_budget import with_lengths_of
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.resolve import is_same_run
@@ -41,6 +40,7 @@ from modelwright.pipeline.run_config import (
     select_stages,
     training_names,
 )
+from modelwright.pipeline.stage import RunConfig
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import ROW_LEN_STEP
 from modelwright.pipeline.stages.sft import SFT

@@ -11,9 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, overload
 
 from modelwright.compress.int8 import Int8WeightsConfig
-from modelwright.core.config import ConfigError, dump, merge, parse
+from modelwright.core.config import ConfigError, dump, merge, nested_settings, parse
 from modelwright.core.extras import require
-from modelwright.core.overrides import nested_settings
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.scoring import Scored, sequence_nats

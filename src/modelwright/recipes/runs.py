@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelwright.core.artifacts import RunDir
-from modelwright.core.config import ConfigError, Stopped, merge
-from modelwright.core.overrides import nested_settings
+from modelwright.core.config import ConfigError, Stopped, merge, nested_settings
 from modelwright.core.progress import Progress
 from modelwright.core.records import read_records
 from modelwright.pipeline.models import find_model

@@ -37,8 +37,7 @@ from modelwright.pipeline.cleaning import SOURCES
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.clean import CLEAN
-from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
+from modelwright.pipeline.stages.pack import PACK, tokenizer_stage
 from modelwright.recipes.load import MOST_MEASURED, RECIPE, find_run, find_target, settings_of_target
 
 SEQUENCE_OF_PAIR = ("chosen", "rejected")

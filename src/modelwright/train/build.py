@@ -32,12 +32,11 @@ from modelwright.train.monitors.energy import energy_monitor
 from modelwright.train.monitors.recovery_time import recovery_time
 from modelwright.train.monitors.replica_check import replica_check
 from modelwright.train.monitors.stragglers import straggler_monitor
-from modelwright.train.objective import ModelLayout, Objective
+from modelwright.train.objective import Executor, MicrobatchRunner, ModelLayout, Objective
 from modelwright.train.optim.build import build_optimizer
 from modelwright.train.outside import guarded, named_techniques
 from modelwright.train.parallelize import activation_pass, parallelize, remove_passes
 from modelwright.train.precision.apply import ModelPrecision, fp32_products
-from modelwright.train.runner import Executor, MicrobatchRunner
 from modelwright.train.step import TrainStep
 from modelwright.train.technique import Relayout, Runtime, Technique, TechniqueBuilder
 from modelwright.train.techniques.adaptive_precision import adaptive_precision

@@ -21,8 +21,7 @@ from modelwright.core.compatibility import (
 from modelwright.core.config import ConfigError, derive_seed, dump
 from modelwright.core.extensions import NoSettings, configured
 from modelwright.ops.dtensor import TensorView
-from modelwright.train.objective import Batch, Objective
-from modelwright.train.runner import generator_states, seed_generators
+from modelwright.train.objective import Batch, Objective, generator_states, seed_generators
 from modelwright.train.technique import Request, Runtime, StepInfo, Technique, TechniqueBuilder, Update
 
 TECHNIQUES_GROUP = "modelwright.techniques"

@@ -22,9 +22,9 @@ from modelwright.parallel.tensor_parallel import shard_layers
 from modelwright.train.memory.activations import ActivationCheckpointingConfig, block_shape, head_workspace_bytes
 from modelwright.train.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
 from modelwright.train.memory.offload import Store
+from modelwright.train.objective import Executor, WholeModel
 from modelwright.train.precision.apply import remove_formats
 from modelwright.train.precision.policy import PrecisionConfig
-from modelwright.train.runner import Executor, WholeModel
 
 
 def parallelize(

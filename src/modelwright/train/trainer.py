@@ -11,7 +11,7 @@ from modelwright.parallel.control_plane import Traffic
 from modelwright.train.checkpoint.manager import CheckpointManager
 from modelwright.train.interruption import Requests
 from modelwright.train.job import Session, StepParts, TrainJob, TrainResult, TrainState
-from modelwright.train.runner import evaluate_heldout
+from modelwright.train.objective import evaluate_heldout
 from modelwright.train.technique import Relayout, Rollback, StepInfo
 
 

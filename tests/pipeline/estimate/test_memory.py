@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.estimate.cost import RankPart, block_parameters, rank_memory, root_parameters
 from modelwright.train.memory.activations import ActivationCheckpointingConfig, Segment, block_shape

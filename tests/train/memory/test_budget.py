@@ -6,7 +6,7 @@ import pytest
 
 from memory_references import solve_naive
 from modelwright.core.config import ConfigError
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.train.memory.activations import (
     Budget,
     Segment,

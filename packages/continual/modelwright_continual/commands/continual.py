@@ -11,8 +11,7 @@ from modelwright.cli.config import setting_names
 from modelwright.cli.launch import LAUNCH_FLAGS, add_launch_options, launch_config
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.processes import is_started
-from modelwright.core.config import ConfigError
-from modelwright.core.overrides import read_overrides, split_settings
+from modelwright.core.config import ConfigError, read_overrides, split_settings
 from modelwright.recipes.display import choose_display
 from modelwright_continual.commands.launched_runs import LaunchedRuns
 

@@ -19,9 +19,9 @@ from typing import Any
 from modelwright.core.artifacts import RunDir, is_finished, lock_folder
 from modelwright.core.config import ModelwrightError, dump
 from modelwright.core.progress import Progress
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.run import execute
 from modelwright.pipeline.run_config import read_run_config
+from modelwright.pipeline.stage import RunConfig
 from modelwright.pipeline.stages.average import AVERAGE
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.pretrain import PRETRAIN

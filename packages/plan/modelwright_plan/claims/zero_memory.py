@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from modelwright.core.config import ConfigError
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.parallel.config import ParallelConfig, ZeroStage
 from modelwright.pipeline.estimate.cost import RankPart, rank_memory

@@ -14,7 +14,7 @@ from modelwright.core.artifacts import writing
 from modelwright.core.config import ConfigError, parse_count
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
-    from modelwright.model.config import ModelConfig
+    from modelwright.model.decoder import ModelConfig
     from modelwright.train.config import TrainConfig
 
 

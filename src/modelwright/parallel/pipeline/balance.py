@@ -20,7 +20,7 @@ import torch
 from modelwright.core.compatibility import LASTING_LAYOUT, SEVERAL_STAGES, Feature, feature
 from modelwright.core.config import ConfigError, constant
 from modelwright.data.rows.batch import TokenBatch, part_sizes
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.parallel.mesh import Mesh
 
 

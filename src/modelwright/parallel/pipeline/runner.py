@@ -83,7 +83,7 @@ def unsplit_backward_refused(schedule: str) -> Generator[None]:
 
 
 class Pipeline:
-    """An `Executor` (`train/runner.py`) over the pipeline axis. `model` holds this rank's modules, under the names of
+    """An `Executor` (`train/objective.py`) over the pipeline axis. `model` has this rank's modules, by their names in
     the whole model. `timeline` holds the spans of this rank's stages in the newest training step.
     """
 

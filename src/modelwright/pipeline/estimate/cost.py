@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from modelwright.model.adapters import adapter_parameters, projection_sizes
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.model.low_rank import CHUNK_ELEMENTS, AdapterConfig, BaseFormat
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.ops.quantize import RUN_LEN

@@ -15,7 +15,6 @@ from modelwright.core import VERSION
 from modelwright.core.artifacts import RunDir
 from modelwright.core.config import dump
 from modelwright.core.texts import redact_plain
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import (
     Block,
     Chart,
@@ -36,7 +35,7 @@ from modelwright.pipeline.report.blocks import (
 )
 from modelwright.pipeline.report.charts import bar_chart
 from modelwright.pipeline.report.run_data import RunData, StageData, read_run
-from modelwright.pipeline.stage import StageSpec
+from modelwright.pipeline.stage import RunConfig, StageSpec
 from modelwright.train.monitors.energy import ENERGY_FILE, MEMORY_WATTS_PER_GB, read_energy, total_energy
 
 _TITLES = {

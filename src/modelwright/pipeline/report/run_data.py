@@ -7,7 +7,7 @@ from typing import Any
 
 from modelwright.core.artifacts import ArtifactError, RunDir, StageDir, read_attempts, read_manifest
 from modelwright.core.records import read_records
-from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.stage import RunConfig
 
 
 @dataclass(frozen=True)

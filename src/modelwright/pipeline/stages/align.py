@@ -30,7 +30,7 @@ from modelwright.data.images.store import FORMAT, ImageStore, images_folder, ope
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.rows.origins import row_source
 from modelwright.data.rows.pack import TokenSequence
-from modelwright.data.sources.docstrings import described_functions
+from modelwright.data.sources.stdlib_corpus import described_functions
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.objectives.contrastive import AlignConfig, AlignedModel, Contrastive, save_alignment
 from modelwright.pipeline.report.blocks import Block, Fact, Samples, Table, TextSample, count, percent
@@ -39,8 +39,7 @@ from modelwright.pipeline.stage import RowSet
 from modelwright.pipeline.stages.init import save_model_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import PackJob, RowUse, Sequences, TrainingData
-from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
-from modelwright.pipeline.stages.training_figures import metric_charts
+from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, metric_charts, training_spec
 
 SIDE = 64
 """Maximum pixels per side of a thumbnail."""

@@ -18,16 +18,14 @@ from modelwright.objectives import distillation as distilling
 from modelwright.objectives.rollouts import RolloutConfig
 from modelwright.objectives.teacher import TeacherCache, TeacherModel
 from modelwright.ops.distillation_loss import DivergenceKind, DivergenceName
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.blocks import Fact, Section, Table, count, kind_title, number
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import Rates, Stage, StageInputs
+from modelwright.pipeline.stage import Rates, RunConfig, Stage, StageInputs
 from modelwright.pipeline.stages import student as students
 from modelwright.pipeline.stages.clean import CLEAN
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pack import PACK, model_before, tokenizer_stage
 from modelwright.pipeline.stages.rows import ALL_ROWS, TEXT_KINDS
-from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
 from modelwright.pipeline.stages.training import TrainedModel, save_language_model, training_spec
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective

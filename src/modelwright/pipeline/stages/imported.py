@@ -18,8 +18,7 @@ from modelwright.data.rows.cache.layout import ROWS_AT, ColdStore, is_remote
 from modelwright.data.rows.loader import row_layout
 from modelwright.data.rows.pack import INDEX
 from modelwright.data.tokenizer.tokenizer import Tokenizer, tokenizer_difference
-from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import RowSet, Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import RowSet, RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import BYTES_PER_TOKEN, text_bytes
 
 TRAIN = "train"

@@ -10,8 +10,7 @@ from modelwright.core.config import ConfigError, ModelError, hub_hint
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model, save_model, stored_dtype
-from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import fixed_estimate
 
 

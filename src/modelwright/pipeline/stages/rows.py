@@ -32,13 +32,11 @@ from modelwright.data.rows.origins import Origin, row_score, row_source
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.data.tokenizer.chat import ChatLoss
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import size
 from modelwright.pipeline.report.blocks import Block, Table, count, percent, seconds
 from modelwright.pipeline.report.run_data import StageData
-from modelwright.pipeline.stage import RowSet, StageContext
-from modelwright.train.objective import Objective
-from modelwright.train.runner import HeldoutBatches
+from modelwright.pipeline.stage import RowSet, RunConfig, StageContext
+from modelwright.train.objective import HeldoutBatches, Objective
 from modelwright.train.technique import Technique, TechniqueBuilder
 from modelwright.train.techniques.ewc import EwcConfig
 

@@ -7,8 +7,7 @@ from modelwright.core.artifacts import RunDir
 from modelwright.core.config import dump
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.tokenizer.tokenizer import train_tokenizer
-from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.estimates import moving_estimate
 from modelwright.pipeline.stages.imported import imported_stage
