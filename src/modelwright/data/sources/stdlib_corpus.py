@@ -38,7 +38,7 @@ from modelwright.data.document import Document, Split
 from modelwright.data.workers import InProcess, ShardEngine, in_order
 
 _BOUND = ("self", "cls")
-_SIGNATURE = re.compile(r"\w[\w.]*\s*(\(.*\))\s*(?:->.*)?")
+_FIRST_LINE_SIGNATURE = re.compile(r"\w[\w.]*\s*(\(.*\))\s*(?:->.*)?")
 _PLACEHOLDER = re.compile(r"\$\w+,?\s*")
 """The bound object in the signatures of compiled functions."""
 MIN_CHARS = 20
@@ -75,7 +75,7 @@ def parameters_of_signature(text: str) -> tuple[str, ...]:
     """Returns the parameters of a signature such as `add(input, other, *, out=None) -> Tensor`, or of the one that
     CPython keeps of a compiled function (`($module, obj, /)`); () for any other text.
     """
-    match = _SIGNATURE.fullmatch(text.strip()) if not text.startswith("(") else None
+    match = _FIRST_LINE_SIGNATURE.fullmatch(text.strip()) if not text.startswith("(") else None
     inside = match[1] if match else text.strip()
     if not inside.startswith("("):
         return ()
