@@ -16,8 +16,7 @@ from modelwright.core.config import ConfigError, parse
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import ParallelConfig, World
 from modelwright.train.config import TrainConfig, check_layout
 from modelwright.train.job import TrainResult
 from modelwright.train.precision.apply import fp32_products

@@ -28,8 +28,7 @@ from modelwright.core.config import ConfigError, Stopped
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import ParallelConfig, World
 from modelwright.train.objective import Objective, Terms
 from modelwright.train.technique import Runtime, StepInfo, Technique, TechniqueBuilder, Update
 

@@ -30,8 +30,7 @@ from modelwright.core.compatibility import (
     WHOLE_MATRICES,
 )
 from modelwright.core.config import ConfigError, digest, dump, load_yaml, parse
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import ParallelConfig, World
 from modelwright.pipeline.run import check_training
 from modelwright.pipeline.run_config import parse_run
 from modelwright.train.config import SHARED_MEMORY, TrainConfig, check_layout

@@ -20,8 +20,7 @@ from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.contrastive import CONTRASTIVE, MAX_SCALE, AlignConfig, Contrastive, LearnedScale
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.build import attach_modules
 from modelwright.train.objective import forward
 from refusals import config_error

@@ -29,8 +29,7 @@ from modelwright.objectives.distillation import (
 from modelwright.objectives.teacher import LOG_PROBS, TeacherCache, TeacherModel, num_relation_heads
 from modelwright.ops.attention_divergence import relation_loss_naive
 from modelwright.ops.distillation_loss import DivergenceKind, distillation_loss_naive
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.objective import forward
 from modelwright.train.technique import Technique, Update
 from refusals import config_error

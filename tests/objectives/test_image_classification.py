@@ -41,8 +41,7 @@ from modelwright.objectives.image_classification import (
     carrier,
     quantization_of,
 )
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.build import attach_modules
 from modelwright.train.objective import HeldoutBatches, forward
 from modelwright.train.technique import StepInfo, Technique, TechniqueBuilder

@@ -14,8 +14,7 @@ from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.preference import Kto, KtoConfig
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import build_mesh, single
+from modelwright.parallel.mesh import ParallelConfig, build_mesh, single
 from modelwright.train.objective import LaidOutForward, TermSums, WholeModel, forward
 
 BETA, NUM_ANSWERS = 0.3, 12

@@ -22,8 +22,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.model.low_rank import AdapterConfig, BaseFormat
 from modelwright.objectives.experience import RowPlan, completion_batch
 from modelwright.objectives.rollouts import Rollout, RolloutWorker, gather_rows, rollout_metrics, share, shown
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, build_mesh, single
+from modelwright.parallel.mesh import ParallelConfig, World, build_mesh, single
 from modelwright.reward.build import Term, WeightedSum
 from modelwright.train.objective import Executor, ModelLayout
 from modelwright.train.parallelize import parallelize

@@ -22,8 +22,7 @@ from modelwright.model.low_rank import AdapterConfig
 from modelwright.model.peft_folder import save_adapter
 from modelwright.objectives.ppo import VALUE, PpoConfig, separate_value_model
 from modelwright.objectives.preference import HEAD
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.build import attach_modules
 from modelwright.train.config import check_layout
 from modelwright.train.frozen_model import FrozenModel

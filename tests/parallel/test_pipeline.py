@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from distributed import OnDemand, run_distributed
 from modelwright.core.records import column, read_records
 from modelwright.model.decoder import Decoder, ModelConfig
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.parallel.pipeline.runner import unsplit_backward_refused
 from modelwright.parallel.pipeline.stages import (
     check_blocks,

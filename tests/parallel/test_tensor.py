@@ -10,8 +10,7 @@ from modelwright.core.config import ConfigError
 from modelwright.data.rows.batch import IGNORED
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, build_mesh
+from modelwright.parallel.mesh import ParallelConfig, World, build_mesh
 from modelwright.parallel.strategy import redistribute_like
 from modelwright.parallel.tensor_parallel import check_shape, stage_tokens
 from parallel.axis_cases import RANKS, Results, model, rows, shard

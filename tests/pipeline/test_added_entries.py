@@ -20,7 +20,7 @@ from modelwright.core.records import read_records
 from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.data.clean.folder import read_dropped, read_kept
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.pipeline.cleaning import fingerprint
 from modelwright.pipeline.resolve import local_inputs, resolve_inputs
 from modelwright.pipeline.run import check_training

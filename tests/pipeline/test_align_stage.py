@@ -22,7 +22,7 @@ from modelwright.data.sources.corpora import digit_images
 from modelwright.data.sources.stdlib_corpus import described_functions
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.objectives.contrastive import load_aligned
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.pipeline.run import check_training
 from modelwright.pipeline.stages.align import read_pairs, thumbnail
 from modelwright.recipes.load import load

@@ -20,8 +20,7 @@ from modelwright.data.rows.examples import read_prompts
 from modelwright.data.sources import corpora
 from modelwright.data.sources.corpora import arithmetic_problems
 from modelwright.objectives.rollouts import RolloutConfig
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import single
+from modelwright.parallel.mesh import ParallelConfig, single
 from modelwright.pipeline.estimate.time_budget import fit_to_minutes
 from modelwright.pipeline.lr_find import RangeConfig, range_test
 from modelwright.pipeline.process_group import RunGroup

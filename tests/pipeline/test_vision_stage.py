@@ -25,7 +25,7 @@ from modelwright.data.rows.loader import PackedRows
 from modelwright.data.sources.corpora import digit_images
 from modelwright.model.vision.classifier import BatchNorm
 from modelwright.objectives.image_classification import load_classifier
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.pipeline.run import check_training
 from modelwright.pipeline.stages import vision
 from modelwright.pipeline.stages.vision import LABELED_ROWS, confusion, open_labeled, training_classes

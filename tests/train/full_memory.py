@@ -18,8 +18,7 @@ from modelwright.core.progress import SilentProgress
 from modelwright.core.records import column, read_records
 from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.technique import StepInfo
 from modelwright_claims.memory_probe import RandomRows
 

@@ -23,8 +23,7 @@ from modelwright.objectives.preference import (
     RewardModelConfig,
     RewardModeling,
 )
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.frozen_model import row_losses
 from modelwright.train.objective import Objective, forward
 from modelwright.train.technique import StepInfo, Technique

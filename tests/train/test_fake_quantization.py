@@ -25,8 +25,7 @@ from modelwright.core.records import column, read_records
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.int_grid import WeightGrid
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.pipeline.stages.qat import with_step_sizes
 from modelwright.train.objective import forward
 from modelwright.train.techniques.fake_quantization import (

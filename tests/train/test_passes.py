@@ -7,8 +7,7 @@ from torch.nn.attention import flex_attention
 
 from modelwright.model.attention import fused_attend
 from modelwright.model.decoder import Decoder, ModelConfig
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import build_mesh, single
+from modelwright.parallel.mesh import ParallelConfig, build_mesh, single
 from modelwright.train import config, parallelize
 from modelwright.train.config import TrainConfig
 from modelwright.train.memory.activations import Segment

@@ -5,7 +5,7 @@ import tiny_run
 from wired_run import Notes
 
 from modelwright.core.config import ConfigError, dump, parse
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.parallel.strategies.config import GradientSyncConfig
 from modelwright.train.config import TrainConfig, without_effect
 from modelwright.train.techniques.batch_selection import BatchSelectionConfig

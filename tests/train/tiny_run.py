@@ -20,8 +20,7 @@ from modelwright.core.progress import Progress, SilentProgress
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.build import train
 from modelwright.train.checkpoint import writer
 from modelwright.train.checkpoint.files import read_weights

@@ -266,7 +266,7 @@ def test_settings_are_checked():
 
 
 def test_a_server_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("modelwright.serve.application.all_operations", lambda _: OPERATIONS)
+    monkeypatch.setattr("modelwright.serve.server.all_operations", lambda _: OPERATIONS)
     with served() as server:
         reply = post(server)
         assert reply.status_code == 404

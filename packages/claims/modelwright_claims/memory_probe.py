@@ -29,8 +29,7 @@ from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.tensor_heap import SWITCH, give_back_memory
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, join_world
+from modelwright.parallel.mesh import ParallelConfig, World, join_world
 from modelwright.train import build
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob

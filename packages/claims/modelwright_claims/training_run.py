@@ -30,8 +30,7 @@ from modelwright.data.rows.loader import PackedLoader, PackedRows, PlannedLoader
 from modelwright.data.rows.order import BatchingConfig
 from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, join_world, single
+from modelwright.parallel.mesh import ParallelConfig, World, join_world, single
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import StrategyFactory, TrainJob, configured_strategy

@@ -33,8 +33,7 @@ from modelwright.model.attention import ALL_TOKENS, packed_attend, tiled_attenti
 from modelwright.model.decoder import Attend, AttentionSpec, ModelConfig
 from modelwright.ops.attention import capped_attention, masked_attention, masked_capped_attention, packed_tiles
 from modelwright.ops.matmul import upcast
-from modelwright.parallel.config import ContextAttention
-from modelwright.parallel.mesh import World, gathered, summed_slice, with_gradient
+from modelwright.parallel.mesh import ContextAttention, World, gathered, summed_slice, with_gradient
 
 Span = tuple[int, int]
 """`(start, end)` of consecutive tokens of a row."""

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from modelwright.core.config import ConfigError
 from modelwright.model.decoder import HEAD_METHODS, Block, Decoder, Linear, decoders_in
 from modelwright.ops.dtensor import local, own_part
-from modelwright.parallel.config import ZeroStage
-from modelwright.parallel.mesh import Mesh
+from modelwright.parallel.mesh import Mesh, ZeroStage
 
 
 def shard_states(

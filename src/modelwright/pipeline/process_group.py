@@ -22,10 +22,9 @@ from modelwright.core.config import ConfigError, ModelwrightError, prefix_errors
 from modelwright.core.progress import Progress
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cpu_kernels import KERNELS
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.control_plane import Heartbeat
 from modelwright.parallel.elastic import join_as_fits
-from modelwright.parallel.mesh import World, join_world
+from modelwright.parallel.mesh import ParallelConfig, World, join_world
 from modelwright.parallel.topology.links import (
     DEFAULT_TRAFFIC,
     LinksConfig,

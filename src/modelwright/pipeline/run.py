@@ -20,9 +20,9 @@ from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.resources import OtherProcesses, busy_machine, git_commit, hardware, versions
 from modelwright.core.texts import redact_words
 from modelwright.ops.tensor_heap import use_tensor_heap
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context_parallel import check_context, local_spans
 from modelwright.parallel.elastic import fit, num_restarts, num_used
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.parallel.pipeline.stages import check_microbatches, check_ties, layers_of_stages
 from modelwright.parallel.tensor_parallel import check_shape, stage_tokens
 from modelwright.pipeline.augmenting import is_augmented

@@ -33,7 +33,7 @@ from modelwright.model.decoder import ModelConfig
 from modelwright.model.low_rank import AdapterConfig
 from modelwright.model.vision.config import VisionConfig
 from modelwright.objectives.rollouts import RolloutConfig
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.serve.config import RequestsConfig, ServeConfig
 from modelwright.train.config import SharedTrainConfig, TrainConfig
 from modelwright.train.monitors.energy import EnergyConfig

@@ -19,8 +19,7 @@ from modelwright.core.progress import Progress, SilentProgress
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.decoder import Decoder, StoredParameters
 from modelwright.ops.tensor_heap import use_tensor_heap
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import Mesh, World, build_mesh, single
+from modelwright.parallel.mesh import Mesh, ParallelConfig, World, build_mesh, single
 from modelwright.parallel.sharded_weights import is_deferred, move_out, restore_weights, whole_weights
 from modelwright.parallel.strategy import Replica
 from modelwright.train.config import check_layout, without_effect

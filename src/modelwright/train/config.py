@@ -12,7 +12,7 @@ from modelwright.core.config import ConfigError, constant, dump, only_for, prefi
 from modelwright.data.rows.order import BatchingConfig
 from modelwright.model.low_rank import AdapterConfig
 from modelwright.ops.matmul import triton_compiles
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.parallel.pipeline.balance import LoadBalanceConfig
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientSyncConfig, StrategyConfig
 from modelwright.parallel.strategies.shared_memory import SharedMemory

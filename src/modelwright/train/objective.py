@@ -25,9 +25,8 @@ from modelwright.model.adapters import attach_adapters
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.vision.llava import inserted_images
-from modelwright.parallel.config import ContextAttention, ParallelConfig
 from modelwright.parallel.context_parallel import shard_sequence
-from modelwright.parallel.mesh import Mesh, World, build_mesh, single
+from modelwright.parallel.mesh import ContextAttention, Mesh, ParallelConfig, World, build_mesh, single
 from modelwright.parallel.pipeline.balance import StageSpan
 from modelwright.parallel.sharded_weights import restore_weights, scatter_gradients, whole_weights
 from modelwright.train.precision.apply import ModelPrecision

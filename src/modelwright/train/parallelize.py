@@ -13,9 +13,8 @@ from functools import partial
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context_parallel import check_context
-from modelwright.parallel.mesh import Mesh
+from modelwright.parallel.mesh import Mesh, ParallelConfig
 from modelwright.parallel.pipeline.stages import layers_of_stages, microbatches_in_flight, rank_of_stage
 from modelwright.parallel.sharded_weights import read_deferred, shard_states
 from modelwright.parallel.tensor_parallel import shard_layers

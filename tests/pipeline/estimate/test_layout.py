@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from modelwright.model.decoder import ModelConfig
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.parallel.pipeline.stages import microbatches_in_flight
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, expected_traffic
 from modelwright.train.memory.activations import ActivationCheckpointingConfig

@@ -11,7 +11,7 @@ from typing import Literal
 
 from modelwright.model.adapters import adapter_parameters
 from modelwright.model.decoder import ModelConfig
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.pipeline.estimate.cost import ASSUMED_TRAIN_MFU, training_memory
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, expected_traffic, fullest_memory
 from modelwright.pipeline.estimate.probes.disk import BLOCK_BYTES

@@ -15,7 +15,7 @@ import torch
 from modelwright.core.artifacts import RunDir
 from modelwright.core.resources import hardware
 from modelwright.ops import cpu_kernels
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.pipeline.doctor import Examination
 from modelwright.pipeline.estimate.cost import size
 from modelwright.pipeline.resolve import resolve_inputs, resolved_device

@@ -26,9 +26,8 @@ from modelwright.core.config import ConfigError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Attend, Decoder
 from modelwright.ops.dtensor import local
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context_parallel import shard_sequence
-from modelwright.parallel.mesh import Mesh
+from modelwright.parallel.mesh import Mesh, ParallelConfig
 from modelwright.parallel.pipeline import stages
 from modelwright.parallel.pipeline.balance import StageSpan, StageTimeline
 from modelwright.parallel.sharded_weights import sharded_modules

@@ -16,7 +16,7 @@ from torch import nn
 
 from modelwright.core.config import ConfigError
 from modelwright.model.decoder import HEAD_METHODS, Decoder, ModelConfig
-from modelwright.parallel.config import ParallelConfig, Schedule
+from modelwright.parallel.mesh import ParallelConfig, Schedule
 from modelwright.parallel.pipeline.balance import flop_costs, split_layers
 
 

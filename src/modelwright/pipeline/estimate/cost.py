@@ -16,7 +16,7 @@ from modelwright.model.decoder import ModelConfig
 from modelwright.model.low_rank import CHUNK_ELEMENTS, AdapterConfig, BaseFormat
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.ops.quantize import RUN_LEN
-from modelwright.parallel.config import ZeroStage
+from modelwright.parallel.mesh import ZeroStage
 from modelwright.train.memory.activations import (
     FP32_BYTES,
     ActivationCheckpointingConfig,

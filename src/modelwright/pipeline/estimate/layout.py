@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Literal
 
 from modelwright.model.decoder import ModelConfig
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.parallel.pipeline.balance import flop_costs, split_layers
 from modelwright.parallel.pipeline.stages import microbatches_in_flight, rank_of_stage
 from modelwright.parallel.topology.links import AxisTraffic

@@ -28,8 +28,7 @@ from modelwright.data.document import Document, Split
 from modelwright.data.images.decode import KEY, StoredImage, decode, pillow
 from modelwright.data.images.store import FORMAT, ImageStore, images_folder, open_images, write_images
 from modelwright.data.rows.loader import PackedRows
-from modelwright.data.rows.origins import row_source
-from modelwright.data.rows.pack import TokenSequence
+from modelwright.data.rows.pack import TokenSequence, row_source
 from modelwright.data.sources.stdlib_corpus import described_functions
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.objectives.contrastive import AlignConfig, AlignedModel, Contrastive, save_alignment

@@ -13,7 +13,7 @@ from modelwright.data.clean.config import CleanConfig
 from modelwright.data.clean.folder import DROPPED
 from modelwright.data.clean.report import describe_drops
 from modelwright.pipeline.cleaning import clean_into, fingerprint, noise_warnings
-from modelwright.pipeline.report.corpus import corpus_lines, corpus_section
+from modelwright.pipeline.report.page import corpus_lines, corpus_section
 from modelwright.pipeline.stage import RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import moving_estimate
 from modelwright.pipeline.stages.imported import imported_stage

@@ -14,7 +14,7 @@ from modelwright.data.clean.folder import kept_files
 from modelwright.data.document import SPLITS, Kind
 from modelwright.data.rows.pack import PackConfig
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.pipeline.report.corpus import tokens_section
+from modelwright.pipeline.report.page import tokens_section
 from modelwright.pipeline.stage import RowSet, RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.estimates import moving_estimate

@@ -28,8 +28,7 @@ from modelwright.data.rows.cache.reader import DISK, MEMORY, SOURCE, BlockReader
 from modelwright.data.rows.cache.row_cache import RowCacheConfig, open_cache, remove_leftovers
 from modelwright.data.rows.examples import ConversationFit, template_variables
 from modelwright.data.rows.loader import PackedLoader, PackedRows, row_layout
-from modelwright.data.rows.origins import Origin, row_score, row_source
-from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
+from modelwright.data.rows.pack import Origin, PackConfig, TokenSequence, pack, row_score, row_source
 from modelwright.data.tokenizer.chat import ChatLoss
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.pipeline.estimate.cost import size
