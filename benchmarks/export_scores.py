@@ -36,9 +36,8 @@ from modelwright.core.artifacts import RunDir, write_atomic
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig, MultipleChoiceConfig
 from modelwright.evaluate.multiple_choice import NUM_CANDIDATES, Question, build_questions
-from modelwright.evaluate.scoring import Scored, sequence_nats
+from modelwright.evaluate.scoring import EvaluateConfig, MultipleChoiceConfig, Scored, sequence_nats
 from modelwright.model.hf import load_model
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.pipeline.exports import EXPORTS

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core import extras
+from modelwright.core import config as extras
 from modelwright.core.artifacts import RunDir
 from modelwright.core.config import ConfigError, load_yaml, parse
 from modelwright.data.clean.config import CleanConfig, build_steps
@@ -34,7 +34,7 @@ def requirements(extra: str) -> set[str]:
 
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Some extras, or all of the list, are not installed."""
-    hidden = {module for name in names or extras.MODULES for module in extras.MODULES[name]}
+    hidden = {module for name in names or extras.EXTRA_MODULES for module in extras.EXTRA_MODULES[name]}
     find_spec = extras.find_spec
     monkeypatch.setattr(extras, "find_spec", lambda module: None if module in hidden else find_spec(module))
 
@@ -43,11 +43,11 @@ def test_the_core_has_few_dependencies() -> None:
     assert len(PROJECT["dependencies"]) <= 14
 
 
-@pytest.mark.parametrize("name", extras.MODULES)
+@pytest.mark.parametrize("name", extras.EXTRA_MODULES)
 def test_an_extra_brings_its_modules(name: str) -> None:
     brought = {re.sub(r"[-_.]+", "-", one) for one in requirements(name)}
     owners = metadata.packages_distributions()
-    for module in extras.MODULES[name]:
+    for module in extras.EXTRA_MODULES[name]:
         distributions = {re.sub(r"[-_.]+", "-", one).lower() for one in owners.get(module, ())}
         assert not distributions or distributions & brought, f"{module} is not a part of {name}"
         assert extras.is_installed(name) or not distributions
@@ -122,13 +122,13 @@ def test_no_module_of_an_extra_is_imported_by_the_commands() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-1500:]
-    optional = {module for modules in extras.MODULES.values() for module in modules} - {"huggingface_hub"}
+    optional = {module for modules in extras.EXTRA_MODULES.values() for module in modules} - {"huggingface_hub"}
     assert not optional & set(json.loads(done.stdout))
 
 
 def test_the_modules_of_extras_are_imported_where_they_are_used() -> None:
     """At the top of a module only in the packages that nothing of the core imports: the server's."""
-    optional = {module for name in extras.MODULES for module in extras.MODULES[name]}
+    optional = {module for name in extras.EXTRA_MODULES for module in extras.EXTRA_MODULES[name]}
     found = {
         path.relative_to(ROOT / "src/modelwright").as_posix()
         for path in (ROOT / "src/modelwright").rglob("*.py")

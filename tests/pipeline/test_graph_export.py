@@ -35,8 +35,7 @@ from modelwright.core.progress import SilentProgress
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.scoring import score_choices
+from modelwright.evaluate.scoring import EvaluateConfig, score_choices
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import load_model

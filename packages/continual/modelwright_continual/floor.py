@@ -19,8 +19,7 @@ from modelwright.core.config import ConfigError, digest, merge
 from modelwright.core.progress import Progress
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.scoring import record_costs
+from modelwright.evaluate.scoring import EvaluateConfig, record_costs
 from modelwright.pipeline.run_config import parse_run, read_run_config
 from modelwright.pipeline.stage import RunConfig
 from modelwright.pipeline.stages.clean import CLEAN

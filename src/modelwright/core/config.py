@@ -5,6 +5,10 @@ message of a `ModelwrightError` without a traceback; anything else is a bug and 
 A config is a frozen keyword-only dataclass next to the class that it configures; it checks its own values in
 `__post_init__`. This module turns mappings into such dataclasses and back.
 
+Optional libraries come with extras: a module of an extra is imported where it is used, never at the top of a module
+that the core loads, and `require` names those that are not installed. pyproject.toml has the versions. Extras that a
+single file needs (`gguf`, `otel`) are named in that file.
+
 Numbers as people write them: `2M`, `1.5K`, `64Ki`, `180MiB`, `9e14`, `10TFLOP/s`. The prefixes K, M, G and T are powers
 of 1,000, as in the SI, and Ki, Mi, Gi and Ti powers of 1,024. Case does not matter.
 """
@@ -23,6 +27,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -616,3 +621,36 @@ def _item(hint: Any) -> Any:
         result = [_item(arg) for arg in typing.get_args(hint)]
         return next((item for item in result if item is not None), None)
     return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+
+
+EXTRA_MODULES: Mapping[str, tuple[str, ...]] = {
+    "clean": ("resiliparse", "fastwarc", "rensa", "phonenumbers", "stdnum", "py3langid", "sklearn", "scipy"),
+    "completion": ("shtab",),
+    "hub": ("huggingface_hub",),
+    "images": ("PIL", "sklearn", "scipy"),
+    "report": ("matplotlib",),
+    "serve": ("starlette", "uvicorn", "pydantic", "prometheus_client", "openai", "scipy"),
+    "tensorboard": ("tensorboardX",),
+}
+
+
+def is_installed(extra: str) -> bool:
+    """Returns True if every module of the extra can be found. Imports none of them."""
+    return all(find_spec(module) is not None for module in EXTRA_MODULES[extra])
+
+
+def install_line(*extras: str) -> str:
+    """Returns the command that installs the extras."""
+    return f"pip install 'modelwright[{','.join(dict.fromkeys(extras))}]'"
+
+
+def require(needs: Mapping[str, str]) -> None:
+    """Raises one `ConfigError` for all extras that are not installed. needs: the extra, by the setting, command or file
+    that needs it.
+    """
+    lacking = {name: extra for name, extra in needs.items() if not is_installed(extra)}
+    if lacking:
+        first, *others = lacking
+        also = f" (as do {', '.join(others)})" if len(others) > 1 else f" (as does {others[0]})" if others else ""
+        text = f"{first}: needs packages that are not installed{also}"
+        raise ConfigError(f"{text}; {install_line(*sorted(lacking.values()))}", code="missing")

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from modelwright.core.config import ConfigError, hub_hint
-from modelwright.core.extras import require
+from modelwright.core.config import ConfigError, hub_hint, require
 from modelwright.core.texts import redact_text
 
 DATASETS = "hf://datasets/"

@@ -26,9 +26,8 @@ from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate import scoring
-from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.multiple_choice import answer_questions, build_questions, summarize_answers
-from modelwright.evaluate.statistics import log10_sign_test
+from modelwright.evaluate.scoring import EvaluateConfig, log10_sign_test
 from modelwright.model.decoder import Decoder
 
 ANSWERS_FILE = "answers.jsonl"

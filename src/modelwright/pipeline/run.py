@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelwright.core import VERSION, extras
+from modelwright.core import VERSION
 from modelwright.core.artifacts import ArtifactError, Manifest, RunDir, StorageError, save_yaml
 from modelwright.core.compatibility import Feature
-from modelwright.core.config import STOPPING, ConfigError, ModelwrightError, prefix_errors
+from modelwright.core.config import STOPPING, ConfigError, ModelwrightError, prefix_errors, require
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.resources import OtherProcesses, busy_machine, git_commit, hardware, versions
 from modelwright.core.texts import redact_words
@@ -64,7 +64,7 @@ def check_training(
     processes first. Raises `ConfigError`.
     """
     to_do = [stage for stage in config.stages if stage.name in stages]
-    extras.require({setting: extra for stage in to_do for setting, extra in stage.extras(config).items()})
+    require({setting: extra for stage in to_do for setting, extra in stage.extras(config).items()})
     trainings = [stage for stage in config.trainings if stage.name in stages]
     on_cpu = resolved_device(config.hardware.device) == "cpu"
     augmented = [stage for stage in trainings if is_augmented(config, stage)]

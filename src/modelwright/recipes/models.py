@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any, overload
 
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.core.artifacts import RunDir
-from modelwright.core.config import ConfigError, Stopped, dump, merge, nested_settings, parse
-from modelwright.core.extras import require
+from modelwright.core.config import ConfigError, Stopped, dump, merge, nested_settings, parse, require
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.records import read_records
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.scoring import Scored, sequence_nats
+from modelwright.evaluate.scoring import EvaluateConfig, Scored, sequence_nats
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.generate import generate as complete
 from modelwright.infer.sequence import SamplingParams

@@ -24,8 +24,7 @@ from modelwright.core.progress import SilentProgress
 from modelwright.data.document import Document
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.scoring import record_costs
+from modelwright.evaluate.scoring import EvaluateConfig, record_costs
 from modelwright.model.hf import load_model
 from modelwright.pipeline.models import find_model
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared

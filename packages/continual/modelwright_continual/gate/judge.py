@@ -22,8 +22,7 @@ from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import is_own
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.scoring import generate_numbers, record_costs, score_choices, text_costs
+from modelwright.evaluate.scoring import EvaluateConfig, generate_numbers, record_costs, score_choices, text_costs
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.pipeline.resolve import resolved_device

@@ -22,8 +22,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from modelwright.core.artifacts import write_atomic, writing
-from modelwright.core.config import DataError, digest
-from modelwright.core.extras import is_installed
+from modelwright.core.config import DataError, digest, is_installed
 from modelwright.core.progress import Progress
 from modelwright.data.clean.folder import DROPPED, KEPT_FILES, KEPT_NAME, ORDER, REPORT, files_by_split
 from modelwright.data.clean.report import CleanReport, describe_drops

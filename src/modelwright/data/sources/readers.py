@@ -20,8 +20,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
 
-from modelwright.core.config import DataError
-from modelwright.core.extras import is_installed
+from modelwright.core.config import DataError, is_installed
 from modelwright.data.sources.registry import Entry
 
 CHUNK_BYTES = 2**20

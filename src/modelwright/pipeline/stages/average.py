@@ -17,8 +17,7 @@ from modelwright.core.artifacts import RunDir
 from modelwright.core.config import ConfigError, dump
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.scoring import record_costs
+from modelwright.evaluate.scoring import EvaluateConfig, record_costs
 from modelwright.model.hf import load_model
 from modelwright.pipeline.stage import RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import fixed_estimate

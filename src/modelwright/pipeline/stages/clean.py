@@ -7,8 +7,7 @@ import shutil
 from collections.abc import Sequence
 
 from modelwright.core.artifacts import RunDir
-from modelwright.core.config import DataError, dump
-from modelwright.core.extras import install_line, is_installed
+from modelwright.core.config import DataError, dump, install_line, is_installed
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.clean.folder import DROPPED
 from modelwright.data.clean.report import describe_drops

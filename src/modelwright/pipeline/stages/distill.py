@@ -11,8 +11,7 @@ from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES, 
 from modelwright.core.config import ConfigError, constant, derive_seed, digest, dump, prefix_errors
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.scoring import score_documents, select_documents, summarize_scores
+from modelwright.evaluate.scoring import EvaluateConfig, score_documents, select_documents, summarize_scores
 from modelwright.infer.generate import measure_speed
 from modelwright.objectives import distillation as distilling
 from modelwright.objectives.rollouts import RolloutConfig

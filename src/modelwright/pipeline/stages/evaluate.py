@@ -12,7 +12,7 @@ from modelwright.core.config import dump
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig
+from modelwright.evaluate.scoring import EvaluateConfig
 from modelwright.evaluate.suite import LOSSY, compare_evaluations, evaluate_model
 from modelwright.model.hf import load_model
 from modelwright.pipeline.estimate.cost import StageEstimate

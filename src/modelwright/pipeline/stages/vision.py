@@ -25,7 +25,7 @@ from modelwright.data.document import Split
 from modelwright.data.images import store as stores
 from modelwright.data.images.decode import KEY, StoredImage
 from modelwright.data.rows.pack import TokenSequence
-from modelwright.evaluate.statistics import log10_sign_test, wilson_interval
+from modelwright.evaluate.scoring import log10_sign_test, wilson_interval
 from modelwright.model.vision.classifier import ImageClassifier, forward_flops
 from modelwright.objectives import image_classification as classification
 from modelwright.pipeline.estimate.cost import StageEstimate
