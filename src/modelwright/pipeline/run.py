@@ -25,16 +25,9 @@ from modelwright.parallel.elastic import fit, num_restarts, num_used
 from modelwright.parallel.mesh import ParallelConfig
 from modelwright.parallel.pipeline.stages import check_microbatches, check_ties, layers_of_stages
 from modelwright.parallel.tensor_parallel import check_shape, stage_tokens
+from modelwright.pipeline import process_group
 from modelwright.pipeline.augmenting import is_augmented
 from modelwright.pipeline.estimate.time_budget import fit_to_minutes, with_lengths_of
-from modelwright.pipeline.process_group import (
-    RunGroup,
-    as_lost_peer,
-    join_ranks,
-    kernels_of_run,
-    shared_rows,
-    use_threads,
-)
 from modelwright.pipeline.report.page import closing_lines
 from modelwright.pipeline.resolve import (
     check_device,
@@ -72,7 +65,7 @@ def check_training(
     if trainings:
         check_size(config.model)
     if elastic:
-        num_rows = shared_rows(config)
+        num_rows = process_group.shared_rows(config)
         with prefix_errors("parallel"):
             layout = fit(layout, num_processes=num_processes, num_rows=num_rows)
         num_processes = num_used(layout)
@@ -189,8 +182,8 @@ def execute(
     `ModelwrightError` for anything that a person can fix, `Stopped` if training was asked to stop.
     """
     run.create()
-    num_rows = shared_rows(config) if elastic else 0
-    joined = join_ranks(config, links=run.path / "links.json", num_rows=num_rows)
+    num_rows = process_group.shared_rows(config) if elastic else 0
+    joined = process_group.join_ranks(config, links=run.path / "links.json", num_rows=num_rows)
     with joined as ranks, ExitStack() as held:
         if ranks is None:
             return RunResult([], False)
@@ -219,8 +212,8 @@ def execute(
             config = read_run_config(run.config)
             stages = build_stages(replace(config, parallel=ranks.layout), run, only)
         use_tensor_heap()  # in every stage: tensors that outlive a stage then leave no gaps in the heap of the next
-        num_threads = use_threads(config.hardware.num_threads)
-        kernels = held.enter_context(kernels_of_run(run, ranks.world, shown))
+        num_threads = process_group.use_threads(config.hardware.num_threads)
+        kernels = held.enter_context(process_group.kernels_of_run(run, ranks.world, shown))
         if ranks.rank == 0 and (busy := busy_machine(OtherProcesses(), num_threads)):
             shown.note(busy)
         implied = [stage.name for stage in config.stages if stage.is_implied]
@@ -302,7 +295,12 @@ def _hold(run: RunDir, held: ExitStack, patience_s: float) -> None:
 
 @contextmanager
 def _journal(
-    run: RunDir, config: RunConfig, origin: str, words: Sequence[str], ranks: RunGroup, kernels: Mapping[str, Any]
+    run: RunDir,
+    config: RunConfig,
+    origin: str,
+    words: Sequence[str],
+    ranks: process_group.RunGroup,
+    kernels: Mapping[str, Any],
 ) -> Iterator[Callable[[Stage, Manifest], None]]:
     """Maintains run.json on the first process: an entry for this invocation, the end of the block, and the digests of
     each stage reported to the yielded function. A collective that fails because another process has left is raised as
@@ -346,7 +344,7 @@ def _journal(
             with suppress(OSError):  # a full disk must not hide the failure
                 run.write_info(info)
         if isinstance(error, RuntimeError) and ranks.size > 1:
-            raise as_lost_peer(error) from error
+            raise process_group.as_lost_peer(error) from error
         raise
     if is_first:
         entry |= {"ended": now(), "state": "done"}
