@@ -37,6 +37,7 @@ from modelwright.pipeline.report.blocks import (
 from modelwright.pipeline.report.charts import Line, bar_chart, line_chart, smooth
 from modelwright.pipeline.report.page import answer_blocks, answer_facts
 from modelwright.pipeline.report.run_data import RunData, StageData
+from modelwright.pipeline.stages.pack import FIRST_TRAINING
 from modelwright.serve.load import expectation
 from modelwright.train.config import TrainConfig
 from modelwright.train.techniques.adaptive_precision import CHANGES
@@ -107,9 +108,7 @@ def evaluation_highlight(data: RunData, stage: StageData) -> Sequence[Block]:
     if not any(model["bits_per_byte"] for model in results["models"].values()):
         return ()
     final = _bits_chart(results, data.model_titles, name="first-bits")
-    from modelwright.pipeline.stages.pretrain import PRETRAIN  # whose file imports this one
-
-    pretrained, baselines = data.done(PRETRAIN.name), results.get("baselines") or {}
+    pretrained, baselines = data.done(FIRST_TRAINING), results.get("baselines") or {}
     heldout = column(pretrained.records(), "heldout_loss") if pretrained else []
     if len(heldout) < 2 or not baselines:
         return (final,)
