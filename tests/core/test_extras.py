@@ -108,7 +108,7 @@ def test_the_smallest_recipe_and_finetuning_need_no_extra(monkeypatch: pytest.Mo
 def test_no_module_of_an_extra_is_imported_by_the_commands() -> None:
     """In a process that cannot find what the extras bring: everything that a run, a fine-tuning or a chat imports."""
     names = [
-        "cli.main", "recipes.models", "recipes.runs", "pipeline.run", "pipeline.stages.specs", "pipeline.exports",
+        "cli.main", "recipes.models", "pipeline.run", "pipeline.stages.specs", "pipeline.exports",
         "pipeline.harness", "serve.config", "serve.terminal", "data.augment.augmenter", "objectives.grpo",
     ]  # fmt: skip
     code = (
